@@ -6,13 +6,17 @@ export VENV
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 # Three processes with one thread each keep two cores busy: many tests wait for processes that they start. Each takes 1
-# to 2 GB. Files go to them in the order of their names, not of how many tests they have: those of tests/unit, all short,
-# come last and even out the end.
+# to 2 GB. Files go to them in the order of tests/conftest.py, not of how many tests they have: long ones first, those of
+# tests/unit, all short, last.
 WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 GPU := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),gpu or not gpu,not gpu)
+# Looked for when a target runs: setting it up may install one.
+BROWSER = $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+PAGE = $(if $(BROWSER),,and not browser)
+SAY_BROWSER = @$(if $(BROWSER),:,echo "Tests of the page are left out: no chromium or Chrome is found.")
 
-.PHONY: help demo demo-words demo-agent demo-sft demo-dpo demo-kto demo-kd demo-pipeline demo-cluster test test-all check lint ci bench clean
+.PHONY: help demo demo-words demo-agent demo-sft demo-dpo demo-kto demo-kd demo-pipeline demo-shapes demo-cluster test test-all check lint ci bench clean
 
 help:
 	@echo "make demo          train a small model on sums, and show the result"
@@ -22,6 +26,7 @@ help:
 	@echo "make demo-dpo      teach it a preference for short calculations, by DPO"
 	@echo "make demo-kto      teach it the same from single replies, good and bad, by KTO"
 	@echo "make demo-kd       distil the fine-tuned model into the one it began as"
+	@echo "make demo-shapes   a tiny model of random weights that learns to name shapes in images"
 	@echo "make demo-pipeline fine-tuning, a reward model, and PPO with it, on sums"
 	@echo "make demo-cluster  the first again in several processes: Ray, vLLM and DeepSpeed"
 	@echo "make check         linters and the fast tests"
@@ -40,32 +45,23 @@ demo-words: $(VENV)/.demo-stamp
 demo-agent: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/products.py
 
-demo-sft: $(VENV)/.demo-stamp
-	@$(BIN)/python examples/sft.py
-
-demo-dpo: $(VENV)/.demo-stamp
-	@$(BIN)/python examples/dpo.py
-
-demo-kto: $(VENV)/.demo-stamp
-	@$(BIN)/python examples/kto.py
-
-demo-kd: $(VENV)/.demo-stamp
-	@$(BIN)/python examples/kd.py
-
-demo-pipeline: $(VENV)/.demo-stamp
-	@$(BIN)/python examples/pipeline.py
+demo-sft demo-dpo demo-kto demo-kd demo-pipeline demo-shapes: demo-%: $(VENV)/.demo-stamp
+	@$(BIN)/python examples/$*.py
 
 demo-cluster: $(VENV)/.cluster-stamp
 	@$(BIN)/python examples/sums_cluster.py
 
 test: $(VENV)/.test-stamp
-	$(PYTEST) -m "not chaos and not demo and ($(GPU))"
+	$(SAY_BROWSER)
+	$(PYTEST) -m "not chaos and not demo and ($(GPU)) $(PAGE)"
 
 test-all: $(VENV)/.test-stamp
-	$(PYTEST) -m "$(GPU)"
+	$(SAY_BROWSER)
+	$(PYTEST) -m "($(GPU)) $(PAGE)"
 
 check: lint
-	$(PYTEST) -m "not slow and not gpu and not chaos"
+	$(SAY_BROWSER)
+	$(PYTEST) -m "not slow and not gpu and not chaos $(PAGE)"
 
 lint: $(VENV)/.test-stamp
 	$(BIN)/ruff format --check .
@@ -73,7 +69,9 @@ lint: $(VENV)/.test-stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-ci: lint test-all
+# Linters run beside the first tests, most of which wait for processes of theirs.
+ci: $(VENV)/.test-stamp
+	@$(MAKE) --no-print-directory -j2 lint test-all
 
 bench: $(VENV)/.bench-stamp
 	$(BIN)/pytest benchmarks --benchmark-only

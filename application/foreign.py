@@ -15,12 +15,12 @@ LONGEST = 1000
 """Largest number of characters of a foreign error or value in a sentence."""
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Returns the kind and the words of an error on one line, whatever its `__str__` does."""
     try:
         words = " ".join(str(error).split())
     except BaseException as second:  # also of a user's own class
-        words = f"(its message cannot be told: {type(second).__name__})"
+        words = f"(its message cannot be read: {type(second).__name__})"
     return _cut(f"{type(error).__name__}: {words}" if words else type(error).__name__)
 
 
@@ -37,7 +37,7 @@ def harmless(error: BaseException) -> Exception:
     """Returns the error, or its words as a ForeignError where no future takes it or an event loop would end by it."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return ForeignError(told(error))
+    return ForeignError(error_text(error))
 
 
 def _cut(text: str) -> str:
@@ -45,7 +45,7 @@ def _cut(text: str) -> str:
 
 
 class foreign_code(AbstractContextManager[object]):  # noqa: N801 (it is read as a statement)
-    """A block that raises `refusal(words)` instead of any exception inside it; `words` are the exception's (`told`).
+    """A block that raises `refusal(words)` instead of any exception inside it; `words` are its `error_text`.
 
     Three things pass: rollgrad's own errors, which are sentences already; KeyboardInterrupt and GeneratorExit; and the
     cancellation of the task that runs the block, though not a CancelledError that the code raised by itself.
@@ -60,7 +60,7 @@ class foreign_code(AbstractContextManager[object]):  # noqa: N801 (it is read as
             return False
         if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
             return False
-        raise self._refusal(told(error)) from error
+        raise self._refusal(error_text(error)) from error
 
 
 def is_being_cancelled() -> bool:

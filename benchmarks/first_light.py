@@ -154,7 +154,13 @@ def attention_is_right():
     from rollgrad.adapters.models.torch.attention import ForestAttention
     from rollgrad.adapters.models.torch.layout import Node
 
-    nodes = [Node(0, 37), Node(37, 50, 0, 37), Node(87, 1, 0, 37), Node(88, 200, 0, 37), Node(288, 129)]
+    nodes = [
+        Node(0, 37),
+        Node(37, 50, ((0, 37),)),
+        Node(87, 1, ((0, 37),)),
+        Node(88, 200, ((0, 37), (37, 25))),
+        Node(288, 129),
+    ]
     total, hq, hk, d = 417, 8, 2, 64
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(1, h, total, d, device=DEV) for h in (hq, hk, hk, hq))
@@ -164,7 +170,7 @@ def attention_is_right():
     for n in nodes:
         own = torch.arange(n.length, device=DEV)
         position[n.start : n.start + n.length] = n.prefix_length + own
-        visible[n.start : n.start + n.length, n.prefix_start : n.prefix_start + n.prefix_length] = True
+        visible[n.start : n.start + n.length, n.path()[: n.prefix_length]] = True
         visible[n.start : n.start + n.length, n.start : n.start + n.length] = own[None] <= own[:, None]
     out = {}
     for window in (None, 16):
@@ -197,7 +203,7 @@ def attention_is_fast():
     from rollgrad.adapters.models.torch.layout import Node
 
     n, p, r = (8, 1024, 2048) if not A.tiny else (2, 16, 32)
-    nodes = [Node(0, p), *(Node(p + i * r, r, 0, p) for i in range(n))]
+    nodes = [Node(0, p), *(Node(p + i * r, r, ((0, p),)) for i in range(n))]
     total = p + n * r
     q, k, v = (torch.randn(1, h, total, 128, device=DEV, dtype=DT, requires_grad=True) for h in (16, 8, 8))
     g = torch.randn(1, total, 16, 128, device=DEV, dtype=DT)
@@ -399,7 +405,8 @@ def deepspeed():
     """One rank of ZeRO 2 and 3 over NCCL: the same step as `MasterOptimizer`, its time, weights gathered."""
     from torch.distributed import TCPStore
 
-    from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule, start_process_group
+    from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
+    from rollgrad.adapters.models.deepspeed.processes import start_process_group
     from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
     from rollgrad.adapters.models.torch.models import TorchPolicy
     from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
@@ -487,7 +494,7 @@ def _consume(path, to, back):
 
 
 def profile():
-    """Where one update goes: the ten kernels that take most, and the share of time in which the GPU idles."""
+    """Time of one update: the ten kernels that take most, and the share of time in which the GPU idles."""
     if not GPU:
         return "needs a GPU"
     from rollgrad.adapters.models.torch.models import TorchPolicy

@@ -1,5 +1,5 @@
-"""Rejection sampling and iterated DPO learn sums with SmolLM2-135M-Instruct, by `examples/rs.yaml` and `iter_dpo.yaml`;
-one picture of both.
+"""Rejection sampling, iterated DPO and conditional fine-tuning learn sums with SmolLM2-135M-Instruct, by the files of
+their names in `examples/`; one picture of all.
 
     python benchmarks/loops_learn.py
     python benchmarks/loops_learn.py --only rs --held_out 50
@@ -28,18 +28,22 @@ from smollm2 import unpack_smollm2  # noqa: E402
 
 from benchmarks.smoke import smoke_model  # noqa: E402
 
+Name = Literal["rs", "iter_dpo", "csft"]
 IMAGES = ROOT / "docs" / "images"
 """Directory of the picture (loops.png) and its figures (loops.json)."""
-LOOPS: dict[str, type[LoopRun]] = {"rs": rollgrad.RSRun, "iter_dpo": rollgrad.IterDPORun}
-Name = Literal["rs", "iter_dpo"]
+LOOPS: dict[Name, type[LoopRun]] = {
+    "rs": rollgrad.RSRun,
+    "iter_dpo": rollgrad.IterDPORun,
+    "csft": rollgrad.CSFTRun,
+}
 
 
 @define(kw_only=True)
 class Options:
-    """Runs the loops, and draws both."""
+    """Runs the loops, and draws all."""
 
-    only: tuple[Name, ...] = ("rs", "iter_dpo")
-    """Loops to run; the figures of the other are kept."""
+    only: tuple[Name, ...] = tuple(LOOPS)
+    """Loops to run; the figures of the others are kept."""
     held_out: int = 100
     """Held-out sums of each evaluation."""
     smoke: bool = False
@@ -51,7 +55,7 @@ def short(completions: list[str]) -> list[int]:
     return [-len(text) for text in completions]
 
 
-def run(name: str, options: Options, folder: Path, tiny: Path | None) -> list[dict[str, float]]:
+def run(name: Name, options: Options, folder: Path, tiny: Path | None) -> list[dict[str, float]]:
     """Runs a loop, a small one if there is a tiny model; returns the metrics of each iteration."""
     settings, problems = read_config(ROOT / "examples" / f"{name}.yaml", run=LOOPS[name])
     raise_together(problems)
@@ -67,14 +71,17 @@ def run(name: str, options: Options, folder: Path, tiny: Path | None) -> list[di
         if isinstance(settings, rollgrad.RSRun):
             settings.loop.min_reward = None
         reward = short
-    return [dict(metrics) for metrics in rollgrad.loop(settings, reward=reward).history]
+    result = rollgrad.loop(settings, reward=reward)
+    if result.stopped_by is not None:
+        sys.exit(128 + result.stopped_by)
+    return [dict(metrics) for metrics in result.history]
 
 
-def draw(found: dict[str, list[dict[str, float]]], picture: Path) -> None:
+def draw(found: dict[Name, list[dict[str, float]]], picture: Path) -> None:
     """Draws the share of sums right, as sampled and held out, over the iterations of each loop."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(10, 3), layout="constrained", facecolor="white")
     (row,) = figure.subplots(1, len(found), sharey=True, squeeze=False)
     for axes, (name, history) in zip(row, found.items(), strict=True):
         held_out = [metrics["eval/pass@1"] for metrics in history]
@@ -98,7 +105,7 @@ def main(options: Options) -> None:
     with smoke_model() if options.smoke else nullcontext() as tiny, tempfile.TemporaryDirectory() as scratch:
         images = Path(scratch) if options.smoke else IMAGES
         results = images / "loops.json"
-        found: dict[str, list[dict[str, float]]] = json.loads(results.read_text()) if results.exists() else {}
+        found: dict[Name, list[dict[str, float]]] = json.loads(results.read_text()) if results.exists() else {}
         for name in options.only:
             found[name] = run(name, options, Path(scratch) / name, tiny)
             found = {name: found[name] for name in LOOPS if name in found}

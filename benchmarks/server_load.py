@@ -5,7 +5,7 @@ their own (`server_clients.py`). Steps with and without them alternate: what els
 
     python benchmarks/server_load.py --steps 20
 
-`--smoke` is two steps, whose ratio means nothing.
+`--smoke` is one step of each, whose ratio means nothing.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ async def measure(steps: int) -> tuple[list[float], list[float]]:
     codec = FakeChatCodec()
     engine = ScriptedEngine(codec, EOS, lambda prompt: "yes")
     engine.max_tokens = POSITIONS  # type: ignore[attr-defined]
-    server = TrainingServer(engine, codec)
+    server = TrainingServer(engine, codec, None)
     port = int((await server.url()).rpartition(":")[2])
     clients = subprocess.Popen([sys.executable, str(CLIENTS), str(port)], stdin=subprocess.PIPE, text=True)
     assert clients.stdin is not None
@@ -68,7 +68,7 @@ async def measure(steps: int) -> tuple[list[float], list[float]]:
 def main(steps: int = 20, smoke: bool = False) -> int:
     """Prints the medians and their ratio; returns 1 if it is above 1.1."""
     torch.set_num_threads(1)
-    alone, attacked = asyncio.run(measure(2 if smoke else steps))
+    alone, attacked = asyncio.run(measure(1 if smoke else steps))
     ratio = statistics.median(attacked) / statistics.median(alone)
     print(
         f"step alone {statistics.median(alone):.3f} s, attacked {statistics.median(attacked):.3f} s: {ratio:.3f} times"

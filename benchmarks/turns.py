@@ -7,7 +7,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from attrs import AttrsInstance, asdict
+
 from benchmarks.machine import OtherProcesses
+from benchmarks.results import keep
 
 PRELOADED = (
     "rollgrad.entrypoints.composition.dpo",
@@ -91,3 +94,14 @@ def alternate(ours: Target, theirs: Target, work: Any, steps: int) -> tuple[Cont
         contender.stop()
         print(contender.report())
     return contenders
+
+
+def keep_turns(name: str, work: AttrsInstance, ours: Contender, theirs: Contender, floor: float) -> None:
+    """Keeps the figures of `alternate` beside the work and the seconds of its floor, and prints the file's name."""
+    figures = {
+        "ratio": theirs.median / ours.median,
+        "floor_s": floor,
+        "seconds_a_step": {contender.name: contender.seconds[1:] for contender in (ours, theirs)},
+        "work": asdict(work),
+    }
+    print(keep(name, figures))

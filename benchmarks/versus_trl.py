@@ -1,4 +1,4 @@
-"""The same work in TRL's trainers and here, in one run.
+"""TRL's trainers and rollgrad at equal work, in one run.
 
 Each contender lives in a process of its own and waits while the other takes its step; the first step of each is not
 counted. Model, rows, AdamW step and number format are the same. Last line: `ratio R`, TRL's median seconds a step over
@@ -36,7 +36,7 @@ from rollgrad.adapters.models.torch.loading import resolve_dtype
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import ModelCost, measure
 from benchmarks.smoke import smoke_model
-from benchmarks.turns import Contender, Turns, alternate
+from benchmarks.turns import Contender, Turns, alternate, keep_turns
 from benchmarks.versus_trl_examples import Examples
 from benchmarks.versus_trl_examples import compare as compare_examples
 
@@ -211,8 +211,8 @@ def trl_contender(work: Work, pipe: Connection) -> None:
         trainer.train()
 
 
-def print_floor(work: Work, contenders: tuple[Contender, ...]) -> None:
-    """The least time a step could take here, by bytes and FLOPs."""
+def print_floor(work: Work, contenders: tuple[Contender, ...]) -> float:
+    """Prints the least time that a step could take here, by bytes and FLOPs; returns it in seconds."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = work.torch_dtype()
@@ -239,13 +239,16 @@ def print_floor(work: Work, contenders: tuple[Contender, ...]) -> None:
             f"{contender.name:9} median {contender.median:.2f} s a step, "
             f"{contender.median / (generation + once):.1f} x the floor"
         )
+    return generation + once
 
 
 def compare(work: Work) -> None:
     """Runs both and prints what came of it."""
     ours, theirs = alternate(rollgrad_contender, trl_contender, work, work.steps)
-    print_floor(work, (ours, theirs))
+    floor = print_floor(work, (ours, theirs))
     print(f"ratio {theirs.median / ours.median:.2f}")
+    if not work.smoke:
+        keep_turns("versus_trl_grpo", work, ours, theirs, floor)
 
 
 def compare_grpo(work: Work) -> None:

@@ -17,7 +17,7 @@ from attrs import define, evolve
 
 from benchmarks.machine import ModelCost, measure
 from benchmarks.smoke import smoke_model
-from benchmarks.turns import Turns, alternate
+from benchmarks.turns import Turns, alternate, keep_turns
 from rollgrad.adapters.models.torch.loading import resolve_dtype
 
 LEARNING_RATE = 1e-6
@@ -222,3 +222,5 @@ def _compare(work: Examples) -> None:
             f"each step the ratio would be {theirs.median / (ours.median + before):.2f}"
         )
     print(f"ratio {theirs.median / ours.median:.2f}")
+    if not work.smoke:
+        keep_turns(f"versus_trl_{work.task}", work, ours, theirs, floor)

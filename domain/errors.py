@@ -24,6 +24,10 @@ class DataError(RollgradError, ValueError):
     """A dataset is missing, empty, or lacks what the settings ask of it."""
 
 
+class FilterError(DataError):
+    """A filter of rollouts cannot be understood."""
+
+
 class RewardError(RollgradError, RuntimeError):
     """A reward source raised, timed out, or returned something that is not one finite number a sample."""
 

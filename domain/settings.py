@@ -9,6 +9,9 @@ from typing import Any
 
 from attrs import Attribute, Factory, define, field, frozen
 
+FREE = dict[str, Any] | None
+"""Type of a setting that holds settings of a library, by its own names and nested as it nests them."""
+
 
 @frozen
 class Range:
@@ -49,7 +52,7 @@ class Condition:
 
 
 @frozen
-class Told:
+class SettingMetadata:
     """Metadata of a setting's field, besides its type and default."""
 
     doc: str
@@ -58,16 +61,16 @@ class Told:
     only_if: tuple[Condition, ...] = ()
 
     @classmethod
-    def by(cls, attribute: "Attribute[Any]") -> "Told":
-        """Returns what a field of a class of settings says.
+    def of(cls, attribute: "Attribute[Any]") -> "SettingMetadata":
+        """Returns the metadata of a field of a class of settings.
 
         Raises:
             TypeError: it was not made by `setting` or `section`.
         """
-        told = attribute.metadata.get(cls)
-        if not isinstance(told, cls):
+        found = attribute.metadata.get(cls)
+        if not isinstance(found, cls):
             raise TypeError(f"{attribute.name} is no setting: make its field by setting(default, doc) or section().")
-        return told
+        return found
 
 
 def setting(
@@ -94,7 +97,11 @@ def setting(
     >>> Gate().tau
     1.0
     """
-    return field(default=default, converter=converter, metadata={Told: Told(doc, range, only_if=_all(only_if))})
+    return field(
+        default=default,
+        converter=converter,
+        metadata={SettingMetadata: SettingMetadata(doc, range, only_if=_all(only_if))},
+    )
 
 
 def own_first(_: type, fields: Sequence["Attribute[Any]"]) -> list["Attribute[Any]"]:
@@ -119,7 +126,9 @@ def section(
     `brought`: returns the sections within it that are known by now, by name, for `OwnSettings`. `only_if`: conditions
     of all its settings, tested on the section or run that has it.
     """
-    return field(default=Factory(kind), metadata={Told: Told(doc, brought=brought, only_if=_all(only_if))})
+    return field(
+        default=Factory(kind), metadata={SettingMetadata: SettingMetadata(doc, brought=brought, only_if=_all(only_if))}
+    )
 
 
 def _all(conditions: Condition | tuple[Condition, ...]) -> tuple[Condition, ...]:

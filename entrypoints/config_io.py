@@ -148,7 +148,7 @@ def _structured(
         except ConfigurationError as error:
             problems.append(error)
         else:
-            config = _section(run, _merged(settings, data if isinstance(data, Mapping) else {}), "", [])
+            config = _section(run, merged(settings, data if isinstance(data, Mapping) else {}), "", [])
         forget_preset(config)
     return config, problems
 
@@ -184,14 +184,14 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merges `above` over `below`, section by section; a section without lines is None."""
     result = dict(below)
     for key, value in above.items():
         inner: Any = result.get(key)
         section: Any = {} if value is None else value
         merge = isinstance(inner, Mapping) and isinstance(section, Mapping)
-        result[key] = _merged(inner, section) if merge else value
+        result[key] = merged(inner, section) if merge else value
     return result
 
 

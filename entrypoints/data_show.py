@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollgrad.adapters.data.examples.preparation import PreparedExamples
+from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.sections.examples import LabelDataConfig, PairDataConfig
-from rollgrad.entrypoints.composition.chat import make_codec, make_tokenizer
-from rollgrad.entrypoints.composition.examples import make_eval_examples, make_examples
+from rollgrad.entrypoints.composition.chat import make_codec, make_image_renderer, make_tokenizer
+from rollgrad.entrypoints.composition.examples import Preparation, make_eval_examples, make_examples
 
 TRAINED, CONTEXT = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"
@@ -26,9 +26,8 @@ def show_rows(run: OfflineRun, *, count: int, console: Console | None = None) ->
         RollgradError: data cannot be read, or more rows than allowed cannot be used (after the report).
     """
     console = console or Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
-    model = run.actor.model_name_or_path
-    tokenizer = make_tokenizer(run.actor, run.data)
-    examples = make_examples(run.data, run.train, model, tokenizer, make_codec(run.data, tokenizer), check=False)
+    preparation = _preparation(run)
+    examples = make_examples(preparation, run.train, check=False)
     shown = 0
     for index in range(min(count, len(examples))):
         example = examples[index]
@@ -42,7 +41,9 @@ def show_rows(run: OfflineRun, *, count: int, console: Console | None = None) ->
             console.print(
                 f"row {example.row + 1}{of}: {len(branch)} tokens, {branch.trained_length} trained", style="bold"
             )
-            console.print(coloured(tokenizer, branch.token_ids_T.tolist(), branch.weights_T.tolist(), console))
+            console.print(
+                coloured(preparation.tokenizer, branch.token_ids_T.tolist(), branch.weights_T.tolist(), console)
+            )
             console.print()
     show_report(f"{run.data.dataset}", examples.report, console)
     examples.report.check(run.data.max_dropped, "data.dataset")
@@ -57,10 +58,14 @@ def show_held_out(run: OfflineRun) -> None:
     """
     if run.eval.dataset is None:
         return
-    tokenizer = make_tokenizer(run.actor, run.data)
-    codec = make_codec(run.data, tokenizer)
-    examples = make_eval_examples(run.data, run.eval, run.actor.model_name_or_path, tokenizer, codec)
+    examples = make_eval_examples(_preparation(run), run.eval)
     show_report(run.eval.dataset, examples.report, Console(file=sys.stdout, highlight=False, markup=False))
+
+
+def _preparation(run: OfflineRun) -> Preparation:
+    tokenizer = make_tokenizer(run.actor, run.data)
+    images = make_image_renderer(run.actor, run.data, tokenizer)
+    return Preparation(run.data, run.actor.model_name_or_path, tokenizer, make_codec(run.data, tokenizer), images)
 
 
 def coloured(tokenizer: Any, token_ids: list[int], weights: list[float], console: Console) -> Text:

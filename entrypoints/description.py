@@ -53,7 +53,7 @@ def describe_run(config: AttrsInstance, fingerprint: str | None, date: str | Non
 
 def flat_settings(config: AttrsInstance) -> dict[str, Any]:
     """Returns every setting by its dotted name, without secrets, as JSON has it."""
-    settings = _public_settings(config)
+    settings = public_settings(config)
     return {name: reduce(getitem, name.split("."), settings) for name in setting_names(type(config))}
 
 
@@ -71,7 +71,7 @@ def versions() -> dict[str, str]:
 def settings_file(config: AttrsInstance) -> str:
     """Returns the settings as YAML, without secrets, below the versions as a comment."""
     computed_by = ", ".join(f"{name} {version}" for name, version in versions().items())
-    return f"# {computed_by}\n{yaml.safe_dump(_public_settings(config), sort_keys=False)}"
+    return f"# {computed_by}\n{yaml.safe_dump(public_settings(config), sort_keys=False)}"
 
 
 def check_continues(begun: Mapping[str, Any] | None, now: Description, run: type[AttrsInstance] = RLConfig) -> None:
@@ -102,7 +102,8 @@ def check_continues(begun: Mapping[str, Any] | None, now: Description, run: type
         log.info("the run continues with changes", **{name.replace(".", "_"): text for name, text in changed.items()})
 
 
-def _public_settings(config: AttrsInstance) -> Any:
+def public_settings(config: AttrsInstance) -> Any:
+    """Returns the settings as nested mappings, without secrets."""
     secrets = known_secrets()
 
     def public(value: Any, name: str) -> Any:

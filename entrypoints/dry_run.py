@@ -1,12 +1,13 @@
 """Checks before a run starts: whether its files exist, its memory and its counts.
 
-`file_problems` looks at local paths only and imports nothing heavy; `show_plan` reads the shapes of models, but never
-loads weights. Does not own: prompts and rewards (`rehearsal`).
+`file_problems` looks at local paths, and at settings that are a library's own, without which it imports nothing heavy;
+`show_plan` reads the shapes of models, but never loads weights. Does not own: prompts and rewards (`rehearsal`).
 """
 
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,26 +15,27 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from rollgrad.application.settings.correction import correction_summary
-from rollgrad.application.settings.derived import optimizer_steps_per_rollout
+from rollgrad.application.settings.derived import longest_sample, optimizer_steps_per_rollout
 from rollgrad.application.settings.function_path import FunctionPath
-from rollgrad.application.settings.memory_plan import (
-    MIB,
-    Machine,
-    RoleMemory,
-    memory_plan,
-    places,
-    shortages,
-)
+from rollgrad.application.settings.memory_plan import Machine, RoleMemory, memory_plan, places, shortages
+from rollgrad.application.settings.memory_plan_passes import MIB
+from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
+from rollgrad.application.settings.time_floor import least_seconds, step_work
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
 from rollgrad.entrypoints.run_directory import check_output
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
     from rich.table import Table
+
+SECTIONS = {"actor": "actor", "critic": "critic", "reference": "ref", "reward": "reward"}
+"""The section of settings of each role that has a model."""
 
 
 def check_files(config: RLConfig) -> None:
@@ -64,6 +66,7 @@ def file_problems(config: RLConfig) -> dict[str, RollgradError]:
     for name in dataset_names(config.data.prompt_dataset):
         _note(problems, "data.prompt_dataset", _check_dataset, "data.prompt_dataset", name)
     _note(problems, "ckpt.output_dir", _check_output_dir, config.ckpt)
+    problems |= _ds_problems(config)
     return problems
 
 
@@ -75,6 +78,7 @@ def eval_file_problems(config: RLConfig) -> dict[str, RollgradError]:
     for name in dataset_names(config.eval.dataset or ""):
         _note(problems, "eval.dataset", _check_dataset, "eval.dataset", name)
     _note(problems, "reward.function_path", _check_reward_file, config)
+    problems |= _vllm_problems(config)
     return problems
 
 
@@ -86,6 +90,7 @@ def generation_file_problems(config: RLConfig) -> list[RollgradError]:
     )
     for name in dataset_names(config.data.prompt_dataset):
         _note(problems, "data.prompt_dataset", _check_dataset, "data.prompt_dataset", name)
+    problems |= _vllm_problems(config)
     return list(problems.values())
 
 
@@ -105,7 +110,23 @@ def example_file_problems(run: Any) -> list[RollgradError]:
             _note(problems, key, _check_model, key, getattr(run, name).model_name_or_path)
     for name in dataset_names(run.eval.dataset or ""):
         _note(problems, "eval.dataset", _check_dataset, "eval.dataset", name)
+    problems |= _ds_problems(run)
     return list(problems.values())
+
+
+def _vllm_problems(config: RLConfig) -> dict[str, RollgradError]:
+    """Returns what is wrong with the names in `vllm.extra`."""
+    from rollgrad.adapters.engines.vllm.arguments import argument_problems
+
+    return {problem: ConfigurationError(problem) for problem in argument_problems(config.vllm.extra or {})}
+
+
+def _ds_problems(run: Any) -> dict[str, RollgradError]:
+    """Returns what is wrong with `ds.extra` of a run that has it."""
+    from rollgrad.adapters.models.deepspeed.extra import config_problems
+
+    extra = run.ds.extra if hasattr(run, "ds") and run.cluster.enable else None
+    return {problem: ConfigurationError(problem) for problem in config_problems(extra or {})}
 
 
 def _note(problems: dict[str, RollgradError], key: str, check: Callable[..., None], *arguments: Any) -> None:
@@ -122,11 +143,25 @@ def show_plan(config: RLConfig, console: "Console") -> list[str]:
     Raises:
         CheckpointError: a model cannot be found.
     """
-    machine = _machine()
-    rows = _plan_memory(config, machine)
+    from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
+
+    machine, device = _machine(), default_device()
+    dtype = resolve_dtype(config.actor.dtype, device)
+    shapes = _shapes(config, dtype, device)
+    rows = memory_plan(
+        config,
+        shapes["actor"],
+        compute_bytes=dtype.itemsize,
+        machine=machine,
+        critic=shapes.get("critic"),
+        reference=shapes.get("reference"),
+        reward=shapes.get("reward"),
+    )
     console.print(_memory_table(rows, machine))
     for place in places(rows, machine):
         console.print(f"{_mib(place.held)} MiB at once in {place.name}, which has {_mib(place.available)}")
+    if floor := _time_floor(config, rows, shapes, machine, dtype, device):
+        console.print(floor)
     for name, words in correction_summary(config).items():
         console.print(f"{'off-policy correction' if name == 'weights' else '  ' + name}: {words}")
     return list(shortages(rows, machine))
@@ -140,20 +175,52 @@ def _machine() -> Machine:
     return Machine(gpu=gpu, memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _plan_memory(config: RLConfig, machine: Machine) -> list[RoleMemory]:
-    from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
+def _shapes(config: RLConfig, dtype: "torch.dtype", device: "torch.device") -> dict[str, ModelShape]:
+    """Returns the shape of the actor, and of each other model that the settings name, by its role."""
+    from rollgrad.adapters.models.torch.pass_memory import measured_passes
     from rollgrad.adapters.models.torch.shape import model_shape
 
-    critic, reference = config.critic.model_name_or_path, config.ref.model_name_or_path
-    reward = config.reward.model_name_or_path
-    return memory_plan(
-        config,
-        model_shape("actor.model_name_or_path", config.actor.model_name_or_path, config.actor.lora),
-        compute_bytes=resolve_dtype(config.actor.dtype, default_device()).itemsize,
-        machine=machine,
-        critic=model_shape("critic.model_name_or_path", critic) if critic else None,
-        reference=model_shape("ref.model_name_or_path", reference) if reference else None,
-        reward=model_shape("reward.model_name_or_path", reward) if reward else None,
+    passes = partial(
+        measured_passes,
+        dtype=dtype,
+        device=device,
+        longest=longest_sample(config),
+        checkpointing=config.actor.gradient_checkpointing,
+    )
+    lora: dict[str, AdapterConfig] = {"actor": config.actor.lora, "critic": config.critic.lora}
+    named = {role: getattr(config, section).model_name_or_path for role, section in SECTIONS.items()}
+    if config.critic.lora.rank and not named["critic"]:  # else it has the actor's shape
+        named["critic"] = named["actor"]
+    return {
+        role: evolve(
+            model_shape(f"{SECTIONS[role]}.model_name_or_path", name, lora.get(role)),
+            passes=passes(name, judges=role == "reward"),
+        )
+        for role, name in named.items()
+        if name
+    }
+
+
+def _time_floor(
+    config: RLConfig,
+    rows: list[RoleMemory],
+    shapes: dict[str, ModelShape],
+    machine: Machine,
+    dtype: "torch.dtype",
+    device: "torch.device",
+) -> str | None:
+    """Returns the least time of a step as a sentence; None where a model could not be measured."""
+    from rollgrad.adapters.models.torch.product_speed import product_speed
+
+    speed = product_speed(device, dtype)
+    work = step_work(config, rows, {row.role: shapes.get(row.role, shapes["actor"]) for row in rows}, speed, machine)
+    if not work:
+        return None
+    of_roles = ", ".join(f"{part.role} {part.seconds:,.2f}" for part in work)
+    return (
+        f"A step takes at least {least_seconds(work):,.2f} s if its samples are as long as they may be and all have an "
+        f"advantage: products of matrices ({of_roles}) at {speed / 1e12:,.3f} TFLOP/s, which one large product reaches "
+        "here. Attention, sampling one token after the other, the optimizer, communication and waiting come on top."
     )
 
 
@@ -169,8 +236,13 @@ def _memory_table(rows: list[RoleMemory], machine: Machine) -> "Table":
         where = "memory" if not machine.gpu else f"GPU, with {', '.join(sharing)}" if sharing else "GPU"
         parts = (row.weights, row.gradients, row.optimizer, row.passes, row.total)
         table.add_row(row.role, str(row.processes), where, *map(_mib, parts))
+        if row.loading:
+            table.add_row(row.role, str(row.processes), "memory (while loading)", "", "", "", "", _mib(row.loading))
         if row.offloaded:
             table.add_row(row.role, str(row.processes), "memory (offloaded)", "", "", "", "", _mib(row.offloaded))
+        if row.rests:
+            words = "memory (while engines sample)"
+            table.add_row(row.role, str(row.processes), words, "", "", "", "", _mib(row.rests))
     table.caption = "activations: and what ZeRO gathers for a pass; of engines, keys and values"
     return table
 

@@ -3,12 +3,13 @@
 Invariants: no file is overwritten; the file appears whole or not at all; no row is written twice.
 """
 
+import fcntl
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from attrs import evolve, frozen
 
@@ -44,12 +45,11 @@ def export(kind: str, run: Path, output: Path | None = None, *, min_score: float
         min_score: least score of replies that are to be imitated; None takes all.
 
     Raises:
-        CheckpointError: the file is there already, or cannot be written.
+        CheckpointError: the file is there already, cannot be written, or another export writes it.
         DataError: the run has no trajectories, or there is nothing to export.
     """
     output = output or run / f"{kind}.jsonl"
-    if output.exists():
-        raise CheckpointError(f"--output is {str(output)!r}, which is there already: remove it, or name another file.")
+    _check_new(output)
     files = trajectory_files(run)
     if not files:
         raise DataError(
@@ -58,49 +58,73 @@ def export(kind: str, run: Path, output: Path | None = None, *, min_score: float
         )
     fresh = output.with_name(f".{output.name}.new")
     try:
-        exported = _write(kind, files, fresh, min_score)
-        if not exported.rows:
-            reasons = "; ".join(
-                [
-                    *(reason.removesuffix(".") for reason in exported.unread),
-                    *(f"{count} {reason}" for reason, count in exported.left_out.most_common()),
-                ]
-            )
-            raise DataError(f"Nothing of {str(run)!r} can be exported as {kind}: {reasons or 'it is empty'}.")
-        fresh.rename(output)
+        with fresh.open("a", encoding="utf-8") as file:
+            _lock(file)
+            try:
+                _check_new(output)  # again: another export may have written it until now
+                exported = _write(kind, files, file, min_score)
+                if not exported.rows:
+                    raise DataError(f"Nothing of {str(run)!r} can be exported as {kind}: {_reasons(exported)}.")
+                file.flush()
+                fresh.rename(output)
+            finally:
+                fresh.unlink(missing_ok=True)
+    except CheckpointError:
+        raise
+    except BlockingIOError as error:
+        raise CheckpointError(
+            f"--output is {str(output)!r}, which another export is writing: wait for its end, or name another file."
+        ) from error
     except OSError as error:
         raise CheckpointError(
             f"--output is {str(output)!r}, which cannot be written ({error.strerror or error}): name another file."
         ) from error
-    finally:
-        fresh.unlink(missing_ok=True)
     return evolve(exported, path=output)
 
 
-def _write(kind: str, files: Sequence[Path], path: Path, min_score: float | None) -> Exported:
+def _check_new(output: Path) -> None:
+    if output.exists():
+        raise CheckpointError(f"--output is {str(output)!r}, which is there already: remove it, or name another file.")
+
+
+def _lock(file: TextIO) -> None:
+    """Keeps other exports out for as long as `file` is open, and empties it.
+
+    Raises:
+        BlockingIOError: another one is writing.
+    """
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    file.truncate(0)  # one that was killed left it
+
+
+def _reasons(exported: Exported) -> str:
+    left_out = (f"{count} {reason}" for reason, count in exported.left_out.most_common())
+    return "; ".join([*(reason.removesuffix(".") for reason in exported.unread), *left_out]) or "it is empty"
+
+
+def _write(kind: str, files: Sequence[Path], output: TextIO, min_score: float | None) -> Exported:
     left_out: Counter[str] = Counter()
     seen: set[bytes] = set()
     unread: list[str] = []
     plain = False
-    with path.open("w", encoding="utf-8") as output:
-        for file in files:
-            try:
-                replies = list(_replies(file))
-            except DataError as error:
-                unread.append(str(error))
+    for file in files:
+        try:
+            replies = list(_replies(file))
+        except DataError as error:
+            unread.append(str(error))
+            continue
+        chosen = KINDS[kind](replies, min_score)
+        left_out += chosen.left_out
+        for row in chosen.rows:
+            content = {name: value for name, value in row.items() if not name.startswith("score")}
+            known = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
+            if known in seen:
+                left_out["rows that are there already"] += 1
                 continue
-            chosen = KINDS[kind](replies, min_score)
-            left_out += chosen.left_out
-            for row in chosen.rows:
-                content = {name: value for name, value in row.items() if not name.startswith("score")}
-                known = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
-                if known in seen:
-                    left_out["rows that are there already"] += 1
-                    continue
-                seen.add(known)
-                plain = plain or isinstance(row.get("prompt"), str)
-                output.write(json.dumps(row) + "\n")
-    return Exported(path=path, rows=len(seen), plain=plain, left_out=left_out, unread=tuple(unread))
+            seen.add(known)
+            plain = plain or isinstance(row.get("prompt"), str)
+            output.write(json.dumps(row) + "\n")
+    return Exported(path=Path(output.name), rows=len(seen), plain=plain, left_out=left_out, unread=tuple(unread))
 
 
 def _replies(path: Path) -> Iterator[Reply]:

@@ -1,12 +1,10 @@
 """`rollgrad.generate` and `rollgrad.score`: replies of a model in a file, and their rewards."""
 
-import asyncio
 import hashlib
 import itertools
-import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -16,59 +14,67 @@ from attrs import evolve, frozen
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
-from rollgrad.adapters.data.replies import (
-    Row,
-    RowLog,
-    read_description,
-    read_rows,
-    reply_row,
-    row_log,
-    row_prompt,
-)
+from rollgrad.adapters.data.replies import FAILURE, Row, chosen_rows, read_rows, reply_row, row_prompt, unsampled_row
+from rollgrad.adapters.data.reply_log import RowLog, read_description, row_log
+from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.rewards.none import NoReward
 from rollgrad.application.episodes.judging import judge_request
 from rollgrad.application.rollouts.generation import GenerationService, scores
+from rollgrad.application.rollouts.groups import FailureBudget
 from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.application.settings.rules.generation import generation_errors, scoring_errors
 from rollgrad.application.settings.rules.resume import may_differ
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.sections.algo import AlgoConfig
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.episodes.rewards import Reward, RewardRequest
-from rollgrad.domain.errors import ConfigurationError, DataError, raise_together
+from rollgrad.domain.episodes.replies import Reply, UnsampledReply
+from rollgrad.domain.episodes.rewards import FailureKind, Reward, RewardRequest, RolloutFailure
+from rollgrad.domain.errors import ConfigurationError, DataError, RewardError, RollgradError, raise_together
 from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.entrypoints.composition.cluster import keep_role
 from rollgrad.entrypoints.composition.lifetimes import closing, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer
 from rollgrad.entrypoints.description import flat_settings
 from rollgrad.entrypoints.dry_run import scoring_file_problems
-from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.library import container_with
-from rollgrad.entrypoints.training import heeding_signals
+from rollgrad.entrypoints.progress import progress
+from rollgrad.entrypoints.training import run_interruptibly
 
 SAMPLING = (
     *("actor.model_name_or_path", "actor.dtype", "actor.float32_head"),
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_new_tokens", "rollout.stop_strings"),
 )
 """Settings on which replies depend, besides those of `data`."""
-LINES = 20
-"""Approximate number of lines in a log file that say how far it is."""
+GO_ON = "What was made until then is kept: mend that, and start again"
+
+Made = tuple[Row, RolloutFailure | None]
+"""Row of a reply, and why it failed; None if it did not."""
 
 log = structlog.get_logger(__name__)
 
 
 @frozen(kw_only=True)
 class Replies:
-    """Result of `generate` and of `score`: the file, the number of its rows, and how many of them this call made."""
+    """Result of `generate` and of `score`: the file, the number of its rows, how many of them this call made, and how
+    many of all failed."""
 
     path: Path
     rows: int
     made: int
+    failed: int = 0
 
 
 def generate(
-    config: RLConfig, out: Path | str, *, logprobs: bool = False, rows: Sequence[int] | None = None, **adapters: Any
+    config: RLConfig,
+    out: Path | str,
+    *,
+    logprobs: bool = False,
+    rows: Sequence[int] | None = None,
+    retry_failed: bool = False,
+    **adapters: Any,
 ) -> Replies:
     """Samples `config.rollout.n_samples_per_prompt` replies to each prompt of `config.data.prompt_dataset`, and appends
     them to a JSONL file. Those that it has already are left alone: a call that was interrupted, or killed, is continued
@@ -78,20 +84,24 @@ def generate(
         config: the settings of a training run, of which those of the model, the prompts and the sampling are read.
         out: the file, whose rows have `row` (number in the data set, from 0), `sample`, `prompt`, `messages`,
             `completion`, `prompt_tokens`, `tokens`, `stop_reason`, `model`, `seed`, `label`, `datasource` and
-            `metadata` (the data set's own row).
+            `metadata` (the data set's own row). A reply that could not be sampled has null as `completion`, and the
+            reason as `failure`.
         logprobs: also write `logprobs`, those of the tokens under the sampling distribution.
         rows: numbers of the rows whose prompts are taken, in this order; all that are not too long by default.
+        retry_failed: sample those again that failed.
         adapters: objects that replace those of the configuration: `engine`, `codec`.
 
     Raises:
-        RollgradError: a setting or the data are wrong, or the file has replies of other settings. What was sampled
-            until then is in the file.
+        RollgradError: a setting or the data are wrong, the file has replies of other settings, or more replies than
+            `config.rollout.max_failures` failed in this call. What was sampled until then is in the file.
     """
 
     def chosen(kept: Sequence[int]) -> Sequence[int]:
         return kept if rows is None else rows
 
-    return generate_chosen(config, out, choose=chosen, seed=config.train.seed, logprobs=logprobs, **adapters)
+    return generate_chosen(
+        config, out, choose=chosen, seed=config.train.seed, logprobs=logprobs, retry_failed=retry_failed, **adapters
+    )
 
 
 def generate_chosen(
@@ -101,6 +111,7 @@ def generate_chosen(
     choose: Callable[[Sequence[int]], Sequence[int]],
     seed: int,
     logprobs: bool = False,
+    retry_failed: bool = False,
     **adapters: Any,
 ) -> Replies:
     """Does what `generate` does, with `seed` for the sampling alone, and with the rows that `choose` takes of all whose
@@ -108,6 +119,7 @@ def generate_chosen(
     config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is
     raise_together(generation_errors(config))
     container = container_with(config, NoReward(), None, adapters, "generate")
+    keep_role(container, "engines")
     out = Path(out).absolute()
     try:
         prompts = container.prompts()
@@ -119,25 +131,25 @@ def generate_chosen(
         kept = prompts.survey.keeps
         numbers = choose([row for row in range(len(prompts.survey.lengths)) if kept(row)])
         keys = [(row, sample) for row in numbers for sample in range(config.rollout.n_samples_per_prompt)]
-        with row_log(
-            out, _sampled_by(config, prompts.survey.fingerprint, seed=seed, logprobs=logprobs), flag="--out"
-        ) as file:
+        sampled_by = _sampled_by(config, prompts.survey.fingerprint, seed=seed, logprobs=logprobs)
+        defaults = flat_settings(RLConfig())
+        with row_log(out, sampled_by, flag="--out", defaults=defaults, retry_failed=retry_failed) as file:
             missing = [key for key in keys if key not in file.done]
             if missing:
+                if config.rollout.engine is Engine.SERVER and "engine" not in adapters:
+                    _check_servers(container.served_engines(), config, logprobs=logprobs)
                 service = GenerationService(
-                    container.executor(),
+                    container.traced_executor(),
                     container.codec(),
                     container.sampling(),
                     seed=seed,
                     at_once=config.rollout.max_concurrent,
                 )
                 replies = service.stream(_prompted(missing, prompts.prompt))
-                model = config.actor.model_name_or_path
-                made = (
-                    [reply_row(reply, model=model, logprobs=logprobs) for reply in ready] async for ready in replies
-                )
-                _to_end(closing(_write(made, file, "Sampling", len(keys), len(missing)), container))
-            return Replies(path=out, rows=len(file.done), made=len(missing))
+                made = _sampled(replies, model=config.actor.model_name_or_path, logprobs=logprobs)
+                tolerant = _tolerant(made, config, len(keys), retrying=retry_failed)
+                run_interruptibly(closing(_write(tolerant, file, "Sampling", len(keys), len(missing)), container))
+            return Replies(path=out, rows=len(file.done), made=len(missing), failed=file.failed)
     finally:
         shut_down(container)
 
@@ -148,10 +160,12 @@ def score(
     out: Path | str,
     *,
     reward: RewardSource | Callable[..., Any] | None = None,
+    retry_failed: bool = False,
     **adapters: Any,
 ) -> Replies:
     """Judges the replies of a JSONL file, and appends them with `reward` (null where none applies), `scores` and
-    `metrics` to another. Those that it has already are left alone, as `generate` does.
+    `metrics` to another; with the reason as `failure` where a reply could not be judged. Those that it has already are
+    left alone, as `generate` does.
 
     Args:
         config: the settings of a training run, of which `reward` is read; the model, whose tokenizer reads tokens, is
@@ -160,11 +174,13 @@ def score(
         source: rows as `generate` writes them; at least `prompt` and `completion`, texts.
         out: the file that is written.
         reward: as for `train`.
+        retry_failed: judge those again that failed, also where the reward function's file has changed since: the others
+            keep their rewards.
         adapters: objects that replace those of the configuration: `codec`.
 
     Raises:
-        RollgradError: a setting or a row is wrong, a reply could not be judged, or the file has rows of other settings.
-            What was judged until then is in the file.
+        RollgradError: a setting or a row is wrong, the file has rows of other settings, or more replies than
+            `config.rollout.max_failures` could not be judged in this call. What was judged until then is in the file.
     """
     source, out = Path(source).absolute(), Path(out).absolute()
     if source == out:
@@ -175,28 +191,48 @@ def score(
     if not config.actor.model_name_or_path:
         config = evolve(config, actor=evolve(config.actor, model_name_or_path=_only(models)))
     container = container_with(config, reward, None, adapters, "score")
+    keep_role(container, "reward")
     try:
-        with row_log(out, _judged_by(config, source), flag="--out") as file:
-            count = len(keys - file.done)
-            if count:
-                missing = (row for row in read_rows(source, flag="--input") if _key(row) not in file.done)
+        with row_log(
+            out,
+            _judged_by(config, source),
+            flag="--out",
+            defaults=flat_settings(RLConfig()),
+            retry_failed=retry_failed,
+            mendable=("function",),
+        ) as file:
+            total = len(keys)
+            keys -= file.done  # in place: of a million rows each set of keys is 124 MiB
+            if count := len(keys):
+                missing = chosen_rows(source, keys, flag="--input")
                 judged = _judged(container, missing, at_once=config.rollout.max_concurrent)
-                _to_end(closing(_write(judged, file, "Scoring", len(keys), count), container))
-            return Replies(path=out, rows=len(file.done), made=count)
+                tolerant = _tolerant(judged, config, total, retrying=retry_failed)
+                run_interruptibly(closing(_write(tolerant, file, "Scoring", total, count), container))
+            return Replies(path=out, rows=len(file.done), made=count, failed=file.failed)
     finally:
         shut_down(container)
 
 
-def _to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Does `work`; SIGTERM and SIGHUP end it as Ctrl-C does, with engines closed and rows written.
+def _check_servers(servers: Sequence[ServedEngine], config: RLConfig, *, logprobs: bool) -> None:
+    """Warns of servers that call their model otherwise than the settings do, which the replies are said to be of.
 
     Raises:
-        KeyboardInterrupt: one of them came.
+        ConfigurationError: a server does not tell the log-probs that are to be written.
     """
-    try:
-        run_to_end(heeding_signals(work))
-    except asyncio.CancelledError as error:
-        raise KeyboardInterrupt from error
+    name, rollout = config.actor.model_name_or_path, config.rollout
+    changed = rollout.temperature not in (0, 1) or (rollout.top_p, rollout.top_k) != (1, 0)
+    for url, server in zip(rollout.server_urls, servers, strict=True):
+        if logprobs and changed and not server.processed:
+            raise ConfigurationError(
+                f"rollout.server_urls names {url}, whose log-probs are of temperature 1 and all tokens, not of the "
+                "distribution that is sampled: start vllm serve with --logprobs-mode processed_logprobs, or leave "
+                "--logprobs out."
+            )
+        if name not in server.names:
+            log.warning(
+                f"the server {url} has {' at '.join(server.names)}, which is taken for {name!r}: check that they are "
+                "the same model"
+            )
 
 
 def _surveyed(source: Path) -> tuple[set[tuple[int, int]], set[str]]:
@@ -208,8 +244,7 @@ def _surveyed(source: Path) -> tuple[set[tuple[int, int]], set[str]]:
     """
     keys: set[tuple[int, int]] = set()
     models: set[str] = set()
-    for row in read_rows(source, flag="--input"):
-        keys.add(_key(row))
+    for row in read_rows(source, flag="--input", keys=keys):
         if row.get("tokens"):
             models.add(row.get("model", ""))
     if not keys:
@@ -217,11 +252,18 @@ def _surveyed(source: Path) -> tuple[set[tuple[int, int]], set[str]]:
     return keys, models
 
 
-def _key(row: Row) -> tuple[int, int]:
-    return row["row"], row["sample"]
+async def _sampled(
+    replies: AsyncIterator[Reply | UnsampledReply], *, model: str, logprobs: bool
+) -> AsyncIterator[Made]:
+    async with aclosing(replies) as samples:  # type: ignore[type-var] # it is an asynchronous generator
+        async for reply in samples:
+            if isinstance(reply, Reply):
+                yield reply_row(reply, model=model, logprobs=logprobs), None
+            else:
+                yield unsampled_row(reply, model=model), reply.failure
 
 
-async def _judged(container: RLContainer, rows: Iterable[Row], *, at_once: int) -> AsyncIterator[list[Row]]:
+async def _judged(container: RLContainer, rows: Iterable[Row], *, at_once: int) -> AsyncIterator[Made]:
     asked: deque[Row] = deque()
 
     def requests() -> Iterator[RewardRequest]:
@@ -230,8 +272,33 @@ async def _judged(container: RLContainer, rows: Iterable[Row], *, at_once: int) 
             yield _request(container, row)
 
     async with aclosing(scores(container.reward(), requests(), at_once=at_once)) as rewards:  # type: ignore[type-var]
-        async for ready in rewards:
-            yield [_with_reward(asked.popleft(), reward) for reward in ready]
+        async for reward in rewards:
+            row = asked.popleft()
+            failure = None
+            if isinstance(reward, RewardError):
+                failure = RolloutFailure(
+                    kind=FailureKind.REWARD, message=str(reward), group_id=row["row"], sample_id=row["sample"]
+                )
+            yield _with_reward(row, reward), failure
+
+
+async def _tolerant(made: AsyncIterator[Made], config: RLConfig, total: int, *, retrying: bool) -> AsyncIterator[Row]:
+    """Yields the rows that are made, also of replies that failed. As many failures of this call are tolerated as of one
+    that makes all `total` rows: those that fail each time would else end every call that makes them alone.
+
+    Raises:
+        RewardError, EngineError: too many failed, or the only one; the last one's row is not yielded.
+    """
+    budget = FailureBudget(0 if total == 1 else config.rollout.max_failures, total)
+    async with aclosing(made) as results:  # type: ignore[type-var] # it is an asynchronous generator
+        async for row, failure in results:
+            if failure is not None:
+                try:
+                    budget.charge([failure])
+                except RollgradError as error:
+                    again = "" if retrying else " with --retry_failed"  # or they stay failed
+                    raise type(error)(f"{str(error).rstrip('.')}. {GO_ON}{again}.") from error
+            yield row
 
 
 def _request(container: RLContainer, row: Row) -> RewardRequest:
@@ -246,49 +313,29 @@ def _request(container: RLContainer, row: Row) -> RewardRequest:
         opening=len(prompt.token_ids),
         response=row["completion"],
         stop_reason=stop,
-        step=0,
+        step=row.get("version", 0),
     )
 
 
-def _with_reward(row: Row, reward: Reward | None) -> Row:
+def _with_reward(row: Row, reward: Reward | RewardError | None) -> Row:
+    row = {name: value for name, value in row.items() if name != FAILURE}  # of an earlier judgement
     if reward is None:
         return {**row, "reward": None, "scores": None, "metrics": {}}
+    if isinstance(reward, RewardError):
+        return {**row, "reward": None, "scores": None, "metrics": {}, FAILURE: str(reward)}
     score = reward.value if reward.score is None else reward.score
-    return {**row, "reward": reward.value, "scores": score, "metrics": {**reward.parts, **reward.metrics}}
+    steps = {"steps": list(reward.steps)} if reward.steps else {}
+    metrics = {**reward.parts, **reward.metrics}
+    return {**row, "reward": reward.value, "scores": score, "metrics": metrics, **steps}
 
 
-async def _write(made: AsyncIterator[list[Row]], file: RowLog, doing: str, total: int, missing: int) -> None:
+async def _write(made: AsyncIterator[Row], file: RowLog, doing: str, total: int, missing: int) -> None:
     """Appends what is made to a file, and shows how far it is, on a terminal."""
-    with _progress(doing, total, total - missing) as advance:
-        async with aclosing(made) as chunks:  # type: ignore[type-var] # it is an asynchronous generator
-            async for rows in chunks:
-                file.add(rows)
-                advance(len(rows))
-
-
-@contextmanager
-def _progress(doing: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on a terminal, and elsewhere a line now and then; yields the function that moves it by a number of
-    rows."""
-    if not sys.stderr.isatty():
-        yield _lines(doing, total, done)
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task(doing, total=total, completed=done)
-        yield lambda rows: bar.advance(task, rows)
-
-
-def _lines(doing: str, total: int, done: int) -> Callable[[int], None]:
-    def advance(rows: int) -> None:
-        nonlocal done
-        before, done = done, done + rows
-        if before * LINES // total < done * LINES // total:
-            log.info(doing.lower(), done=done, of=total)
-
-    return advance
+    with progress(doing, total, total - missing) as advance:
+        async with aclosing(made) as rows:  # type: ignore[type-var] # it is an asynchronous generator
+            async for row in rows:
+                file.add(row)
+                advance()
 
 
 def _prompted(keys: Sequence[tuple[int, int]], prompt: Callable[[int], Prompt]) -> Iterator[tuple[int, int, Prompt]]:

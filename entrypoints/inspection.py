@@ -11,9 +11,9 @@ from typing import Any
 from attrs import asdict, fields, frozen
 
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
-from rollgrad.adapters.tracking.report import Series, read_metrics
-from rollgrad.domain.control.findings import Finding, LearningWatch, told
-from rollgrad.domain.control.signs import LearningSettings
+from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
+from rollgrad.domain.control.findings import Finding, LearningWatch, finding_lines
+from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.run_record import read_run
 
@@ -63,7 +63,7 @@ class Inspection:
             lines += ["| metric | first | last | least | greatest |", "|---|---|---|---|---|"]
             lines += [f"| {name} | {' | '.join(_numbers(curve))} |" for name, curve in self.curves.items()]
             lines.append("")
-        lines += [f"- {line}" for line in self._told()]
+        lines += [f"- {line}" for line in self._findings()]
         return "\n".join(lines) + "\n"
 
     def as_text(self) -> str:
@@ -75,7 +75,7 @@ class Inspection:
             for name, curve in self.curves.items():
                 lines.append(f"{name:{width}}  {' '.join(f'{number:>10}' for number in _numbers(curve))}")
             lines.append("")
-        lines += self._told()
+        lines += self._findings()
         return "\n".join(lines) + "\n"
 
     def _headline(self) -> str:
@@ -83,12 +83,12 @@ class Inspection:
         why = "" if self.reason is None else f" ({self.reason})"
         return f"{self.run}: {self.status} after {self.steps}{total} steps{why}"
 
-    def _told(self) -> list[str]:
-        return told(self.findings) or ["no findings"]
+    def _findings(self) -> list[str]:
+        return finding_lines(self.findings) or ["no findings"]
 
 
-def inspect(run: Path) -> Inspection:
-    """Returns the state of the run in a directory.
+def inspect(run: Path, series: Mapping[str, Series] | None = None) -> Inspection:
+    """Returns the state of the run in a directory; `series` are its metrics, where they have been read already.
 
     Raises:
         DataError: there is no run, or its metrics cannot be read.
@@ -98,7 +98,8 @@ def inspect(run: Path) -> Inspection:
     if facts is None and not metrics.exists():
         raise DataError(f"{str(run)!r} holds no run: name the directory of one, its --ckpt.output_dir.")
     try:
-        series = read_metrics(metrics) if metrics.exists() else {}
+        if series is None:
+            series = read_metrics(metrics) if metrics.exists() else {}
     except OSError as error:
         raise DataError(f"{metrics} cannot be read ({error.strerror or error}): name another run.") from error
     steps = max((step for values in series.values() for step in values), default=0)

@@ -19,10 +19,9 @@ from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.lifetimes import closing, give, given, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
 from rollgrad.entrypoints.config_io import load_config as load_config
-from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.run_directory import alone, check_output
 from rollgrad.entrypoints.training import TrainResult as TrainResult
-from rollgrad.entrypoints.training import from_anywhere, train_in
+from rollgrad.entrypoints.training import from_anywhere, run_interruptibly, train_in
 
 Result = TypeVar("Result")
 
@@ -46,7 +45,8 @@ def train(
             the reward None is judged by `reward`, or as `config.reward` says.
         adapters: objects that replace those of the configuration, by the port that they implement:
             `engine`, `executor`, `prompts`, `policy`, `reference`, `critic`, `channel`, `sink`, `checkpoints`,
-            `codec`, `clock` or any other provider of the container.
+            `codec`, `clock` or any other provider of the container. `on_step`: a function of the number of each
+            finished step, its metrics and the groups that it learned from; an exception in it ends the run.
 
     Returns:
         The result. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.
@@ -84,7 +84,7 @@ def evaluate(
     container.reward_spec.override(providers.Object(config.eval.dataset))
     try:
         evaluation: EvaluationService = container.evaluation()
-        return run_to_end(closing(evaluation.run(), container))
+        return run_interruptibly(closing(evaluation.run(), container))
     finally:
         shut_down(container)
 

@@ -23,7 +23,6 @@ from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.data.datasets.prompt_builder import with_suffix
 from rollgrad.adapters.data.replies import Row, read_rows, rows_text
 from rollgrad.adapters.models.torch.allocator import give_back_freed_memory
-from rollgrad.adapters.tracking.report import write_report
 from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.loop import (
     CSFTRun,
@@ -48,7 +47,7 @@ from rollgrad.entrypoints.generation import generate_chosen, score
 from rollgrad.entrypoints.library import evaluate
 from rollgrad.entrypoints.offline import train_dpo, train_sft
 from rollgrad.entrypoints.run_directory import check_output, has_state, remove_states, write_config
-from rollgrad.entrypoints.training import TrainResult
+from rollgrad.entrypoints.training import TrainResult, report_run
 
 log = structlog.get_logger(__name__)
 
@@ -118,7 +117,7 @@ def loop(run: LoopRun, *, reward: RewardSource | Callable[..., Any] | None = Non
             output_dir=output,
             model=None if model is None else Path(model),
             history=tuple(state.history[: state.iteration]),
-            report=_report(run, output, state.history[: state.iteration]),
+            report=report_run(output, f"{Path(run.actor.model_name_or_path).name} on {run.data.prompt_dataset}"),
             stopped_by=stopped_by,
         )
 
@@ -164,9 +163,9 @@ def _stage(run: LoopRun, output: Path, state: _State, reward: Any) -> int | None
         case "generate":
             seed = run.train.seed + number
             chosen = _slice(run.rollout.batch_size, run.train.seed, state.position)
-            generate_chosen(sampling, here / "replies.jsonl", choose=chosen, seed=seed)
+            generate_chosen(sampling, here / "replies.jsonl", choose=chosen, seed=seed, retry_failed=True)
         case "score":
-            score(sampling, here / "replies.jsonl", here / "scored.jsonl", reward=reward)
+            score(sampling, here / "replies.jsonl", here / "scored.jsonl", reward=reward, retry_failed=True)
         case "select":
             metrics |= _select(run, here, trained=before is not None)
         case "train":
@@ -235,7 +234,8 @@ def _select(run: LoopRun, here: Path, *, trained: bool) -> dict[str, float]:
         raise DataError(
             f"None of the {len(replies)} replies in {here / 'scored.jsonl'} can be learned from ({reasons}): raise "
             "--rollout.max_new_tokens if they are cut off, --rollout.n_samples_per_prompt or --rollout.temperature if "
-            "they are all alike."
+            "they are all alike, in a loop with another --ckpt.output_dir, whose --actor.model_name_or_path may be the "
+            "last model of this one."
         )
     replace_file(here / "examples.jsonl", rows_text(examples))
     log.info(
@@ -352,23 +352,3 @@ def _replace(path: Path, text: str) -> None:
         replace_file(path, f"{text}\n".encode())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): make room there.") from error
-
-
-def _report(run: LoopRun, output: Path, history: Sequence[Mapping[str, float]]) -> Path | None:
-    if not history:
-        return None
-
-    def evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
-        return {name: value for name, value in metrics.items() if name.startswith("eval/")}
-
-    try:
-        return write_report(
-            output / METRICS_FILE,
-            output,
-            title=f"{Path(run.actor.model_name_or_path).name} on {run.data.prompt_dataset}",
-            before=evaluated(history[0]),
-            after=evaluated(history[-1]),
-        )
-    except Exception as error:  # an error of the disk, or of the drawing library
-        log.warning("no report could be written", reason=str(error))
-        return None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollgrad.adapters.checkpoints.files import replace_file
-from rollgrad.adapters.data.examples.preparation import PreparedExamples
+from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
 from rollgrad.application.settings.kd import KDRun, kd_errors
 from rollgrad.application.settings.kto import KTORun, kto_errors
@@ -39,7 +39,8 @@ def train_sft(config: SFTRun, **adapters: Any) -> TrainResult:
     Args:
         config: the run; see `rollgrad train sft --help` for every setting.
         adapters: objects that replace those of the configuration, by the name of the container's provider: `policy`,
-            `examples`, `eval_examples`, `sink`, `checkpoints`, `clock`, ...
+            `examples`, `eval_examples`, `sink`, `checkpoints`, `clock`, ... `on_step`: a function of the number of each
+            finished step, its metrics, and no samples; an exception in it ends the run.
 
     Returns:
         What was made. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.

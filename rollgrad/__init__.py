@@ -5,10 +5,14 @@
 True
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rollgrad.moved import install
+
+# torch reads this at its first tensor: memory of large ones comes in huge pages, whose faults cost a quarter.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
     from rollgrad.adapters.tools.function import tool as tool
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from rollgrad.entrypoints.offline import train_prm as train_prm
     from rollgrad.entrypoints.offline import train_rm as train_rm
     from rollgrad.entrypoints.offline import train_sft as train_sft
+    from rollgrad.entrypoints.ui.notebook import show as show
 
 __version__ = "0.1.0"
 
@@ -69,6 +74,7 @@ _PUBLIC = {
     "RMRun": "rollgrad.application.settings.rm",
     "train_rm": "rollgrad.entrypoints.offline",
     "TrainResult": "rollgrad.entrypoints.library",
+    "show": "rollgrad.entrypoints.ui.notebook",
     "estimator": "rollgrad.domain.algorithms.estimators.registry",
     "policy_loss": "rollgrad.domain.algorithms.losses.contract",
     "setting": "rollgrad.domain.settings",
@@ -97,6 +103,7 @@ __all__ = [
     "policy_loss",
     "score",
     "setting",
+    "show",
     "tool",
     "train",
     "train_dpo",

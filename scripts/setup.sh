@@ -52,6 +52,13 @@ packages() {
         pip_install $constrain "$@"
 }
 
+# beside NAME FILE: the packages of FILE, and no others, into a folder of their own
+beside() {
+    rm -rf "${VENV:?}/$1"
+    "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" --target "$VENV/$1" --no-deps -r "$2" 2>/dev/null ||
+        pip_install --target "$VENV/$1" --no-deps -r "$2"
+}
+
 uv_install() {
     "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" "$@" 2>/dev/null
 }
@@ -102,6 +109,23 @@ install_cluster() {
 
 install_test() {
     step "the test tools" packages -e ".[dev,tracking]"
+    # Beside the environment: they pin older versions of packages that the engines use.
+    step "experiment trackers" beside trackers tests/trackers.txt
+    step "a client of the server" beside clients tests/clients.txt
+    find_browser || install_browser ||
+        echo "  without chromium or Chrome the tests of the page are left out (on Debian: apt-get install chromium)"
+}
+
+find_browser() {
+    command -v chromium || command -v chromium-browser || command -v google-chrome
+} >/dev/null
+
+install_browser() {
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return
+    echo "  chromium, for the tests of the page"
+    DEBIAN_FRONTEND=noninteractive
+    export DEBIAN_FRONTEND
+    { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1
 }
 
 install_bench() {

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from tests.scripts import ScriptHost
 from tests.tiny_models import make_tiny_tokenizer, saved, tiny_llama, tiny_model
@@ -26,21 +27,61 @@ LARGE = 2**30
 """Bytes of a test process that has more to give back than it takes to look."""
 
 
-ONE_VLLM = ("contract/test_rollout_engine.py", "contract/test_weight_channel.py", "integration/test_vllm_engine.py")
-"""Files whose tests share the fixture `_vllm`, which takes as long to start as any of them."""
+RAY = (
+    *("integration/test_cluster_training.py", "integration/test_engine_fleet.py", "integration/test_lora_cluster.py"),
+    *("integration/test_cluster_models.py", "integration/test_sequence_parallel.py"),
+    "integration/test_cluster_images.py",
+    *("integration/test_tensor_parallel.py", "integration/test_cluster_nodes.py"),
+)
+"""Files whose tests start clusters, of which two at once would each wait for the other's processor; all but the last
+share a Ray, and its groups of processes until those of the last but one divide layers among them."""
+VLLM = (
+    *("contract/test_rollout_engine.py", "contract/test_weight_channel.py", "integration/test_vllm_engine.py"),
+    *("integration/test_lora.py", "integration/test_served_engine.py", "integration/test_vllm_starting.py"),
+    *("integration/test_reward_in_vllm.py", "e2e/test_chat_and_serve.py"),
+)
+"""Files whose tests start vLLM, for which the same holds. The first four share the fixture `_vllm`, which takes as long
+to start as any of them."""
+LONG = ("e2e/test_demo.py", "integration/test_benchmarks.py", "integration/test_serve_reward.py")
+"""Other files that take a minute and more."""
+FIRST = {file: number for number, file in enumerate((*RAY, *LONG, *VLLM))}
+"""Files that begin first, so that short ones even out the end."""
+
+
+def file_of(nodeid: str) -> str:
+    """The path below tests/ of a test there."""
+    return nodeid.partition("::")[0].removeprefix("tests/")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Imports leave no garbage: looking for it would take as long as they do, and later whenever tests leave some."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.get(file_of(item.nodeid), len(FIRST)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Returns the scheduler of `--dist loadfile`, which gives the files of ONE_VLLM to one process."""
+    """Returns the scheduler of `--dist loadfile`, which gives all files of RAY to one process, and so those of VLLM and
+    those with a browser."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return "vLLM" if file.endswith(ONE_VLLM) else file
+            file = file_of(nodeid)
+            if file.startswith("browser/"):
+                return "browser"
+            return "Ray" if file in RAY else "vLLM" if file in VLLM else super()._split_scope(nodeid)
 
     return Scheduler(config, log)
 
@@ -50,6 +91,15 @@ def pytest_collection_finish() -> None:
     found = sorted(SLOW_TO_IMPORT & sys.modules.keys())
     if found:
         raise pytest.UsageError(f"A test module imports {', '.join(found)}: import it in a fixture or in the tests.")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The Makefile leaves these out where there is no GPU; whoever runs a file alone need not."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(scope="session")
@@ -69,13 +119,13 @@ def _logging_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def charts_of_reports() -> Iterator[tuple[Any, ...]]:
-    """Charts of a run's report, of which a run in a test draws one: all of them take longer than the run. The report's
+    """Charts of a run's image, of which a run in a test draws one: all of them take longer than the run. The image's
     own tests draw them all, and so does a command that runs in a process of its own."""
-    from rollgrad.adapters.tracking import report
+    from rollgrad.adapters.tracking import curves
 
-    charts = report.PANELS
+    charts = curves.PANELS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "PANELS", charts[:1])
+        patch.setattr(curves, "PANELS", charts[:1])
         yield charts
 
 
@@ -88,11 +138,23 @@ def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session")
-def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Runs a script of the repository, or `-m` and a module, with its arguments; returns what it printed."""
+def script_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost]:
+    """Runs Python programs without the imports that most of them need."""
     host = ScriptHost(tmp_path_factory.mktemp("scripts"))
-    yield host.run
+    yield host
     host.close()
+
+
+@pytest.fixture(scope="session")
+def run_script(script_host: ScriptHost) -> Callable[..., str]:
+    """Runs a script of the repository, or `-m` and a module, with its arguments; returns what it printed."""
+    return script_host.run
+
+
+@pytest.fixture
+def rollgrad_command(script_host: ScriptHost) -> list[str]:
+    """Words for `subprocess` that stand for `rollgrad`, where how it starts is not what is tested."""
+    return [*script_host.python(), "-m", "rollgrad.entrypoints.cli.main"]
 
 
 @pytest.fixture(scope="session")
@@ -159,8 +221,8 @@ async def _made_ready(engine: Any) -> None:
     engine.set_version(0)
 
 
-@pytest.fixture(scope="module")
-def _vllm_in_module(_vllm: Any, wide_headed_model_dir: Path) -> Any:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def _vllm_in_module(_vllm: Any, wide_headed_model_dir: Path) -> Any:
     """The engine without the weights that tests of another module have pushed."""
     import torch
 
@@ -168,23 +230,20 @@ def _vllm_in_module(_vllm: Any, wide_headed_model_dir: Path) -> Any:
     from rollgrad.adapters.models.torch.models import TorchPolicy
     from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
     from rollgrad.adapters.weights.channel import EngineWeights
-    from tests.event_loop import run
 
     path = str(wide_headed_model_dir)
     model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="path")
     policy = TorchPolicy(model, load_tokenizer(path, flag="path"), OptimizerSettings(lr=0.0))
-    run(_made_ready(_vllm))
-    run(EngineWeights(_vllm).push(policy, 0))
+    await _made_ready(_vllm)
+    await EngineWeights(_vllm).push(policy, 0)
     return _vllm
 
 
-@pytest.fixture
-def vllm_engine(_vllm_in_module: Any) -> Any:
+@pytest_asyncio.fixture(loop_scope="session")
+async def vllm_engine(_vllm_in_module: Any) -> Any:
     """A `VLLMEngine` of `wide_headed_model_dir` in float32, awake, running, at version 0, for tests that run in the
-    loop of `tests.event_loop`."""
-    from tests.event_loop import run
-
-    run(_made_ready(_vllm_in_module))
+    session's event loop."""
+    await _made_ready(_vllm_in_module)
     return _vllm_in_module
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
+from rollgrad.domain.settings import FREE
 from rollgrad.entrypoints.cli.chat import ChatArguments
 from rollgrad.entrypoints.cli.data import DataShowArguments
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments
@@ -11,9 +12,13 @@ from rollgrad.entrypoints.cli.loop import LOOPS
 from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments
 from rollgrad.entrypoints.cli.offline import TRAINERS
 from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
-from rollgrad.entrypoints.cli.runs import ExportArguments, InspectArguments
+from rollgrad.entrypoints.cli.replay import ReplayArguments
+from rollgrad.entrypoints.cli.rescore import RescoreArguments
+from rollgrad.entrypoints.cli.runs import ExportArguments, InspectArguments, ReportArguments
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments
+from rollgrad.entrypoints.cli.serve_tinker import ServeTinkerArguments
+from rollgrad.entrypoints.cli.ui import UIArguments
 
 KINDS: tuple[type[Any], ...] = (
     TrainArguments,
@@ -24,12 +29,17 @@ KINDS: tuple[type[Any], ...] = (
     ChatArguments,
     ServeAgentArguments,
     ServeRewardArguments,
+    ServeTinkerArguments,
     MergeLoraArguments,
     *(trainer.arguments for trainer in TRAINERS.values()),
     *(loop.arguments for loop in LOOPS.values()),
     DataShowArguments,
     ExportArguments,
     InspectArguments,
+    ReportArguments,
+    ReplayArguments,
+    RescoreArguments,
+    UIArguments,
 )
 EVERY = {name: kind for arguments in reversed(KINDS) for name, kind in flag_kinds(arguments).items()}
 
@@ -42,6 +52,8 @@ def negative(name: str) -> str:
 
 def example(kind: Any) -> list[str]:
     """Words that a flag of that type takes."""
+    if kind == FREE:
+        return ["{name: 1}"]
     if isinstance(kind, UnionType):
         return example(next(part for part in get_args(kind) if part is not type(None)))
     if get_origin(kind) is tuple:

@@ -1,4 +1,4 @@
-"""Bad inputs of whole commands, for `tests.fuzz`: chat, serve agent, serve reward, openrlhf, and models on the disk.
+"""Bad inputs of whole commands, for `tests.fuzz`: chat, the servers, openrlhf, and models on the disk.
 
 A command that is not refused goes as far as it can: a reply to one message, a port that is bound and let go.
 """
@@ -61,6 +61,13 @@ FLAGS: dict[str, dict[str, list[str]]] = {
         "--batch_tokens": ["0", "-1", "x"],
         "--dtype": ["float3"],
     },
+    "serve tinker": {
+        "--host": ["x", "\0"],
+        "--port": ["-1", "70000", "x"],
+        "--token_file": ["no/such/file", "nothing.txt", "latin-1", "."],
+        "--batch_tokens": ["0", "-1", "x"],
+        "--dtype": ["float3"],
+    },
 }
 """Values that each command has to refuse."""
 TRANSLATED = shlex.split("""python3 -m openrlhf.cli.train_ppo_ray --pretrain m --reward_pretrain r
@@ -78,7 +85,7 @@ def outcome_of(words: Sequence[str], typed: str = "") -> None:
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(said),
         patch("sys.stdin", io.StringIO(typed)),
-        patch.object(serving, "_serve_until_signal", lambda server: server._bind().close()),
+        patch.object(serving, "serve_until_signal", lambda server, **_: server._bind().close()),
     ):
         status = main(words)
     text = said.getvalue()

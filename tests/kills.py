@@ -273,7 +273,11 @@ def same(one: Path, other: Path) -> bool:
 def timeless(value: Any) -> Any:
     """Returns the data without entries that say how long something took."""
     if isinstance(value, dict):
-        return {key: timeless(below) for key, below in value.items() if not str(key).startswith(("time/", "sync/"))}
+        return {
+            key: timeless(below)
+            for key, below in value.items()
+            if not str(key).startswith(("time/", "memory/", "sync/"))
+        }
     return [timeless(below) for below in value] if isinstance(value, list | tuple) else value
 
 

@@ -1,7 +1,7 @@
 """Which causal language models of the installed transformers train and generate exactly, and which are refused.
 
 A tiny model with random weights of every type is saved, loaded as a run loads it and compared with transformers' own
-forward pass over one sequence at a time, without cache or packing: log-probs, entropies and all gradients of a packed
+forward pass over one sequence at a time, without cache or packing: log-probs, entropies and all gradients of a
 batch (several lengths, shared prompts, turns with gaps), and the log-probs that the embedded engine reports (shared
 prefills, long replies, replies continued on kept keys). Whatever is not exact must be refused in one sentence.
 
@@ -26,6 +26,7 @@ from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch.compatibility import usable_positions
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
@@ -116,6 +117,8 @@ class Finding:
     training: float = math.nan
     gradient: float = math.nan
     engine: float = math.nan
+    padded: bool = False
+    """Whether it is computed with padding, and sampled from without a cache."""
     refusal: str = ""
     """Why it is not trained; empty if it is."""
     engine_refusal: str = ""
@@ -132,8 +135,9 @@ class Finding:
             return f"| {self.name} | not examined: {self.unbuilt} | |"
         if self.refusal:
             return f"| {self.name} | refused: {_reason(self.refusal)} | |"
-        sampled = "refused: " + _reason(self.engine_refusal) if self.engine_refusal else "exact"
-        return f"| {self.name} | exact | {sampled} |"
+        exact = "exact, recomputed" if self.padded else "exact"
+        sampled = "refused: " + _reason(self.engine_refusal) if self.engine_refusal else exact
+        return f"| {self.name} | exact{', padded' if self.padded else ''} | {sampled} |"
 
     @property
     def wrong(self) -> str:
@@ -166,7 +170,7 @@ def types() -> list[str]:
 
 def table(findings: Sequence[Finding]) -> str:
     """All findings as a table in Markdown."""
-    head = "| type | packed training | embedded engine |\n|---|---|---|\n"
+    head = "| type | training | embedded engine |\n|---|---|---|\n"
     return head + "".join(finding.row + "\n" for finding in findings)
 
 
@@ -224,10 +228,16 @@ def _compare(name: str, directory: str, model: Any) -> Finding:
     try:
         check_decoding(model.requires_grad_(False), FLAG)
     except ConfigurationError as error:
-        return Finding(name=name, training=training, gradient=gradient, **_sentence(error, "engine_refusal"))
+        return Finding(
+            name=name,
+            training=training,
+            gradient=gradient,
+            padded=is_padded(model),
+            **_sentence(error, "engine_refusal"),
+        )
     engine = EmbeddedEngine(model, eos_token_ids=(), max_batch_size=16)
     gap = asyncio.run(engine_gap(plain, engine, min(limit, LONGEST)))
-    return Finding(name=name, training=training, gradient=gradient, engine=gap)
+    return Finding(name=name, training=training, gradient=gradient, engine=gap, padded=is_padded(model))
 
 
 def episodes(longest: int) -> PackedBatch:

@@ -1,35 +1,51 @@
-"""Runs scripts, each in a fork of this process, which has imported what most of them need: imports take longer than the
-smallest work of most scripts.
+"""Runs Python programs, each in a fork of this process, which has imported what most of them need: imports take longer
+than the smallest work of most.
 
-Reads lines of tab-separated words (a file for the output; the path of a script, or `-m` and a module; arguments), and
-answers each with the exit status. Nothing has computed before a fork, so that no thread is lost in it.
+Its words are the descriptor of a socket that listens, and modules to import. A client (`tests/script_client.py`) passes
+its standard streams, a line of JSON (words as after `python`, folder, environment), and then a byte for each signal; it
+gets the exit status, or nothing if this process has died. A program ends with its client, and this process with its
+standard input. Nothing has computed before a fork, so that no thread is lost in it.
 """
 
+import atexit
+import gc
+import importlib
+import json
 import os
 import runpy
+import select
+import signal
+import socket
 import sys
+import threading
 import traceback
 import types
+from contextlib import suppress
 from pathlib import Path
-
-sys.path.pop(0)  # this folder, which Python has put there
 
 
 def run(words: list[str]) -> int:
-    module = words[0] == "-m"
-    if module:
-        words = words[1:]
-    sys.argv = words
+    """Runs `-m` and a module, `-c` and a program, or a script, with its arguments; returns the exit status."""
+    kind, rest = words[0], words[1:]
     try:
-        if module:
-            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if kind == "-m":
+            sys.argv = rest
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
             script = types.ModuleType("__main__")
-            script.__file__ = words[0]
             # Processes that the script spawns name its classes by the second name.
             sys.modules["__main__"] = sys.modules["__mp_main__"] = script
-            exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), script.__dict__)
+            if kind == "-c":
+                sys.argv = ["-c", *rest[1:]]
+                sys.path.insert(0, os.getcwd())
+                code = compile(rest[0], "<string>", "exec")
+            else:
+                sys.argv = words
+                sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
+                script.__file__ = kind
+                code = compile(Path(kind).read_bytes(), kind, "exec")
+            exec(code, script.__dict__)
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
@@ -40,32 +56,73 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def main() -> None:
-    import datasets  # noqa: F401
-    import torch  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
+def program(request: bytes, streams: list[int]) -> None:
+    """Becomes the program that was asked for, in a session of its own, which heeds the signals of a terminal."""
+    status = 1
+    try:
+        os.setsid()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        words, folder, environment = json.loads(request)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        status = run(words)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
 
-    import rollgrad.entrypoints.composition.rl
-    import rollgrad.entrypoints.library  # noqa: F401
 
-    for line in sys.stdin:
-        output, *words = line.rstrip("\n").split("\t")
-        child = os.fork()
-        if child == 0:
-            file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            status = 1
+def attend(client: socket.socket) -> None:
+    """Starts the program of a client, passes signals on, and answers with the exit status."""
+    _, streams, _, _ = socket.recv_fds(client, 1, 3)
+    request = client.makefile("rb", buffering=0).readline()
+    child = os.fork()
+    if child == 0:
+        client.close()
+        program(request, streams)
+    for stream in streams:
+        os.close(stream)
+    ended = os.pidfd_open(child)
+    while ended not in select.select([client, ended], [], [])[0]:
+        number = client.recv(1)
+        if not number:
+            with suppress(ProcessLookupError):  # it has no session yet
+                os.killpg(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
+            return
+        os.kill(child, number[0])
+    _, status = os.waitpid(child, 0)
+    client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def main(descriptor: str, *modules: str) -> None:
+    listener = socket.socket(fileno=int(descriptor))
+    gc.disable()  # imports leave no garbage
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # else each fork would look through the modules for it
+    gc.enable()
+    while listener in select.select([listener, 0], [], [])[0]:
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
             try:
-                status = run(words)
-                sys.stdout.flush()
-                sys.stderr.flush()
+                attend(client)
             finally:
-                os._exit(status)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+                os._exit(0)
+        client.close()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 if __name__ == "__main__":
-    main()
+    sys.path.pop(0)  # this folder, which Python has put there
+    main(*sys.argv[1:])

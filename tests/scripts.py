@@ -1,25 +1,37 @@
-"""Scripts of the repository, run by a process that has made their imports (`tests.script_host`)."""
+"""Python programs that a process runs which has made their imports (`tests/script_host.py`)."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+CLIENT = ROOT / "tests" / "script_client.py"
+MODULES = (
+    *("datasets", "torch", "transformers.models.llama.modeling_llama"),
+    *("rollgrad.entrypoints.composition.rl", "rollgrad.entrypoints.library"),
+)
 
 
 class ScriptHost:
-    """Runs scripts one after the other, below `folder`. They can import rollgrad, as where that is installed, and
-    nothing else of the repository."""
+    """Starts the process, with a socket in `folder`. Its programs can import rollgrad, as where that is installed, and
+    nothing else of the repository; variables that are read when a library is imported are the host's."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._runs = 0
-        self._process: subprocess.Popen[str] | None = None
+    def __init__(self, folder: Path, modules: tuple[str, ...] = MODULES) -> None:
+        self._folder, self._modules = folder, modules
+        self._process: subprocess.Popen[bytes] | None = None
         (folder / "path").mkdir()
         (folder / "path" / "rollgrad").symlink_to(ROOT / "rollgrad")
+
+    def python(self) -> list[str]:
+        """Returns words for `subprocess` that stand for `sys.executable`."""
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._process = self._started()
+        return [sys.executable, "-IS", str(CLIENT), str(self._folder / "socket")]
 
     def run(self, *words: str) -> str:
         """Runs a script, or `-m` and a module, with its arguments; returns what it printed.
@@ -27,40 +39,42 @@ class ScriptHost:
         Raises:
             AssertionError: its exit status is not 0.
         """
-        self._process = process = self._process or self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._runs += 1
-        output = self._folder / f"output-{self._runs}"
-        try:
-            process.stdin.write("\t".join((str(output), *words)) + "\n")
-            process.stdin.flush()
-            status = process.stdout.readline().strip()
-        except BaseException:  # the time of a test is over: the next one gets a process that answers
-            self.close()
-            raise
-        printed = output.read_text()
-        assert status == "0", printed[-4000:]
-        return printed
+        done = subprocess.run(
+            [*self.python(), *words],
+            cwd=ROOT,
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+        return done.stdout
 
     def close(self) -> None:
-        """Ends the process, with a script that hangs."""
+        """Ends the process."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
             self._process = None
 
-    def _started(self) -> "subprocess.Popen[str]":
+    def _started(self) -> "subprocess.Popen[bytes]":
+        path = self._folder / "socket"
+        path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as listener:  # clients may connect before the imports are made
+            listener.bind(str(path))
+            listener.listen()
+            return subprocess.Popen(
+                [sys.executable, str(ROOT / "tests" / "script_host.py"), str(listener.fileno()), *self._modules],
+                cwd=ROOT,
+                env=self._environment(),
+                start_new_session=True,
+                stdin=subprocess.PIPE,  # which ends with this process, however that ends
+                pass_fds=[listener.fileno()],
+            )
+
+    def _environment(self) -> dict[str, str]:
         outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of this suite
         path = str(self._folder / "path")
-        ours = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-        return subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "script_host.py")],
-            cwd=ROOT,
-            env={**outer, **ours},
-            text=True,
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        return {**outer, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "160"}

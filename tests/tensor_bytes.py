@@ -1,14 +1,26 @@
 """How much memory this process's tensors take."""
 
 import gc
+from contextlib import suppress
 
 from torch import Tensor
+
+from rollgrad.adapters.models.torch.weight_shards import is_sharded
 
 
 def tensor_bytes() -> int:
     """Bytes of all tensors that Python knows of, and of their gradients; memory that several share counts once."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and thing.device.type == "cpu"]
-    gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    storages = [tensor.untyped_storage() for tensor in tensors + gradients]
+    gradients = [gradient for tensor in tensors if (gradient := _gradient(tensor)) is not None]
+    # Of a DTensor the memory is that of its local part, a tensor of its own.
+    storages = [tensor.untyped_storage() for tensor in tensors + gradients if not is_sharded(tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    """The gradient that a tensor keeps; a view whose base was changed in place cannot be asked, and keeps none."""
+    with suppress(RuntimeError):
+        if tensor.is_leaf:
+            return tensor.grad
+    return None

@@ -91,7 +91,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 12},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **{key: {"layer_types": ["conv", "full_attention"]} for key in ("lfm2", "lfm2_moe")},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "phi4_multimodal": {"audio_config": {"hidden_size": 32, "num_blocks": 1, "ext_pw_out_channel": 32}},
     "reformer": {
@@ -102,8 +102,19 @@ OWN: dict[str, dict[str, Any]] = {
         "num_buckets": 4,
     },
     "roc_bert": {"pronunciation_vocab_size": 50, "shape_vocab_size": 50, "shape_embed_dim": 8},
-    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "attention_head_dim": 16},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 4, "chunk_size": 16},
+    "zamba": {
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "attention_head_dim": 16,
+        "attention_hidden_size": 64,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "num_key_value_heads": 4,
+        "chunk_size": 16,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 OWN["qwen4_exp"] = OWN["qwen4_exp_text"] = {

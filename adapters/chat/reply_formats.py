@@ -105,3 +105,8 @@ FORMATS: Sequence[tuple[str, Mapping[str, Any]]] = (
 
 MARKS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 """Marks around all calls, which carry no information; like special tokens they are removed from texts."""
+
+
+def reply_fields(chat_template: str | None) -> Mapping[str, Any] | None:
+    """Returns the format of replies that a chat template shows, None if it shows none."""
+    return next((fields for mark, fields in FORMATS if mark in (chat_template or "")), None)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollgrad.adapters.chat.field_stream import FieldStream
-from rollgrad.adapters.chat.reply_formats import FORMATS, HERMES, MARKS
+from rollgrad.adapters.chat.reply_formats import HERMES, MARKS, reply_fields
 from rollgrad.adapters.chat.special_text import SpecialTokens
-from rollgrad.domain.episodes.messages import ParsedReply, ToolCall, assistant_message
+from rollgrad.domain.episodes.messages import Message, ParsedReply, ReplyForm, ToolCall, assistant_message
 from rollgrad.domain.ports.chat_codec import ToolSchema
 
 START = "\x02reply\x03"
@@ -35,12 +35,12 @@ class ReplyParser:
     def __init__(
         self, chat_template: str | None, response_template: Mapping[str, Any] | None, special_tokens: Sequence[str]
     ) -> None:
-        fields = next((fields for mark, fields in FORMATS if mark in (chat_template or "")), HERMES)
+        fields = reply_fields(chat_template) or HERMES
         self._template = response_template or {"start_anchor": START, "fields": fields}
         self._own = response_template is None
         self._special = SpecialTokens([*special_tokens, *MARKS])
 
-    def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema]) -> ParsedReply:
+    def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema], form: ReplyForm | None = None) -> ParsedReply:
         """Implements `ChatCodec.parse`."""
         stream, fields = self._read([text], prompt, tools)
         if stream.failed:  # an unreadable region hides text in the same piece: parse again in single characters
@@ -48,8 +48,17 @@ class ReplyParser:
         message = assistant_message(
             fields["content"], reasoning=fields["reasoning_content"], tool_calls=stream.tool_calls
         )
+        if form is not None and form.schema is not None and not any(c.name in form.calls for c in stream.tool_calls):
+            return ParsedReply(message=self._structured(text, prompt))  # some formats take any object for a call
         error = "The tool call could not be read." if stream.failed else None
         return ParsedReply(message=message, tool_calls=stream.tool_calls, error=error)
+
+    def _structured(self, text: str, prompt: str) -> Message:
+        """Returns the message of a reply of which everything after its thinking is text."""
+        thought = ""
+        if text.startswith("<think>") or prompt.rstrip().endswith("<think>"):
+            thought, _, text = text.removeprefix("<think>").partition("</think>")
+        return assistant_message(self._special.remove(text).strip(), reasoning=thought.strip())
 
     def stream(self, prompt: str, tools: Sequence[ToolSchema]) -> FieldStream:
         """Returns a parser for a reply that comes in pieces."""

@@ -11,11 +11,24 @@ from typing import Any, TypeVar
 
 from attrs import frozen
 
+from rollgrad.adapters.chat.content_parts import in_parts, reads_parts_alone
+from rollgrad.adapters.chat.image_text import ImageText, with_images
+from rollgrad.adapters.chat.pictures import (
+    ImageRenderer,
+    bare,
+    has_images,
+    image_bytes,
+    image_count,
+    without_images,
+)
+from rollgrad.adapters.chat.reply_formats import HERMES, reply_fields
+from rollgrad.adapters.chat.reply_grammar import ReplyGrammar
 from rollgrad.adapters.chat.reply_parser import ReplyParser
 from rollgrad.adapters.chat.special_text import Guarded, guard, unused_character
 from rollgrad.adapters.chat.streaming import TokenStream
+from rollgrad.adapters.chat.text_encoder import TextEncoder, well_formed
 from rollgrad.adapters.chat.tool_text import as_text
-from rollgrad.domain.episodes.messages import Message, ParsedReply
+from rollgrad.domain.episodes.messages import Message, ParsedReply, ReplyForm
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ToolSchema
 
@@ -25,33 +38,41 @@ Rendered = TypeVar("Rendered")
 @frozen
 class WrittenPrompt:
     """A conversation written by the template, not yet tokenised. `marked` is its text, with the placeholders of
-    `guarded`."""
+    `guarded`; `images` are the files of its images, which stand in the place of the renderer's marks."""
 
     text: str
     guarded: Guarded
     marked: str
+    images: tuple[bytes, ...] = ()
 
 
-class TemplateCodec(ChatCodec):
+class TemplateCodec(TextEncoder, ChatCodec):
     """Renders, encodes, decodes and parses with `tokenizer`, a transformers tokenizer. If the template has no
     place for tools, they are described in the system message, in Hermes' format. `template_kwargs`: variables for the
-    template.
+    template. `images` renders images in messages; without it they are refused.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, images: ImageRenderer | None = None
+    ) -> None:
+        super().__init__(tokenizer)
+        self._images = images
         self._template_kwargs = dict(template_kwargs or {})
         template = tokenizer.chat_template
         text = json.dumps(template) if isinstance(template, dict) else template
         self._knows_tools = "tools" in (text or "")
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        self._special = sorted({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)})
+        marks = () if images is None else (images.mark,)
+        self._special = sorted(
+            {*tokenizer.all_special_tokens, *(token.content for token in added if token.special), *marks}
+        )
         # <tool_response> and <think> often are not special tokens, but mean as much to the model.
         self._written = sorted({token.content for token in added if token.content in (text or "")} - {*self._special})
         self._template = text or ""
-        self._parser = ReplyParser(
-            text if self._knows_tools else None, getattr(tokenizer, "response_template", None), self._special
-        )
+        self._reads_parts_alone = bool(text) and reads_parts_alone(tokenizer)
+        shown, own = text if self._knows_tools else None, getattr(tokenizer, "response_template", None)
+        self._parser = ReplyParser(shown, own, self._special)
+        self._grammar = ReplyGrammar(text, reply_fields(shown) or (None if own else HERMES), self._special_id)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         """Applies the chat template, with the generation prompt.
@@ -60,18 +81,65 @@ class TemplateCodec(ChatCodec):
             ConfigurationError: the tokenizer has no chat template.
             DataError: the template refuses the messages.
         """
-        written = self.write(messages, tools)
-        return RenderedPrompt(text=written.text, token_ids=self.tokens(written))
+        return self.encoded(self.write(messages, tools))
 
     def write(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> WrittenPrompt:
         """`render` without the tokens; raises as it does."""
+        messages, files = self.separated(messages)
         guarded = self.guarded(messages, tools)
         marked = self._apply(guarded.messages, guarded.tools, generation_prompt=True)
-        return WrittenPrompt(text=_well_formed(guarded.restore(marked)), guarded=guarded, marked=marked)
+        marks = 0 if self._images is None else marked.count(self._images.mark)
+        if marks != len(files):
+            raise DataError(
+                f"The chat template writes {marks} marks for {len(files)} images: put images into messages that "
+                "it writes them for (the user's)."
+            )
+        text = well_formed(guarded.restore(marked))
+        return WrittenPrompt(text=text, guarded=guarded, marked=marked, images=tuple(files))
 
-    def tokens(self, written: WrittenPrompt) -> tuple[int, ...]:
-        """Returns the token ids of a prompt."""
-        return self._encode(written.guarded, written.marked)
+    def separated(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[bytes]]:
+        """Returns messages with bare parts in the place of images, and the files of these.
+
+        Raises:
+            DataError: an image cannot be read, or the run reads none.
+        """
+        if self._images is not None:
+            return without_images(messages)
+        if any(map(has_images, messages)):
+            raise DataError("A message has an image, but none is read here (a run reads them with --data.image_key).")
+        return messages, []
+
+    def encoded(self, written: WrittenPrompt) -> RenderedPrompt:
+        """Returns a prompt with its tokens and images."""
+        if self._images is None or not written.images:
+            return RenderedPrompt(text=written.text, token_ids=self._encode_guarded(written.guarded, written.marked))
+        return self._placed(written.guarded, written.marked, written.images, written.text)
+
+    def _placed(
+        self, guarded: Guarded, marked: str, files: Sequence[bytes], text: str, *, earlier: int = 0
+    ) -> RenderedPrompt:
+        """Returns the tokens of a text with images in the place of the renderer's marks; `earlier` images stand before
+        it.
+
+        Raises:
+            DataError: there are more marks than images, or fewer, or several of a model that takes one.
+        """
+        assert self._images is not None
+        whole = with_images(self._images, marked, files, earlier=earlier)
+        token_ids, borders = self.locate(guarded, whole.text)
+        return RenderedPrompt(text=text, token_ids=tuple(token_ids), images=whole.placed(borders))
+
+    def locate_images(
+        self, guarded: Guarded, marked: str, files: Sequence[bytes]
+    ) -> tuple[list[int], list[tuple[int, int]], ImageText]:
+        """Returns the tokens of a text with `files` in the place of its marks, the characters of each token, and the
+        text; raises as `write`."""
+        if self._images is None:
+            whole = ImageText(text=marked, images=(), marks=(), mark=0)
+        else:
+            whole = with_images(self._images, marked, files)
+        token_ids, borders = self.locate(guarded, whole.text)
+        return token_ids, borders, whole
 
     def mentions(self, role: str) -> bool:
         """Returns whether the template names a role; some have roles beside the usual ones."""
@@ -79,20 +147,16 @@ class TemplateCodec(ChatCodec):
 
     def lengths(self, prompts: Sequence[WrittenPrompt]) -> list[int]:
         """Returns the number of tokens of each prompt. All are tokenised in one call, which uses all cores."""
-        whole = iter(self._count([p.text for p in prompts if p.guarded.mark is None], add_special_tokens=False))
-        return [next(whole) if p.guarded.mark is None else len(self.tokens(p)) for p in prompts]
-
-    def text_lengths(self, texts: Sequence[str]) -> list[int]:
-        """Returns the number of tokens that `encode_prompt` makes of each text, in one call of the tokenizer."""
-        return self._count(texts, add_special_tokens=True)
-
-    def _count(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
-        if not texts:
-            return []
-        written = [_well_formed(text) for text in texts]
-        # Not verbose: the tokenizer would warn of long texts, which the caller counts on purpose.
-        batch = self._tokenizer(written, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        return [len(token_ids) for token_ids in batch]
+        plain = [prompt.guarded.mark is None and not prompt.images for prompt in prompts]
+        whole = iter(
+            self._count(
+                [p.text for p, is_plain in zip(prompts, plain, strict=True) if is_plain], add_special_tokens=False
+            )
+        )
+        return [
+            next(whole) if is_plain else len(self.encoded(prompt).token_ids)
+            for prompt, is_plain in zip(prompts, plain, strict=True)
+        ]
 
     def extend(
         self,
@@ -104,6 +168,23 @@ class TemplateCodec(ChatCodec):
     ) -> tuple[int, ...] | None:
         """Implements `ChatCodec.extend`. The text after the reply is found by applying the template to the conversation
         with a marked reply twice, with and without the new messages, and comparing."""
+        found = self.continued(messages, new_messages, tools, reply_token_ids=reply_token_ids)
+        return None if found is None else found.token_ids
+
+    def continued(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        reply_token_ids: Sequence[int],
+    ) -> RenderedPrompt | None:
+        """Implements `SeesImages.continued`."""
+        files: list[bytes] = []
+        earlier = 0
+        if self._images is not None:
+            earlier = sum(map(image_count, messages))
+            messages, (new_messages, files) = [*map(bare, messages)], without_images(new_messages)
         reply = messages[-1]
         mark = unused_character([messages, new_messages])
         marked = self.guarded([*messages[:-1], {**reply, "content": mark}, *new_messages], tools)
@@ -116,12 +197,27 @@ class TemplateCodec(ChatCodec):
         end, following = behind
         last = self._tokenizer.convert_ids_to_tokens(int(reply_token_ids[-1])) if reply_token_ids else ""
         if last not in self._special:  # truncated: the model has not ended its turn
-            return self._encode(marked, end + following)
+            return self._rendered(marked, end + following, files, earlier)
         close = last if last in end else max(self._special, key=end.rfind)
         place = end.rfind(close)
         lacking = end[place + len(close) :] if place >= 0 else end
         # In some templates the next turn's mark also ends this turn; the model has then sampled it already.
-        return self._encode(marked, lacking + (following if last in end else following.removeprefix(last)))
+        added = lacking + (following if last in end else following.removeprefix(last))
+        return self._rendered(marked, added, files, earlier)
+
+    def _rendered(self, guarded: Guarded, text: str, files: Sequence[bytes], earlier: int) -> RenderedPrompt:
+        if files:
+            return self._placed(guarded, text, files, text, earlier=earlier)
+        return RenderedPrompt(text=text, token_ids=self._encode_guarded(guarded, text))
+
+    def marked(self, text: str, images: Sequence[Any], *, earlier: int = 0) -> RenderedPrompt:
+        """Implements `SeesImages.marked`."""
+        if images and self._images is None:
+            raise DataError("A text has images, but the run reads none: set --data.image_key.")
+        files = [image_bytes(image) for image in images]
+        if self._images is not None and not files and self._images.mark in text:
+            raise DataError(f"The text has {self._images.mark}, but no image that it stands for.")
+        return self._rendered(Guarded([], []), text, files, earlier)
 
     def _text_after(self, guarded: Guarded, known: int, mark: str | None, *, thought: bool) -> tuple[str, str] | None:
         """Returns the text that ends the last of the first `known` messages, and the text that follows it.
@@ -171,30 +267,26 @@ class TemplateCodec(ChatCodec):
         # The first one ends the turn; a second one (Phi-3's eos) ends the conversation.
         return min(written, key=lambda token: (behind.find(token), -len(token)), default=closing)
 
-    def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
+    def parse(
+        self, text: str, prompt: str, tools: Sequence[ToolSchema] = (), form: ReplyForm | None = None
+    ) -> ParsedReply:
         """Implements `ChatCodec.parse`."""
-        return self._parser.parse(text, prompt, tools)
+        return self._parser.parse(text, prompt, tools, form)
+
+    def grammar(self, form: ReplyForm, prompt: str, tools: Sequence[ToolSchema] = ()) -> str:
+        """Implements `ChatCodec.grammar`."""
+        written = json.dumps([form.schema, tools], ensure_ascii=False)
+        spelled = next((token for token in self._special if token in written), None)
+        if spelled is not None:  # the token would be drawn instead of its text, and may end the reply
+            raise DataError(f"The form of the reply cannot be prescribed: it spells out the control token {spelled}.")
+        return self._grammar.write(form, prompt, tools)
+
+    def _special_id(self, text: str) -> int | None:
+        return int(self._tokenizer.convert_tokens_to_ids(text)) if text in self._special else None
 
     def stream(self, prompt: str, tools: Sequence[ToolSchema] = ()) -> TokenStream:
         """Implements `ChatCodec.stream`."""
         return TokenStream(self._tokenizer, self._parser.stream(prompt, tools))
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Returns the token ids of plain text, with no template and no special tokens added; those written in it are
-        real."""
-        return tuple(self._tokenizer(_well_formed(text), add_special_tokens=False)["input_ids"])
-
-    def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Returns the token ids of a text that starts a sequence, with the special tokens this tokenizer adds by
-        default (BOS)."""
-        return tuple(self._tokenizer(_well_formed(text))["input_ids"])
-
-    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Returns the text of token ids, without special tokens unless asked for, spaces untouched."""
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False
-        )
-        return text
 
     def guarded(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Guarded:
         """Returns the messages and tools with placeholders for the control tokens that they spell out."""
@@ -232,6 +324,7 @@ class TemplateCodec(ChatCodec):
         from jinja2 import TemplateError
 
         written = list(messages) if self._knows_tools else as_text(messages, tools)
+        written = in_parts(written) if self._reads_parts_alone else written
         schemas = list(tools) if self._knows_tools and tools else None
         error: Exception | None = None
         for candidate in (written, _with_text_arguments(written)):
@@ -272,58 +365,7 @@ class TemplateCodec(ChatCodec):
 
     def with_template_kwargs(self, template_kwargs: Mapping[str, Any]) -> "TemplateCodec":
         """Returns a codec of the same tokenizer whose template is given these variables besides its own."""
-        return TemplateCodec(self._tokenizer, {**self._template_kwargs, **template_kwargs})
-
-    def locate(self, guarded: Guarded, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the tokens of `text`, which the template wrote of `guarded`, and the characters of each from the
-        first to the one behind the last. The ids are those of `render`; all tokens of a placeholder have the whole of
-        it.
-
-        Raises:
-            ConfigurationError: the tokenizer is written in Python, and cannot say where its tokens lie.
-        """
-        token_ids: list[int] = []
-        borders: list[tuple[int, int]] = []
-        place = 0
-        for piece, literal, length in guarded.pieces(text):
-            if literal:
-                found = self._encode_piece(piece, literal=True)
-                token_ids += found
-                borders += [(place, place + length)] * len(found)
-            else:
-                encoded = self._with_offsets(piece, add_special_tokens=False)
-                token_ids += encoded["input_ids"]
-                borders += _tiled(encoded["offset_mapping"], place)
-            place += length
-        return token_ids, borders
-
-    def encode_ended(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the tokens of a whole text, and their characters as `locate` does: it begins as the tokenizer begins
-        one, once, and ends with the end-of-sequence token, once.
-
-        Raises:
-            ConfigurationError: as `locate`.
-        """
-        encoded = self._with_offsets(text, add_special_tokens=True)
-        token_ids, borders = list(encoded["input_ids"]), _tiled(encoded["offset_mapping"], 0)
-        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        if bos is not None and token_ids[:2] == [bos, bos]:  # the text spells it out
-            token_ids, borders = token_ids[1:], borders[1:]
-        if eos is not None and token_ids[-1:] != [eos]:
-            token_ids, borders = [*token_ids, eos], [*borders, (len(text), len(text))]
-        elif eos is not None:
-            borders[-1] = (len(text), len(text))
-        return token_ids, borders
-
-    def _with_offsets(self, text: str, *, add_special_tokens: bool) -> Any:
-        if getattr(self._tokenizer, "backend_tokenizer", None) is None:
-            raise ConfigurationError(
-                f"The tokenizer of {self._tokenizer.name_or_path!r} does not say where its tokens lie in a text, so "
-                "that replies cannot be told from prompts: use a fast tokenizer (one with a tokenizer.json)."
-            )
-        return self._tokenizer(
-            _well_formed(text), add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
-        )
+        return TemplateCodec(self._tokenizer, {**self._template_kwargs, **template_kwargs}, self._images)
 
     @property
     def template_kwargs(self) -> Mapping[str, Any]:
@@ -339,66 +381,6 @@ class TemplateCodec(ChatCodec):
     def template(self) -> str | None:
         """The chat template; None without one."""
         return self._template or None
-
-    @property
-    def eos_token(self) -> str:
-        """Text of the token that ends a sequence; empty without one."""
-        return self._tokenizer.eos_token or ""
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The token that begins a sequence, if there is one."""
-        return self._tokenizer.bos_token_id  # type: ignore[no-any-return]
-
-    def _encode(self, guarded: Guarded, text: str) -> tuple[int, ...]:
-        pieces = guarded.split(text)
-        if not any(literal for _, literal in pieces):
-            return self.encode(text)
-        return tuple(token for piece, literal in pieces for token in self._encode_piece(piece, literal=literal))
-
-    def _encode_piece(self, piece: str, *, literal: bool) -> tuple[int, ...]:
-        if not literal:
-            return self.encode(piece)
-        if self._literal is None:
-            return tuple(self._tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-        return tuple(self._literal.encode(piece, add_special_tokens=False).ids)
-
-    @cached_property
-    def _literal(self) -> Any:
-        """A copy of the tokenizer that finds no added tokens in a text; None for a tokenizer written in Python.
-
-        The setting `split_special_tokens` would not do: it is shared by all threads, and keeps added tokens that are
-        not special.
-        """
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            return None
-        from tokenizers import Tokenizer
-
-        written = json.loads(backend.to_str())
-        for token in written["added_tokens"]:
-            token["special"] = True
-        literal = Tokenizer.from_str(json.dumps(written))
-        literal.no_truncation()
-        literal.no_padding()
-        literal.encode_special_tokens = True
-        return literal
-
-
-def _tiled(offsets: Sequence[tuple[int, int]], place: int) -> list[tuple[int, int]]:
-    """Offsets from `place` on that leave no character between two tokens: byte-level tokenizers do not count the spaces
-    with which a token begins."""
-    borders: list[tuple[int, int]] = []
-    behind = 0
-    for start, stop in offsets:
-        borders.append((place + min(start, behind), place + stop))
-        behind = stop
-    return borders
-
-
-def _well_formed(text: str) -> str:
-    """Returns `text` without halves of surrogate pairs, which JSON can write and no tokenizer accepts."""
-    return text.encode(errors="replace").decode()
 
 
 def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:

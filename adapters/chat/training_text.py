@@ -18,11 +18,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
+from rollgrad.adapters.chat.pictures import image_count
 from rollgrad.adapters.chat.special_text import Guarded, unused_character
 from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.chat_codec import ToolSchema
@@ -50,10 +53,12 @@ class Anomaly(StrEnum):
 
 @frozen(kw_only=True)
 class TokenBranch:
-    """`weights` holds a number for each of `token_ids`: 0 is context only. The first token's is always 0."""
+    """`weights` holds a number for each of `token_ids`: 0 is context only. The first token's is always 0, and so are
+    those of the tokens that stand for `images`."""
 
     token_ids: tuple[int, ...]
     weights: tuple[float, ...]
+    images: PlacedImages = ()
 
     @property
     def trained(self) -> int:
@@ -71,12 +76,14 @@ class TrainingTokens:
 
 @frozen
 class _Turn:
-    """One reply: `text` is its context and itself, up to the token that ends it; `spans` are the trained characters."""
+    """One reply: `text` is its context and itself, up to the token that ends it; `spans` are the trained characters;
+    `images`, the files of the images in it, which stand in the place of marks."""
 
     text: str
     start: int
     spans: tuple[tuple[int, int], ...]
     weight: float
+    images: tuple[bytes, ...] = ()
 
 
 class TrainingText:
@@ -102,8 +109,14 @@ class TrainingText:
             DataError: the template refuses the messages, or nothing is trained.
         """
         anomalies: set[Anomaly] = set()
+        seen = [*accumulate(map(image_count, messages))]
+        messages, files = self._codec.separated(messages)
         guarded = self._codec.guarded(messages, tools)
-        turns = [self._turn(guarded, index, weight, anomalies) for index, weight in enumerate(weights) if weight > 0]
+        turns = [
+            evolve(self._turn(guarded, index, weight, anomalies), images=tuple(files[: seen[index]]))
+            for index, weight in enumerate(weights)
+            if weight > 0
+        ]
         if not turns:
             raise DataError("No reply of the conversation is trained.")
         branches = [self._branch(guarded, chain, anomalies) for chain in chains(turns)]
@@ -115,10 +128,11 @@ class TrainingText:
         Raises:
             DataError: the template refuses the messages.
         """
+        messages, files = self._codec.separated(messages)
         guarded = self._codec.guarded(messages, tools)
         text = self._codec.apply(guarded, len(messages), generation_prompt=False)
         anomalies: set[Anomaly] = set()
-        branch = self._branch(guarded, [_Turn(text, 0, ((0, len(text)),), 1.0)], anomalies)
+        branch = self._branch(guarded, [_Turn(text, 0, ((0, len(text)),), 1.0, tuple(files))], anomalies)
         return TrainingTokens(branches=(branch,), anomalies=frozenset(anomalies))
 
     def plain(self, prompt: str, completion: str, *, train_prompt: bool = False) -> TrainingTokens:
@@ -287,10 +301,11 @@ class TrainingText:
 
     def _branch(self, guarded: Guarded, turns: Sequence[_Turn], anomalies: set[Anomaly]) -> TokenBranch:
         """The tokens of the longest of `turns`, which holds the others."""
-        token_ids, borders = self._codec.locate(guarded, turns[0].text)
+        token_ids, borders, whole = self._codec.locate_images(guarded, turns[0].text, turns[0].images)
+        images = whole.placed(borders)
         weights = [0.0] * len(token_ids)
         for turn in turns:
-            for left, right in turn.spans:
+            for left, right in (tuple(map(whole.moved, span)) for span in turn.spans):
                 first = bisect_left(borders, left, key=lambda border: border[0])
                 if first and borders[first - 1][1] > left:
                     anomalies.add(Anomaly.MERGED)
@@ -298,7 +313,9 @@ class TrainingText:
                     if borders[place][1] > right:
                         break
                     weights[place] = turn.weight
-        return self._closed(token_ids, weights, anomalies)
+        for placed in images:
+            weights[placed.start : placed.stop] = [0.0] * (placed.stop - placed.start)
+        return evolve(self._closed(token_ids, weights, anomalies), images=images)
 
     def _closed(self, token_ids: Sequence[int], weights: list[float], anomalies: set[Anomaly]) -> TokenBranch:
         bos = self._codec.bos_token_id

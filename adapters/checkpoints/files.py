@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -37,6 +38,16 @@ def replace_directory(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(fresh, ignore_errors=True)  # on a full disk it takes the room of the next attempt
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_directory(target: Path) -> None:
+    """Removes a directory as far as this process may. If it is stopped meanwhile, nothing half removed has the name:
+    `tidy` removes the rest."""
+    gone = _temporary(target, "new")
+    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):
+        target.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def replace_file(target: Path, content: bytes) -> None:
@@ -98,6 +109,18 @@ def make_writable(directory: Path, flag: str) -> None:
             f"{flag} is {str(directory)!r}, where nothing can be written ({error.strerror}): choose a directory you "
             "may write."
         ) from error
+
+
+def size_of(path: Path) -> int:
+    """Returns the bytes of a file, or of all in a directory, without those that are removed meanwhile."""
+    paths = [path]
+    if path.is_dir():
+        paths = [Path(parent, name) for parent, _, names in os.walk(path) for name in names]
+    total = 0
+    for found in paths:
+        with suppress(FileNotFoundError):
+            total += found.lstat().st_size
+    return total
 
 
 def _temporary(target: Path, suffix: str) -> Path:

@@ -7,12 +7,19 @@ Does not own: what a model or a state consists of, nor that no other run writes 
 """
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from rollgrad.adapters.checkpoints.files import make_writable, replace_directory, replace_file, tidy
+from rollgrad.adapters.checkpoints.files import (
+    make_writable,
+    remove_directory,
+    replace_directory,
+    replace_file,
+    size_of,
+    tidy,
+)
 from rollgrad.adapters.checkpoints.names import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -24,12 +31,13 @@ from rollgrad.adapters.checkpoints.names import (
     numbered,
 )
 from rollgrad.adapters.checkpoints.states import load_state, save_state
-from rollgrad.domain.errors import CheckpointError
+from rollgrad.domain.errors import CheckpointError, RollgradError
 from rollgrad.domain.ports.checkpoint_store import CRITIC_DIRECTORY, CheckpointStore, TrainingState
 from rollgrad.domain.ports.models import PolicyModel, ValueModel
 
 REPLACED = ("model", "best", f"{MODEL_OF_STEP}*", "*.state.json", METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, RUN_FILE)
 """Patterns of the files and directories of `output_dir` that are replaced whole."""
+BYTES_PER_GIB = 2**30
 REPLACED_STATES = (f"{TRAINING_STATE}*", OLD_TRAINING_STATE)
 
 
@@ -38,19 +46,27 @@ class LocalCheckpointStore(CheckpointStore):
     (`output_dir` unless it is given; see `states`). Makes the directories, and tidies up after a killed process: no
     other one may write there.
 
-    `keep_states` training states are kept, and `keep_models` models called step_N (None: all).
+    `keep_states` training states are kept, `keep_models` models called step_N (None: all), and of these as many as
+    together have `keep_models_gib` (None: all), but the newest in any case.
 
     Raises:
         CheckpointError: a directory cannot be made or written.
     """
 
     def __init__(
-        self, output_dir: Path, state_dir: Path | None = None, *, keep_states: int = 2, keep_models: int | None = None
+        self,
+        output_dir: Path,
+        state_dir: Path | None = None,
+        *,
+        keep_states: int = 2,
+        keep_models: int | None = None,
+        keep_models_gib: float | None = None,
     ) -> None:
         self._root = output_dir
         self._states = self._root if state_dir is None else state_dir
         self._keep_states = keep_states
         self._keep_models = keep_models
+        self._keep_bytes = None if keep_models_gib is None else keep_models_gib * BYTES_PER_GIB
         make_writable(self._states, "--ckpt.state_dir" if state_dir else "--ckpt.output_dir")
         make_writable(self._root, "--ckpt.output_dir")
         tidy(self._root, REPLACED)
@@ -80,12 +96,19 @@ class LocalCheckpointStore(CheckpointStore):
                 "make room there, or choose another --ckpt.output_dir."
             ) from error
         number = name.removeprefix(MODEL_OF_STEP)
-        if self._keep_models is not None and number.isdecimal():
-            older = [path for step, path in numbered(self._root, MODEL_OF_STEP) if step < int(number)]
-            for path in older[self._keep_models - 1 :]:
-                shutil.rmtree(path, ignore_errors=True)
-                self._state_file(path.name).unlink(missing_ok=True)
+        if number.isdecimal():
+            self._prune(target, [path for step, path in numbered(self._root, MODEL_OF_STEP) if step < int(number)])
         return target
+
+    def _prune(self, newest: Path, older: Sequence[Path]) -> None:
+        """Removes the models of earlier steps, newest first in `older`, that are too many or take too much."""
+        kept = older if self._keep_models is None else older[: self._keep_models - 1]
+        if self._keep_bytes is not None:
+            sizes = accumulate(map(size_of, kept), initial=size_of(newest))
+            kept = [path for path, size in zip(kept, islice(sizes, 1, None), strict=True) if size <= self._keep_bytes]
+        for path in older[len(kept) :]:
+            remove_directory(path)
+            self._state_file(path.name).unlink(missing_ok=True)
 
     def save_state(self, state: Mapping[str, Any], name: str) -> Path:
         """Writes `state` to `output_dir/name.state.json`, in place of an older one; returns that file.
@@ -108,6 +131,8 @@ class LocalCheckpointStore(CheckpointStore):
         """
         try:
             return save_state(self._states, saved, keep=self._keep_states)
+        except RollgradError:
+            raise
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
                 f"The training state cannot be written to {self._states} ({error}): make room there, choose another "

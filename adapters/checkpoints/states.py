@@ -1,8 +1,9 @@
 """Training states in a directory: `training_state_N/` after step N, the newest few of them.
 
 A state is `state.pt` (tensors), `description.json` (the run that it is of) and `manifest.json`, which has the format's
-version and the sha256 of the others and of itself. Invariants: a state is read only if it is, to the bit, what was
-written as the state of that step; one that is not is named, and the one before is read. Does not own: what a state
+version and the sha256 of the others and of itself. Parts that other processes hold (`PartInFiles`) are files of theirs
+in directories named after the part's place in the state. Invariants: a state is read only if it is, to the bit, what
+was written as the state of that step; one that is not is named, and the one before is read. Does not own: what a state
 consists of.
 """
 
@@ -19,7 +20,7 @@ import structlog
 from rollgrad.adapters.checkpoints.files import replace_directory
 from rollgrad.adapters.checkpoints.names import OLD_TRAINING_STATE, TRAINING_STATE, numbered, state_paths
 from rollgrad.domain.errors import CheckpointError
-from rollgrad.domain.ports.checkpoint_store import TrainingState
+from rollgrad.domain.ports.checkpoint_store import STORED_IN, PartInFiles, TrainingState
 
 log = structlog.get_logger(__name__)
 
@@ -27,6 +28,8 @@ Read = TypeVar("Read")
 
 FORMAT = 1
 """Version of what a state's directory holds."""
+FORMAT_WITH_PARTS = 2
+"""Version of a directory in which parts of the state are directories of files."""
 
 STATE_FILE, DESCRIPTION_FILE, MANIFEST_FILE = "state.pt", "description.json", "manifest.json"
 PARTS = {"run", "update", "before"}
@@ -50,8 +53,10 @@ def save_state(directory: Path, saved: TrainingState, *, keep: int) -> Path:
         fresh.mkdir()
         description = json.dumps(saved.description).encode()
         (fresh / DESCRIPTION_FILE).write_bytes(description)
-        files = {STATE_FILE: _save_tensors(saved.state, fresh / STATE_FILE), DESCRIPTION_FILE: _sha256(description)}
-        content = {"format": FORMAT, "step": saved.step, "sha256": files}
+        state = _with_parts_written(saved.state, fresh, "")
+        parts = {file.relative_to(fresh).as_posix(): _hash_of(file) for file in sorted(fresh.glob("*/*"))}
+        files = {STATE_FILE: _save_tensors(state, fresh / STATE_FILE), DESCRIPTION_FILE: _sha256(description), **parts}
+        content = {"format": FORMAT_WITH_PARTS if parts else FORMAT, "step": saved.step, "sha256": files}
         (fresh / MANIFEST_FILE).write_text(json.dumps({"content": content, "sha256": _manifest_hash(content)}))
 
     replace_directory(target, fill)
@@ -120,7 +125,7 @@ def read_state(path: Path) -> TrainingState:
     description = _read_description(path, whole=True)
     return TrainingState(
         step=int(path.name.removeprefix(TRAINING_STATE)),
-        state=_unpickled(path, path / STATE_FILE),
+        state=_with_parts_found(_unpickled(path, path / STATE_FILE), path),
         description=description,
     )
 
@@ -131,14 +136,16 @@ def _read_description(path: Path, *, whole: bool) -> Mapping[str, Any]:
     step, files = _manifest(path)
     if path.name != f"{TRAINING_STATE}{step}":
         raise BrokenStateError(f"{path.name} is the state of step {step}, renamed")
-    for name in (STATE_FILE, DESCRIPTION_FILE) if whole else (DESCRIPTION_FILE,):
+    for name in (*files, STATE_FILE) if whole else (DESCRIPTION_FILE,):
         try:
-            with (path / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = _hash_of(path / name)
         except OSError as error:
             raise BrokenStateError(f"{name} of {path.name} cannot be read: {error.strerror}") from error
         if found != files.get(name):
             raise BrokenStateError(f"{name} of {path.name} is not what was written: its sha256 differs")
+    for file in path.glob("*/*") if whole else ():
+        if (name := file.relative_to(path).as_posix()) not in files:
+            raise BrokenStateError(f"{name} of {path.name} was not written as a part of it")
     description: Mapping[str, Any] = json.loads((path / DESCRIPTION_FILE).read_bytes())
     return description
 
@@ -155,10 +162,10 @@ def _manifest(path: Path) -> tuple[int, Mapping[str, str]]:
         whole = False
     if not whole:
         raise BrokenStateError(f"{MANIFEST_FILE} of {path.name} is not what was written")
-    if content["format"] != FORMAT:
+    if content["format"] not in (FORMAT, FORMAT_WITH_PARTS):
         raise CheckpointError(
-            f"The training state {path} has format {content['format']}, but this version of rollgrad reads {FORMAT}: "
-            "continue with the version that wrote it."
+            f"The training state {path} has format {content['format']}, but this version of rollgrad reads {FORMAT} "
+            f"and {FORMAT_WITH_PARTS}: continue with the version that wrote it."
         )
     return content["step"], content["sha256"]
 
@@ -169,6 +176,35 @@ def _manifest_hash(content: Any) -> str:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def _hash_of(file: Path) -> str:
+    """Returns the sha256 of a file, which is never whole in memory."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _with_parts_written(value: Any, directory: Path, name: str) -> Any:
+    """Returns a state in which the names of directories, below `directory`, are in the places of the parts that have
+    been written there; `name` is the place of `value`."""
+    if isinstance(value, PartInFiles):
+        (directory / name).mkdir()
+        value.write_files(directory / name)
+        return {STORED_IN: name}
+    if isinstance(value, Mapping):
+        return {key: _with_parts_written(each, directory, f"{name}.{key}".strip(".")) for key, each in value.items()}
+    return value
+
+
+def _with_parts_found(value: Any, path: Path) -> Any:
+    """Returns the state at `path` with whole paths in the places of such names."""
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {STORED_IN}:
+        if not (path / Path(str(value[STORED_IN])).name).is_dir():
+            raise BrokenStateError(f"{path.name} has lost its directory {value[STORED_IN]}")
+        return {STORED_IN: str((path / Path(str(value[STORED_IN])).name).resolve())}
+    return {key: _with_parts_found(each, path) for key, each in value.items()}
 
 
 class HashedFile:

@@ -10,11 +10,11 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from rollgrad.adapters.ray.session import ray_module
 from rollgrad.adapters.system.waiting import waiting_for
-from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightTaker
+from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver
 from rollgrad.adapters.weights.shared_buckets import SharedMemory
 from rollgrad.application.engines.fleet_member import FleetMember
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest
@@ -84,7 +84,7 @@ class _Actor:
         return str(self.handle._actor_id.hex())
 
 
-class RayVLLMEngine(FleetMember, WeightTaker):
+class RayVLLMEngine(FleetMember, WeightReceiver):
     """A `VLLMEngine` behind a Ray actor, named `rollgrad-engine-K` (its n-th replacement `rollgrad-engine-K.n`).
     `ready` has to be called before anything else.
 
@@ -129,7 +129,7 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
         """Implements `RolloutEngine.generate`."""
-        generation: Generation = await self._call("generating", "generate", request)
+        generation: Generation = await self._call("generating", "generate", _with_files_alone(request))
         if on_token is not None:
             for token in generation.token_ids:
                 on_token(token)
@@ -156,7 +156,7 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         await self._call("answering a ping", "ping")
 
     async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
-        """Implements `WeightTaker.begin_weights`."""
+        """Implements `WeightReceiver.begin_weights`."""
         doing = "beginning to take weights"
         if self._near or info is None or "bucket_bytes" not in info:
             self._source = None
@@ -167,7 +167,7 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         return model
 
     async def take_weights(self, update: Mapping[str, Any]) -> None:
-        """Implements `WeightTaker.take_weights`."""
+        """Implements `WeightReceiver.take_weights`."""
         if self._source is None:
             await self._call("taking weights", "take_weights", update)
             return
@@ -176,16 +176,25 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         await self._await("taking weights", self._actor.handle.take_copied.remote(update, run))
 
     async def finish_weights(self, version: int) -> None:
-        """Implements `WeightTaker.finish_weights`."""
+        """Implements `WeightReceiver.finish_weights`."""
         await self._call("finishing to take weights", "finish_weights", version)
 
     async def prove_weights(self, probe: Probe) -> None:
-        """Implements `WeightTaker.prove_weights`."""
+        """Implements `WeightReceiver.prove_weights`."""
         await self._call("comparing log-probs", "prove_weights", probe)
 
     async def abandon_weights(self, reason: str) -> None:
-        """Implements `WeightTaker.abandon_weights`."""
+        """Implements `WeightReceiver.abandon_weights`."""
         await self._call("ending a transfer of weights", "abandon_weights", reason)
+
+    async def begin_profile(self) -> None:
+        """Implements `Profiled.begin_profile`."""
+        await self._call("beginning a profile", "begin_profile")
+
+    async def end_profile(self) -> Mapping[str, bytes]:
+        """Implements `Profiled.end_profile`."""
+        traces: Mapping[str, bytes] = await self._call("ending a profile", "end_profile")
+        return traces
 
     async def restart(self) -> None:
         """Implements `FleetMember.restart`; the new actor has the same options."""
@@ -265,6 +274,12 @@ async def start_engines(
             ) from error
         raise
     return engines
+
+
+def _with_files_alone(request: GenerationRequest) -> GenerationRequest:
+    """Returns a request whose images are their files, of which vLLM makes the tensors itself: they are far smaller."""
+    images = [evolve(placed, image=evolve(placed.image, tensors={})) for placed in request.images]
+    return evolve(request, images=tuple(images))
 
 
 def _machine() -> str:

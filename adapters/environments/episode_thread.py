@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from rollgrad.application.foreign import harmless, told
+from rollgrad.application.foreign import error_text, harmless
 
 CLOSE_SECONDS = 5.0
 """Longest wait for an environment to release its resources."""
@@ -58,7 +58,7 @@ class EpisodeThread:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._submit(release)
         except Exception as error:
-            log.warning("environment_close_failed", environment=self._name, error=told(error))
+            log.warning("environment_close_failed", environment=self._name, error=error_text(error))
         finally:
             jobs, self._jobs = self._jobs, None
             if jobs is not None:

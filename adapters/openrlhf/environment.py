@@ -4,6 +4,7 @@ from typing import Any
 
 from attrs import evolve
 
+from rollgrad.adapters.chat.image_marks import listed_images
 from rollgrad.adapters.openrlhf.answers import metrics, number, required
 from rollgrad.adapters.openrlhf.shim import SamplingParams as AgentSampling
 from rollgrad.adapters.openrlhf.shim import open_episode
@@ -65,8 +66,6 @@ class AgentInstanceEnvironment(Environment):
         answer = await self._instance.step(states)
         done = bool(required(answer, "done", "step()"))
         reward = answer.get("rewards")
-        if answer.get("environment_images"):
-            raise ConfigurationError("The agent returned environment_images, which this run cannot show to its model.")
         feedback = str(answer.get("environment_feedback") or "")
         self._text += action.text + feedback
         replaced = answer.get("sampling_params")
@@ -76,6 +75,7 @@ class AgentInstanceEnvironment(Environment):
         self._metrics |= metrics(answer.get("extra_logs"))
         return StepResult(
             observation=feedback,
+            images=listed_images(answer.get("environment_images")),
             reward=None if reward is None else number(reward, "rewards"),
             terminated=done,
             score=None if score is None else number(score, "scores"),

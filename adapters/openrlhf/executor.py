@@ -1,5 +1,6 @@
 """Executors that play a whole episode by themselves (`AgentExecutorBase.execute`), behind the `AgentExecutor` port."""
 
+import asyncio
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -71,6 +72,11 @@ class CustomAgentExecutor(AgentExecutor):
 
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         """Implements `AgentExecutor.run`."""
+        if request.prompt.images:
+            raise ConfigurationError(
+                "The prompt has images, which an agent's own execute() is not given: write its turns as an agent "
+                "instance (reset and step), or leave out --data.image_key."
+            )
         engine = _EngineFacade(self._engine, self._codec, request.params)
         try:
             with foreign_code(lambda words: ForeignError(f"The agent raised {words}")):
@@ -113,9 +119,11 @@ class CustomAgentExecutor(AgentExecutor):
 
 
 class _EngineFacade:
-    """An engine with vLLM's `generate(token_ids, sampling_params)`; it records the generations."""
+    """An engine with vLLM's `generate(token_ids, sampling_params)`; it records the generations. Any thread's event loop
+    may call it; the engine itself is only used in the loop that this object was made in."""
 
     def __init__(self, engine: RolloutEngine, codec: ChatCodec, params: SamplingParams) -> None:
+        self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._codec = codec
         self._params = params
@@ -126,6 +134,12 @@ class _EngineFacade:
     ) -> RequestOutput:
         if multi_modal_data:
             raise ConfigurationError("The agent passed multi_modal_data, which this run cannot show to its model.")
+        work = self._generate(prompt_token_ids, sampling_params)
+        if asyncio.get_running_loop() is self._loop:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _generate(self, prompt_token_ids: Sequence[int], sampling_params: Any) -> RequestOutput:
         params = from_agent(sampling_params, self._params)
         params = evolve(params, seed=(self._params.seed + len(self.calls)) % 2**63)
         generation = await self._engine.generate(

@@ -26,7 +26,9 @@ def ray_module() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise MissingExtraError("--cluster.enable needs Ray: pip install rollgrad[ray,deepspeed,vllm].") from error
+        raise MissingExtraError(
+            "--cluster.enable needs Ray, and so does --num_engines: pip install rollgrad[ray,deepspeed,vllm]."
+        ) from error
     return ray
 
 

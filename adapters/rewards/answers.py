@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rollgrad.application.foreign import foreign_code, shown, told
+from rollgrad.application.foreign import error_text, foreign_code, shown
 from rollgrad.domain.episodes.rewards import Reward
 from rollgrad.domain.errors import RewardError
 
@@ -102,7 +102,7 @@ class RewardParser:
             numbers = [float(item) for item in items]
         except Exception as error:  # a user's class, or an integer too large for a float
             raise RewardError(
-                f"{self._name} returned {what} that are not numbers ({shown(value)}): {told(error)}."
+                f"{self._name} returned {what} that are not numbers ({shown(value)}): {error_text(error)}."
             ) from error
         if broadcast and len(numbers) == 1:
             numbers *= count

@@ -12,6 +12,7 @@ from typing import Any
 
 from rollgrad.adapters.rewards.posting import QUOTED, JudgeServers
 from rollgrad.adapters.rewards.verifiers import last_number
+from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, RewardError
@@ -182,5 +183,13 @@ def readable(prompt: Prompt) -> str:
     if not prompt.messages:
         return prompt.text
     if len(prompt.messages) == 1:
-        return str(prompt.messages[0].get("content") or "")
-    return "\n\n".join(f"{message['role']}:\n{message.get('content') or ''}" for message in prompt.messages)
+        return _written(prompt.messages[0])
+    return "\n\n".join(f"{message['role']}:\n{_written(message)}" for message in prompt.messages)
+
+
+def _written(message: Message) -> str:
+    """Returns the text of a message, `<image>` in the place of each image, which no judge is shown."""
+    content = message.get("content") or ""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(str(part["text"]) if part.get("type") == "text" else f"<{part.get('type')}>" for part in content)

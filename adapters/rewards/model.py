@@ -1,4 +1,4 @@
-"""Rewards from a reward model: in this process, or whole in each of several others that share the work.
+"""Rewards from a reward model: in this process, whole in each of several others that share the work, or divided.
 
 Invariants: a copy of the model scores one batch at a time, off the event loop; replies that arrive together, or while
 all copies are busy, are scored together. Does not own: the model (`adapters.models.torch.reward_model`) and its place.
@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from rollgrad.adapters.rewards.answers import RewardParser, replies
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
@@ -19,13 +19,14 @@ from rollgrad.domain.errors import RewardError, RollgradError
 from rollgrad.domain.ports.reward_source import RewardSource
 
 BATCH_REPLIES = 64
-"""Largest number of replies scored together: enough to fill a forward pass, few enough for a common deadline."""
+"""Largest number of replies that a process scores together: enough to fill a forward pass, few enough for a common
+deadline."""
 LINGER = 0.005
 """Seconds that the first reply of a batch waits for others."""
 
-Judge = Callable[[Sequence[RewardInput]], Sequence[tuple[float, bool]]]
-"""A copy of the model: a blocking function that returns, for each reply in order, its score and whether the model read
-only a part of it."""
+Judge = Callable[[Sequence[RewardInput]], Sequence[tuple[float, bool] | tuple[float, bool, tuple[float, ...]]]]
+"""A copy of the model: a blocking function that returns, for each reply in order, its score, whether the model read
+only a part of it, and, of a process reward model, the probabilities of its steps."""
 
 
 @define(eq=False)
@@ -49,11 +50,13 @@ class ModelReward(RewardSource):
     Args:
         copies: at least one; each is called by one thread at a time.
         timeout: seconds that a copy may take for a batch.
+        width: processes that divide a copy, and the replies of its batches.
     """
 
-    def __init__(self, copies: Sequence[Judge], *, timeout: float) -> None:
+    def __init__(self, copies: Sequence[Judge], *, timeout: float, width: int = 1) -> None:
         self.timeout = timeout
         """Seconds that a copy may take for a batch."""
+        self._most = BATCH_REPLIES * width
         self._parser = RewardParser("The reward model")
         self._waiting: deque[_Job] = deque()
         self._idle = [_Copy(judge) for judge in copies]
@@ -67,7 +70,7 @@ class ModelReward(RewardSource):
             RewardError: the model failed, gave a number that is not finite, or did not answer in time.
         """
         loop = asyncio.get_running_loop()
-        jobs = [_Job(RewardInput(text=r.query, token_ids=r.token_ids), loop.create_future()) for r in requests]
+        jobs = [_Job(_input(request), loop.create_future()) for request in requests]
         self._waiting += jobs
         for _ in range(min(len(self._idle), len(jobs))):
             task = loop.create_task(self._work(self._idle.pop()))
@@ -81,7 +84,7 @@ class ModelReward(RewardSource):
             await asyncio.sleep(LINGER)
             while self._waiting:
                 free = len(self._tasks) - self._scoring  # the free copies, this one included, share the waiting replies
-                count = min(math.ceil(len(self._waiting) / free), BATCH_REPLIES)
+                count = min(math.ceil(len(self._waiting) / free), self._most)
                 batch = [self._waiting.popleft() for _ in range(count)]
                 if wanted := [job for job in batch if not job.answer.done()]:
                     await self._settle(copy, wanted)
@@ -121,12 +124,12 @@ class ModelReward(RewardSource):
             else:
                 job.answer.set_result(reward)
 
-    def _reward(self, value: float, truncated: bool) -> Reward | RewardError:
+    def _reward(self, value: float, truncated: bool, steps: tuple[float, ...] = ()) -> Reward | RewardError:
         """Returns the reward of one reply, or an error if its number is not finite; the rest of the batch is not
         affected."""
         try:
             (reward,) = self._parser.parse({"rewards": value, "extra_logs": {"query_truncated": float(truncated)}}, 1)
-            return reward
+            return evolve(reward, steps=steps)
         except RewardError as error:
             return error
 
@@ -134,3 +137,7 @@ class ModelReward(RewardSource):
         return RewardError(
             f"The reward model did not score {replies(count)} within {self.timeout:g} s: raise --reward.timeout."
         )
+
+
+def _input(request: RewardRequest) -> RewardInput:
+    return RewardInput(text=request.query, token_ids=request.token_ids, reply=request.response)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from rollgrad.application.foreign import foreign_code, told
+from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.control.circuit_breaker import Circuit
 from rollgrad.domain.errors import ConfigurationError, RewardError
@@ -142,7 +142,7 @@ class JudgeServers:
         except RewardError as error:
             server.circuit = server.circuit.failed(time.monotonic())
             if isinstance(error.__cause__, httpx2.HTTPError):
-                raise _TransientError(f"{server.url}: {told(error.__cause__)}") from error
+                raise _TransientError(f"{server.url}: {error_text(error.__cause__)}") from error
             raise
         except asyncio.CancelledError:  # the deadline: a server that hangs counts as broken
             server.circuit = server.circuit.failed(time.monotonic())

@@ -1,4 +1,5 @@
-"""The agent server: chat completions and Anthropic's messages over one `ChatService`.
+"""The agent server: the wires of OpenAI (chat completions, responses, completions) and Anthropic over one
+`ChatService`.
 
 `/s/KEY/v1/...` is a recorded session: an agent without any support for training is trained through its base URL. The
 key may also be sent as API key. A request without a session is answered and forgotten if `answer` is given, else
@@ -11,28 +12,27 @@ import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import structlog
-from attrs import frozen
-from starlette.applications import Starlette
+from attrs import evolve, frozen
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
+from rollgrad.adapters.servers.completions_wire import CompletionsWire
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError, given_keys, internal_error, read_json
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
+from rollgrad.adapters.servers.operation import Operation
+from rollgrad.adapters.servers.responses_wire import ResponsesWire
 from rollgrad.adapters.servers.server import create_app, health_route
 from rollgrad.adapters.servers.wire import Call, Wire
-from rollgrad.application.episodes.chat_service import (
-    ChatRequest,
-    ChatService,
-    Origin,
-    RecordedSession,
-    RefusedError,
-)
+from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError
+from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.reply import ChatReply, OnPiece
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, ForeignError
@@ -40,7 +40,14 @@ from rollgrad.domain.ports.chat_codec import ChatCodec
 
 KEEP_ALIVE_SECONDS = 3.0
 """Seconds of silence after which a stream sends a keep-alive: clients give up on silent streams, and retry."""
-STATUS: Mapping[str, int] = {"sealed": 410, "turn_limit": 400, "context_length": 400, "conflict": 400, "busy": 429}
+STATUS: Mapping[str, int] = {
+    "sealed": 410,
+    "turn_limit": 400,
+    "context_length": 400,
+    "conflict": 400,
+    "busy": 429,
+    "unsupported": 400,
+}
 CODES: Mapping[str, str] = {"context_length": "context_length_exceeded"}
 
 _log = structlog.get_logger()
@@ -51,10 +58,13 @@ runs of spaces more."""
 SMALLEST_BODY = 256 * 2**10
 """Bytes that a request may have for any model, because it includes tools and settings."""
 
+KEPT_TEXTS = 2**16
+"""Largest number of tokens whose texts are kept: all of most vocabularies that are likely somewhere."""
+
 Answer = Callable[[ChatRequest, OnPiece | None], Awaitable[ChatReply]]
 """Function that answers a request outside of any session."""
-_Pieces = asyncio.Queue[tuple[str, str] | None]
-"""Pieces of a reply, in order; None is its end."""
+_Pieces = asyncio.Queue[tuple[str, str, int] | None]
+"""Pieces of replies, in order: field, text and number of the reply; None is the end of all."""
 
 
 def max_body_bytes(max_tokens: int | None) -> int:
@@ -80,28 +90,46 @@ class AgentServer:
         codec: counts and decodes tokens.
         model: the name that clients see.
         answer: answers requests outside of sessions; None refuses them.
+        operation: observes the server; None for one that nobody operates, a training run's.
     """
 
-    def __init__(self, service: ChatService, codec: ChatCodec, *, model: str, answer: Answer | None = None) -> None:
+    def __init__(
+        self,
+        service: ChatService,
+        codec: ChatCodec,
+        *,
+        model: str,
+        answer: Answer | None = None,
+        operation: Operation | None = None,
+    ) -> None:
         self._service = service
-        self._codec = codec
         self._model = model
         self._answer = answer
+        self._operation = operation
+        # A reply's log-probs name the same tokens again and again.
+        self._texts = lru_cache(KEPT_TEXTS)(partial(codec.decode, special_tokens=True))
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """Returns the ASGI app; serve it behind a `Guard`."""
         openai, anthropic = OpenAIWire(), AnthropicWire()
+        completions, responses = CompletionsWire(), ResponsesWire()
 
         def routes(prefix: str) -> list[Route]:
             return [
                 self._route(f"{prefix}/v1/chat/completions", openai, self._complete),
+                self._route(f"{prefix}/v1/completions", completions, self._complete),
+                self._route(f"{prefix}/v1/responses", responses, self._complete),
                 self._route(f"{prefix}/v1/messages", anthropic, self._complete),
                 self._route(f"{prefix}/v1/messages/count_tokens", anthropic, self._count),
                 Route(f"{prefix}/v1/models", self._models, methods=["GET"]),
             ]
 
         facts = health_route(lambda: {"model": self._model, "in_flight": self._service.in_flight})
-        return create_app([facts, *routes(""), *routes("/s/{key}")])
+        both = [facts, *routes(""), *routes("/s/{key}")]
+        if self._operation is None:
+            return create_app(both)
+        every = [*both, *self._operation.routes()]
+        return self._operation.around(create_app(every), {route.path for route in every if isinstance(route, Route)})
 
     def _route(self, path: str, wire: Wire, answer: Callable[[Wire, _Asked, Request], Awaitable[Response]]) -> Route:
         """Returns a POST route whose errors have the wire's form."""
@@ -117,8 +145,11 @@ class AgentServer:
     async def _complete(self, wire: Wire, asked: _Asked, request: Request) -> Response:
         if asked.call.stream:
             return await self._streaming(wire, asked, request)
-        reply = await self._reply(asked, request)
-        return JSONResponse(wire.encode(asked.call, reply, secrets.token_hex(12), self._decode))
+        replies = await self._replies(asked, request)
+        # In a thread: many replies with log-probs take seconds to write, for which the event loop must not block.
+        return await asyncio.to_thread(
+            lambda: JSONResponse(wire.encode(asked.call, replies, secrets.token_hex(12), self._decode))
+        )
 
     async def _count(self, wire: Wire, asked: _Asked, request: Request) -> Response:
         chat = asked.call.request
@@ -152,8 +183,8 @@ class AgentServer:
             raise HttpError(401, "Send the session's key as API key, or use its URL.", code="invalid_api_key")
         return session
 
-    async def _reply(self, asked: _Asked, request: Request) -> ChatReply:
-        task = asyncio.ensure_future(self._sampled(asked, None))
+    async def _replies(self, asked: _Asked, request: Request) -> Sequence[ChatReply]:
+        task = asyncio.ensure_future(self._sampled(asked))
         gone = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -165,31 +196,38 @@ class AgentServer:
             task.cancel()
             gone.cancel()
 
-    async def _sampled(self, asked: _Asked, on_piece: OnPiece | None) -> ChatReply:
+    async def _sampled(self, asked: _Asked, pieces: "_Pieces | None" = None) -> Sequence[ChatReply]:
+        """Samples all replies to a request at once; if one fails, the others are given up."""
+        tasks = [
+            asyncio.ensure_future(self._sample(asked, choice, _teller(pieces, choice)))
+            for choice in range(asked.call.choices)
+        ]
+        try:
+            replies = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if self._operation is not None:
+            self._operation.count(replies)
+        return replies
+
+    async def _sample(self, asked: _Asked, choice: int, on_piece: OnPiece | None) -> ChatReply:
+        request = evolve(asked.call.request, choice=choice)
         if asked.session is not None:
-            return await asked.session.reply(asked.call.request, origin=asked.origin, on_piece=on_piece)
+            origin = evolve(asked.origin, key=f"{asked.origin.key}/{choice}")
+            return await asked.session.reply(request, origin=origin, on_piece=on_piece)
         assert self._answer is not None
         with foreign_code(ForeignError):  # a template, a tokenizer or a tool may raise anything
-            return await self._answer(asked.call.request, on_piece)
+            return await self._answer(request, on_piece)
 
     async def _streaming(self, wire: Wire, asked: _Asked, request: Request) -> Response:
         """Streams a reply. An error before the first piece is an HTTP status, as without streaming, to which clients
         react.
         """
-        pieces: _Pieces = asyncio.Queue()
-        begun = asyncio.Event()
-
-        def on_piece(field: str, text: str) -> None:
-            pieces.put_nowait((field, text))
-            begun.set()
-
-        def on_end(task: object) -> None:
-            pieces.put_nowait(None)
-            begun.set()
-
-        task = asyncio.ensure_future(self._sampled(asked, on_piece))
-        task.add_done_callback(on_end)
-        waits = [asyncio.ensure_future(begun.wait()), asyncio.ensure_future(_gone(request))]
+        pieces = _HeardPieces()
+        task = asyncio.ensure_future(self._sampled(asked, pieces))
+        task.add_done_callback(lambda task: pieces.put_nowait(None))
+        waits = [asyncio.ensure_future(pieces.begun.wait()), asyncio.ensure_future(_gone(request))]
         try:
             await asyncio.wait(waits, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if waits[1].done():
@@ -206,10 +244,10 @@ class AgentServer:
         return StreamingResponse(self._stream(wire, asked, task, pieces), media_type="text/event-stream")
 
     async def _stream(
-        self, wire: Wire, asked: _Asked, task: "asyncio.Future[ChatReply]", pieces: "_Pieces"
+        self, wire: Wire, asked: _Asked, task: "asyncio.Future[Sequence[ChatReply]]", pieces: "_Pieces"
     ) -> AsyncIterator[str]:
         events = wire.events(asked.call, secrets.token_hex(12))
-        heard = False
+        heard = set()
         try:
             for event in events.start():
                 yield event
@@ -221,28 +259,47 @@ class AgentServer:
                     continue
                 if piece is None:
                     break
-                heard = True
+                heard.add(piece[2])
                 for event in events.piece(*piece):
                     yield event
             try:
                 with _refusals():
-                    reply = task.result()
+                    replies = task.result()
             except HttpError as error:
                 for event in events.failed(error):
                     yield event
                 return
-            if not heard:  # a retry gets the whole reply that an earlier request got in pieces
+            for choice, reply in enumerate(replies):
+                if choice in heard:
+                    continue  # only a retry gets the whole reply, which an earlier request got in pieces
                 for field in ("reasoning_content", "content"):
                     if reply.parsed.message.get(field):
-                        for event in events.piece(field, reply.parsed.message[field]):
+                        for event in events.piece(field, reply.parsed.message[field], choice):
                             yield event
-            for event in events.finish(reply, self._decode):
+            for event in await asyncio.to_thread(lambda: [*events.finish(replies, self._decode)]):
                 yield event
         finally:
             task.cancel()
 
-    def _decode(self, token_ids: Any) -> str:
-        return self._codec.decode(token_ids, special_tokens=True)
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._texts(tuple(token_ids))
+
+
+class _HeardPieces(_Pieces):
+    """A queue whose `begun` is set with the first item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = asyncio.Event()
+
+    def put_nowait(self, item: tuple[str, str, int] | None) -> None:
+        super().put_nowait(item)
+        self.begun.set()
+
+
+def _teller(pieces: "_Pieces | None", choice: int) -> OnPiece | None:
+    """Returns the function that puts the pieces of one reply into the queue."""
+    return None if pieces is None else lambda field, text: pieces.put_nowait((field, text, choice))
 
 
 @contextlib.contextmanager

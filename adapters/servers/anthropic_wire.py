@@ -1,13 +1,14 @@
 """Anthropic's `POST /v1/messages`: bodies, events and errors.
 
 Thinking, tool use and tool results are mapped to the same conversation as on OpenAI's wire, so that both play the same
-sessions. Images, documents, forced tool choice and server-side tools are refused.
+sessions. Documents and server-side tools are refused.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rollgrad.adapters.servers.content import content_of, text_of
 from rollgrad.adapters.servers.guard import HttpError, error_type
 from rollgrad.adapters.servers.wire import (
     Call,
@@ -19,12 +20,14 @@ from rollgrad.adapters.servers.wire import (
     call_of,
     calls_of,
     count,
+    form_of,
     messages_of,
+    named_event,
     number,
     read,
+    schema_of,
     stops,
     temperature,
-    text_of,
     tool_of,
 )
 from rollgrad.application.episodes.reply import ChatReply
@@ -42,9 +45,17 @@ class AnthropicWire(Wire):
         """Parses the body of a message request."""
         messages = messages_of(body)
         choice = read(body, "tool_choice", dict, {"type": "auto"})
-        if choice.get("type") not in ("auto", "none"):
-            raise bad(f"tool_choice is of type {choice.get('type')!r}, but this server knows auto and none only.")
-        tools = [] if choice["type"] == "none" else read(body, "tools", list, [])
+        if choice.get("type") not in ("auto", "any", "tool", "none"):
+            raise bad(f"tool_choice is of type {choice.get('type')!r}, but it must be auto, any, tool or none.")
+        given = [] if choice["type"] == "none" else read(body, "tools", list, [])
+        tools = [_tool(tool, index) for index, tool in enumerate(given)]
+        form = form_of(
+            tools,
+            schema=_schema(body),
+            required=choice["type"] == "any",
+            name=read(choice, "name", str, "") if choice["type"] == "tool" else None,
+            several=not read(choice, "disable_parallel_tool_use", bool, False),
+        )
         settings = {
             "temperature": temperature(body, 1),
             "top_p": number(body, "top_p", 1e-6, 1),
@@ -57,10 +68,11 @@ class AnthropicWire(Wire):
         names: dict[str, str] = {}
         for index, message in enumerate(messages):
             conversation += _messages(message, index, names)
-        return call_of(body, conversation, [_tool(tool, index) for index, tool in enumerate(tools)], settings)
+        return call_of(body, settings, messages=conversation, tools=tools, form=form)
 
-    def encode(self, call: Call, reply: ChatReply, call_id: str, decode: Decode) -> dict[str, Any]:
+    def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
         """Returns a `message`."""
+        (reply,) = replies
         message = reply.parsed.message
         blocks: list[dict[str, Any]] = []
         if message.get("reasoning_content"):
@@ -89,9 +101,9 @@ class _Events(EventStream):
     def start(self) -> Iterator[str]:
         usage = {"input_tokens": 0, "output_tokens": 0}
         head = {**_head(self._call, self._id), "content": [], "stop_reason": None, "stop_sequence": None}
-        yield _event("message_start", message={**head, "usage": usage})
+        yield named_event("message_start", message={**head, "usage": usage})
 
-    def piece(self, field: str, text: str) -> Iterator[str]:
+    def piece(self, field: str, text: str, choice: int) -> Iterator[str]:
         kind = "text" if field == "content" else "thinking"
         if self._open != kind:
             yield from self._close()
@@ -99,39 +111,36 @@ class _Events(EventStream):
             yield self._begin(kind, empty)
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
-    def finish(self, reply: ChatReply, decode: Decode) -> Iterator[str]:
+    def finish(self, replies: Sequence[ChatReply], decode: Decode) -> Iterator[str]:
+        (reply,) = replies
         yield from self._close()
         for use_id, name, arguments in calls_of(reply.parsed.message):
             yield self._begin("tool_use", {"type": "tool_use", "id": use_id, "name": name, "input": {}})
             yield self._delta({"type": "input_json_delta", "partial_json": arguments})
             yield from self._close()
-        yield _event("message_delta", delta=_end(reply), usage=_usage(reply))
-        yield _event("message_stop")
+        yield named_event("message_delta", delta=_end(reply), usage=_usage(reply))
+        yield named_event("message_stop")
 
     def failed(self, error: HttpError) -> Iterator[str]:
-        yield _event("error", error=AnthropicWire().error(error)["error"])
+        yield named_event("error", error=AnthropicWire().error(error)["error"])
 
     def keep_alive(self) -> str:
-        return _event("ping")
+        return named_event("ping")
 
     def _begin(self, kind: str, block: Mapping[str, Any]) -> str:
         self._block += 1
         self._open = kind
-        return _event("content_block_start", index=self._block, content_block=block)
+        return named_event("content_block_start", index=self._block, content_block=block)
 
     def _delta(self, delta: Mapping[str, Any]) -> str:
-        return _event("content_block_delta", index=self._block, delta=delta)
+        return named_event("content_block_delta", index=self._block, delta=delta)
 
     def _close(self) -> Iterator[str]:
         if self._open is not None:
             if self._open == "thinking":
                 yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
             self._open = None
-            yield _event("content_block_stop", index=self._block)
-
-
-def _event(kind: str, **fields: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n"
+            yield named_event("content_block_stop", index=self._block)
 
 
 def _head(call: Call, call_id: str) -> dict[str, Any]:
@@ -161,14 +170,14 @@ def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
     role, content = message["role"], message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    texts: list[str] = []
+    parts: list[Any] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[Message] = []
     for block in read(message, "content", list, []):
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "text":
-            texts.append(read(block, "text", str, ""))
+        if kind == "text" or (kind == "image" and role == "user"):
+            parts.append({**block, "text": read(block, "text", str, "")})
         elif kind == "thinking":
             thoughts.append(read(block, "thinking", str, ""))
         elif kind == "tool_use" and role == "assistant":
@@ -177,18 +186,31 @@ def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
             calls.append(call_entry(use_id, name, arguments_of(block.get("input") or {})))
         elif kind == "tool_result" and role == "user":
             use_id = read(block, "tool_use_id", str, "")
-            text = text_of(block.get("content"), f"{where}.content")
-            results.append({"role": "tool", "tool_call_id": use_id, "name": names.get(use_id, ""), "content": text})
+            content = content_of(block.get("content"), f"{where}.content")
+            results.append({"role": "tool", "tool_call_id": use_id, "name": names.get(use_id, ""), "content": content})
         else:
-            raise bad(f"{where} has a block of type {kind!r}, but this model reads text, thinking and tool results.")
+            raise bad(
+                f"{where} has a block of type {kind!r}, but read are text, images, thinking and tool results, each in "
+                "messages of its role."
+            )
+    content = content_of(parts, f"{where}.content")
     if role != "assistant":
-        return [*results, *([{"role": role, "content": "".join(texts)}] if texts or not results else [])]
-    reply: dict[str, Any] = {"role": role, "content": "".join(texts)}
+        return [*results, *([{"role": role, "content": content}] if parts or not results else [])]
+    reply: dict[str, Any] = {"role": role, "content": content}
     if thoughts:
         reply["reasoning_content"] = "".join(thoughts)
     if calls:
         reply["tool_calls"] = calls
     return [reply]
+
+
+def _schema(body: Mapping[str, Any]) -> Mapping[str, Any] | bool | None:
+    described = read(read(body, "output_config", dict, {}), "format", dict)
+    if described is None:
+        return None
+    if described.get("type") != "json_schema":
+        raise bad(f"output_config.format is of type {described.get('type')!r}, but it must be json_schema.")
+    return schema_of(described, "output_config.format")
 
 
 def _tool(tool: Any, index: int) -> Mapping[str, Any]:

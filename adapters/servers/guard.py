@@ -10,7 +10,7 @@ import hmac
 import ipaddress
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -133,13 +133,23 @@ class Guard:
             forwarded) and come from no other web page, so that no site reaches the server through a browser.
         token: required in `Authorization: Bearer` or `x-api-key`, except for /health; None requires nothing.
         max_body: largest request body in bytes, declared or received; a larger one is 413.
+        guarded: returns whether a path needs the token; by default all but /health do.
     """
 
-    def __init__(self, app: ASGIApp, *, host: str, token: str | None, max_body: int = MAX_BODY_BYTES) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        token: str | None,
+        max_body: int = MAX_BODY_BYTES,
+        guarded: Callable[[str], bool] = lambda path: path != HEALTH_PATH,
+    ) -> None:
         self._app = app
         self._hosts = LOOPBACK_NAMES | {authority(host).lower()} if is_loopback(host) else None
         self._token = None if token is None else token.encode()
         self._max_body = max_body
+        self._guarded = guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request (ASGI)."""
@@ -176,7 +186,7 @@ class Guard:
             origin = headers.get("origin")
             if origin is not None and _without_port(origin.partition("://")[2]) not in self._hosts:
                 raise HttpError(403, "This server answers no web page of another site.", code="wrong_origin")
-        if self._token is not None and scope["path"] != HEALTH_PATH and not self._is_authorised(headers):
+        if self._token is not None and self._guarded(scope["path"]) and not self._is_authorised(headers):
             raise HttpError(
                 401,
                 "The token is missing or wrong: send the server's as `Authorization: Bearer TOKEN`.",

@@ -1,14 +1,15 @@
 """OpenAI's `POST /v1/chat/completions`: bodies, chunks and errors.
 
-Settings that are not supported (several choices, forced calls, images, response schemas, penalties) are refused with
-one sentence, not ignored. `return_token_ids` adds the token ids of prompt and reply, as vLLM does.
+Settings that are not supported (penalties, biases) are refused with one sentence, not ignored.
+`return_token_ids` adds the token ids of prompt and reply, as vLLM does.
 """
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rollgrad.adapters.servers.content import content_of, text_of
 from rollgrad.adapters.servers.guard import HttpError, error_body
 from rollgrad.adapters.servers.wire import (
     Call,
@@ -21,29 +22,36 @@ from rollgrad.adapters.servers.wire import (
     calls_of,
     count,
     messages_of,
-    number,
     read,
+    refuse_others,
+    sampling_of,
     stops,
-    temperature,
-    text_of,
+    text_schema,
     tool_of,
+    tools_and_form,
+    usage_of,
 )
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.messages import Message, call_entry
 
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
+SHAPING: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
+    "structured_outputs": (),
+    "guided_json": (),
 }
+"""Settings of both completions, some of them vLLM's, with the values that change nothing."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {**SHAPING, "functions": ([],), "modalities": (["text"],)}
 """Settings with the values that change nothing; any other is refused."""
+MOST_CHOICES = 128
+MOST_LIKELY = 20
+"""Largest number of likely tokens at each place, OpenAI's."""
+DONE = "data: [DONE]\n\n"
+KEEP_ALIVE = ": keep-alive\n\n"
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -52,99 +60,105 @@ class OpenAIWire(Wire):
 
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Parses the body of a chat completion."""
-        for name, values in NEUTRAL.items():
-            if body.get(name) is not None and body[name] not in values:
-                raise bad(f"{name} is {json.dumps(body[name])[:60]}, which this server cannot do: leave {name} out.")
+        refuse_others(body, NEUTRAL)
         messages = messages_of(body)
-        tools = read(body, "tools", list, [])
-        if body.get("tool_choice") == "none":
-            tools = []
-        settings: dict[str, Any] = {
-            "temperature": temperature(body, 2),
-            "top_p": number(body, "top_p", 1e-6, 1),
-            "top_k": count(body, "top_k", -1),
-            "max_new_tokens": count(body, "max_completion_tokens") or count(body, "max_tokens"),
-            "seed": count(body, "seed", -(2**63), 2**63 - 1),
+        described = read(body, "response_format", dict, {"type": "text"})
+        schema = text_schema(described, "response_format", within="json_schema")
+        tools, form = tools_and_form(body, _tool, schema, within="function")
+        likeliest = count(body, "top_logprobs", 0, MOST_LIKELY)
+        if likeliest and not body.get("logprobs"):
+            raise bad("top_logprobs is set, but logprobs is not: set logprobs to true.")
+        settings = {
+            **sampling_of(body, "max_completion_tokens", "max_tokens"),
             "stop_strings": stops(body, "stop"),
+            "top_logprobs": likeliest,
         }
-        if settings["seed"] is not None:
-            settings["seed"] %= 2**63
-        if settings["top_k"] is not None:
-            settings["top_k"] = max(0, settings["top_k"])
         conversation = [_message(message, index) for index, message in enumerate(messages)]
-        return call_of(body, conversation, [_tool(tool, index) for index, tool in enumerate(tools)], settings)
+        choices = count(body, "n", 1, MOST_CHOICES) or 1
+        return call_of(body, settings, messages=conversation, tools=tools, form=form, choices=choices)
 
-    def encode(self, call: Call, reply: ChatReply, call_id: str, decode: Decode) -> dict[str, Any]:
+    def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
         """Returns a `chat.completion`."""
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": _outgoing(reply.parsed.message),
-            "finish_reason": _finish_reason(reply),
-            "logprobs": _logprobs(reply, decode) if call.body.get("logprobs") else None,
-        }
-        answer = {
-            "id": f"chatcmpl-{call_id}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": call.model,
-            "choices": [choice],
-            "usage": _usage(reply),
+        answer: dict[str, Any] = {
+            **head_of(call, f"chatcmpl-{call_id}", "chat.completion"),
+            "choices": [
+                {
+                    "index": index,
+                    "message": _outgoing(reply.parsed.message),
+                    "finish_reason": _finish_reason(reply),
+                    "logprobs": _logprobs(reply, decode) if call.body.get("logprobs") else None,
+                }
+                for index, reply in enumerate(replies)
+            ],
+            "usage": token_usage(replies),
         }
         if call.body.get("return_token_ids"):
-            answer["prompt_token_ids"] = list(reply.prompt_token_ids)
-            choice["token_ids"] = list(reply.generation.token_ids)
+            answer["prompt_token_ids"] = list(replies[0].prompt_token_ids)
+            for choice, reply in zip(answer["choices"], replies, strict=True):
+                choice["token_ids"] = list(reply.generation.token_ids)
         return answer
 
     def events(self, call: Call, call_id: str) -> EventStream:
         """Returns the stream of `chat.completion.chunk` events."""
-        return _Chunks(call, call_id)
+        return _Chunks(call, head_of(call, f"chatcmpl-{call_id}", "chat.completion.chunk"))
 
     def error(self, error: HttpError) -> dict[str, Any]:
         """Returns an error body in OpenAI's form."""
         return error_body(error)
 
 
-class _Chunks(EventStream):
-    def __init__(self, call: Call, call_id: str) -> None:
-        self._call = call
-        self._head = {
-            "id": f"chatcmpl-{call_id}",
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": call.model,
-        }
-        options = call.body.get("stream_options") or {}
-        self._usage = isinstance(options, dict) and bool(options.get("include_usage"))
+class CompletionChunks(EventStream):
+    """The parts that streams of both of OpenAI's completions share; every chunk begins with `head`."""
 
-    def start(self) -> Iterator[str]:
-        yield self._chunk({"role": "assistant", "content": ""})
-
-    def piece(self, field: str, text: str) -> Iterator[str]:
-        yield self._chunk({field: text})
-
-    def finish(self, reply: ChatReply, decode: Decode) -> Iterator[str]:
-        calls = _outgoing_calls(reply.parsed.message)
-        if calls:
-            yield self._chunk({"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]})
-        extra: dict[str, Any] = {}
-        if self._call.body.get("logprobs"):
-            extra["logprobs"] = _logprobs(reply, decode)
-        if self._call.body.get("return_token_ids"):
-            extra["token_ids"] = list(reply.generation.token_ids)
-        yield self._chunk({}, finish_reason=_finish_reason(reply), **extra)
-        if self._usage:
-            yield _event({**self._head, "choices": [], "usage": _usage(reply)})
-        yield "data: [DONE]\n\n"
+    def __init__(self, call: Call, head: Mapping[str, Any]) -> None:
+        self._call, self._head = call, head
 
     def failed(self, error: HttpError) -> Iterator[str]:
-        yield _event(OpenAIWire().error(error))
+        """Yields the error."""
+        yield _event(error_body(error))
 
     def keep_alive(self) -> str:
-        return ": keep-alive\n\n"
+        """Returns a comment."""
+        return KEEP_ALIVE
 
-    def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None, **extra: Any) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, **extra}
+    def _of_choice(self, **choice: Any) -> str:
         return _event({**self._head, "choices": [choice]})
+
+    def _end(self, replies: Sequence[ChatReply]) -> Iterator[str]:
+        options = self._call.body.get("stream_options")
+        if isinstance(options, dict) and options.get("include_usage"):
+            yield _event({**self._head, "choices": [], "usage": token_usage(replies)})
+        yield DONE
+
+
+class _Chunks(CompletionChunks):
+    def start(self) -> Iterator[str]:
+        for choice in range(self._call.choices):
+            yield self._chunk(choice, {"role": "assistant", "content": ""})
+
+    def piece(self, field: str, text: str, choice: int) -> Iterator[str]:
+        yield self._chunk(choice, {field: text})
+
+    def finish(self, replies: Sequence[ChatReply], decode: Decode) -> Iterator[str]:
+        for index, reply in enumerate(replies):
+            calls = _outgoing_calls(reply.parsed.message)
+            if calls:
+                yield self._chunk(index, {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]})
+            extra: dict[str, Any] = {}
+            if self._call.body.get("logprobs"):
+                extra["logprobs"] = _logprobs(reply, decode)
+            if self._call.body.get("return_token_ids"):
+                extra["token_ids"] = list(reply.generation.token_ids)
+            yield self._chunk(index, {}, finish_reason=_finish_reason(reply), **extra)
+        yield from self._end(replies)
+
+    def _chunk(self, index: int, delta: Mapping[str, Any], finish_reason: str | None = None, **extra: Any) -> str:
+        return self._of_choice(index=index, delta=delta, finish_reason=finish_reason, **extra)
+
+
+def head_of(call: Call, answer_id: str, kind: str) -> dict[str, Any]:
+    """Returns the fields with which an answer, and each chunk of one, begins."""
+    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": call.model}
 
 
 def _event(body: Mapping[str, Any]) -> str:
@@ -156,7 +170,8 @@ def _message(message: Any, index: int) -> Message:
     if not isinstance(message, dict) or message.get("role") not in KNOWN_ROLES:
         raise bad(f"{where} must be an object whose role is one of {', '.join(KNOWN_ROLES)}.")
     role = "system" if message["role"] == "developer" else message["role"]
-    result: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), f"{where}.content")}
+    reads = text_of if role in ("assistant", "system") else content_of
+    result: dict[str, Any] = {"role": role, "content": reads(message.get("content"), f"{where}.content")}
     if message.get("tool_calls"):
         result["tool_calls"] = [_call(call, where) for call in read(message, "tool_calls", list)]
     for name in ("tool_call_id", "name", "reasoning_content"):
@@ -200,17 +215,24 @@ def _finish_reason(reply: ChatReply) -> str:
     return "tool_calls" if reply.parsed.message.get("tool_calls") else "stop"
 
 
-def _usage(reply: ChatReply) -> dict[str, int]:
-    prompt, completion = len(reply.prompt_token_ids), len(reply.generation.token_ids)
+def token_usage(replies: Sequence[ChatReply]) -> dict[str, int]:
+    """Returns the tokens of the prompt and of all replies to it, by OpenAI's names."""
+    prompt, completion = usage_of(replies)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def _logprobs(reply: ChatReply, decode: Decode) -> dict[str, Any]:
-    pairs = zip(reply.generation.token_ids, reply.generation.logprobs, strict=True)
-    content = []
-    for token_id, logprob in pairs:
-        text = decode([token_id])
-        part = "\ufffd" in text  # a part of a character, whose bytes are not known here
-        read_as = None if part else list(text.encode())
-        content.append({"token": text, "logprob": logprob, "bytes": read_as, "top_logprobs": []})
+    generation = reply.generation
+    content = [
+        {**_token(token_id, logprob, decode), "top_logprobs": []}
+        for token_id, logprob in zip(generation.token_ids, generation.logprobs, strict=True)
+    ]
+    for entry, likeliest in zip(content, generation.top_logprobs, strict=False):
+        entry["top_logprobs"] = [_token(*pair, decode) for pair in likeliest]
     return {"content": content}
+
+
+def _token(token_id: int, logprob: float, decode: Decode) -> dict[str, Any]:
+    text = decode([token_id])
+    part = "\ufffd" in text  # a part of a character, whose bytes are not known here
+    return {"token": text, "logprob": logprob, "bytes": None if part else list(text.encode())}

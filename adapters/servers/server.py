@@ -40,7 +40,7 @@ from rollgrad.adapters.servers.guard import (
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError
 
-App = Starlette
+App = ASGIApp
 """Type of the apps that `run_server` serves."""
 
 TOKEN_VARIABLE = "ROLLGRAD_TOKEN"
@@ -164,6 +164,8 @@ class Server:
         name: of the server, in the log and in errors.
         max_body: largest request body in bytes (`Guard`).
         tls: certificate and key; None serves plain HTTP.
+        guarded: paths that need the token (`Guard`).
+        stop_seconds: longest wait for unfinished answers when it stops.
 
     Raises:
         ConfigurationError: other machines could reach the server, and there is no token.
@@ -179,6 +181,8 @@ class Server:
         name: str,
         max_body: int = MAX_BODY_BYTES,
         tls: "Tls | None" = None,
+        guarded: Callable[[str], bool] = lambda path: path != HEALTH_PATH,
+        stop_seconds: float = STOP_SECONDS,
     ) -> None:
         check_exposure(host, token, name)
         self.url: str | None = None
@@ -186,7 +190,7 @@ class Server:
         self._scheme = "http" if tls is None else "https"
         self._server = _EmbeddedServer(
             uvicorn.Config(
-                Guard(app, host=host, token=token, max_body=max_body),
+                Guard(app, host=host, token=token, max_body=max_body, guarded=guarded),
                 http=BoundedProtocol,
                 h11_max_incomplete_event_size=HEADER_BYTES,
                 ssl_certfile=None if tls is None else str(tls.certfile),
@@ -198,7 +202,7 @@ class Server:
                 log_level=logging.CRITICAL,  # the guard logs errors of an app
                 server_header=False,
                 proxy_headers=False,
-                timeout_graceful_shutdown=int(STOP_SECONDS),
+                timeout_graceful_shutdown=int(stop_seconds),
             )
         )
         self._task: asyncio.Task[None] | None = None
@@ -220,7 +224,7 @@ class Server:
         return self.url
 
     async def stop(self) -> None:
-        """Stops accepting requests, waits STOP_SECONDS for unfinished answers, and ends the rest; idempotent."""
+        """Stops accepting requests, waits `stop_seconds` for unfinished answers, and ends the rest; idempotent."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task
@@ -250,6 +254,9 @@ def run_server(
     name: str,
     ssl_certfile: Path | None = None,
     ssl_keyfile: Path | None = None,
+    guarded: Callable[[str], bool] = lambda path: path != HEALTH_PATH,
+    stop_seconds: float = STOP_SECONDS,
+    started: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serves an app from the main thread until SIGTERM, then returns; a second signal ends unfinished answers.
 
@@ -261,6 +268,8 @@ def run_server(
         host, port, name: of the server, as in `Server`.
         token_file: file of the token, as in `read_token`.
         ssl_certfile, ssl_keyfile: certificate and key, as in `Tls.of`.
+        guarded, stop_seconds: as in `Server`.
+        started: is called with the address, in the event loop that serves.
 
     Raises:
         KeyboardInterrupt: SIGINT, after the server has stopped.
@@ -272,10 +281,35 @@ def run_server(
     with contextlib.ExitStack() as stack:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the address alone, not for prints of libraries
             app, max_body = stack.enter_context(load())
-        _serve_until_signal(Server(app, host=host, port=port, token=token, name=name, max_body=max_body, tls=tls))
+        server = Server(
+            app,
+            host=host,
+            port=port,
+            token=token,
+            name=name,
+            max_body=max_body,
+            tls=tls,
+            guarded=guarded,
+            stop_seconds=stop_seconds,
+        )
+        serve_until_signal(server, started=started)
 
 
-def _serve_until_signal(server: Server) -> None:
+def serve_until_signal(
+    server: Server, *, started: Callable[[str], None] = lambda url: None, stopping: Callable[[], None] = lambda: None
+) -> None:
+    """Serves from the main thread until SIGTERM, then returns; a second signal ends unfinished answers. The server's
+    address is the one line on stdout.
+
+    Args:
+        server: is started and stopped here.
+        started: is called with the address after that.
+        stopping: is called before the server waits for unfinished answers, to end those that have no end.
+
+    Raises:
+        KeyboardInterrupt: SIGINT, after the server has stopped.
+        ConfigurationError: the address cannot be served.
+    """
     received: list[signal.Signals] = []
 
     async def serve() -> None:
@@ -292,7 +326,9 @@ def _serve_until_signal(server: Server) -> None:
         url = await server.start()
         sys.stdout.write(f"{url}\n")
         sys.stdout.flush()
+        started(url)
         await stop.wait()
+        stopping()
         await server.stop()
 
     asyncio.run(serve())

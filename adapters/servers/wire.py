@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 from attrs import frozen
 
 from rollgrad.adapters.servers.guard import HttpError, check_depth
-from rollgrad.application.episodes.chat_service import ChatRequest
+from rollgrad.application.episodes.chat_request import ChatRequest
 from rollgrad.application.episodes.reply import ChatReply
-from rollgrad.domain.episodes.messages import Message
+from rollgrad.domain.episodes.messages import Message, ReplyForm
 
 Value = TypeVar("Value")
 MIN_TEMPERATURE = 1e-3
@@ -29,12 +29,14 @@ Decode = Callable[[Sequence[int]], str]
 
 @frozen(kw_only=True, eq=False)
 class Call:
-    """A decoded body. `body` is kept for settings that only the wire's answer depends on."""
+    """A decoded body. `body` is kept for settings that only the wire's answer depends on; `choices` is the number of
+    replies."""
 
     request: ChatRequest
     model: str
     stream: bool
     body: Mapping[str, Any]
+    choices: int = 1
 
 
 class Wire(Protocol):
@@ -48,8 +50,8 @@ class Wire(Protocol):
         """
         ...
 
-    def encode(self, call: Call, reply: ChatReply, call_id: str, decode: Decode) -> dict[str, Any]:
-        """Returns the answer to a call that does not stream."""
+    def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
+        """Returns the answer to a call that does not stream, with one reply for each choice."""
         ...
 
     def events(self, call: Call, call_id: str) -> "EventStream":
@@ -68,11 +70,11 @@ class EventStream(Protocol):
         """Yields the events before the first token."""
         ...
 
-    def piece(self, field: str, text: str) -> Iterator[str]:
-        """Yields the events of a piece of `content` or `reasoning_content`."""
+    def piece(self, field: str, text: str, choice: int) -> Iterator[str]:
+        """Yields the events of a piece of `content` or `reasoning_content` of one of the replies."""
         ...
 
-    def finish(self, reply: ChatReply, decode: Decode) -> Iterator[str]:
+    def finish(self, replies: Sequence[ChatReply], decode: Decode) -> Iterator[str]:
         """Yields the events of tool calls, stop reason, usage and end."""
         ...
 
@@ -99,9 +101,13 @@ def messages_of(body: Mapping[str, Any]) -> list[Any]:
 
 def call_of(
     body: Mapping[str, Any],
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
+    *,
+    messages: Sequence[Message] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    form: ReplyForm | None = None,
+    prompt: str | tuple[int, ...] | None = None,
+    choices: int = 1,
 ) -> Call:
     """Returns the call of a body with parsed parts. `settings` are fields of `SamplingParams`; None keeps the default.
 
@@ -110,11 +116,120 @@ def call_of(
     """
     changes = {name: value for name, value in settings.items() if value is not None}
     return Call(
-        request=ChatRequest(messages=messages, tools=tools, changes=changes),
+        request=ChatRequest(messages=messages, tools=tools, changes=changes, form=form, prompt=prompt),
         model=read(body, "model", str, ""),
         stream=read(body, "stream", bool, False),
         body=body,
+        choices=choices,
     )
+
+
+def form_of(
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    schema: Mapping[str, Any] | bool | None = None,
+    required: bool = False,
+    name: str | None = None,
+    several: bool = True,
+) -> ReplyForm | None:
+    """Returns the form of a reply, None for any.
+
+    Args:
+        tools: tools of the request, in OpenAI's form.
+        schema: JSON schema of a text, None for any text.
+        required: one of the tools must be called.
+        name: tool that must be called.
+        several: a reply may have several calls.
+
+    Raises:
+        HttpError: the tools lack the one that must be called.
+    """
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if name is not None and name not in names:
+        raise bad(f"tool_choice names {name[:60]!r}, which is none of tools: add it there.")
+    if required and not names:
+        raise bad("tool_choice requires a call, but there are no tools: add them, or leave tool_choice out.")
+    if name is not None:
+        return ReplyForm(calls=(name,))
+    if required:
+        return ReplyForm(calls=names, several=several)
+    return None if schema is None else ReplyForm(schema=schema, calls=names, several=several)
+
+
+def tools_and_form(
+    body: Mapping[str, Any],
+    convert: Callable[[Any, int], Mapping[str, Any]],
+    schema: Mapping[str, Any] | bool | None,
+    *,
+    within: str | None = None,
+) -> tuple[list[Mapping[str, Any]], ReplyForm | None]:
+    """Returns the tools that a body of one of OpenAI's wires offers, and the form of a reply, None for any.
+
+    Args:
+        body: of the request.
+        convert: returns a tool in OpenAI's form, from the body's and its place.
+        schema: JSON schema of a text, None for any text.
+        within: field of `tool_choice` that holds the name of one function; None where the name is beside the type.
+
+    Raises:
+        HttpError: the tools or `tool_choice` have another form.
+    """
+    choice = body.get("tool_choice") or "auto"
+    given = [] if choice == "none" else read(body, "tools", list, [])
+    tools = [convert(tool, index) for index, tool in enumerate(given)]
+    name = None
+    if choice not in ("auto", "none", "required"):
+        named: Any = choice if isinstance(choice, dict) and choice.get("type") == "function" else {}
+        function = named if within is None else named.get(within)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad(f"tool_choice is {json.dumps(choice)[:60]}, but it must be auto, none, required or one function.")
+        name = function["name"]
+    several = read(body, "parallel_tool_calls", bool, True)
+    return tools, form_of(tools, schema=schema, required=choice == "required", name=name, several=several)
+
+
+def text_schema(described: Mapping[str, Any], where: str, within: str | None = None) -> Mapping[str, Any] | bool | None:
+    """Returns the JSON schema of the text that OpenAI's format `described` asks for, None for any text.
+
+    Args:
+        described: the format, in the field `where` of the body.
+        where: for errors.
+        within: field of the format that holds the schema's; None where it is beside the type.
+
+    Raises:
+        HttpError: the format is of another type, or lacks its schema.
+    """
+    kind = described.get("type")
+    if kind == "json_schema":
+        if within is None:
+            return schema_of(described, where)
+        return schema_of(read(described, within, dict, {}), f"{where}.{within}")
+    if kind not in ("text", "json_object"):
+        raise bad(f"{where} is of type {kind!r}, but it must be text, json_object or json_schema.")
+    return {"type": "object"} if kind == "json_object" else None
+
+
+def schema_of(described: Mapping[str, Any], where: str) -> Mapping[str, Any] | bool:
+    """Returns the JSON schema in the field `schema` of a format.
+
+    Raises:
+        HttpError: there is none.
+    """
+    schema = described.get("schema")
+    if not isinstance(schema, Mapping | bool):
+        raise bad(f"{where}.schema is missing: give the JSON schema that the reply follows.")
+    return schema
+
+
+def refuse_others(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuses settings with values other than `neutral` ones, which change nothing.
+
+    Raises:
+        HttpError: one has another.
+    """
+    for name, values in neutral.items():
+        if body.get(name) is not None and body[name] not in values:
+            raise bad(f"{name} is {json.dumps(body[name])[:60]}, which this server cannot do: leave {name} out.")
 
 
 def bad(message: str, code: str = "invalid_value") -> HttpError:
@@ -181,27 +296,6 @@ def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
     return texts or None
 
 
-def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Returns the text of a message's content: a text, or a list of text parts.
-
-    Raises:
-        HttpError: the content has another form.
-    """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad(f"{where} must be a text or a list of parts.")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(part.get("text"), str):
-            raise bad(f"{where} has a part of type {kind!r}, but this model reads text only.")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
 def arguments_of(text: Any) -> Mapping[str, Any]:
     """Returns the arguments of a call that a client sends back as JSON text of an object. Anything else, and arguments
     that cannot be passed on (nested too deep, half a surrogate pair), become the only argument `arguments`."""
@@ -224,6 +318,33 @@ def tool_of(described: Mapping[str, Any], schema: str) -> Mapping[str, Any]:
         "parameters": read(described, schema, dict, {}) or {"type": "object", "properties": {}},
     }
     return {"type": "function", "function": function}
+
+
+def sampling_of(body: Mapping[str, Any], *budgets: str) -> dict[str, Any]:
+    """Returns the sampling settings that OpenAI's wires share, as fields of `SamplingParams`; None where absent.
+
+    Args:
+        body: of the request.
+        budgets: names of the field with the largest number of tokens, the first that is set counts.
+    """
+    seed, top_k = count(body, "seed", -(2**63), 2**63 - 1), count(body, "top_k", -1)
+    return {
+        "temperature": temperature(body, 2),
+        "top_p": number(body, "top_p", 1e-6, 1),
+        "top_k": None if top_k is None else max(0, top_k),
+        "max_new_tokens": next(filter(None, (count(body, name) for name in budgets)), None),
+        "seed": None if seed is None else seed % 2**63,
+    }
+
+
+def named_event(kind: str, **fields: Any) -> str:
+    """Returns a server-sent event with its name, which is also the `type` of its data."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n"
+
+
+def usage_of(replies: Sequence[ChatReply]) -> tuple[int, int]:
+    """Returns the tokens of the prompt and of all replies to it."""
+    return len(replies[0].prompt_token_ids), sum(len(reply.generation.token_ids) for reply in replies)
 
 
 def calls_of(message: Message) -> list[tuple[str, str, str]]:

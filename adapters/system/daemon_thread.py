@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rollgrad.application.foreign import told
+from rollgrad.application.foreign import error_text
 
 
 async def in_daemon_thread(call: Callable[[], Any], name: str, slots: asyncio.Semaphore | None = None) -> Any:
@@ -54,5 +54,5 @@ async def in_daemon_thread(call: Callable[[], Any], name: str, slots: asyncio.Se
     if error is None:
         return value
     if isinstance(error, StopIteration) or not isinstance(error, Exception | SystemExit):
-        raise RuntimeError(told(error)) from error
+        raise RuntimeError(error_text(error)) from error
     raise error

@@ -15,7 +15,7 @@ import structlog
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.function_arguments import FunctionArguments, summary
-from rollgrad.application.foreign import foreign_code, told
+from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
 from rollgrad.domain.ports.environment import Tool
@@ -105,7 +105,7 @@ class FunctionTool(Tool):
             text = f"The tool {self._name!r} gave no answer within {self._timeout:g} s."
         except RollgradError as error:
             cause = error.__cause__ or error
-            _log.warning("tool_failed", tool=self._name, error=told(cause), exc_info=cause)
+            _log.warning("tool_failed", tool=self._name, error=error_text(cause), exc_info=cause)
             text = f"The tool {self._name!r} failed: {type(cause).__name__}."
         return ToolResult(content=text, is_error=True)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import structlog
 from attrs import frozen
 
-from rollgrad.application.foreign import told
+from rollgrad.application.foreign import error_text
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 from rollgrad.domain.ports.environment import Tool
@@ -222,4 +222,4 @@ def _reason(error: BaseException | None) -> str:
     """Returns the first error that task groups wrap, as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return "its task ended" if error is None else told(error)
+    return "its task ended" if error is None else error_text(error)

@@ -13,6 +13,8 @@ _SHOWN = {
     "eval/pass@1": ("eval", ".3f"),
     "train/loss": ("loss", ".4f"),
     "eval/loss": ("held-out loss", ".4f"),
+    "eval/accuracy": ("held-out accuracy", ".3f"),
+    "eval/step_accuracy": ("held-out step accuracy", ".3f"),
     "policy/approx_kl": ("kl", ".4f"),
     "rollout/entropy": ("entropy", ".3f"),
     "rollout/response_length_mean": ("length", ".0f"),
@@ -20,13 +22,14 @@ _SHOWN = {
 }
 """Metrics that are shown, in this order, each with its name and number format."""
 _EVALUATED = {"eval/pass@1", "eval/loss"}
-"""Metrics of evaluations, each of which is a line in a log file."""
+"""Metrics by which an evaluation is known, which is a line of its own in a log file."""
 _LINES_PER_RUN = 20
 """Approximate number of lines of a run in a log file."""
 
 
 class ConsoleSink(MetricSink):
-    """Shows the latest values of the main metrics beside step `n/total_steps`; `console` defaults to standard error."""
+    """Shows the main metrics beside step `n/total_steps`: the bar their latest values, a line those of its step or
+    evaluation. `console` defaults to standard error."""
 
     def __init__(self, total_steps: int, console: "Console | None" = None) -> None:
         from rich.console import Console
@@ -50,12 +53,12 @@ class ConsoleSink(MetricSink):
             self._task = self._progress.add_task("", total=total_steps)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the values in `metrics`, and the latest values of other metrics."""
-        self._latest.update({key: value for key, value in metrics.items() if key in _SHOWN})
+        """Shows the values in `metrics`; the bar also the latest values of other metrics."""
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=self._summary("[dim]{}[/] {}"))
+            self._latest |= metrics
+            self._progress.update(self._task, completed=step, description=_summary(self._latest, "[dim]{}[/] {}"))
         elif step % self._every == 0 or step in (1, self._total) or _EVALUATED & metrics.keys():
-            line = f"step {step}/{self._total}  {self._summary('{} {}')}".rstrip()
+            line = f"step {step}/{self._total}  {_summary(metrics, '{} {}')}".rstrip()
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def close(self) -> None:
@@ -63,6 +66,7 @@ class ConsoleSink(MetricSink):
         if self._progress is not None:
             self._progress.stop()
 
-    def _summary(self, pattern: str) -> str:
-        shown = [(name, format(self._latest[key], spec)) for key, (name, spec) in _SHOWN.items() if key in self._latest]
-        return "  ".join(pattern.format(name, value) for name, value in shown)
+
+def _summary(metrics: Mapping[str, float], pattern: str) -> str:
+    shown = [(name, format(metrics[key], spec)) for key, (name, spec) in _SHOWN.items() if key in metrics]
+    return "  ".join(pattern.format(name, value) for name, value in shown)

@@ -1,12 +1,15 @@
 """Writes sampled texts for people to read."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 
+from rollgrad.adapters.tracking.trajectory_table import Spans, without_secrets
 from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.domain.episodes.trajectory import Trajectory
 
 log = structlog.get_logger(__name__)
 
@@ -15,13 +18,22 @@ LINE_BREAKS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85
 
 
 class SampleWriter:
-    """Appends the first `count` samples of each step to the JSONL file `path`: prompt, response, label, reward. A file
-    that cannot be written is reported once, and does not stop the run."""
+    """Appends the first `count` samples of each step to the JSONL file `path`: prompt, response, label, reward, without
+    secrets; and tells them to `tell`. A file that cannot be written is reported once, and does not stop the run."""
 
-    def __init__(self, path: Path, decode: Callable[[Sequence[int]], str], count: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        decode: Callable[[Sequence[int]], str],
+        count: int,
+        secrets: Spans = lambda text: (),
+        tell: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None,
+    ) -> None:
         self._path = path
         self._decode = decode
         self._count = count
+        self._secrets = secrets
+        self._tell = tell
 
     def __call__(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Writes `count` samples of `groups`."""
@@ -29,18 +41,30 @@ class SampleWriter:
         if not samples:
             return
         try:
+            lines = [self._line(step, group, trajectory) for group, trajectory in samples]
             # UTF-8 has no lone halves of surrogate pairs; backslashreplace writes them as JSON's escapes.
             with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                for group, trajectory in samples:
-                    line = {
-                        "step": step,
-                        "prompt": group.prompt.text,
-                        "response": self._decode(trajectory.token_ids_T[trajectory.prompt_length :].tolist()),
-                        "label": str(group.prompt.label),
-                        "reward": trajectory.reward,
-                        "stop_reason": trajectory.stop_reason.value,
-                    }
+                for line in lines:
                     file.write(json.dumps(line, ensure_ascii=False).translate(LINE_BREAKS) + "\n")
         except Exception as error:  # a label whose text raises, a full disk: training continues without the log
             self._count = 0
             log.warning("no more samples are written", path=str(self._path), error=repr(error))
+            return
+        if self._tell is not None:
+            self._tell(step, [{name: _sendable(value) for name, value in line.items()} for line in lines])
+
+    def _line(self, step: int, group: RolloutGroup, trajectory: Trajectory) -> dict[str, Any]:
+        response = self._decode(trajectory.token_ids_T[trajectory.prompt_length :].tolist())
+        return {
+            "step": step,
+            "prompt": without_secrets(group.prompt.text, self._secrets),
+            "response": without_secrets(response, self._secrets),
+            "label": without_secrets(str(group.prompt.label), self._secrets),
+            "reward": trajectory.reward,
+            "stop_reason": trajectory.stop_reason.value,
+        }
+
+
+def _sendable(value: Any) -> Any:
+    """Returns a text without lone halves of surrogate pairs, which no tracker can send."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from rollgrad.adapters.checkpoints.files import replace_file
-from rollgrad.adapters.tracking.trajectory_files import PREFIXES, step_of, trajectory_files
+from rollgrad.adapters.tracking.trajectory_files import PREFIXES, step_of, trajectory_files, trajectory_path
 from rollgrad.adapters.tracking.trajectory_table import Spans, TokenText, trajectory_table
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
@@ -93,7 +93,7 @@ class ParquetTrajectories(TrajectoryLog):
     def _begin(self, kind: str, step: int, groups: Sequence[RolloutGroup], batch: RolloutBatch | None) -> None:
         if not self._limit:
             return
-        path = self._directory / f"{PREFIXES[kind]}{step:06d}.parquet"
+        path = trajectory_path(self._directory.parent, step, kind)
         with self._surviving(path):
             self.flush()
             self._writing = self._writer.submit(self._write, path, kind, step, tuple(groups), batch)

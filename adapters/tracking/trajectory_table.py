@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy
 from attrs import field, frozen
 
-from rollgrad.adapters.tracking.trajectory_files import HIDDEN_TOKEN, VERSION, VERSION_KEY
+from rollgrad.adapters.chat.pictures import named_images
+from rollgrad.adapters.tracking.trajectory_files import HIDDEN_TOKEN
+from rollgrad.adapters.tracking.trajectory_schema import SHOWN, TOKEN_NUMBERS, schema
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.domain.batches.packed import RolloutBatch
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.trajectory import NO_VERSION, SegmentKind, Trajectory
 
 if TYPE_CHECKING:
@@ -27,63 +30,6 @@ PROMPT, ACTION, OBSERVATION = range(3)
 """Authors of tokens, in the order of `SegmentKind`."""
 
 Spans = Callable[[str], Sequence[tuple[int, int]]]
-
-
-def schema() -> "pyarrow.Schema":
-    """Returns the columns of a file of trajectories, and their types."""
-    import pyarrow as pa
-
-    def tokens(kind: "pyarrow.DataType") -> "pyarrow.DataType":
-        return pa.list_(kind)
-
-    text, number, count = pa.string(), pa.float64(), pa.int32()
-    named = pa.map_(text, number)
-    columns = {
-        "kind": text,
-        "step": count,
-        "group_id": pa.int64(),
-        "sample_id": pa.int64(),
-        "branch": count,
-        "datasource": text,
-        "prompt": text,
-        "messages": text,
-        "label": text,
-        "response": text,
-        "reward": number,
-        "score": number,
-        "reward_parts": named,
-        "metrics": named,
-        "baseline": number,
-        "advantage": number,
-        "stop_reason": text,
-        "failure": text,
-        "failure_message": text,
-        "seconds": number,
-        "turns": count,
-        "prompt_tokens": count,
-        "action_tokens": count,
-        "version_first": count,
-        "version_last": count,
-        "token": tokens(pa.int32()),
-        "token_text": tokens(pa.dictionary(pa.int32(), text)),
-        "token_kind": tokens(pa.int8()),
-        "token_turn": tokens(pa.int16()),
-        "token_version": tokens(pa.int32()),
-        **{name: tokens(pa.float32()) for name in TOKEN_NUMBERS},
-    }
-    return pa.schema(list(columns.items()), metadata={VERSION_KEY: VERSION})
-
-
-TOKEN_NUMBERS = {
-    "token_logprob": "rollout_logprobs_N",
-    "token_trainer_logprob": "old_logprobs_N",
-    "token_ref_logprob": "ref_logprobs_N",
-    "token_reward": "rewards_N",
-    "token_value": "values_N",
-    "token_advantage": "advantages_N",
-    "token_weight": "loss_weights_N",
-}
-"""Columns of numbers, by the columns of the batch; null where the batch has none."""
 
 
 @frozen
@@ -148,7 +94,8 @@ def trajectory_table(
     import pyarrow as pa
 
     played = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    rows = [_row(group, t, plain, secrets) for group, t in played]
+    shared = {id(group): _of_group(group, secrets) for group in groups}
+    rows = [shared[id(group)] | _row(group, t, plain, secrets) for group, t in played]
     branches: dict[tuple[int, int], int] = {}
     for row in rows:
         rollout = row["group_id"], row["sample_id"]
@@ -162,7 +109,7 @@ def trajectory_table(
             for row, start, length in zip(rows, _starts(batch).tolist(), batch.lengths_S.tolist(), strict=True):
                 actions = advantages[start : start + length][mask_N[start : start + length]]
                 row["advantage"] = float(actions.mean()) if len(actions) else None
-    rows += [_failed(group, failure, secrets) for group in groups for failure in group.failures]
+    rows += [shared[id(group)] | _failed(group, failure, secrets) for group in groups for failure in group.failures]
     made = {}
     for name, column in zip(schema().names, schema(), strict=True):
         if not name.startswith("token"):
@@ -174,8 +121,9 @@ def trajectory_table(
             nothing = [None] * (len(rows) - len(batch))
             offsets = [*_starts(batch).tolist(), *nothing, batch.token_count]
             values = columns[name]
-            entries = pa.array(values, type=column.type.value_type) if isinstance(values, numpy.ndarray) else values
-            made[name] = pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), entries)
+            if isinstance(values, numpy.ndarray):  # numbers that were not found are NaN there, and null here
+                values = pa.array(values, type=column.type.value_type, from_pandas=True)
+            made[name] = pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), values)
     return pa.table(made, schema=schema())
 
 
@@ -183,14 +131,17 @@ def _row(
     group: RolloutGroup, trajectory: Trajectory, plain: Callable[[Sequence[int]], str], secrets: Spans
 ) -> dict[str, Any]:
     versions = trajectory.versions_T[trajectory.versions_T != NO_VERSION]
-    return _of_group(group, secrets) | {
+    response = _text(plain(trajectory.token_ids_T[trajectory.prompt_length :].tolist()), secrets)
+    return {
         "sample_id": trajectory.sample_id,
-        "response": _text(plain(trajectory.token_ids_T[trajectory.prompt_length :].tolist()), secrets),
+        "response": response,
+        "response_start": response[:SHOWN],
         "reward": trajectory.reward,
         "score": trajectory.score,
         "reward_parts": _numbers(trajectory.reward_parts),
         "metrics": _numbers(trajectory.metrics),
         "stop_reason": trajectory.stop_reason.value,
+        "grammars": _grammars(trajectory, secrets),
         "seconds": group.seconds.get(trajectory.sample_id),
         "turns": sum(segment.kind is SegmentKind.ACTION for segment in trajectory.segments),
         "prompt_tokens": trajectory.prompt_length,
@@ -200,8 +151,14 @@ def _row(
     }
 
 
+def _grammars(trajectory: Trajectory, secrets: Spans) -> str | None:
+    """Returns the grammars of actions, by the place of their first token, as JSON; None without any."""
+    found = {str(segment.start): segment.grammar for segment in trajectory.prescribed}
+    return json.dumps(_plain(found, secrets), ensure_ascii=False) if found else None
+
+
 def _failed(group: RolloutGroup, failure: Any, secrets: Spans) -> dict[str, Any]:
-    return _of_group(group, secrets) | {
+    return {
         "sample_id": failure.sample_id,
         "failure": failure.kind.value,
         "failure_message": _text(failure.message, secrets),
@@ -215,10 +172,27 @@ def _of_group(group: RolloutGroup, secrets: Spans) -> dict[str, Any]:
         "group_id": group.group_id,
         "datasource": _text(prompt.datasource, secrets),
         "prompt": _text(prompt.text, secrets),
-        "messages": json.dumps(_plain(prompt.messages, secrets), ensure_ascii=False) if prompt.messages else None,
+        "messages": json.dumps(_plain(named_images(prompt.messages), secrets), ensure_ascii=False)
+        if prompt.messages
+        else None,
         "label": None if prompt.label is None else _label(prompt.label, secrets),
         "baseline": group.baseline,
+        "source": _source(prompt, secrets),
     }
+
+
+def _source(prompt: Prompt, secrets: Spans) -> str:
+    """Returns label and row of a prompt as JSON; what JSON cannot hold (pictures, dates) is left out."""
+    row = {str(name): value for name, value in prompt.metadata.items() if _is_json(value)}
+    return json.dumps(_plain({"label": prompt.label if _is_json(prompt.label) else None, "row": row}, secrets))
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _label(label: Any, secrets: Spans) -> str:
@@ -237,11 +211,16 @@ def _plain(value: Any, secrets: Spans) -> Any:
     return _text(str(value), secrets)
 
 
-def _text(text: str, secrets: Spans) -> str:
-    """Returns a text without its secrets; UTF-8 has no lone halves of surrogate pairs, which become escapes."""
+def without_secrets(text: str, secrets: Spans) -> str:
+    """Returns a text with `HIDDEN` in the places of its secrets."""
     for start, stop in reversed(secrets(text)):
         text = f"{text[:start]}{HIDDEN}{text[stop:]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text
+
+
+def _text(text: str, secrets: Spans) -> str:
+    """Returns a text without its secrets; UTF-8 has no lone halves of surrogate pairs, which become escapes."""
+    return without_secrets(text, secrets).encode("utf-8", "backslashreplace").decode()
 
 
 def _numbers(named: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -285,4 +264,5 @@ def _token_columns(batch: RolloutBatch, text: TokenText, secrets: Spans) -> dict
         "token_turn": numbers("turn_ids_N").astype(numpy.int16),
         "token_version": numbers("versions_N").astype(numpy.int32),
         **{name: numbers(column) for name, column in TOKEN_NUMBERS.items()},
+        "token_clipped": numbers("clipped_N"),
     }

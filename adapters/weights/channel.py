@@ -15,9 +15,9 @@ from typing import TypeVar, cast
 import torch
 from attrs import define, field, frozen
 
-from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightsDifferError, WeightTaker, coarser
+from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver, WeightsDifferError, coarser
 from rollgrad.adapters.weights.shared_memory import shared_memory
-from rollgrad.adapters.weights.transfer import Backend, Life, Passage, Update
+from rollgrad.adapters.weights.transfer import Backend, Life, Update, WeightStream
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.fleet_member import Taker
 from rollgrad.domain.batches.packed import PackedBatch, pack
@@ -54,7 +54,7 @@ class EngineWeights(WeightChannel):
         temperature: of the policy's `score`, at which engine and trainer are compared.
     """
 
-    def __init__(self, engine: WeightTaker, *, backend: Backend = shared_memory, temperature: float = 1.0) -> None:
+    def __init__(self, engine: WeightReceiver, *, backend: Backend = shared_memory, temperature: float = 1.0) -> None:
         self._engine = engine
         self._backend = backend
         self._temperature = temperature
@@ -71,7 +71,7 @@ class EngineWeights(WeightChannel):
         """
         transfer = Transfer([self._engine], [(0, 0)], self._backend)
         await transfer.send(policy, version)
-        if transfer.takers:
+        if transfer.receivers:
             await transfer.prove(await transfer.probe(policy, self._temperature))
         for error in transfer.failed.values():
             raise error
@@ -95,7 +95,7 @@ class FleetWeights(WeightChannel):
     overlap.
 
     Args:
-        fleet: the fleet that takes the weights; its members are `WeightTaker`s.
+        fleet: the fleet that takes the weights; its members are `WeightReceiver`s.
         backend: the way of the weights.
         temperature: of the policy's `score`, at which engines and trainer are compared.
     """
@@ -125,13 +125,13 @@ class FleetWeights(WeightChannel):
                 transfer = self._transfer_to(takers)
                 steps = policy.steps
                 await transfer.send(policy, version)
-                if transfer.takers:
+                if transfer.receivers:
                     probe = await transfer.probe(policy, self._temperature)
                     await transfer.prove(probe)
                 for index, error in transfer.failed.items():
                     self._fleet.lost(takers[index], str(error))
-                if transfer.takers:
-                    self._fleet.took([takers[index] for index in transfer.takers], version)
+                if transfer.receivers:
+                    self._fleet.took([takers[index] for index in transfer.receivers], version)
                     self._last = _Pushed(policy=policy, version=version, steps=steps, probe=probe)
                     return {"seconds": transfer.seconds, "bytes": float(transfer.bytes)}
                 for error in transfer.failed.values():
@@ -153,12 +153,12 @@ class FleetWeights(WeightChannel):
             await transfer.prove(last.probe)
             for error in transfer.failed.values():
                 self._fleet.lost(taker, str(error))
-            if transfer.takers:
+            if transfer.receivers:
                 self._fleet.took([taker], last.version)
 
     def _transfer_to(self, takers: Sequence[Taker]) -> "Transfer":
-        """Returns a transfer to members, which are `WeightTaker`s, as the class requires."""
-        engines = [cast(WeightTaker, taker.member) for taker in takers]
+        """Returns a transfer to members, which are `WeightReceiver`s, as the class requires."""
+        engines = [cast(WeightReceiver, taker.member) for taker in takers]
         return Transfer(engines, [(taker.number, taker.life) for taker in takers], self._backend)
 
 
@@ -166,10 +166,10 @@ class FleetWeights(WeightChannel):
 class Transfer:
     """One transfer to `engines`; an engine that fails drops out."""
 
-    engines: Sequence[WeightTaker]
+    engines: Sequence[WeightReceiver]
     lives: Sequence[Life]
     backend: Backend
-    takers: dict[int, WeightTaker] = field(init=False)
+    receivers: dict[int, WeightReceiver] = field(init=False)
     """Engines that have not failed, by index."""
     failed: dict[int, EngineError] = field(factory=dict, init=False)
     """Errors of the engines that dropped out, by index."""
@@ -181,7 +181,7 @@ class Transfer:
     _vocabulary: int = field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.takers = dict(enumerate(self.engines))
+        self.receivers = dict(enumerate(self.engines))
 
     async def send(self, policy: PolicyModel, version: int) -> None:
         """Brings the policy's weights to the engines.
@@ -190,19 +190,19 @@ class Transfer:
             ConfigurationError: the backend has no room. Errors of the policy pass unchanged.
         """
         started = time.perf_counter()
-        passage = self.backend(policy, self.lives, version)
+        stream = self.backend(policy, self.lives, version)
         well = False
         try:
-            await self._updates(passage)
-            await self._each("finish", lambda taker: taker.finish_weights(version))
-            well = len(self.takers) == len(self.engines)
+            await self._updates(stream)
+            await self._each("finish", lambda receiver: receiver.finish_weights(version))
+            well = len(self.receivers) == len(self.engines)
         except BaseException:
             await self.abandon(BROKE_OFF)
             raise
         finally:
             with suppress(ValueError):  # after a cancelled push its thread still runs the generator
-                await asyncio.to_thread(passage.updates.close)
-            passage.close(well)
+                await asyncio.to_thread(stream.updates.close)
+            stream.close(well)
         self.seconds = time.perf_counter() - started
 
     async def probe(self, policy: PolicyModel, temperature: float) -> Probe:
@@ -217,40 +217,40 @@ class Transfer:
 
     async def prove(self, probe: Probe) -> None:
         """Makes the engines compare, which ends the transfer."""
-        await self._each("compare its log-probs", lambda taker: taker.prove_weights(probe))
+        await self._each("compare its log-probs", lambda receiver: receiver.prove_weights(probe))
 
     async def abandon(self, reason: str) -> None:
         """Ends an incomplete transfer."""
-        await self._each("end a transfer", lambda taker: taker.abandon_weights(reason))
+        await self._each("end a transfer", lambda receiver: receiver.abandon_weights(reason))
 
-    async def _updates(self, passage: Passage) -> None:
+    async def _updates(self, stream: WeightStream) -> None:
         """Makes the engines begin and take all updates."""
-        asked: asyncio.Task[None] = asyncio.create_task(self._begin(passage))
+        asked: asyncio.Task[None] = asyncio.create_task(self._begin(stream))
         begun = False
         try:
-            while self.takers:
-                if not passage.ahead and begun:
+            while self.receivers:
+                if not stream.ahead and begun:
                     await asked
-                update: Update | None = await asyncio.to_thread(next, passage.updates, None)
+                update: Update | None = await asyncio.to_thread(next, stream.updates, None)
                 await asked
                 if not begun:
-                    passage.begun()
+                    stream.begun()
                     begun = True
-                if passage.whole and self.failed:  # the remaining engines try again without the failed ones
+                if stream.whole and self.failed:  # the remaining engines try again without the failed ones
                     await self.abandon(BROKE_OFF)
-                    self.takers.clear()
-                if update is None or not self.takers:
+                    self.receivers.clear()
+                if update is None or not self.receivers:
                     break
                 self._count(update)
                 asked = asyncio.create_task(self._take(update))
         except EngineError as error:  # an error of the backend, not of one engine
             asked.cancel()
-            for index in [*self.takers]:
+            for index in [*self.receivers]:
                 self.failed[index] = error
             with suppress(TimeoutError):  # they may hang
                 async with asyncio.timeout(GRACE_SECONDS):
                     await self.abandon(BROKE_OFF)
-            self.takers.clear()
+            self.receivers.clear()
         except BaseException:
             if not begun:
                 await asked  # an engine that is still beginning cannot be told to end
@@ -258,46 +258,46 @@ class Transfer:
         finally:
             asked.cancel()
 
-    async def _begin(self, passage: Passage) -> None:
-        infos = passage.infos
+    async def _begin(self, stream: WeightStream) -> None:
+        infos = stream.infos
 
-        async def begin(index: int, taker: WeightTaker) -> EngineModel:
-            return await taker.begin_weights(infos[index])
+        async def begin(index: int, receiver: WeightReceiver) -> EngineModel:
+            return await receiver.begin_weights(infos[index])
 
         models = await self._each_of("begin", begin)
         self._vocabulary = min((model.vocabulary for model in models), default=0)
 
     async def _take(self, update: Update) -> None:
-        await self._each("take a bucket", lambda taker: taker.take_weights(update.info))
+        await self._each("take a bucket", lambda receiver: receiver.take_weights(update.info))
 
     def _count(self, update: Update) -> None:
         self.bytes += update.bytes
         for name in update.dtypes:
             self.dtype = coarser(self.dtype, getattr(torch, name))
 
-    async def _each(self, doing: str, call: Callable[[WeightTaker], Awaitable[T]]) -> list[T]:
+    async def _each(self, doing: str, call: Callable[[WeightReceiver], Awaitable[T]]) -> list[T]:
         """Calls the remaining engines; returns their results. An engine that fails or is too slow drops out."""
-        return await self._each_of(doing, lambda index, taker: call(taker))
+        return await self._each_of(doing, lambda index, receiver: call(receiver))
 
-    async def _each_of(self, doing: str, call: Callable[[int, WeightTaker], Awaitable[T]]) -> list[T]:
+    async def _each_of(self, doing: str, call: Callable[[int, WeightReceiver], Awaitable[T]]) -> list[T]:
         """Calls the remaining engines with their indices, like `_each`."""
 
-        async def one(index: int, taker: WeightTaker) -> list[T]:
+        async def one(index: int, receiver: WeightReceiver) -> list[T]:
             try:
                 async with asyncio.timeout(CALL_SECONDS):
-                    return [await call(index, taker)]
+                    return [await call(index, receiver)]
             except TimeoutError:
                 error = EngineError(f"vLLM took more than {CALL_SECONDS:g} s to {doing} in a transfer of weights.")
             except EngineError as failure:
                 error = failure
-            del self.takers[index]
+            del self.receivers[index]
             self.failed[index] = error
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(CALL_SECONDS):
-                    await taker.abandon_weights(BROKE_OFF)
+                    await receiver.abandon_weights(BROKE_OFF)
             return []
 
-        answers = await asyncio.gather(*(one(index, taker) for index, taker in self.takers.items()))
+        answers = await asyncio.gather(*(one(index, receiver) for index, receiver in self.receivers.items()))
         return [answer for answered in answers for answer in answered]
 
 

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from rollgrad.adapters.weights.gpu_buckets import Contents, Packer
-from rollgrad.adapters.weights.transfer import Life, Passage, Update, sent
+from rollgrad.adapters.weights.transfer import Life, Update, WeightStream, sent
 from rollgrad.domain.ports.models import PolicyModel
 
 Handles = dict[str, tuple[Any, ...]]
 """Arguments by GPU id, from which `torch.multiprocessing` rebuilds a tensor in that GPU's memory."""
 
 
-def cuda_ipc(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
+def cuda_ipc(policy: PolicyModel, engines: Sequence[Life], version: int) -> WeightStream:
     """Implements `Backend`; engine k shares its GPU with the policy's process k."""
 
     def updates() -> Generator[Update]:
         for messages in sent(policy, exported, ranks=[number for number, _ in engines]):
             yield packed_update(messages)
 
-    return Passage(infos=[{"packed": True}] * len(engines), updates=updates(), ahead=False)
+    return WeightStream(infos=[{"packed": True}] * len(engines), updates=updates(), ahead=False)
 
 
 def packed_update(messages: Sequence[tuple[Contents, Handles]]) -> Update:

@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from rollgrad.adapters.weights.gpu_buckets import dtype_name
-from rollgrad.adapters.weights.transfer import Life, Passage, Update, sent
+from rollgrad.adapters.weights.transfer import Life, Update, WeightStream, sent
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.models import PolicyModel
 
@@ -33,7 +33,7 @@ class Disk:
     directory: Path
     shard_bytes: int = SHARD_BYTES
 
-    def __call__(self, policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
+    def __call__(self, policy: PolicyModel, engines: Sequence[Life], version: int) -> WeightStream:
         """Returns the way of one transfer; the directory needs room for two models."""
         own = self.directory / str(version)
 
@@ -47,7 +47,7 @@ class Disk:
                 if other.name.isdigit() and other != own:
                     shutil.rmtree(other, ignore_errors=True)
 
-        return Passage(infos=[None] * len(engines), updates=updates(), close=close)
+        return WeightStream(infos=[None] * len(engines), updates=updates(), close=close)
 
 
 def write(weights: Iterator[tuple[str, Tensor]], directory: str, shard_bytes: int) -> Iterator[Update]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.gpu_buckets import BUCKET_BYTES, Contents, Packer
-from rollgrad.adapters.weights.transfer import DividedPolicy, Life, Passage, Update, sent
+from rollgrad.adapters.weights.transfer import DividedPolicy, Life, Update, WeightStream, sent
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.models import PolicyModel
 
@@ -52,7 +52,7 @@ class NCCLBackend:
     _members: tuple[Life, ...] = field(default=(), init=False)
     """Engines of the group; empty if there is no group."""
 
-    def __call__(self, policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
+    def __call__(self, policy: PolicyModel, engines: Sequence[Life], version: int) -> WeightStream:
         """Returns the way of one transfer; the policy must be a `DividedPolicy`."""
         rendezvous, infos = None, [None] * len(engines)
         if self._members != tuple(engines):
@@ -68,7 +68,7 @@ class NCCLBackend:
         def close(well: bool) -> None:
             self._members = tuple(engines) if well else ()
 
-        return Passage(infos=infos, updates=updates(), whole=True, close=close)
+        return WeightStream(infos=infos, updates=updates(), whole=True, close=close)
 
 
 def init_infos(rendezvous: Rendezvous, workers: int) -> list[Any]:

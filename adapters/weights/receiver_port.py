@@ -58,7 +58,7 @@ class Probe:
         )
 
 
-class WeightTaker(Protocol):
+class WeightReceiver(Protocol):
     """The engine's end. All methods raise `EngineError` if it fails or has died."""
 
     async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:

@@ -4,11 +4,11 @@
 from collections.abc import Generator, Sequence
 
 from rollgrad.adapters.weights.shared_buckets import SharedMemory, fill_at
-from rollgrad.adapters.weights.transfer import Life, Passage, Update, sent
+from rollgrad.adapters.weights.transfer import Life, Update, WeightStream, sent
 from rollgrad.domain.ports.models import PolicyModel
 
 
-def shared_memory(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
+def shared_memory(policy: PolicyModel, engines: Sequence[Life], version: int) -> WeightStream:
     """Implements `Backend`. The policy's first process and the engines, or their stand-ins, are on this machine.
 
     Raises:
@@ -17,12 +17,12 @@ def shared_memory(policy: PolicyModel, engines: Sequence[Life], version: int) ->
     return _transfer(policy, engines, adapter=False)
 
 
-def shared_memory_adapter(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
+def shared_memory_adapter(policy: PolicyModel, engines: Sequence[Life], version: int) -> WeightStream:
     """Implements `Backend` for adapters alone, to engines that take nothing else (`VLLMEngine`'s `lora`)."""
     return _transfer(policy, engines, adapter=True)
 
 
-def _transfer(policy: PolicyModel, engines: Sequence[Life], *, adapter: bool) -> Passage:
+def _transfer(policy: PolicyModel, engines: Sequence[Life], *, adapter: bool) -> WeightStream:
     memory = SharedMemory()
 
     def updates() -> Generator[Update]:
@@ -34,7 +34,7 @@ def _transfer(policy: PolicyModel, engines: Sequence[Life], *, adapter: bool) ->
             )
         yield Update({"bucket": 0, "pieces": [], "last": True})
 
-    return Passage(
+    return WeightStream(
         infos=[{"path": memory.path, "bucket_bytes": memory.bucket_bytes}] * len(engines),
         updates=updates(),
         begun=memory.unlink,  # every process has mapped it, so it is freed with the last of them

@@ -1,8 +1,8 @@
 """The common form of all backends, which bring weights from the policy's processes to the engines' workers.
 
-A backend is called once for each transfer and returns a `Passage`: information for each engine before the transfer,
-and the updates that all engines then get one after the other. The channel (`channel.py`) does the rest: participants,
-deadlines, versions, the comparison, and engines that fail.
+A backend is called once for each transfer and returns a `WeightStream`: information for each engine before the
+transfer, and the updates that all engines then get one after the other. The channel (`channel.py`) does the rest:
+participants, deadlines, versions, the comparison, and engines that fail.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -35,7 +35,7 @@ def _nothing(*_: Any) -> None:
 
 
 @frozen(kw_only=True)
-class Passage:
+class WeightStream:
     """One transfer through a backend."""
 
     infos: Sequence[dict[str, Any] | None]
@@ -56,8 +56,8 @@ class Passage:
     """Function called at the end; its argument says whether every engine took everything."""
 
 
-Backend: TypeAlias = Callable[[PolicyModel, Sequence[Life], int], Passage]
-"""Function from policy, engines and version of a transfer to its passage."""
+Backend: TypeAlias = Callable[[PolicyModel, Sequence[Life], int], WeightStream]
+"""Function from policy, engines and version of a transfer to its stream."""
 
 
 @runtime_checkable

@@ -15,15 +15,16 @@ import structlog
 
 from rollgrad.application.engines.changes import Changes
 from rollgrad.application.engines.fleet_member import (
+    BackgroundTasks,
     FleetMember,
     GaveUpError,
     Listener,
     MemberCalls,
     Taker,
-    engine_task,
+    end_member,
     engine_work,
 )
-from rollgrad.application.foreign import told
+from rollgrad.application.foreign import error_text
 from rollgrad.domain.control.engine_health import Death, EngineState, FleetBounds, FleetHealth, LeastLoaded, Recent
 from rollgrad.domain.control.request_flow import ArrivedRequest, RequestFlow
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
@@ -43,10 +44,10 @@ class EngineFleet(RolloutEngine):
     """A `RolloutEngine` for one event loop; the members have been started.
 
     A request whose engine dies is played again from its beginning with the same seed, so its tokens differ only if the
-    weights have changed or products are rounded differently; `on_token` is then called only for new positions, and the
-    returned generation counts. A request that begins or is replayed during a pause
-    waits for `resume`, in which `pause(WAIT)` does not wait for it; `pause(ABORT)` ends it at once, unless `on_token`
-    has heard more of it than there is to return: it is then played again after `resume`.
+    weights have changed or products are rounded differently; `on_token` is then called only for new positions, and if
+    it has heard other tokens the request fails. A request that `on_token` has heard of is replayed before `pause(WAIT)`
+    ends, if an engine serves. Another that begins or is replayed during a pause waits for `resume`, and the pause does
+    not wait for it; `pause(ABORT)` ends it at once, unless `on_token` has heard more of it than there is to return.
 
     Args:
         members: the engines, all with the same weights.
@@ -80,12 +81,11 @@ class EngineFleet(RolloutEngine):
         self._wait_seconds = wait_seconds
         self._restart_seconds = restart_seconds
         self._loads = LeastLoaded(len(self._members))
-        for number in range(len(self._members)):
-            self._loads.offer(number, True)
+        self._offer()
         self._seen = Recent()
         """Engine that had a prompt's opening last, by the opening's hash."""
         self._calls = [MemberCalls() for _ in self._members]
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks(self._fail)
         self._watching: asyncio.Task[None] | None = None
         self._flow = RequestFlow()
         self._changes = Changes()
@@ -112,28 +112,33 @@ class EngineFleet(RolloutEngine):
                 if engine is None:
                     return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
                 part = await self._run(engine, request, listener)
-                if part is not None and not (
-                    part.stop_reason is StopReason.ABORTED and len(part.token_ids) < listener.told
-                ):
+                if part is not None and listener.accepts(part):
                     return part
-                self._flow.wait_again(arrived)
+                if not listener.told:
+                    self._wait_again(arrived)
                 self.replayed += 1
         finally:
+            self._wait_again(arrived)
             self._flow.end(arrived)
 
     async def pause(self, mode: PauseMode) -> None:
         """Implements `RolloutEngine.pause`; a member that fails at it is replaced."""
+        frozen = self._flow.paused
         self._flow.pause(mode)
         self._changes.tell()
+        if self._flow.draining and not frozen:  # members that are paused could not play the requests of a dead one
+            await self._changes.until(lambda: not (self._flow.draining and self._flow.has_begun))
+            if not self._flow.draining:
+                return  # somebody resumed, or paused in another way, which the members must keep
         seconds = None if mode is PauseMode.WAIT else self._call_seconds
         await self._call_all("pause", lambda member: member.pause(mode), seconds)
         self._flow.drained()
 
     async def resume(self) -> None:
         """Implements `RolloutEngine.resume`; a member that fails at it is replaced."""
-        await self._call_all("resume", lambda member: member.resume(), self._call_seconds)
-        self._flow.resume()
+        self._flow.resume()  # first, so that a pause that still waits does not pause members after this
         self._changes.tell()
+        await self._call_all("resume", lambda member: member.resume(), self._call_seconds)
 
     async def sleep(self) -> None:
         """Implements `RolloutEngine.sleep`; a member that fails at it is replaced. Dead ones are replaced after
@@ -155,13 +160,10 @@ class EngineFleet(RolloutEngine):
         """Ends all members; requests in flight raise `EngineError`. May be called again."""
         self._closed = True
         self._changes.tell()
-        tasks = [task for task in (self._watching, *self._background) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for number in range(len(self._members)):
-            self._calls[number].give_up()
-        await asyncio.gather(*(self._end(number) for number in range(len(self._members))))
+        await self._background.cancel()
+        for calls in self._calls:
+            calls.give_up()
+        await asyncio.gather(*(end_member(m, n, self._call_seconds) for n, m in enumerate(self._members)))
 
     def new_weights(self, version: int) -> None:
         """Records that weights of `version` are being sent: no member serves until it `took` them.
@@ -171,8 +173,7 @@ class EngineFleet(RolloutEngine):
         """
         self._flow.require_change_of_weights()
         self.health.weights(version)
-        for number in range(len(self._members)):
-            self._offer(number)
+        self._offer()
 
     async def takers(self) -> list[Taker]:
         """Waits for a living member; returns all living members, to which new weights go.
@@ -216,16 +217,22 @@ class EngineFleet(RolloutEngine):
             self._raise_if_hopeless()
             if ends and self._flow.aborted(arrived):
                 return None
+            playable = self._flow.may_begin or (self._flow.draining and arrived.begun)
+            if playable and (engine := self._loads.acquire(self._seen.get(opening))) is not None:
+                self._seen.put(opening, engine)
+                self._flow.begin(arrived)
+                return engine
+            until = (until or self._deadline()) if self._flow.may_begin else None
             if not self._flow.may_begin:
-                until = None
-            else:
-                engine = self._loads.acquire(self._seen.get(opening))
-                if engine is not None:
-                    self._seen.put(opening, engine)
-                    self._flow.begin(arrived)
-                    return engine
-                until = until or self._deadline()
+                self._wait_again(arrived)
             await self._wait_for_change("an engine that serves", until)
+
+    def _wait_again(self, arrived: ArrivedRequest) -> None:
+        """Makes a request one that has not begun, for which no pause waits."""
+        if arrived.begun:
+            self._flow.wait_again(arrived)
+            if self._flow.draining and not self._flow.has_begun:
+                self._changes.tell()
 
     async def _run(self, engine: int, request: GenerationRequest, listener: Listener) -> Generation | None:
         """Plays a request on a member; returns None if the member died."""
@@ -304,10 +311,12 @@ class EngineFleet(RolloutEngine):
         self._calls[engine].give_up()
         self._changes.tell()
         if not self.health.restartable(engine):
-            self._spawn(self._end(engine))
+            self._background.start(end_member(self._members[engine], engine, self._call_seconds))
 
-    def _offer(self, engine: int) -> None:
-        self._loads.offer(engine, self.health.serves(engine))
+    def _offer(self, *engines: int) -> None:
+        """Lets members that serve take requests: those that are named, or all."""
+        for engine in engines or range(len(self._members)):
+            self._loads.offer(engine, self.health.serves(engine))
 
     def _raise_if_hopeless(self) -> None:
         if self._closed:
@@ -321,32 +330,19 @@ class EngineFleet(RolloutEngine):
         return asyncio.get_running_loop().time() + self._wait_seconds
 
     async def _wait_for_change(self, what: str, until: float | None) -> None:
-        """Waits for any change, for the sake of `what`, until that time of the event loop.
-
-        Raises:
-            EngineError: nothing changed.
-        """
+        """Waits for any change, for the sake of `what`; raises if none comes until that time of the event loop."""
         if not await self._changes.next(at=until):
             raise EngineError(f"Waited {self._wait_seconds:g} s for {what}; the fleet is: {self.health.summary()}.")
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = engine_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._ended)
 
     def _watch(self) -> None:
         """Starts the rounds of pings, of which there are none before the fleet is first used, nor when it is closed."""
         if not self._closed and (self._watching is None or self._watching.done()):
-            self._watching = engine_task(self._rounds())
-            self._watching.add_done_callback(self._ended)
+            self._watching = self._background.start(self._rounds())
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """Handles the end of a background task. After an error dead engines would not be found any more, so all
-        requests that wait for an engine fail."""
-        self._background.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        self._defect = EngineError(f"What watches the engines failed: {told(error)}")
+    def _fail(self, error: BaseException) -> None:
+        """Fails all requests that wait for an engine: after an error of a background task dead engines would not be
+        found any more."""
+        self._defect = EngineError(f"What watches the engines failed: {error_text(error)}")
         self._defect.__cause__ = error
         for calls in self._calls:
             calls.give_up()
@@ -373,14 +369,13 @@ class EngineFleet(RolloutEngine):
             for engine in self.health.living:
                 if engine not in asked and self.health.silence(engine, self._now) >= self._ping_seconds:
                     asked.add(engine)
-                    self._spawn(ping(engine))
+                    self._background.start(ping(engine))
             for engine in self.health.tick(self._now):
                 self._note_death(engine)
-            for engine in range(len(self._members)):
-                self._offer(engine)
+            self._offer()
             for engine in () if self._flow.asleep else self.health.to_restart:
                 self.health.restarting(engine)
-                self._spawn(self._replace(engine))
+                self._background.start(self._replace(engine))
 
     async def _replace(self, engine: int) -> None:
         member = self._members[engine]
@@ -403,11 +398,3 @@ class EngineFleet(RolloutEngine):
             await self.refresh(self._taker(engine))
         except Exception as error:  # of the trainer's side: the next push brings it out
             log.warning("fleet.no_refresh", engine=engine, reason=f"{type(error).__name__}: {error}")
-
-    async def _end(self, engine: int) -> None:
-        """Closes a member that is not used any more; one that does not close is abandoned."""
-        try:
-            async with asyncio.timeout(self._call_seconds):
-                await self._members[engine].close()
-        except (TimeoutError, EngineError) as error:
-            log.warning("fleet.not_closed", engine=engine, reason=str(error) or "no answer in time")

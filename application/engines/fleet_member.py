@@ -4,11 +4,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import structlog
 from attrs import define, field, frozen
 
 from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.episodes.generation import Generation
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -55,6 +59,42 @@ def engine_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     task = asyncio.create_task(engine_work(work))
     task.add_done_callback(lambda _: work.close())
     return task
+
+
+async def end_member(member: FleetMember, number: int, seconds: float) -> None:
+    """Closes a member that is not used any more; one that does not close in so many seconds is abandoned."""
+    try:
+        async with asyncio.timeout(seconds):
+            await member.close()
+    except (TimeoutError, EngineError) as error:
+        log.warning("fleet.not_closed", engine=number, reason=str(error) or "no answer in time")
+
+
+@define
+class BackgroundTasks:
+    """Tasks of engine work that nobody awaits; `failed` hears the error of one."""
+
+    failed: Callable[[BaseException], None]
+    _tasks: set[asyncio.Task[None]] = field(factory=set)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a task, and returns it."""
+        task = engine_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def cancel(self) -> None:
+        """Cancels all tasks, and waits for their end."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failed(error)
 
 
 @define
@@ -106,12 +146,17 @@ class MemberCalls:
 
 @define
 class Listener:
-    """Calls `on_token`, if there is one, once for each position of a reply, however often the reply is played."""
+    """Calls `on_token`, if there is one, once for each position of a reply, however often the reply is played. An
+    attempt that samples another token than it has been called with tells nothing from there on."""
 
     on_token: Callable[[int], None] | None
-    told: int = 0
-    """Number of positions for which it has been called."""
+    _told: list[int] = field(factory=list)
     _attempt: int = 0
+
+    @property
+    def told(self) -> int:
+        """Number of positions for which `on_token` has been called."""
+        return len(self._told)
 
     def attempt(self) -> Callable[[int], None] | None:
         """Returns the `on_token` of an attempt, which has an effect until the attempt is `over`."""
@@ -121,13 +166,26 @@ class Listener:
 
         def hear(token: int) -> None:
             nonlocal heard
-            if mine == self._attempt:
-                heard += 1
-                if heard > self.told:
-                    self.told = heard
-                    on_token(token)
+            if mine != self._attempt:
+                return
+            if heard == self.told:
+                self._told.append(token)
+                on_token(token)
+            elif token != self._told[heard]:
+                self.over()
+            heard += 1
 
         return hear
+
+    def accepts(self, reply: Generation) -> bool:
+        """Returns whether a reply has all tokens that were told; one that was aborted may have too few.
+
+        Raises:
+            EngineError: it has others.
+        """
+        if [*reply.token_ids[: self.told]] != self._told[: len(reply.token_ids)]:
+            raise EngineError("The engine of a streamed reply died, and another sampled other tokens: ask again.")
+        return len(reply.token_ids) >= self.told
 
     def over(self) -> None:
         """Ends an attempt: tokens that its engine still sends are ignored."""

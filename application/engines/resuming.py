@@ -4,11 +4,12 @@ The tokens so far become part of the prompt, so that their keys and values are c
 each token keeps the log-prob and the version with which it was sampled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import evolve
 
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
+from rollgrad.domain.ports.profiled import Profiled
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
 
@@ -26,13 +27,21 @@ class ContinuingEngine(RolloutEngine):
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        likeliest: list[Sequence[tuple[int, float]]] = []
         while True:
             part = await self._engine.generate(_remaining(request, tokens), on_token=on_token)
             tokens.extend(part.token_ids)
             logprobs.extend(part.logprobs)
             versions.extend(part.versions)
+            likeliest.extend(part.top_logprobs)
             if part.stop_reason is not StopReason.ABORTED:
-                return Generation(token_ids=tokens, logprobs=logprobs, versions=versions, stop_reason=part.stop_reason)
+                return Generation(
+                    token_ids=tokens,
+                    logprobs=logprobs,
+                    versions=versions,
+                    stop_reason=part.stop_reason,
+                    top_logprobs=likeliest,
+                )
 
     async def pause(self, mode: PauseMode) -> None:
         """Implements `RolloutEngine.pause`."""
@@ -49,6 +58,15 @@ class ContinuingEngine(RolloutEngine):
     async def wake(self) -> None:
         """Implements `RolloutEngine.wake`."""
         await self._engine.wake()
+
+    async def begin_profile(self) -> None:
+        """Implements `Profiled.begin_profile`, for an engine that is one."""
+        if isinstance(self._engine, Profiled):
+            await self._engine.begin_profile()
+
+    async def end_profile(self) -> Mapping[str, bytes]:
+        """Implements `Profiled.end_profile`."""
+        return await self._engine.end_profile() if isinstance(self._engine, Profiled) else {}
 
 
 def _remaining(request: GenerationRequest, tokens: list[int]) -> GenerationRequest:

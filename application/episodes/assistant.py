@@ -8,14 +8,16 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from attrs import evolve
 
-from rollgrad.application.episodes.chat_service import ChatRequest, ChatService, check_length
+from rollgrad.application.episodes.chat_request import ChatRequest, check_length
+from rollgrad.application.episodes.chat_service import ChatService
 from rollgrad.application.episodes.ledger import TokenLedger
 from rollgrad.application.episodes.reply import ChatReply, OnPiece
 from rollgrad.application.episodes.runtime import AgentRuntime, PlayedTurn
 from rollgrad.application.episodes.session import AgentSession
+from rollgrad.application.episodes.stop_text import StopText
 from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.domain.episodes.generation import SamplingParams
-from rollgrad.domain.episodes.messages import Message, ParsedReply, assistant_message
+from rollgrad.domain.episodes.messages import Message, ParsedReply, ReplyForm, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.chat_codec import ChatCodec
@@ -64,27 +66,32 @@ class Assistant:
         return Conversation(self, TokenLedger(self._codec), messages)
 
     async def answer(self, request: ChatRequest, on_piece: OnPiece | None = None) -> ChatReply:
-        """Answers a conversation that a client keeps. A client with tools of its own gets one reply, and runs them
-        itself; otherwise the assistant runs its tools, and returns only the answer.
+        """Answers a conversation that a client keeps, or continues a plain text. A client with tools of its own gets
+        one reply, and runs them itself; otherwise the assistant runs its tools, and returns only the answer.
 
         Raises:
             DataError: the template refuses the messages.
             RefusedError: the conversation is too long, or too many requests are in flight.
         """
+        if request.prompt is not None:
+            return await self.service.reply(request, self._params, on_piece=on_piece)
         if request.tools or not await self._tools():
             messages = self._with_system(request.messages)
             return await self.service.reply(evolve(request, messages=messages), self._params, on_piece=on_piece)
-        params = evolve(self._params, **request.changes)
+        params = request.params(self._params)
         if self.service.max_tokens is not None:
             check_length(request, self.service.max_tokens)
         with self.service.place():
-            turns, _ = await self.play(request.messages, TokenLedger(self._codec), params)
+            turns, _ = await self.play(request.messages, TokenLedger(self._codec), params, form=request.form)
         last = turns[-1]
         answer = last.result.info.get("answer")
         parsed = ParsedReply(message=last.action.message if answer is None else assistant_message(str(answer)))
+        reply = ChatReply(parsed=parsed, generation=last.action.generation, prompt_token_ids=last.prompt_token_ids)
+        if request.stops:
+            reply = StopText(request.stops).finish(reply)
         if on_piece is not None:
-            on_piece("content", str(parsed.message["content"]))
-        return ChatReply(parsed=parsed, generation=last.action.generation, prompt_token_ids=last.prompt_token_ids)
+            on_piece("content", str(reply.parsed.message["content"]))
+        return reply
 
     async def play(
         self,
@@ -92,18 +99,25 @@ class Assistant:
         ledger: TokenLedger,
         params: SamplingParams | None = None,
         *,
+        form: ReplyForm | None = None,
         on_piece: OnPiece | None = None,
         on_turn: Callable[[PlayedTurn], None] = lambda turn: None,
     ) -> tuple[list[PlayedTurn], list[Message]]:
-        """Plays from `messages` to an answer; returns the turns and the conversation with them.
+        """Plays from `messages` to an answer, in a form if one is given; returns the turns and the conversation with
+        them.
 
         Raises:
             DataError: there is no room for a reply.
         """
-        session = AgentSession(ToolEnvironment(await self._tools(), system_prompt=self._system_prompt))
+        tools = await self._tools()
+        session = AgentSession(ToolEnvironment(tools, system_prompt=self._system_prompt))
+        if form is not None:
+            form = evolve(form, calls=tuple(tool.name for tool in tools), several=True)
         prompt = Prompt(token_ids=(), text="", messages=tuple(messages))
         turns = []
-        async for turn in self._runtime.play(session, ledger, prompt, params or self._params, on_piece=on_piece):
+        async for turn in self._runtime.play(
+            session, ledger, prompt, params or self._params, form=form, on_piece=on_piece
+        ):
             turns.append(turn)
             on_turn(turn)
         if not turns:

@@ -7,62 +7,39 @@ nothing is recorded after `seal`.
 """
 
 import asyncio
+import contextvars
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import structlog
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
+from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError, check_length
 from rollgrad.application.episodes.ledger import Prepared, TokenLedger
-from rollgrad.application.episodes.reply import ChatReply, OnPiece, sample_reply
+from rollgrad.application.episodes.reply import ChatReply, OnPiece, sample_reply, sample_text
 from rollgrad.application.episodes.stop_text import StopText
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
-from rollgrad.domain.episodes.messages import Message, ParsedReply, texts
+from rollgrad.domain.episodes.messages import Message, ParsedReply
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
+from rollgrad.domain.errors import ConfigurationError, ForeignError
 from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
-CHARACTERS_PER_TOKEN = 32
-"""Largest average number of characters of a token: prose has 3 to 5, and runs of spaces, the longest tokens, about
-20."""
+UNPRESCRIBED = (
+    "The form of a reply (response_format, a tool_choice that requires a call) cannot be prescribed while the model is "
+    "trained{}: the loss would not know the tokens that were allowed. Leave it out, and let the reward tell a wrong "
+    "form."
+)
+"""Refusal of a `ReplyForm` in a recorded session, with the reason in its middle."""
 
 log = structlog.get_logger(__name__)
 Rendered = TypeVar("Rendered")
-
-
-@frozen(kw_only=True)
-class ChatRequest:
-    """A request for one reply.
-
-    `changes` are the sampling settings that the client names (fields of `SamplingParams`).
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[ToolSchema] = ()
-    changes: Mapping[str, Any] = field(factory=dict)
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Texts that end the reply, and are not part of it."""
-        return tuple(self.changes.get("stop_strings", ()))
-
-
-class RefusedError(RollgradError, RuntimeError):
-    """The session takes no more requests, or not this one. `kind`: sealed, turn_limit, context_length,
-    conflict or busy."""
-
-    def __init__(self, message: str, kind: str = "sealed") -> None:
-        super().__init__(message)
-        self.kind = kind
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.kind)
 
 
 class ChatService:
@@ -73,16 +50,26 @@ class ChatService:
         codec: converts messages to tokens and back.
         max_waiting: largest number of requests in flight; more are refused (`busy`).
         max_tokens: of a conversation outside of sessions; None for no limit. A reply that would exceed it is truncated.
+        unprescribed: the refusal of a `ReplyForm` in sessions; None where the trainer's log-probs are of the tokens
+            that a form allows.
     """
 
     def __init__(
-        self, engine: RolloutEngine, codec: ChatCodec, *, max_waiting: int = 4096, max_tokens: int | None = None
+        self,
+        engine: RolloutEngine,
+        codec: ChatCodec,
+        *,
+        max_waiting: int = 4096,
+        max_tokens: int | None = None,
+        unprescribed: str | None = UNPRESCRIBED.format(""),
     ) -> None:
         self._engine = engine
         self._codec = codec
         self._max_waiting = max_waiting
         self.max_tokens = max_tokens
         """Largest number of tokens of a conversation outside of sessions; None for no limit."""
+        self.unprescribed = unprescribed
+        """Refusal of a `ReplyForm` in sessions; None where they take it."""
         self.renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-render")
         """Thread that tokenises conversations: a long one takes seconds, for which the event loop must not block."""
         self._in_flight = 0
@@ -92,6 +79,11 @@ class ChatService:
     def in_flight(self) -> int:
         """Number of requests being answered."""
         return self._in_flight
+
+    @property
+    def full(self) -> bool:
+        """Whether another request would be refused."""
+        return self._in_flight >= self._max_waiting
 
     def open(self, prompt: Prompt, params: SamplingParams, limits: "SessionLimits") -> "RecordedSession":
         """Returns a session that records a rollout; its `key` is the secret that gives access to it."""
@@ -116,15 +108,14 @@ class ChatService:
             RefusedError: the conversation leaves no room for a reply, or too many requests are in flight.
         """
         with self.place():
-            token_ids = (await self.rendered(request, self._codec.render)).token_ids
-            prepared = Prepared(token_ids=token_ids, messages=tuple(request.messages), tools=tuple(request.tools))
-            params = evolve(defaults, **request.changes)
+            prepared = await self._prepared(request)
+            params = request.params(defaults)
             room = prepared.room(params.max_new_tokens, self.max_tokens)
             if room < 1:
                 sentence = _no_room(prepared, f"the {self.max_tokens} that the model takes: shorten it")
                 raise RefusedError(sentence, "context_length")
             params = evolve(params, max_new_tokens=room)
-            return await self.sample(prepared, params, stops=request.stops, on_piece=on_piece)
+            return await self.sample(prepared, params, request, on_piece=on_piece)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Returns the tokens of a conversation with the beginning of a reply.
@@ -134,7 +125,22 @@ class ChatService:
             RefusedError: the conversation is too long for the model, or too many requests are in flight.
         """
         with self.place():
-            return len((await self.rendered(request, self._codec.render)).token_ids)
+            return len((await self._prepared(request)).token_ids)
+
+    async def _prepared(self, request: ChatRequest) -> Prepared:
+        prompt = request.prompt
+        if isinstance(prompt, tuple):
+            return Prepared(token_ids=prompt)
+        if prompt is not None:
+            tokens = await self.rendered(request, lambda messages, tools: self._codec.encode_prompt(prompt))
+            return Prepared(token_ids=tokens)
+        rendered = await self.rendered(request, self._codec.render)
+        return Prepared(
+            token_ids=rendered.token_ids,
+            images=rendered.images,
+            messages=tuple(request.messages),
+            tools=tuple(request.tools),
+        )
 
     async def rendered(
         self, request: ChatRequest, render: Callable[[Sequence[Message], Sequence[ToolSchema]], Rendered]
@@ -161,7 +167,7 @@ class ChatService:
         Raises:
             RefusedError: too many are in flight.
         """
-        if self._in_flight >= self._max_waiting:
+        if self.full:
             raise RefusedError(f"{self._in_flight} requests are in flight, the most that are taken: try again.", "busy")
         self._in_flight += 1
         try:
@@ -173,32 +179,24 @@ class ChatService:
         self,
         prepared: Prepared,
         params: SamplingParams,
+        request: ChatRequest,
         *,
-        stops: Sequence[str] = (),
         on_piece: OnPiece | None = None,
     ) -> ChatReply:
-        """Samples one reply to `prepared`, up to the first of `stops`.
+        """Samples one reply to `prepared` in the form of the request, up to the first of its stop texts.
 
         Raises:
+            DataError: this model's replies cannot be given the form.
             EngineError: the engine ended the request before its first token.
         """
-        if not stops:
-            return await sample_reply(self._engine, self._codec, prepared, params, on_piece=on_piece)
-        cut = StopText(stops, on_piece)
-        reply = await sample_reply(
-            self._engine, self._codec, prepared, params, on_piece=None if on_piece is None else cut.hear
-        )
-        return cut.finish(reply)
-
-
-@frozen(kw_only=True)
-class Origin:
-    """Identity of a request: its `key`, the `digest` of its body, and whether it repeats an earlier one
-    (`is_retry`)."""
-
-    key: str
-    digest: str
-    is_retry: bool = False
+        if request.prompt is None:
+            sampled = partial(sample_reply, self._engine, self._codec, prepared, params, form=request.form)
+        else:
+            sampled = partial(sample_text, self._engine, self._codec, prepared, params)
+        if not request.stops:
+            return await sampled(on_piece=on_piece)
+        cut = StopText(request.stops, on_piece)
+        return cut.finish(await sampled(on_piece=None if on_piece is None else cut.hear))
 
 
 @frozen(kw_only=True)
@@ -225,6 +223,7 @@ class RecordedSession:
         self.refused: dict[str, int] = {}
         """Requests refused, by kind."""
         self._service = service
+        self._context = contextvars.copy_context()  # of the episode, to which belongs what is recorded of its replies
         self._params = params
         self._limits = limits
         self._sealed = False
@@ -252,12 +251,18 @@ class RecordedSession:
             return await self._reply_of(repeated)
         if self._sealed:
             self._refuse("The session is closed: its episode has ended.", "sealed")
+        if request.form is not None and self._service.unprescribed is not None:
+            self._refuse(self._service.unprescribed, "unsupported")
+        if request.prompt is not None:
+            self._refuse(
+                "A session records conversations: ask for chat completions instead of completions.", "unsupported"
+            )
         number = next(number for number in itertools.count() if number not in self._numbers)
         if number >= self._limits.max_turns:
             self.stopped = StopReason.TURN_LIMIT
             self._refuse(f"The session has had its {self._limits.max_turns} replies (rollout.max_turns).", "turn_limit")
         self._numbers.add(number)
-        task = asyncio.create_task(self._answer(request, number, on_piece))
+        task = asyncio.create_task(self._answer(request, number, on_piece), context=self._context.copy())
         self._running.add(task)
         task.add_done_callback(self._finished)
         if origin is not None:
@@ -326,7 +331,7 @@ class RecordedSession:
         self, prepared: Prepared, params: SamplingParams, request: ChatRequest, on_piece: OnPiece | None
     ) -> ChatReply:
         try:
-            return await self._service.sample(prepared, params, stops=request.stops, on_piece=on_piece)
+            return await self._service.sample(prepared, params, request, on_piece=on_piece)
         except ConfigurationError as error:  # the engine: more tokens than the model has positions
             self.stopped = StopReason.LENGTH
             self._refuse(str(error), "context_length")
@@ -336,7 +341,7 @@ class RecordedSession:
         ignored = sorted(
             name
             for name, value in request.changes.items()
-            if name not in ("max_new_tokens", "seed", "stop_strings") and value != getattr(params, name)
+            if name not in ("max_new_tokens", "seed", "stop_strings", "top_logprobs") and value != getattr(params, name)
         )
         if ignored and not self._warned:
             self._warned = True
@@ -352,6 +357,7 @@ class RecordedSession:
             max_new_tokens=room,
             stop_strings=(*params.stop_strings, *request.stops),
             seed=(params.seed + number) % 2**63,
+            top_logprobs=request.changes.get("top_logprobs", 0),
         )
 
     def _refuse(self, message: str, kind: str) -> NoReturn:
@@ -362,21 +368,6 @@ class RecordedSession:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # marks the error as seen, because no caller may be left
-
-
-def check_length(request: ChatRequest, max_tokens: int) -> None:
-    """Refuses a conversation that is too long by its characters, so that no time is spent on tokenising it.
-
-    Raises:
-        RefusedError: it has more than CHARACTERS_PER_TOKEN characters for each of `max_tokens`.
-    """
-    characters = sum(map(len, texts([request.messages, request.tools])))
-    if characters > max_tokens * CHARACTERS_PER_TOKEN:
-        sentence = (
-            f"The conversation has {characters} characters, which leaves no room for a reply within the {max_tokens} "
-            "tokens that it may have: shorten it."
-        )
-        raise RefusedError(sentence, "context_length")
 
 
 def _no_room(prepared: Prepared, limit: str) -> str:

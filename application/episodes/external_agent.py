@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
 from rollgrad.application.episodes.judging import answer_request, judge_request, judged
-from rollgrad.application.foreign import foreign_code, told
+from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.rewards import FailureKind, Reward, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
@@ -57,6 +57,11 @@ class ServedAgentExecutor(AgentExecutor):
 
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         """Implements `AgentExecutor.run`."""
+        if request.prompt.images:
+            raise ConfigurationError(
+                "The prompt has images, which an agent that is a client is not given: play an environment, or leave "
+                "out --data.image_key."
+            )
         url = await self._url()
         session = self._service.open(request.prompt, request.params, self._limits)
         task = AgentTask(
@@ -73,7 +78,7 @@ class ServedAgentExecutor(AgentExecutor):
             raise  # every episode would fail in the same way
         except RollgradError as error:  # it fails this episode only
             if session.stopped is None:
-                words = str(error) if isinstance(error, ForeignError) else f"The agent raised {told(error)}"
+                words = str(error) if isinstance(error, ForeignError) else f"The agent raised {error_text(error)}"
                 return request.failure(FailureKind.ENVIRONMENT, words)
         finally:
             await session.seal()

@@ -7,21 +7,25 @@ branch; every sampled token is an action in exactly one trajectory. Does not own
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from attrs import define, field, frozen
 
 from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.messages import Message, same_message
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
-from rollgrad.domain.errors import TrajectoryError
-from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
+from rollgrad.domain.errors import DataError, TrajectoryError
+from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, SeesImages, ToolSchema
 
 
 @frozen(kw_only=True, eq=False)
 class Prepared:
-    """A prompt for the engine. `parent` is the turn whose tokens it continues; None opens a branch."""
+    """A prompt for the engine, with the images that some of its tokens stand for. `parent` is the turn whose tokens it
+    continues; None opens a branch."""
 
     token_ids: tuple[int, ...]
+    images: PlacedImages = ()
     messages: tuple[Message, ...] = ()
     tools: tuple[ToolSchema, ...] = ()
     parent: int | None = None
@@ -45,6 +49,14 @@ class _Turn:
 
     def __attrs_post_init__(self) -> None:
         self.token_ids = (*self.prepared.token_ids, *self.generation.token_ids)
+
+    def followed_by(self, added: RenderedPrompt) -> PlacedImages:
+        """Returns the images of the turn's tokens and those of the tokens added to them."""
+        return (*self.prepared.images, *(placed.moved(len(self.token_ids)) for placed in added.images))
+
+    def shows(self, images: PlacedImages) -> bool:
+        """Returns whether the turn's tokens have the first of `images`, and no others."""
+        return self.prepared.images == tuple(placed for placed in images if placed.start < len(self.token_ids))
 
 
 @frozen(kw_only=True, eq=False)
@@ -111,27 +123,52 @@ class TokenLedger:
             turn = self._turns[best]
             new = tuple(messages[len(turn.keys) :])
             messages = (*turn.messages, *new)
-            between = self._codec.extend(turn.messages, new, tools, reply_token_ids=turn.generation.token_ids)
+            between = self._between(turn, new, tools)
             if between is not None:
                 return Prepared(
-                    token_ids=(*turn.token_ids, *between), messages=messages, tools=tuple(tools), parent=best
+                    token_ids=(*turn.token_ids, *between.token_ids),
+                    images=turn.followed_by(between),
+                    messages=messages,
+                    tools=tuple(tools),
+                    parent=best,
                 )
-        token_ids = self._codec.render(messages, tools).token_ids
+        rendered = self._codec.render(messages, tools)
         return Prepared(
-            token_ids=token_ids, messages=tuple(messages), tools=tuple(tools), parent=self._longest_prefix(token_ids)
+            token_ids=rendered.token_ids,
+            images=rendered.images,
+            messages=tuple(messages),
+            tools=tuple(tools),
+            parent=self._longest_prefix(rendered),
         )
 
-    def follow(self, text: str) -> Prepared:
-        """Returns the prompt that continues the latest reply with `text`, in which special tokens are real.
+    def _between(self, turn: _Turn, new: Sequence[Message], tools: Sequence[ToolSchema]) -> RenderedPrompt | None:
+        reply = turn.generation.token_ids
+        if isinstance(self._codec, SeesImages):
+            return self._codec.continued(turn.messages, new, tools, reply_token_ids=reply)
+        token_ids = self._codec.extend(turn.messages, new, tools, reply_token_ids=reply)
+        return None if token_ids is None else RenderedPrompt(text="", token_ids=token_ids)
+
+    def follow(self, text: str, images: Sequence[Any] = ()) -> Prepared:
+        """Returns the prompt that continues the latest reply with `text`, in which special tokens are real, the marks
+        of `images` too.
 
         Raises:
             TrajectoryError: nothing has been sampled yet.
+            DataError: images cannot be read, or the codec's model sees none.
         """
         if not self._turns:
             raise TrajectoryError("There is no reply yet that a text could follow.")
         latest = self._turns[-1]
+        if images and not isinstance(self._codec, SeesImages):
+            raise DataError("The environment returned images, but the model sees none: leave them out.")
+        added = (
+            self._codec.marked(text, images, earlier=len(latest.prepared.images))
+            if isinstance(self._codec, SeesImages)
+            else RenderedPrompt(text=text, token_ids=self._codec.encode(text))
+        )
         return Prepared(
-            token_ids=(*latest.token_ids, *self._codec.encode(text)),
+            token_ids=(*latest.token_ids, *added.token_ids),
+            images=latest.followed_by(added),
             messages=(*latest.messages, {"role": "user", "content": text}),
             tools=latest.prepared.tools,
             parent=len(self._turns) - 1,
@@ -212,7 +249,12 @@ class TokenLedger:
             index = self._turns[index].prepared.parent
         new = [index for index in reversed(path) if index not in trained]
         trained.update(new)
-        builder = TrajectoryBuilder(self._turns[new[0]].prepared.token_ids, group_id=group_id, sample_id=sample_id)
+        builder = TrajectoryBuilder(
+            self._turns[new[0]].prepared.token_ids,
+            group_id=group_id,
+            sample_id=sample_id,
+            images=self._turns[leaf].prepared.images,
+        )
         for index in new:
             turn = self._turns[index]
             builder.expect_prefix(turn.prepared.token_ids)
@@ -221,11 +263,12 @@ class TokenLedger:
             builder.set_reward(turn.reward)
         return builder
 
-    def _longest_prefix(self, token_ids: tuple[int, ...]) -> int | None:
-        best: int | None = None
+    def _longest_prefix(self, prompt: RenderedPrompt) -> int | None:
+        token_ids, best = prompt.token_ids, None
         for index, turn in enumerate(self._turns):
             longer = best is None or len(turn.token_ids) > len(self._turns[best].token_ids)
-            if longer and not turn.dropped and token_ids[: len(turn.token_ids)] == turn.token_ids:
+            begins = token_ids[: len(turn.token_ids)] == turn.token_ids
+            if longer and begins and not turn.dropped and turn.shows(prompt.images):
                 best = index
         return best
 

@@ -1,7 +1,7 @@
 """`AgentRuntime`: the loop of sampling and environment steps, for training and serving."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -12,10 +12,10 @@ from rollgrad.application.episodes.reply import OnPiece, sample_reply, sample_to
 from rollgrad.application.episodes.session import AgentSession
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
-from rollgrad.domain.episodes.messages import Action, assistant_message
+from rollgrad.domain.episodes.messages import Action, ReplyForm, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ForeignError
-from rollgrad.domain.ports.chat_codec import ChatCodec
+from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, SeesImages
 from rollgrad.domain.ports.environment import StepResult, WholePrompt
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
@@ -65,12 +65,13 @@ class AgentRuntime:
         prompt: Prompt,
         params: SamplingParams,
         *,
+        form: ReplyForm | None = None,
         on_piece: OnPiece | None = None,
     ) -> AsyncIterator[PlayedTurn]:
         """Starts the session and plays it to its end, a turn at a time; the last turn says why it is the last.
 
-        There is no turn if not even the opening fits into `max_tokens`. `on_piece` is called with pieces of replies as
-        they are sampled, if they are messages.
+        There is no turn if not even the opening fits into `max_tokens`. `form` is that of each reply, and
+        `on_piece` is called with pieces of replies as they are sampled, if they are messages.
         """
         await session.start(prompt)
         prepared, seed = await self._rendered(self._opening, session, ledger, prompt), params.seed
@@ -80,7 +81,7 @@ class AgentRuntime:
                 return
             # Each turn has a random stream of its own: with the same seed every turn would draw the same numbers.
             seeded = evolve(params, seed=(seed + turn) % 2**63, max_new_tokens=room)
-            action = await self._act(prepared, ledger, seeded, session, on_piece)
+            action = await self._act(prepared, ledger, seeded, session, form, on_piece)
             result = await session.advance(action)
             ledger.set_reward(ledger.turns - 1, result.reward or 0.0)
             following = None
@@ -99,6 +100,7 @@ class AgentRuntime:
         ledger: TokenLedger,
         params: SamplingParams,
         session: AgentSession,
+        form: ReplyForm | None,
         on_piece: OnPiece | None,
     ) -> Action:
         if session.messages is None:
@@ -106,7 +108,7 @@ class AgentRuntime:
             text = self._codec.decode(generation.token_ids)
             action = Action(text=text, generation=generation, message=assistant_message(text))
         else:
-            reply = await sample_reply(self._engine, self._codec, prepared, params, on_piece=on_piece)
+            reply = await sample_reply(self._engine, self._codec, prepared, params, form=form, on_piece=on_piece)
             action = Action(
                 text=self._codec.decode(reply.generation.token_ids),
                 generation=reply.generation,
@@ -129,13 +131,22 @@ class AgentRuntime:
 
     def _opening(self, session: AgentSession, ledger: TokenLedger, prompt: Prompt) -> Prepared:
         if session.messages is None:
-            before = () if isinstance(session.opening, WholePrompt) else prompt.token_ids
-            return Prepared(token_ids=(*before, *self._codec.encode(session.opening)))
+            if isinstance(session.opening, WholePrompt):  # it has the marks of the prompt's images
+                whole = self._written(session.opening, [placed.image.data for placed in prompt.images])
+                return Prepared(token_ids=whole.token_ids, images=whole.images)
+            added = self._written(session.opening)
+            return Prepared(token_ids=(*prompt.token_ids, *added.token_ids), images=prompt.images)
         return ledger.prepare(session.messages, session.tools)
+
+    def _written(self, text: str, images: Sequence[bytes] = ()) -> RenderedPrompt:
+        """Returns the tokens of an environment's text, whose marks stand for `images`."""
+        if isinstance(self._codec, SeesImages):
+            return self._codec.marked(text, images)
+        return RenderedPrompt(text=text, token_ids=self._codec.encode(text))
 
     def _next(self, session: AgentSession, ledger: TokenLedger, result: StepResult) -> Prepared:
         if session.messages is None:
-            return ledger.follow(str(result.observation))
+            return ledger.follow(str(result.observation), result.images)
         return ledger.prepare(session.messages, session.tools)
 
     @staticmethod

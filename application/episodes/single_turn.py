@@ -44,7 +44,7 @@ class SingleTurnExecutor(AgentExecutor):
         try:
             with foreign_code(lambda words: EngineError(f"The engine raised {words}")):
                 generation = await self._engine.generate(
-                    GenerationRequest(prompt_token_ids=prompt.token_ids, params=params)
+                    GenerationRequest(prompt_token_ids=prompt.token_ids, params=params, images=prompt.images)
                 )
                 response = self._codec.decode(generation.token_ids)
         except EngineError as error:
@@ -66,7 +66,9 @@ class SingleTurnExecutor(AgentExecutor):
                 (reward,) = await self._rewards.score([question])
         except RewardError as error:
             return request.unjudged(error)
-        builder = TrajectoryBuilder(prompt.token_ids, group_id=request.group_id, sample_id=request.sample_id)
+        builder = TrajectoryBuilder(
+            prompt.token_ids, group_id=request.group_id, sample_id=request.sample_id, images=prompt.images
+        )
         builder.add_action(generation)
         builder.set_reward(reward.value)
         trajectory = builder.build(

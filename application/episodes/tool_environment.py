@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import structlog
 from attrs import evolve
 
-from rollgrad.application.foreign import foreign_code, told
+from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.messages import Action, Message, ToolCall, ToolResult, tool_message
 from rollgrad.domain.episodes.prompts import Prompt
@@ -126,7 +126,7 @@ class ToolEnvironment(Environment):
             with foreign_code(ForeignError):
                 return await tool.call(call.arguments)
         except RollgradError as error:  # a defect of the tool: the model is told no details
-            log.warning("tool_failed", tool=call.name, error=told(error.__cause__ or error))
+            log.warning("tool_failed", tool=call.name, error=error_text(error.__cause__ or error))
             return ToolResult(content=f"The tool {call.name!r} failed.", is_error=True)
 
     async def _finish(self, answer: str, results: Sequence[Message] = ()) -> StepResult:

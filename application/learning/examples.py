@@ -11,6 +11,7 @@ from torch import Tensor
 from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.batches.metrics import joined
+from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
 
@@ -71,7 +72,7 @@ class ExampleLearner(Generic[Example]):
             NonFiniteUpdateError: the loss or the gradient is not finite; nothing has changed.
         """
         batch = self._pack(examples)
-        metrics = self._model.update(split(batch, self._max_tokens, self._shares), self.objective_for(examples))
+        metrics = self._model.update(self._passes(batch), self.objective_for(examples))
         counts = {"tokens": float(batch.token_count), "trained_tokens": float(batch.action_mask_N.sum())}
         return {f"train/{name}": float(value) for name, value in (metrics | counts).items()}
 
@@ -79,15 +80,35 @@ class ExampleLearner(Generic[Example]):
         """Returns the loss of a batch of `examples`; here it is that of every batch."""
         return self._objective
 
-    def parts(self, examples: Sequence[Example]) -> list[ExampleBatch]:
+    def parts(self, examples: Sequence[Example]) -> Sequence[ExampleBatch]:
         """Returns the micro-batches of `examples`, with the weights that they have in all of them together."""
-        return split(self._pack(examples), self._max_tokens, self._shares)
+        return self._passes(self._pack(examples))
+
+    def portions(self, sets: Sequence[Sequence[Example]]) -> list[list[tuple[ExampleBatch, ExampleBatch]]]:
+        """Returns the micro-batches of each of several sets of examples, twice: with the weights that its examples have
+        in all sets together, and with those that they have in their own."""
+        whole, start = self._pack([example for examples in sets for example in examples]), 0
+        portions = []
+        for examples in sets:
+            alone = self._pack(examples)
+            within = whole.select(range(start, start + len(alone)))
+            portions.append(list(zip(self._passes(within), self._passes(alone), strict=True)))
+            start += len(alone)
+        return portions
 
     def measure_part(self, part: ExampleBatch, objective: Any = None) -> Mapping[str, Tensor | float]:
         """Returns the loss and the objective's metrics of one of the `parts`; `objective` is that for all of them,
         by default the loss of every batch."""
-        output = (objective or self._objective)(self._scores(part), part)
-        return {"loss": output.loss, **output.metrics}
+        return self.measure_alike([part], objective)[0]
+
+    def measure_alike(self, parts: Sequence[ExampleBatch], objective: Any = None) -> list[Mapping[str, Tensor | float]]:
+        """Returns what `measure_part` does of each of several micro-batches that differ in weights alone."""
+        scores = self._scores(parts[0])
+        outputs = [(objective or self._objective)(scores, part) for part in parts]
+        return [{"loss": output.loss, **output.metrics} for output in outputs]
+
+    def _passes(self, batch: ExampleBatch) -> Passes[ExampleBatch]:
+        return split(batch, self._max_tokens, self._shares, padded=self._model.padded())
 
     def save(self, checkpoints: CheckpointStore, name: str) -> None:
         """Writes the model under `name`."""

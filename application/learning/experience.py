@@ -7,7 +7,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from rollgrad.application.learning.microbatch import per_token
+from rollgrad.application.learning.microbatch import split
 from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms import shaping
@@ -16,6 +16,8 @@ from rollgrad.domain.algorithms.estimators import EstimatorInput, estimate
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.settings import Normalise, OldLogprobs
 from rollgrad.domain.batches.packed import RolloutBatch, pack
+from rollgrad.domain.batches.passes import Passes
+from rollgrad.domain.control.signs import PART
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, ValueModel
@@ -45,8 +47,10 @@ class ExperienceService:
         reward: settings of reward shaping.
         max_length: largest number of sampled tokens of an episode, for penalties of length; None without a limit.
         max_tokens: token budget of one forward pass.
+        shares: number of equal shares of it, as in `split`.
         steps_per_rollout: optimizer steps that one rollout feeds; with 1 the ratio is exactly 1 and the policy's
             log-probs before the update need not be computed for it.
+        always_scores: whether they are computed for it all the same, because an update's own are drawn with dropout.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class ExperienceService:
         max_length: int | None,
         max_tokens: int,
         steps_per_rollout: int,
+        shares: int = 1,
+        always_scores: bool = False,
     ) -> None:
         self._policy = policy
         self._reference = reference
@@ -69,7 +75,8 @@ class ExperienceService:
         self._max_length = max_length
         self._moments = shaping.RunningMoments()
         self._max_tokens = max_tokens
-        self._steps_per_rollout = steps_per_rollout
+        self._shares = shares
+        self._ratio_is_one = steps_per_rollout == 1 and not always_scores
 
     def make(
         self, trajectories: Sequence[Trajectory], kl_coef: float, baselines: Mapping[int, float] | None = None
@@ -85,13 +92,13 @@ class ExperienceService:
         if self._reference is not None:
             batch = evolve(
                 batch,
-                ref_logprobs_N=per_token(batch, self._max_tokens, lambda b: self._score(self._reference, b)),
+                ref_logprobs_N=self._reference.logprobs(self._passes(batch, self._reference)),
             )
             if not self._algo.kl.use_loss:
                 token_rewards_N, reference_kl = self._kl_penalty(batch, kl_coef)
                 metrics["policy/ref_kl"] = reference_kl
         if self._critic is not None:
-            batch = evolve(batch, values_N=per_token(batch, self._max_tokens, self._critic.values))
+            batch = evolve(batch, values_N=self._critic.all_values(self._passes(batch, self._critic)))
         batch = self._with_advantages(batch, token_rewards_N, metrics)
         return Experience(batch=batch, metrics=metrics, reference_kl=reference_kl)
 
@@ -148,9 +155,9 @@ class ExperienceService:
         if source is OldLogprobs.ROLLOUT:
             return evolve(batch, old_logprobs_N=batch.rollout_logprobs_N)
         penalised = self._reference is not None and not self._algo.kl.use_loss
-        if not penalised and (source is OldLogprobs.INTERPOLATE or self._steps_per_rollout == 1):
+        if not penalised and (source is OldLogprobs.INTERPOLATE or self._ratio_is_one):
             return batch
-        return evolve(batch, old_logprobs_N=per_token(batch, self._max_tokens, lambda b: self._score(self._policy, b)))
+        return evolve(batch, old_logprobs_N=self._policy.logprobs(self._passes(batch, self._policy)))
 
     def _kl_penalty(self, batch: RolloutBatch, kl_coef: float) -> tuple[Tensor, float]:
         """Returns -kl_coef x KL of each action token, the KL in the reward (Ziegler et al. 2019, eq. 2), and the mean
@@ -170,6 +177,9 @@ class ExperienceService:
             )
         weights = self._reward.weights or {}
         weights_K = torch.tensor([weights.get(name, 1.0) for name in batch.part_names])
+        if parts_SK is not None:
+            means_K = parts_SK.double().sum(0) * weights_K / batch.rollouts
+            metrics |= {f"{PART}{name}": float(mean) for name, mean in zip(batch.part_names, means_K, strict=True)}
         if parts_SK is not None and "reward_parts" in estimator_traits(advantage.estimator).needs:
             _check_parts(advantage.estimator, batch, (parts_SK * weights_K).sum(1))
         result = estimate(
@@ -192,19 +202,17 @@ class ExperienceService:
             std_norm=not advantage.no_std_norm,
             settings=getattr(self._algo.estimators, advantage.estimator, None),
         )
-        actions_A = result.advantages_N[batch.action_mask_N]
-        metrics["advantage/mean"] = float(actions_A.mean())
-        metrics["advantage/abs_mean"] = float(actions_A.abs().mean())
+        actions = batch.action_mask_N.sum()
+        metrics["advantage/mean"] = float(result.advantages_N.sum() / actions)
+        metrics["advantage/abs_mean"] = float(result.advantages_N.abs().sum() / actions)
         if batch.values_N is not None:
             metrics["critic/explained_variance"] = _explained_variance(
                 batch.values_N[batch.action_mask_N], result.returns_N[batch.action_mask_N]
             )
         return evolve(batch, advantages_N=result.advantages_N, returns_N=result.returns_N)
 
-    @staticmethod
-    def _score(model: PolicyModel | ReferenceModel | None, batch: RolloutBatch) -> Tensor:
-        assert model is not None
-        return model.score(batch).logprobs_N
+    def _passes(self, batch: RolloutBatch, model: PolicyModel | ReferenceModel | ValueModel) -> Passes[RolloutBatch]:
+        return split(batch, self._max_tokens, self._shares, padded=model.padded())
 
 
 def _check_parts(estimator: str, batch: RolloutBatch, named_S: Tensor) -> None:

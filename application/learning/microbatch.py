@@ -1,45 +1,24 @@
-"""Runs a per-token function over a batch within a token budget."""
+"""Division of a batch into forward passes within a token budget."""
 
-from collections.abc import Callable, Sequence
-
-import torch
-from torch import Tensor
-
-from rollgrad.domain.batches.packed import Batch, PackedBatch
-from rollgrad.domain.batches.partition import balanced_partitions, micro_batches, pieces
+from rollgrad.domain.batches.packed import Batch
+from rollgrad.domain.batches.partition import divided, micro_batches, padded_passes, pieces
+from rollgrad.domain.batches.passes import Passes
+from rollgrad.domain.batches.prefixes import shared_prefixes
 
 
-def split(batch: Batch, max_tokens: int, shares: int = 1) -> list[Batch]:
-    """Returns consecutive parts of `batch`, each within `max_tokens`: a longer unit goes alone, or sequence by sequence
-    where no loss compares them. Each of the `shares` that a part is divided into, one for each process or group of
-    them, is within its share of `max_tokens`, or as long as the longest unit."""
-    return [batch.select(index) for index in _indices(batch, max_tokens, shares)]
+def split(batch: Batch, max_tokens: int, shares: int = 1, *, padded: bool = False) -> Passes[Batch]:
+    """Returns parts of `batch`, each a forward pass of at most `max_tokens` distinct tokens: a longer unit goes alone,
+    or cut where no loss compares its sequences. Each of the `shares` of a part, one for each process or group of them,
+    is within its share of `max_tokens`, or as long as the longest unit; the whole batch is divided among them once, and
+    each share into passes then. With one share sequences stay in order.
 
-
-def per_token(batch: Batch, max_tokens: int, function: Callable[[Batch], Tensor]) -> Tensor:
-    """Returns `function`'s result for every token of `batch`, computed part by part."""
-    indices = _indices(batch, max_tokens)
-    results = torch.cat([function(batch.select(index)) for index in indices])
-    whole_N = torch.empty_like(results)
-    whole_N[torch.cat([batch.token_index(index) for index in indices])] = results
-    return whole_N
-
-
-def _indices(batch: PackedBatch, max_tokens: int, shares: int = 1) -> list[list[int]]:
-    together = pieces(batch, max_tokens // shares)
-    lengths = [sum(batch.lengths_S[sequences].tolist()) for sequences in together]
-    runs = micro_batches(lengths, max_tokens)
-    if shares > 1:
-        runs = [part for run in runs for part in _within_shares(run, lengths, max_tokens // shares, shares)]
-    return [[sequence for place in run for sequence in together[place]] for run in runs]
-
-
-def _within_shares(run: list[int], lengths: Sequence[int], budget: int, shares: int) -> list[list[int]]:
-    """Returns a run of units, cut in halves until no share of a part has more tokens than `budget`, or than the longest
-    unit."""
-    own = [lengths[unit] for unit in run]
-    largest = max(sum(own[place] for place in share) for share in balanced_partitions(own, shares))
-    if largest <= max(budget, *own):
-        return [run]
-    half = len(run) // 2
-    return [part for side in (run[:half], run[half:]) for part in _within_shares(side, lengths, budget, shares)]
+    For a model that computes sequences `padded`, the tokens of a pass are its rows times the longest, and sequences of
+    similar lengths go together."""
+    budget = max_tokens // shares
+    if padded:
+        return Passes(batch, padded_passes(batch, budget, shares))
+    together = pieces(batch, budget, shared_prefixes(batch))
+    own = divided(together, shares) if shares > 1 else [together]
+    count = max(len(micro_batches(share, budget)) for share in own)
+    runs = [[[s for piece in run for s in piece.sequences] for run in micro_batches(p, budget, count)] for p in own]
+    return Passes(batch, [[found[number] if number < len(found) else [] for found in runs] for number in range(count)])

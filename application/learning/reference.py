@@ -1,50 +1,23 @@
-"""Log-probs of preference pairs and labelled replies under a frozen reference: computed once, before training, and
-kept.
-
-Invariant: a key stands for one reference and one list of examples, so that what is kept under it never differs from
-what would be computed. A pass that was interrupted goes on where it stopped.
-"""
+"""Log-probs of preference pairs and labelled replies under a frozen reference: computed before training and kept, as
+`scores` describes, or in each step for examples that are streamed."""
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-import structlog
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from torch import Tensor
 
 from rollgrad.application.learning.microbatch import split
+from rollgrad.application.learning.scores import ScoredExamples, kept_scores
 from rollgrad.domain.batches.examples import pack_sequences
-from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.examples import Label, Preference, WeightedTokens
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.example_source import ExampleSource
-from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, TokenScores
+from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
 from rollgrad.domain.ports.score_store import ScoreStore
 
-log = structlog.get_logger(__name__)
-
-CHUNK = 128
-"""Examples that are scored, and kept, together."""
-CHECKED = 8
-"""Examples by which a policy is compared with its reference."""
-
 Judged = TypeVar("Judged", Preference, Label)
-
-
-class Referenced(ExampleSource[Judged], Generic[Judged]):
-    """`examples`, each with its `scores`: log-probs of its trained tokens under a reference."""
-
-    def __init__(self, examples: ExampleSource[Judged], scores: Sequence[Tensor]) -> None:
-        self._examples: ExampleSource[Judged] = examples
-        self._scores = scores
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> Judged:
-        example: Judged = evolve(self._examples[index], ref_logprobs_A=self._scores[index])
-        return example
 
 
 def with_reference(
@@ -56,7 +29,7 @@ def with_reference(
     max_tokens: int,
     shares: int = 1,
     name: str = "the examples",
-) -> Referenced[Judged]:
+) -> ScoredExamples[Judged]:
     """Returns the examples with their log-probs under a reference.
 
     Args:
@@ -68,20 +41,46 @@ def with_reference(
         shares: number of equal shares of it, as in `split`.
         name: says in the log which examples they are.
     """
-    scores = store.load(key)[: len(examples)]
-    if len(scores) < len(examples):
-        log.info(f"computing the reference's log-probs of {name}", examples=len(examples), kept=len(scores))
-        reference = make_reference()
-        for first in range(len(scores), len(examples), CHUNK):
-            chunk = [examples[index].replies for index in range(first, min(first + CHUNK, len(examples)))]
-            found = trained_logprobs(reference.score, chunk, max_tokens, shares)
-            scores.extend(store.append(key, first, found))
-    return Referenced(examples, scores)
+
+    def score(reference: ReferenceModel, chunk: list[Judged]) -> list[Tensor]:
+        return trained_logprobs(reference, [example.replies for example in chunk], max_tokens, shares)
+
+    name = f"the reference's log-probs of {name}"
+    scores = kept_scores(examples, make_reference, score, store, key=key, name=name)
+    return ScoredExamples(examples, scores, lambda example, found: evolve(example, ref_logprobs_A=found))
+
+
+@frozen(kw_only=True)
+class LiveReference:
+    """A reference that stays in memory while a model is trained.
+
+    Attributes:
+        model: gives it; loads it when it is asked for the first time.
+        max_tokens: token budget of one forward pass.
+        shares: number of equal shares of it, as in `split`.
+    """
+
+    model: Callable[[], ReferenceModel]
+    max_tokens: int
+    shares: int = 1
+
+    def logprobs(self, examples: Sequence[Sequence[WeightedTokens]]) -> list[Tensor]:
+        """Returns the log-probs of the trained tokens of each example, as `trained_logprobs` does."""
+        return trained_logprobs(self.model(), examples, self.max_tokens, self.shares)
+
+    def of(self, examples: Sequence[Judged]) -> list[Judged]:
+        """Returns the examples with their log-probs; those that have theirs are not scored."""
+        missing = [example.replies for example in examples if example.ref_logprobs_A is None]
+        found = iter(self.logprobs(missing) if missing else [])
+        return [
+            evolve(example, ref_logprobs_A=next(found)) if example.ref_logprobs_A is None else example
+            for example in examples
+        ]
 
 
 def check_start(
     policy: PolicyModel,
-    examples: ExampleSource[Judged],
+    examples: Sequence[Judged],
     *,
     max_tokens: int,
     tolerance: float,
@@ -92,8 +91,8 @@ def check_start(
     log 2.
 
     Args:
-        policy: scores some examples.
-        examples: with the reference's log-probs.
+        policy: scores the examples.
+        examples: a few, with the reference's log-probs.
         max_tokens: token budget of one forward pass.
         shares: number of equal shares of it, as in `split`.
         tolerance: mean difference of a token's log-prob that rounding may make, in nats.
@@ -102,9 +101,8 @@ def check_start(
     Raises:
         ConfigurationError: they differ by more.
     """
-    some = [examples[index] for index in range(min(CHECKED, len(examples)))]
-    expected = torch.cat([example.ref_logprobs_A for example in some if example.ref_logprobs_A is not None])
-    found = torch.cat(trained_logprobs(policy.score, [example.replies for example in some], max_tokens, shares))
+    expected = torch.cat([example.ref_logprobs_A for example in examples if example.ref_logprobs_A is not None])
+    found = torch.cat(trained_logprobs(policy, [example.replies for example in examples], max_tokens, shares))
     gap = float((found - expected).abs().mean())
     if not gap <= tolerance:
         raise ConfigurationError(
@@ -117,7 +115,7 @@ def check_start(
 
 
 def trained_logprobs(
-    score: Callable[[PackedBatch], TokenScores],
+    model: PolicyModel | ReferenceModel,
     examples: Sequence[Sequence[WeightedTokens]],
     max_tokens: int,
     shares: int = 1,
@@ -129,8 +127,8 @@ def trained_logprobs(
         group_ids=[place for place, replies in enumerate(examples) for _ in replies],
         sample_ids=[number for replies in examples for number in range(len(replies))],
     )
-    parts = split(batch, max_tokens, shares)
-    columns = [score(part).logprobs_N[part.action_mask_N].float().cpu() for part in parts]
+    passes = split(batch, max_tokens, shares, padded=model.padded())
+    logprobs_N = passes.merged([model.score(part).logprobs_N.float().cpu() for part in passes])
     sizes = [sum(reply.trained_length for reply in replies) for replies in examples]
-    scores: tuple[Tensor, ...] = torch.cat(columns).split_with_sizes(sizes)
+    scores: tuple[Tensor, ...] = logprobs_N[batch.action_mask_N].split_with_sizes(sizes)
     return list(scores)

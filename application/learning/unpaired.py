@@ -1,7 +1,7 @@
 """Learning from labelled replies: the distance from the reference that KTO compares with, for each optimizer step.
 
 It is measured on mismatched replies: each prompt of the step with the completion before it, in the step's seeded order.
-Their log-probs under the reference are computed once for all coming steps, and kept.
+Their log-probs under the reference are computed once for all coming steps, and kept; of streamed replies in each step.
 Invariant: the distance is that of the whole step, over all processes, however the step is divided.
 """
 
@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import structlog
 import torch
 from attrs import evolve
+from torch import Tensor
 
-from rollgrad.application.learning.examples import ExampleLearner
-from rollgrad.application.learning.reference import CHUNK, trained_logprobs
+from rollgrad.application.learning.examples import ExampleLearner, Pack
+from rollgrad.application.learning.reference import LiveReference, trained_logprobs
+from rollgrad.application.learning.scores import CHUNK
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective, reference_point
 from rollgrad.domain.batches.examples import mismatched, other_completion, pack_labels
 from rollgrad.domain.episodes.examples import Label
+from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
 from rollgrad.domain.ports.score_store import ScoreStore
@@ -82,8 +85,8 @@ def mismatched_references(
                 other_completion(labels[prompt].reply, labels[completion].reply, longest=longest)
                 for prompt, completion in chunk
             ]
-            found = trained_logprobs(reference.score, [(reply,) for reply in replies], max_tokens, shares)
-            sums = [float(logprobs_A.double().sum()) for logprobs_A in found]
+            found = trained_logprobs(reference, [(reply,) for reply in replies], max_tokens, shares)
+            sums = _sums(found)
             rows = [
                 torch.tensor([*places, logprob], dtype=torch.float64)
                 for places, logprob in zip(chunk, sums, strict=True)
@@ -93,16 +96,22 @@ def mismatched_references(
     return {places: known[places] for places in needed}
 
 
+def _sums(logprobs: Iterable[Tensor]) -> list[float]:
+    return [float(logprobs_A.double().sum()) for logprobs_A in logprobs]
+
+
 class UnpairedLearner(ExampleLearner[Label]):
     """Trains a language model on labelled replies, each step with its own distance from the reference.
 
     Args:
         model: a language model.
         objective: the loss, whose `kl` is set for each step.
-        references: log-probs of mismatched completions under the reference; None if the loss has no such distance.
+        references: log-probs of mismatched completions under the reference, or the reference itself; None if the loss
+            has no such distance.
         max_tokens: token budget of one micro-batch.
         shares: number of equal shares of it, as in `split`.
         longest: as in `mismatched_references`.
+        pack: makes the batch of an optimizer step.
     """
 
     def __init__(
@@ -110,25 +119,37 @@ class UnpairedLearner(ExampleLearner[Label]):
         model: PolicyModel,
         *,
         objective: UnpairedObjective,
-        references: Mapping[Places, float] | None,
+        references: Mapping[Places, float] | LiveReference | None,
         max_tokens: int,
         shares: int = 1,
         longest: int | None = None,
+        pack: Pack[Label] = pack_labels,
     ) -> None:
-        super().__init__(model, pack=pack_labels, objective=objective, max_tokens=max_tokens, shares=shares)
+        super().__init__(model, pack=pack, objective=objective, max_tokens=max_tokens, shares=shares)
         self._policy = model
         self._unpaired = objective
         self._references = references
         self._longest = longest
 
     def objective_for(self, examples: Sequence[Label]) -> UnpairedObjective:
-        """Returns the loss of a batch, with the distance from the reference that its mismatched replies have."""
-        if self._references is None:
+        """Returns the loss of a batch, with the distance from the reference that its mismatched replies have.
+
+        Raises:
+            DataError: a stream had one reply alone for it, which no other prompt takes.
+        """
+        references = self._references
+        if references is None:
             return self._unpaired
-        replies = mismatched(examples, longest=self._longest)
-        found = trained_logprobs(self._policy.score, [(reply,) for reply in replies], self._max_tokens, self._shares)
-        expected = [self._references[places] for places in rotated([label.place for label in examples])]
-        ratios_S = torch.stack([logprobs_A.double().sum() for logprobs_A in found]) - torch.tensor(
-            expected, dtype=torch.float64
-        )
+        replies = [(reply,) for reply in mismatched(examples, longest=self._longest)]
+        if isinstance(references, LiveReference):
+            if len(examples) < 2:
+                raise DataError(
+                    "Of the rows of a step one alone can be used, but kto puts each reply behind another's prompt: the "
+                    "warnings say why; mend the rows, or raise --train.batch_size."
+                )
+            expected = _sums(references.logprobs(replies))
+        else:
+            expected = [references[places] for places in rotated([label.place for label in examples])]
+        found = _sums(trained_logprobs(self._policy, replies, self._max_tokens, self._shares))
+        ratios_S = torch.tensor(found, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)
         return evolve(self._unpaired, kl=reference_point(ratios_S))

@@ -13,16 +13,23 @@ from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import REFERENCE_KL
 from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.batches.metrics import Common, Count, Metric, Total, over_steps
-from rollgrad.domain.batches.packed import RolloutBatch
+from rollgrad.domain.batches.packed import RolloutBatch, counts, spread
 from rollgrad.domain.batches.partition import minibatches
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
-from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
+from rollgrad.domain.ports.models import (
+    LossOutput,
+    PolicyModel,
+    PolicyObjective,
+    TokenScores,
+    ValueModel,
+    ValueObjective,
+)
 
 TURNS_SHOWN = 8
 """Number of first turns whose share of the gradient is logged."""
 
 KINDS: dict[str, type[Metric]] = {
-    **dict.fromkeys(("loss", "policy_loss", "positive_nll", "aux_loss"), Total),
+    **dict.fromkeys(("loss", "policy_loss", "positive_nll", "aux_loss", "router_z_loss"), Total),
     **dict.fromkeys(("grad_norm", "lr", "loss_scale"), Common),
     "skipped_steps": Count,
 }
@@ -33,11 +40,54 @@ KINDS: dict[str, type[Metric]] = {
 class UpdateReport:
     """An update: the `metrics` of its optimizer steps, combined as each says (`domain.batches.metrics`), under
     `policy/` and `critic/`; `reference_kl`, the KL term of the policy's loss in nats per token, None without one;
-    `loss_weights_N`, the weight of each token of the batch in the loss of its optimizer step, in the last epoch."""
+    `loss_weights_N`, the weight of each token of the batch in the loss of its optimizer step, in the last epoch;
+    `logprobs_N`, the log-probs of action tokens that the policy's only optimizer step computed before it changed the
+    weights; None if there were several steps. `entropies_N` (nats) of the policy's distribution at each token and
+    `clipped_N`, whether its ratio was clipped, in the last epoch. All three are None if the policy was not trained;
+    log-probs and entropies are NaN where no step passed a token through the model."""
 
     metrics: dict[str, float]
     reference_kl: float | None = None
     loss_weights_N: Tensor | None = None
+    logprobs_N: Tensor | None = None
+    entropies_N: Tensor | None = None
+    clipped_N: Tensor | None = None
+
+
+class Listening:
+    """A policy's objective that keeps what it is told of tokens. Where other processes call it, they call `objective`,
+    and what they were told comes here by `hear`."""
+
+    def __init__(self, objective: PolicyObjective[RolloutBatch]) -> None:
+        self.objective = objective
+        self._heard: list[tuple[Tensor, TokenScores, Tensor | None]] = []
+
+    def __call__(self, scores: TokenScores, batch: RolloutBatch) -> LossOutput:
+        """Returns the objective's share of the loss."""
+        output = self.objective(scores, batch)
+        self.hear(batch, scores, output.clipped_N)
+        return output
+
+    def hear(self, batch: RolloutBatch, scores: TokenScores, clipped_N: Tensor | None) -> None:
+        """Keeps the scores of a batch that was passed through the model, and which of its tokens were clipped."""
+        if batch.places_N is not None:
+            kept = TokenScores(logprobs_N=scores.logprobs_N.detach(), entropy_N=scores.entropy_N.detach())
+            self._heard.append((batch.places_N, kept, clipped_N))
+
+    def columns(self, tokens: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Returns log-probs and entropies of a batch of so many tokens, NaN where none were heard, and which tokens
+        were clipped, as they were heard last; None if nothing was heard at all."""
+        if not self._heard:
+            return None, None, None
+        logprobs_N, entropies_N = torch.full((2, tokens), math.nan)
+        clipped_N = torch.zeros(tokens, dtype=torch.bool)
+        for places_N, scores, heard_N in self._heard:
+            index_N = places_N.cpu()
+            logprobs_N[index_N] = scores.logprobs_N.float().cpu()
+            entropies_N[index_N] = scores.entropy_N.float().cpu()
+            if heard_N is not None:
+                clipped_N[index_N] = heard_N.cpu()
+        return logprobs_N, entropies_N, clipped_N
 
 
 class UpdateService:
@@ -55,6 +105,7 @@ class UpdateService:
             become smaller, not fewer, so that the schedule ends with the run; None: the units of the batch.
         epochs: passes over the units.
         max_tokens: token budget of one micro-batch.
+        shares: number of equal shares of it, as in `split`.
         seed: shuffles samples into minibatches.
         skip_idle: leave samples whose advantages are all 0 out of the policy's passes. Their gradient is exactly 0
             when the loss has no other term (KL, entropy), and the others' weights are fixed before: same gradient,
@@ -75,6 +126,7 @@ class UpdateService:
         epochs: int,
         max_tokens: int,
         seed: int,
+        shares: int = 1,
         skip_idle: bool = False,
         select: Callable[[RolloutBatch], Tensor] | None = None,
         pass_threshold: float = 1.0,
@@ -87,6 +139,7 @@ class UpdateService:
         self._planned = planned
         self._epochs = epochs
         self._max_tokens = max_tokens
+        self._shares = shares
         self._generator = torch.Generator().manual_seed(seed)
         self._skip_idle = skip_idle
         self._select = select
@@ -123,22 +176,29 @@ class UpdateService:
         train_policy: bool,
     ) -> UpdateReport:
         steps: list[dict[str, float]] = []
+        listening = Listening(objective)
         loss_weights_N = torch.zeros(batch.token_count)
-        for sequences, step_batch in self._steps(batch):
-            loss_weights_N[batch.token_index(sequences)] = step_batch.filled("loss_weights_N")
+        for step_batch in self._steps(batch):
+            loss_weights_N.scatter_(0, step_batch.filled("places_N"), step_batch.filled("loss_weights_N"))
             metrics: dict[str, float] = {}
             if train_policy:
-                metrics |= self._update_policy(step_batch, objective)
+                metrics |= self._update_policy(step_batch, listening)
                 self.under_way = True
             if self._critic is not None and value_objective is not None:
-                parts = split(step_batch, self._max_tokens)
+                parts = split(step_batch, self._max_tokens, self._shares, padded=self._critic.padded())
                 metrics |= {f"critic/{k}": v for k, v in self._critic.update(parts, value_objective).items()}
                 self.under_way = True
             steps.append(metrics)
         self.under_way = False
         combined = over_steps(steps)
+        logprobs_N, entropies_N, clipped_N = listening.columns(batch.token_count)
         return UpdateReport(
-            metrics=combined, reference_kl=combined.get(f"policy/{REFERENCE_KL}"), loss_weights_N=loss_weights_N
+            metrics=combined,
+            reference_kl=combined.get(f"policy/{REFERENCE_KL}"),
+            loss_weights_N=loss_weights_N,
+            logprobs_N=logprobs_N if len(steps) == 1 else None,
+            entropies_N=entropies_N,
+            clipped_N=clipped_N,
         )
 
     def save(self, checkpoints: CheckpointStore, name: str) -> None:
@@ -160,7 +220,8 @@ class UpdateService:
     def _update_policy(self, step_batch: RolloutBatch, objective: PolicyObjective[RolloutBatch]) -> dict[str, float]:
         """Takes one optimizer step; means are over the tokens that were passed through the model."""
         trained = _with_gradient(step_batch) if self._skip_idle else step_batch
-        result = self._policy.update(split(trained, self._max_tokens), objective)
+        passes = split(trained, self._max_tokens, self._shares, padded=self._policy.padded())
+        result = self._policy.update(passes, objective)
         weight = _weight(trained)
         result = {name: _with_kind(name, value) for name, value in result.items()}
         scaled = {name: value if isinstance(value, Metric) else value / weight for name, value in result.items()}
@@ -171,8 +232,8 @@ class UpdateService:
         share = trained.rollouts / step_batch.rollouts
         return metrics | {"policy/trained_share": share} | gradient_share_by_turn(step_batch)
 
-    def _steps(self, batch: RolloutBatch) -> Iterator[tuple[Tensor, RolloutBatch]]:
-        """Yields the indices of the sequences of each optimizer step, and the step's batch with its loss weights."""
+    def _steps(self, batch: RolloutBatch) -> Iterator[RolloutBatch]:
+        """Yields the batch of each optimizer step, with its loss weights and its places in the whole batch."""
         units = batch.unit_count
         planned = max(units, self._planned or 0)
         parts = min(units, math.ceil(planned / (self._batch_size or planned)))
@@ -181,21 +242,20 @@ class UpdateService:
                 # Order within a step does not change its gradient; neighbours of one prompt share its forward pass.
                 sequences = batch.sequences_of(chosen)
                 part = batch.select(sequences)
-                yield (
-                    sequences,
-                    evolve(
-                        part,
-                        selected_N=None if self._select is None else self._select(part),
-                        positive_weights_N=self._positive_weights(part),
-                        loss_weights_N=self._weights(part, self._aggregation),
-                        value_weights_N=None if self._critic is None else self._weights(part, Aggregation.TOKEN_MEAN),
-                    ),
+                yield evolve(
+                    part,
+                    places_N=batch.token_index(sequences),
+                    selected_N=None if self._select is None else self._select(part),
+                    positive_weights_N=self._positive_weights(part),
+                    loss_weights_N=self._weights(part, self._aggregation),
+                    value_weights_N=None if self._critic is None else self._weights(part, Aggregation.TOKEN_MEAN),
                 )
 
     def _positive_weights(self, part: RolloutBatch) -> Tensor:
         """Returns weights of a token mean over the replies that passed."""
-        passed_N = part.action_mask_N & (part.scores_S >= self._pass_threshold)[part.sequence_ids_N]
-        return passed_N.float() / passed_N.sum().clamp(min=1)
+        passed_S = part.scores_S >= self._pass_threshold
+        tokens = (counts(part.action_mask_N, part.lengths_S) * passed_S).sum()
+        return spread(passed_S / tokens.clamp(min=1), part.lengths_S, part.action_mask_N)
 
     def _weights(self, part: RolloutBatch, mode: Aggregation) -> Tensor:
         return loss_weights(
@@ -212,8 +272,7 @@ def _with_gradient(batch: RolloutBatch) -> RolloutBatch:
     """Returns the sequences with an advantage other than 0; the first one if there is none, so that a step is still
     taken."""
     assert batch.advantages_N is not None
-    busy_S = torch.zeros(len(batch), dtype=torch.bool)
-    busy_S[batch.sequence_ids_N[(batch.advantages_N != 0) & batch.action_mask_N]] = True
+    busy_S = counts((batch.advantages_N != 0) & batch.action_mask_N, batch.lengths_S) > 0
     return batch.select(busy_S.nonzero()[:, 0] if bool(busy_S.any()) else [0])
 
 
@@ -232,9 +291,11 @@ def gradient_share_by_turn(batch: RolloutBatch) -> dict[str, float]:
     a ratio of 1; empty for batches of one turn."""
     assert batch.advantages_N is not None
     assert batch.loss_weights_N is not None
+    if int(batch.turn_ids_N.max()) <= 0:
+        return {}
     turns_A = batch.turn_ids_N[batch.action_mask_N]
     size_A = (batch.advantages_N * batch.loss_weights_N)[batch.action_mask_N].abs().double()
-    if len(turns_A) == 0 or int(turns_A.max()) == 0 or float(size_A.sum()) == 0:
+    if float(size_A.sum()) == 0:
         return {}
     size_U = torch.zeros(int(turns_A.max()) + 1, dtype=torch.float64).index_add_(0, turns_A, size_A)
     return {f"policy/gradient_share_turn_{k}": float(x / size_U.sum()) for k, x in enumerate(size_U[:TURNS_SHOWN])}

@@ -1,18 +1,27 @@
 """Synchronous steps of reinforcement learning: roll out, learn, hand over the weights, repeat.
 
-Invariants: every rollout is sampled from the weights of the update before it; prompts submitted = trained + dropped by
-reason.
+Invariants: every rollout is sampled from the weights of the update before it; an update that has begun is finished and
+counted, also when the run is interrupted; prompts submitted = trained + dropped by reason.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rollgrad.application.pipelines.learner import RLLearner
-from rollgrad.application.pipelines.run import StepReport, StepSource
+from rollgrad.application.pipelines.step_source import StepReport, StepSource
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.sampler import GroupSampler
 from rollgrad.domain.ports.clock import Clock
-from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+
+
+class Resting(Protocol):
+    """A trained model whose optimizer's memory others can have between updates."""
+
+    def sleep(self) -> None:
+        """Leaves the memory to others, until the next update."""
+        ...
 
 
 class Alternating(StepSource[RolloutGroup]):
@@ -21,17 +30,27 @@ class Alternating(StepSource[RolloutGroup]):
     Args:
         learner: learns from groups.
         sampler: plays the groups of each step.
-        sleeper: the engine, if it is to sleep while models train (hybrid engine), or None.
+        sleeper: the engine, if it is to sleep while models train (a hybrid engine, or one whose weights are the
+            trainer's own tensors), or None.
+        resting: models whose optimizers leave their memory to the engine while it samples.
         steps: number of steps of the whole run; no prompts are played for later ones.
         clock: measures.
     """
 
     def __init__(
-        self, *, learner: RLLearner, sampler: GroupSampler, sleeper: RolloutEngine | None, steps: int, clock: Clock
+        self,
+        *,
+        learner: RLLearner,
+        sampler: GroupSampler,
+        sleeper: RolloutEngine | None,
+        steps: int,
+        clock: Clock,
+        resting: Sequence[Resting] = (),
     ) -> None:
         self._learner = learner
         self._sampler = sampler
         self._sleeper = sleeper
+        self._resting = resting
         self._total = steps
         self._clock = clock
 
@@ -46,21 +65,21 @@ class Alternating(StepSource[RolloutGroup]):
         position, kept = self._sampler.state_dict(), self._sampler.kept_groups()
         groups, sampling_metrics = await self._sampler.take(self._total - done)
         generated = clock.monotonic()
-        if self._sleeper is not None:
-            await self._sleeper.sleep()
         try:
-            metrics = self._learner.learn(groups, done) | sampling_metrics
+            if self._sleeper is not None:
+                await self._sleeper.sleep()
+            metrics, cancelled = await self._learner.learn_beside(groups, done)
         except BaseException:  # these groups were not trained on: a resumed run plays them again, except kept ones
             self._sampler.load_state_dict(position, kept)
             raise
+        metrics |= sampling_metrics
         updated = clock.monotonic()
-        ended_by = None
-        try:
-            if self._sleeper is not None:
-                await self._sleeper.wake()
-            metrics |= await self._learner.push(done + 1)
-        except BaseException as error:  # the step is done, also if the run is interrupted here
-            ended_by = error
+        ended_by: BaseException | None = asyncio.CancelledError() if cancelled else None
+        if ended_by is None:
+            try:
+                metrics |= await self._hand_over(done + 1)
+            except BaseException as error:  # the step is done, also if the run is interrupted here
+                ended_by = error
         ended = clock.monotonic()
         metrics |= {
             "time/generate_s": generated - started,
@@ -68,6 +87,18 @@ class Alternating(StepSource[RolloutGroup]):
             "time/step_s": ended - started,
         }
         return StepReport(metrics=metrics, samples=groups, ended_by=ended_by)
+
+    async def _hand_over(self, version: int) -> dict[str, float]:
+        for model in self._resting:
+            await asyncio.to_thread(model.sleep)
+        if self._sleeper is None:
+            return await self._learner.push(version)
+        try:
+            await self._sleeper.pause(PauseMode.KEEP)  # requests that came while it slept wait for the weights
+            await self._sleeper.wake()
+            return await self._learner.push(version)
+        finally:
+            await self._sleeper.resume()
 
     async def stop(self) -> None:
         """Does nothing: between two steps nothing is in flight."""

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from rollgrad.application.learning.examples import Example, ExampleLearner, together
 from rollgrad.application.learning.rewards import RewardLearner
-from rollgrad.application.pipelines.run import Evaluation, StepReport, StepSource, uninterrupted
+from rollgrad.application.pipelines.run import Evaluation
+from rollgrad.application.pipelines.step_source import StepReport, StepSource, uninterrupted
+from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.episodes.examples import Preference
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import DataError
@@ -172,33 +174,65 @@ class ExampleEvaluation(Evaluation, Generic[Example]):
     Args:
         learner: measures them.
         examples: all are measured, as one batch.
+        name_of: returns the name of the data set that an example is of; None where there is one.
     """
 
-    def __init__(self, learner: ExampleLearner[Example], examples: ExampleSource[Example]) -> None:
+    def __init__(
+        self,
+        learner: ExampleLearner[Example],
+        examples: ExampleSource[Example],
+        name_of: Callable[[Example], str] | None = None,
+    ) -> None:
         self._learner = learner
         self._examples = examples
+        self._name_of = name_of
 
     async def run(self, step: int | None = None) -> dict[str, float]:
-        """Returns the loss and the objective's metrics, as `eval/name`; `step` makes no difference."""
+        """Returns the loss and the objective's metrics, as `eval/name`, and where there are several data sets those of
+        each as `eval/SET/name`; `step` makes no difference."""
         examples = [self._examples[index] for index in range(len(self._examples))]
-        measured: list[Mapping[str, Tensor | float]] = []
         objective, cancelled = await uninterrupted(asyncio.to_thread(self._learner.objective_for, examples))
         if cancelled:
             raise asyncio.CancelledError
-        for part in self._learner.parts(examples):
-            # In a thread, so that signals reach the run while a micro-batch is computed.
-            metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learner.measure_part, part, objective))
-            if cancelled:
-                raise asyncio.CancelledError
-            measured.append(metrics)
-        return {f"eval/{name}": value for name, value in together(measured).items()}
+        sets = self._sets(examples)
+        portions: Sequence[Sequence[Sequence[ExampleBatch]]] = (
+            self._learner.portions(list(sets.values()))
+            if len(sets) > 1
+            else [[[part] for part in self._learner.parts(examples)]]
+        )
+        measured: list[Mapping[str, Tensor | float]] = []
+        alone: dict[str, list[Mapping[str, Tensor | float]]] = {name: [] for name in sets}
+        for name, portion in zip(sets, portions, strict=True):
+            for alike in portion:
+                # In a thread, so that signals reach the run while a micro-batch is computed.
+                found, cancelled = await uninterrupted(asyncio.to_thread(self._learner.measure_alike, alike, objective))
+                if cancelled:
+                    raise asyncio.CancelledError
+                measured.append(found[0])
+                alone[name] += found[1:]
+        metrics = {f"eval/{name}": value for name, value in together(measured).items()}
+        for set_name, parts in alone.items():
+            metrics |= {f"eval/{set_name}/{name}": value for name, value in together(parts).items()}
+        return metrics
+
+    def _sets(self, examples: Sequence[Example]) -> dict[str, list[Example]]:
+        """Returns the examples of each data set, by name."""
+        sets: dict[str, list[Example]] = {}
+        for example in examples:
+            sets.setdefault("" if self._name_of is None else self._name_of(example), []).append(example)
+        return sets
 
 
 class RewardEvaluation(ExampleEvaluation[Preference]):
     """Measures a reward model on held-out pairs, and tells its learner the mean and the spread of their scores."""
 
-    def __init__(self, learner: RewardLearner, examples: ExampleSource[Preference]) -> None:
-        super().__init__(learner, examples)
+    def __init__(
+        self,
+        learner: RewardLearner,
+        examples: ExampleSource[Preference],
+        name_of: Callable[[Preference], str] | None = None,
+    ) -> None:
+        super().__init__(learner, examples, name_of)
         self._reward_learner = learner
 
     async def run(self, step: int | None = None) -> dict[str, float]:

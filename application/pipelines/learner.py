@@ -4,13 +4,16 @@ the way of the weights to the engines.
 Does not own: where groups come from, and when engines take new weights (the step sources).
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import evolve
 
+from rollgrad.application.foreign import harmless
 from rollgrad.application.learning.experience import ExperienceService
 from rollgrad.application.learning.update import UpdateService
+from rollgrad.application.pipelines.step_source import uninterrupted
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.metrics import rollout_metrics, sampled_entropy
 from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
@@ -78,6 +81,17 @@ class RLLearner:
         self._pass_threshold = pass_threshold
         self._trajectories = trajectories
 
+    async def learn_beside(self, groups: Sequence[RolloutGroup], done: int) -> tuple[dict[str, float], bool]:
+        """Learns as `learn` does, in a worker thread, so that the event loop serves programs, signals and progress
+        meanwhile. Returns the metrics, and whether the caller was cancelled, which ends no update that has begun."""
+        return await uninterrupted(asyncio.to_thread(self._learned, groups, done))
+
+    def _learned(self, groups: Sequence[RolloutGroup], done: int) -> dict[str, float]:
+        try:
+            return self.learn(groups, done)
+        except BaseException as error:  # who waits for the thread would wait for ever where no future takes it
+            raise harmless(error) from error.__cause__
+
     def learn(self, groups: Sequence[RolloutGroup], done: int) -> dict[str, float]:
         """Takes the update after `done` ones, which `groups` feed; returns its metrics and theirs. An update
         that fails before its first optimizer step changes nothing.
@@ -119,8 +133,15 @@ class RLLearner:
             metrics["policy/kl_coef"] = self._kl.coef
             self._kl = self._kl.update(reference_kl, experience.batch.rollouts)
         if self._trajectories is not None:
-            weighted = evolve(experience.batch, loss_weights_N=update.loss_weights_N)
-            self._trajectories.update(done + 1, groups, weighted)
+            batch = evolve(
+                experience.batch,
+                loss_weights_N=update.loss_weights_N,
+                entropies_N=update.entropies_N,
+                clipped_N=update.clipped_N,
+            )
+            if batch.old_logprobs_N is None:  # the update needed none, but its forward pass found them
+                batch = evolve(batch, old_logprobs_N=update.logprobs_N)
+            self._trajectories.update(done + 1, groups, batch)
         ended = clock.monotonic()
         return metrics | {"time/experience_s": prepared - started, "time/update_s": ended - prepared}
 

@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollgrad.application.foreign import harmless
 from rollgrad.application.pipelines.learner import RLLearner
-from rollgrad.application.pipelines.run import StepReport, StepSource, uninterrupted
+from rollgrad.application.pipelines.step_source import StepReport, StepSource
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.stream import GroupStream
 from rollgrad.domain.ports.clock import Clock
@@ -43,19 +42,13 @@ class Overlapping(StepSource[RolloutGroup]):
         """Sends the weights to the engine."""
         await self._learner.push(done)
 
-    def _learned(self, groups: Sequence[RolloutGroup], done: int) -> dict[str, float]:
-        try:
-            return self._learner.learn(groups, done)
-        except BaseException as error:  # who waits for the thread would wait for ever where no future takes it
-            raise harmless(error) from error.__cause__
-
     async def step(self, done: int) -> StepReport[RolloutGroup]:
         """Takes one update from ready groups, and sends the weights to the engine."""
         clock = self._clock
         started, idle = clock.monotonic(), self._stream.idle_s
         groups, sampling_metrics = await self._stream.take()
         generated = clock.monotonic()
-        metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learned, groups, done))
+        metrics, cancelled = await self._learner.learn_beside(groups, done)
         metrics |= sampling_metrics
         updated = clock.monotonic()
         ended_by: BaseException | None = asyncio.CancelledError() if cancelled else None

@@ -7,22 +7,26 @@ Does not own: what a step does (its `StepSource`), nor how models learn (`Traine
 """
 
 import asyncio
+import inspect
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
 import torch
 from attrs import field, frozen
 
-from rollgrad.application.foreign import is_being_cancelled
-from rollgrad.domain.control.best_model import BestModel
+from rollgrad.application.foreign import foreign_code, is_being_cancelled
+from rollgrad.application.pipelines.step_source import StepReport, StepSource
+from rollgrad.domain.control.best_model import Best, BestModel
 from rollgrad.domain.control.findings import LearningWatch
-from rollgrad.domain.control.signs import LearningSettings
-from rollgrad.domain.errors import CheckpointError, ForeignError, OutOfMemory, WorkerError
+from rollgrad.domain.control.rule import LearningSettings
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, ForeignError, OutOfMemory, WorkerError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore, TrainingState
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.metric_sink import MetricSink
+from rollgrad.domain.ports.run_tracker import RunTracker
 
 log = structlog.get_logger(__name__)
 
@@ -31,9 +35,7 @@ SECONDS_PER_MINUTE = 60.0
 FINAL_MODEL, BEST_MODEL = "model", "best"
 """Names of the model written at the end of a run, and of the one with the best evaluation."""
 
-Result = TypeVar("Result")
 Sample = TypeVar("Sample")
-SampleCo = TypeVar("SampleCo", covariant=True)
 
 
 @frozen(kw_only=True)
@@ -41,7 +43,8 @@ class Schedule:
     """Schedule of `steps` steps; evaluation and model checkpoints every so many of them (-1: only at the ends). The
     state from which training continues is saved every `state_steps` steps (-1: not by steps), when the one before is
     `state_minutes` old (None: not by time), and at the end; never if neither is set. `best_metric` of the evaluations
-    says which model is kept as the best one; None keeps none."""
+    says which model is kept as the best one, and `best_value` whether its highest or lowest value is the best; None
+    keeps none."""
 
     steps: int
     eval_steps: int = -1
@@ -49,6 +52,7 @@ class Schedule:
     state_steps: int = -1
     state_minutes: float | None = None
     best_metric: str | None = None
+    best_value: Best = Best.AUTO
 
     @property
     def saves_state(self) -> bool:
@@ -64,61 +68,6 @@ class RunOutcome:
     before: Mapping[str, float] = field(factory=dict)
     after: Mapping[str, float] = field(factory=dict)
     interrupted: bool = False
-
-
-@frozen(kw_only=True, eq=False)
-class StepReport(Generic[SampleCo]):
-    """A finished step: its `metrics` (`group/name`) and the `samples` it learned from, for people to read.
-
-    `ended_by`: an error after the update was complete (the weights did not reach an engine), or the interruption that
-    had to wait for the update. The step counts and is reported; then the run raises it.
-    """
-
-    metrics: Mapping[str, float]
-    samples: Sequence[SampleCo] = ()
-    ended_by: BaseException | None = None
-
-
-class StepSource(Protocol[SampleCo]):
-    """Makes the steps of a run: gets samples by playing or reading, and learns from them.
-
-    A new source (a trainer) has to keep these promises:
-
-    * **State.** `state_dict` is the position in the data and everything else that affects later steps,
-      JSON-serialisable, without the models: the run saves those by `TrainedModels`. Samples that the position cannot
-      restore (of older weights) are in `kept_samples`, nested mappings and lists of numbers, texts and tensors. After
-      `load_state_dict` the next step is the one that the uninterrupted run would have taken. The keys `step`, `update`,
-      `before`, `groups` and `evaluated` are the run's own.
-    * **Interruption.** The run's task is cancelled at any await of `step`. Before the update that means: give back what
-      was taken, so that `state_dict` is that of the last finished step, and let the `CancelledError` through. An update
-      that has begun is finished (`uninterrupted` waits for one in a thread), and `ended_by` has the `CancelledError`.
-    * **Failure.** A `step` that raises has changed nothing, except where it took some of an update's optimizer steps:
-      `TrainedModels.under_way` is then true, and the training state saved before stays the newest.
-    """
-
-    async def start(self, done: int) -> None:
-        """Prepares for the first evaluation and step of this process, after `done` steps: engines get the weights."""
-        ...
-
-    async def step(self, done: int) -> StepReport[SampleCo]:
-        """Takes the step after `done` finished ones."""
-        ...
-
-    async def stop(self) -> None:
-        """Ends everything in flight after the last step, however the steps ended."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the source, JSON-serialisable."""
-        ...
-
-    def kept_samples(self) -> list[dict[str, Any]]:
-        """Returns samples that are not learned from yet, if later steps begin with them."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Continues from a `state_dict`, in which the run's own keys may be, too, and the `kept_samples` of then."""
-        ...
 
 
 class TrainedModels(Protocol):
@@ -158,11 +107,18 @@ class Run(Generic[Sample]):
         evaluation: None without held-out data.
         sink: records metrics.
         sample_log: receives the number of each step and its samples; None keeps none.
+        on_step: the caller's function of the number of each finished step, its metrics and its samples; an exception
+            in it ends the run.
         checkpoints: keeps models and training states.
         clock: measures the age of the last training state.
         watch: finds reasons why the run cannot learn.
         description: identifies the run in its training states, which say in it where they are (`position`).
         less_memory: what a user may do if memory runs out, as the end of a sentence.
+        usage: measures what the machine is used for, after each step.
+        profile: makes the context in which a step is taken, from its number.
+
+    Raises:
+        ConfigurationError: `on_step` would have to be awaited.
     """
 
     def __init__(
@@ -179,7 +135,14 @@ class Run(Generic[Sample]):
         watch: LearningWatch,
         description: Mapping[str, Any],
         less_memory: str,
+        usage: Callable[[], Mapping[str, float]] = dict,
+        profile: Callable[[int], AbstractAsyncContextManager[None]] = lambda step: nullcontext(),
+        on_step: Callable[[int, Mapping[str, float], Sequence[Sample]], Any] | None = None,
     ) -> None:
+        if inspect.iscoroutinefunction(on_step):
+            raise ConfigurationError(
+                "on_step is a coroutine function, and nothing would await it: give a plain function, without async."
+            )
         self._schedule = schedule
         self._steps = steps
         self._models = models
@@ -191,12 +154,15 @@ class Run(Generic[Sample]):
         self._watch = watch
         self._description = description
         self._less_memory = less_memory
+        self._usage = usage
+        self._profile = profile
+        self._on_step = on_step
         self._done = 0
         self._began = 0
         self._state_saved_at = 0.0
         self._before: Mapping[str, float] = {}
         self._evaluated: tuple[int, Mapping[str, float]] | None = None  # the last one's step and metrics
-        self._best = BestModel(schedule.best_metric)
+        self._best = BestModel(schedule.best_metric, best=schedule.best_value)
 
     async def run(self, on_save: Callable[[], None] = lambda: None) -> RunOutcome:
         """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model.
@@ -223,14 +189,19 @@ class Run(Generic[Sample]):
                 await self._steps.stop()
         except (Exception, SystemExit) as error:  # of any kind: the training so far must not be lost
             traceback.clear_frames(error.__traceback__)  # saving may need the memory of their variables
+            self._tell_failure(error)
             self._rescue(error)
             if _lacks_memory(error):
                 reason = (str(error) or repr(error)).splitlines()[0]
                 raise OutOfMemory(f"Step {self._done + 1} ran out of memory ({reason}): {self._less_memory}") from error
             raise
-        self._save(FINAL_MODEL)
-        if self._schedule.saves_state:
-            self._save_training()
+        try:
+            self._save(FINAL_MODEL)
+            if self._schedule.saves_state:
+                self._save_training()
+        except Exception as error:
+            self._tell_failure(error)
+            raise
         return RunOutcome(steps=self._done, before=self._before, after=after, interrupted=interrupted)
 
     async def _train(self, on_save: Callable[[], None]) -> Mapping[str, float]:
@@ -242,7 +213,9 @@ class Run(Generic[Sample]):
         elif self._due(schedule.eval_steps):
             await self._evaluate()  # a run that was interrupted after this step may have missed it
         while self._done < schedule.steps:
-            self._count(await self._steps.step(self._done))
+            async with self._profile(self._done + 1):
+                report = await self._steps.step(self._done)
+            self._count(report)
             if self._due(schedule.eval_steps):
                 await self._evaluate()
             model_due = self._due(schedule.save_steps)
@@ -259,15 +232,20 @@ class Run(Generic[Sample]):
         """Counts and reports a finished step.
 
         Raises:
+            ForeignError: the caller's `on_step` failed.
             BaseException: the report's `ended_by`.
         """
         self._done += 1
-        self._sink.log(self._done, report.metrics)
+        metrics = {**report.metrics, **self._usage()}
+        self._sink.log(self._done, metrics)
         if self._sample_log is not None:
             self._sample_log(self._done, report.samples)
-        self._watch, found = self._watch.observe(self._done, report.metrics)
+        self._watch, found = self._watch.observe(self._done, metrics)
         for finding in found:
             log.warning(str(finding), finding=finding.name, since_step=finding.since, step=self._done)
+        if self._on_step is not None:  # also of a step that an interruption waited for: it is not taken again
+            with foreign_code(lambda words: ForeignError(f"on_step failed after step {self._done}: {words}")):
+                self._on_step(self._done, metrics, report.samples)
         if report.ended_by is not None:
             raise report.ended_by
 
@@ -276,6 +254,14 @@ class Run(Generic[Sample]):
         if minutes is None or self._done >= self._schedule.steps:
             return False
         return self._clock.monotonic() - self._state_saved_at >= SECONDS_PER_MINUTE * minutes
+
+    def _tell_failure(self, error: BaseException) -> None:
+        if not isinstance(self._sink, RunTracker):
+            return
+        try:
+            self._sink.fail(f"{type(error).__name__}: {(str(error) or repr(error)).splitlines()[0]}")
+        except Exception as second:  # of a caller's own tracker: the training must be saved in any case
+            log.warning("the tracker does not know that the run failed", reason=repr(second))
 
     def _rescue(self, error: BaseException) -> None:
         """Saves the training before `error`, as far as possible; it never raises, because `error` must be raised."""
@@ -349,7 +335,7 @@ class Run(Generic[Sample]):
             "groups": self._steps.kept_samples(),
             "update": self._models.state_dict(),
             "before": dict(self._before),
-            "best": {"metric": self._best.metric, "step": self._best.step, "value": self._best.value},
+            "best": self._best.state_dict(),
         }
         if self._evaluated is not None:
             step, metrics = self._evaluated
@@ -380,19 +366,6 @@ class Run(Generic[Sample]):
                 f"{str(error)[:200]}): continue with the settings that the run started with."
             ) from error
         self._began = self._done
-
-
-async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool]:
-    """Returns the result of `work`, and whether the caller was cancelled meanwhile, to which it must react
-    afterwards."""
-    task = asyncio.ensure_future(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait([task])  # unlike awaiting the task, this never cancels it
-        except asyncio.CancelledError:
-            cancelled = True
-    return task.result(), cancelled
 
 
 def _lacks_memory(error: BaseException) -> bool:

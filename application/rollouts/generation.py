@@ -15,9 +15,9 @@ from rollgrad.application.foreign import foreign_code
 from rollgrad.application.rollouts.groups import sample_seed
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.episodes.replies import Reply, reply_number
+from rollgrad.domain.episodes.replies import Reply, UnsampledReply, reply_number
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest, RolloutFailure
-from rollgrad.domain.errors import EngineError, NotApplicableError, RewardError
+from rollgrad.domain.errors import NotApplicableError, RewardError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -25,8 +25,8 @@ from rollgrad.domain.ports.reward_source import RewardSource
 Result = TypeVar("Result")
 
 
-async def in_order(work: Iterator[Coroutine[Any, Any, Result]], *, at_once: int) -> AsyncIterator[list[Result]]:
-    """Does `work`, `at_once` at a time, and yields the results in its order: all that are ready together.
+async def in_order(work: Iterator[Coroutine[Any, Any, Result]], *, at_once: int) -> AsyncIterator[Result]:
+    """Does `work`, `at_once` at a time, and yields the results in its order.
 
     Raises:
         Exception: one of them failed; the results before it were yielded.
@@ -38,10 +38,7 @@ async def in_order(work: Iterator[Coroutine[Any, Any, Result]], *, at_once: int)
                 waiting.append(asyncio.create_task(coroutine))
             if not waiting:
                 return
-            ready = [await waiting.popleft()]
-            while waiting and waiting[0].done() and waiting[0].exception() is None:
-                ready.append(waiting.popleft().result())
-            yield ready
+            yield await waiting.popleft()
     finally:
         for task in waiting:
             task.cancel()
@@ -68,20 +65,16 @@ class GenerationService:
         self._seed = seed
         self._at_once = at_once
 
-    def stream(self, wanted: Iterable[tuple[int, int, Prompt]]) -> AsyncIterator[list[Reply]]:
-        """Yields the replies to `wanted` (row, sample, prompt), in this order.
-
-        Raises:
-            EngineError: a reply could not be sampled; those before it were yielded.
-        """
+    def stream(self, wanted: Iterable[tuple[int, int, Prompt]]) -> AsyncIterator[Reply | UnsampledReply]:
+        """Yields the replies to `wanted` (row, sample, prompt), in this order."""
         return in_order((self._sample(*one) for one in wanted), at_once=self._at_once)
 
-    async def _sample(self, row: int, sample: int, prompt: Prompt) -> Reply:
+    async def _sample(self, row: int, sample: int, prompt: Prompt) -> Reply | UnsampledReply:
         seed = sample_seed(self._seed, reply_number(row, sample))
         request = EpisodeRequest(prompt=prompt, params=evolve(self._params, seed=seed), group_id=row, sample_id=sample)
         played = await self._executor.run(request)
         if isinstance(played, RolloutFailure):
-            raise EngineError(f"Sample {sample} of row {row} could not be sampled: {played.message}")
+            return UnsampledReply(prompt=prompt, seed=seed, failure=played)
         (trajectory,) = played
         token_ids = tuple(trajectory.token_ids_T[trajectory.prompt_length :].tolist())
         return Reply(
@@ -98,19 +91,22 @@ class GenerationService:
 
 def scores(
     rewards: RewardSource, requests: Iterable[RewardRequest], *, at_once: int
-) -> AsyncIterator[list[Reward | None]]:
-    """Yields the rewards of `requests`, in their order; None for a reply to which the reward does not apply.
+) -> AsyncIterator[Reward | RewardError | None]:
+    """Yields the rewards of `requests`, in their order: None for a reply to which the reward does not apply, the error
+    for one that could not be judged.
 
     Raises:
-        RewardError: a reply could not be judged; the rewards of those before it were yielded.
+        ConfigurationError: no reply could ever be judged.
     """
 
-    async def one(request: RewardRequest) -> Reward | None:
+    async def one(request: RewardRequest) -> Reward | RewardError | None:
         try:
             with foreign_code(lambda words: RewardError(f"The reward raised {words}")):
                 (reward,) = await rewards.score([request])
         except NotApplicableError:
             return None
+        except RewardError as error:
+            return error
         return reward
 
     return in_order((one(request) for request in requests), at_once=at_once)

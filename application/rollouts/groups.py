@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
 import structlog
 from attrs import evolve, field, frozen
@@ -74,21 +74,22 @@ class FailureBudget:
         self._allowed = math.ceil(FAILURE_SHARE * episodes) if allowed is None else allowed
         self._failures: Counter[FailureKind] = Counter()
 
-    def charge(self, group: RolloutGroup) -> None:
-        """Adds a group's failures.
+    def charge(self, failed: Iterable[RolloutFailure]) -> None:
+        """Adds failures.
 
         Raises:
             RewardError, EngineError: there are too many; the message ends with the last failure's.
         """
-        failures = [failure for failure in group.failures if failure.kind is not FailureKind.NOT_APPLICABLE]
+        failures = [failure for failure in failed if failure.kind is not FailureKind.NOT_APPLICABLE]
         self._failures.update(failure.kind for failure in failures)
         if failures and self._failures.total() > self._allowed:
             raise _too_many(failures[-1], self._failures, self._allowed)
         for failure in failures:
             log.warning(
-                "an episode failed, and is left out",
+                "an episode failed",
                 kind=failure.kind.value,
                 reason=failure.message,
+                group=failure.group_id,
                 sample=failure.sample_id,
                 failed=self._failures.total(),
                 tolerated=self._allowed,
@@ -161,7 +162,7 @@ class RolloutService:
             while running:
                 finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for group in (task.result() for task in finished):
-                    budget.charge(group)
+                    budget.charge(group.failures)
                     if refill(group):
                         running.add(start())
                     yield group
@@ -213,10 +214,15 @@ class RolloutService:
                 return result
 
         greedy = [evolve(params, temperature=0.0, top_p=1.0, top_k=0)] if greedy_baseline else []
-        results = await asyncio.gather(
-            *(one(group_id * samples + index, params) for index in range(samples)),
-            *(one(group_id * samples, settings) for settings in greedy),
-        )
+        episodes = [asyncio.create_task(one(group_id * samples + index, params)) for index in range(samples)]
+        episodes += [asyncio.create_task(one(group_id * samples, settings)) for settings in greedy]
+        try:
+            results = await asyncio.gather(*episodes)
+        except BaseException:  # an error of one leaves the others playing
+            for episode in episodes:
+                episode.cancel()
+            await asyncio.gather(*episodes, return_exceptions=True)
+            raise
         failures = tuple(result for result in results if isinstance(result, RolloutFailure))
         played = [result for result in results[:samples] if isinstance(result, list)]
         baselines = [sum(t.reward for t in result) for result in results[samples:] if isinstance(result, list)]
@@ -238,6 +244,6 @@ def _too_many(last: RolloutFailure, failures: "Counter[FailureKind]", allowed: i
         return kind(last.message)
     counts = ", ".join(f"{count} {name.value}" for name, count in failures.items())
     return kind(
-        f"{failures.total()} episodes of a rollout failed ({counts}), and {allowed} may (--rollout.max_failures); the "
-        f"last one: {last.message}"
+        f"{failures.total()} episodes failed ({counts}), and {allowed} may (--rollout.max_failures); the last one: "
+        f"{last.message}"
     )

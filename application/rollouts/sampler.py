@@ -94,7 +94,7 @@ class GroupSampler:
             )
         )
         for group in groups:
-            budget.charge(group)
+            budget.charge(group.failures)
         self._ready += [group for group in groups if self._kept(group)]
         self._again = []
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rollgrad.application.foreign import told
+from rollgrad.application.foreign import error_text
 from rollgrad.application.rollouts.groups import FailureBudget, RolloutGroup, RolloutService
 from rollgrad.application.rollouts.prompt_dealer import Deal, PromptDealer
 from rollgrad.application.rollouts.sampler import SamplingPlan, exhausted, sampling_metrics
@@ -189,14 +189,14 @@ class GroupStream:
         except Exception as error:  # errors of a callback would be lost
             self._error = self._error or error
         except BaseException as error:
-            self._error = self._error or EngineError(f"The episodes of group {group_id} ended by {told(error)}.")
+            self._error = self._error or EngineError(f"The episodes of group {group_id} ended by {error_text(error)}.")
         self._changed.set()
 
     def _receive(self, group: RolloutGroup) -> None:
         """Makes a played group ready, or rejects it."""
         plan = self._plan
         self._played.append(group)
-        self._failures.charge(group)
+        self._failures.charge(group.failures)
         reason = plan.group_filter.rejection(group.scores, group.rewards)
         if reason is None:
             self.gate.finish(group.group_id, oldest_version(group))

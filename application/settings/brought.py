@@ -5,7 +5,7 @@ from typing import Any, TypeVar, cast
 
 import attrs
 
-from rollgrad.domain.settings import Told, section
+from rollgrad.domain.settings import SettingMetadata, section
 
 Sections = TypeVar("Sections", bound=attrs.AttrsInstance)
 
@@ -15,12 +15,12 @@ def with_brought(kind: type[Sections]) -> type[Sections]:
     hold a section for each of them; `kind` itself where nothing brings any."""
     sections: dict[str, tuple[type[Any], str]] = {}
     for field in attrs.fields(kind):
-        told, its_kind = Told.by(field), cast(Any, field.type)
-        if told.brought is not None:
-            brought = tuple((name, own, own.__doc__ or "") for name, own in told.brought().items())
-            sections[field.name] = _derived(its_kind, brought), told.doc
+        metadata, its_kind = SettingMetadata.of(field), cast(Any, field.type)
+        if metadata.brought is not None:
+            brought = tuple((name, own, own.__doc__ or "") for name, own in metadata.brought().items())
+            sections[field.name] = _derived(its_kind, brought), metadata.doc
         elif attrs.has(its_kind):
-            sections[field.name] = with_brought(its_kind), told.doc
+            sections[field.name] = with_brought(its_kind), metadata.doc
     types = attrs.fields_dict(kind)
     changed = tuple((name, *part) for name, part in sections.items() if part[0] is not types[name].type)
     return cast(type[Sections], _derived(kind, changed))

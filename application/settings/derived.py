@@ -6,6 +6,8 @@ from typing import Any
 import attrs
 
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.cluster import Strategy
+from rollgrad.application.settings.sections.ds import PARAMETERS
 
 
 def first_change(section: Any, default: Any) -> str | None:
@@ -62,6 +64,24 @@ def ranks(config: RLConfig, model: str = "actor") -> int:
     return int((section.num_nodes or actor.num_nodes) * (section.num_gpus_per_node or actor.num_gpus_per_node))
 
 
+def divides_reward(config: RLConfig) -> bool:
+    """Whether the processes of a reward model divide its parameters, as they do the reference's; where processes share
+    layers each has it whole."""
+    by_zero = config.ds.zero_stage == PARAMETERS or config.reward.offload
+    return config.cluster.strategy is Strategy.FSDP2 or (by_zero and config.ds.tensor_parallel_size == 1)
+
+
 def tokens_per_pass(config: RLConfig) -> int:
     """Token budget of one forward and backward pass, over all processes of the actor."""
     return config.train.max_tokens_per_micro_batch * ranks(config)
+
+
+def tokens_per_scoring_pass(config: RLConfig) -> int:
+    """Token budget of one forward pass without gradients, over all processes of the actor."""
+    return (config.train.max_tokens_per_scoring_pass or config.train.max_tokens_per_micro_batch) * ranks(config)
+
+
+def shares_of_pass(config: RLConfig) -> int:
+    """Equal shares of that budget: one for each process, or group of processes that share the layers or sequences."""
+    width = config.ds.sequence_parallel_size * config.ds.tensor_parallel_size if config.cluster.enable else 1
+    return max(1, ranks(config) // width)

@@ -8,23 +8,25 @@ from collections.abc import Iterator
 from attrs import define
 
 from rollgrad.application.settings.offline import ReferencedRun, reference_problems
-from rollgrad.application.settings.rules.examples import example_problems, shared_problems
-from rollgrad.application.settings.sections.examples import ExampleModelConfig, ExampleTrainConfig, PairDataConfig
-from rollgrad.application.settings.sections.optimizer import AdamConfig
-from rollgrad.application.settings.validation import broken_rules
+from rollgrad.application.settings.rules.examples import example_errors
+from rollgrad.application.settings.sections.examples import (
+    ExampleAdamConfig,
+    ExampleModelConfig,
+    ExampleTrainConfig,
+    PairDataConfig,
+    with_default_lrs,
+)
 from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.settings import NOT_NEGATIVE, own_first, section, setting
+from rollgrad.domain.settings import own_first, section
 
 
-@define(kw_only=True, field_transformer=own_first)
-class PreferenceAdamConfig(AdamConfig):
+@define(kw_only=True, field_transformer=with_default_lrs)
+class PreferenceAdamConfig(ExampleAdamConfig):
     """AdamW on float32 master weights; biases and norm weights are not decayed."""
 
-    lr: float | None = setting(  # type: ignore[assignment] # a default that depends on lora.rank
-        None, "Peak learning rate; default: 5e-7, with adapters (lora.rank above 0) 5e-6.", NOT_NEGATIVE
-    )
+    default_lrs = (5e-7, 5e-6)
 
 
 @define(kw_only=True)
@@ -32,7 +34,6 @@ class PreferenceModelConfig(ExampleModelConfig):
     """The model that is trained, and its optimizer."""
 
     adam: PreferenceAdamConfig = section(PreferenceAdamConfig, "AdamW.")
-    lrs = (5e-7, 5e-6)
 
 
 @define(kw_only=True, field_transformer=own_first)
@@ -52,14 +53,7 @@ def has_reference(dpo: PreferenceSettings) -> bool:
 
 def dpo_errors(run: DPORun) -> list[ConfigurationError]:
     """Returns every rule that the settings of a run over preference pairs break."""
-
-    def rules(run: DPORun) -> Iterator[Iterator[str]]:
-        yield example_problems(run)
-        yield loss_problems(run)
-        yield reference_problems(run)
-        yield shared_problems(run)
-
-    return broken_rules(run, rules)
+    return example_errors(run, loss_problems, reference_problems)
 
 
 def loss_problems(run: DPORun) -> Iterator[str]:
@@ -87,6 +81,18 @@ def loss_problems(run: DPORun) -> Iterator[str]:
                 f"dpo.{key} is {getattr(dpo, key)}, but none of the losses {', '.join(dpo.loss)} reads it: leave "
                 f"--dpo.{key} out, or set --dpo.loss to one of {readers}."
             )
+    if dpo.f_divergence is not FDivergence.REVERSE_KL:
+        kinds = [name for name, traits in PAIR_LOSSES.items() if "f_divergence" in traits.uses]
+        if others := [name for name in dpo.loss if name not in (*kinds, IMITATION)]:
+            yield (
+                f"dpo.f_divergence is {dpo.f_divergence}, which {', '.join(others)} does not read: leave "
+                f"--dpo.f_divergence out, or set --dpo.loss to {', '.join(kinds)} or {IMITATION}."
+            )
+    if dpo.f_alpha != default.f_alpha and dpo.f_divergence is not FDivergence.ALPHA:
+        yield (
+            f"dpo.f_alpha is {dpo.f_alpha:g}, but dpo.f_divergence is {dpo.f_divergence}: leave --dpo.f_alpha out, or "
+            f"set --dpo.f_divergence {FDivergence.ALPHA}."
+        )
     if "exo_pair" in dpo.loss and dpo.label_smoothing == 0:
         yield (
             "dpo.loss has exo_pair, whose divergence is infinite for labels without doubt, but dpo.label_smoothing is "

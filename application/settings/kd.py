@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from attrs import define
 
 from rollgrad.application.settings.offline import OfflineRun
-from rollgrad.application.settings.rules.examples import example_problems, format_problems, shared_problems
+from rollgrad.application.settings.rules.examples import example_errors, format_problems
 from rollgrad.application.settings.sections.examples import (
     DemonstrationDataConfig,
+    ExampleAdamConfig,
     ExampleModelConfig,
     ExampleTrainConfig,
+    with_default_lrs,
 )
-from rollgrad.application.settings.sections.optimizer import AdamConfig
-from rollgrad.application.settings.validation import broken_rules
+from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.settings import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, own_first, section, setting
+from rollgrad.domain.settings import COUNT, POSITIVE, SHARE, SOME_SHARE, own_first, section, setting
 
 
 @define(kw_only=True)
@@ -25,6 +26,12 @@ class TeacherConfig:
     """The frozen model that the student learns from."""
 
     model_name_or_path: str = setting("", "Model of the teacher, which has the actor's tokens. Required.")
+    url: str | None = setting(
+        None,
+        "Address of a server that has this model, http://host:8000, such as `vllm serve`: its predictions are asked "
+        "for once, with kd.cache; of the model's files only tokenizer and configuration are read. The environment "
+        "variable ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
+    )
 
 
 @define(kw_only=True)
@@ -34,7 +41,7 @@ class DistillationConfig:
     weight: float = setting(
         0.5,
         "Share of the divergence in the loss; the rest is the cross-entropy of the examples.",
-        Range(lambda share: 0 < share <= 1, "greater than 0 and at most 1"),
+        SOME_SHARE,
     )
     beta: float = setting(
         0.0,
@@ -55,13 +62,11 @@ class DistillationConfig:
     )
 
 
-@define(kw_only=True, field_transformer=own_first)
-class StudentAdamConfig(AdamConfig):
+@define(kw_only=True, field_transformer=with_default_lrs)
+class StudentAdamConfig(ExampleAdamConfig):
     """AdamW on float32 master weights; biases and norm weights are not decayed."""
 
-    lr: float | None = setting(  # type: ignore[assignment] # a default that depends on lora.rank
-        None, "Peak learning rate; default: 1e-5, with adapters (lora.rank above 0) 1e-4.", NOT_NEGATIVE
-    )
+    default_lrs = (1e-5, 1e-4)
 
 
 @define(kw_only=True)
@@ -69,7 +74,6 @@ class StudentModelConfig(ExampleModelConfig):
     """The model that is trained, and its optimizer."""
 
     adam: StudentAdamConfig = section(StudentAdamConfig, "AdamW.")
-    lrs = (1e-5, 1e-4)
 
 
 @define(kw_only=True, field_transformer=own_first)
@@ -85,14 +89,7 @@ class KDRun(OfflineRun):
 
 def kd_errors(run: KDRun) -> list[ConfigurationError]:
     """Returns every rule that the settings of a distillation break."""
-
-    def rules(run: KDRun) -> Iterator[Iterator[str]]:
-        yield example_problems(run)
-        yield format_problems(run.data)
-        yield teacher_problems(run)
-        yield shared_problems(run)
-
-    return broken_rules(run, rules)
+    return example_errors(run, lambda run: format_problems(run.data), teacher_problems)
 
 
 def teacher_problems(run: KDRun) -> Iterator[str]:
@@ -101,15 +98,30 @@ def teacher_problems(run: KDRun) -> Iterator[str]:
         yield "No teacher is set: name a model with --teacher.model_name_or_path."
     if run.kd.cache and run.kd.top_k is None:
         yield "kd.cache keeps the teacher's most likely tokens, but not how many: set --kd.top_k, such as 64."
-    if run.kd.cache and run.cluster.enable:
+    if run.kd.cache and run.data.stream:
+        yield (
+            "kd.cache keeps predictions of all examples, but data.stream has no end of them: leave --kd.cache or "
+            "--data.stream out."
+        )
+    if run.teacher.url is not None:
+        yield from _served_teacher_problems(run, run.teacher.url)
+    elif run.kd.cache and run.cluster.enable:
         yield (
             "kd.cache is set, but in a cluster the teacher is in the actor's processes: leave --kd.cache or "
             "--cluster.enable out."
         )
-    if run.cluster.enable:
-        for name in ("sequence_parallel_size", "tensor_parallel_size"):
-            if getattr(run.ds, name) > 1:
-                yield (
-                    f"ds.{name} is {getattr(run.ds, name)}, but each process of a distillation has a whole teacher and "
-                    f"whole examples: leave --ds.{name} out."
-                )
+
+
+def _served_teacher_problems(run: KDRun, url: str) -> Iterator[str]:
+    if (problem := address_problem(url, "teacher.url")) is not None:
+        yield problem
+    if not run.kd.cache:
+        yield (
+            "teacher.url is set, but a server tells its most likely tokens once, before the first step: add --kd.cache "
+            "and --kd.top_k, or leave --teacher.url out."
+        )
+    if run.kd.temperature != 1:
+        yield (
+            f"kd.temperature is {run.kd.temperature:g}, but of a server's most likely tokens only the probabilities at "
+            "temperature 1 are known: leave --kd.temperature or --teacher.url out."
+        )

@@ -9,10 +9,15 @@ from enum import StrEnum
 from attrs import define
 
 from rollgrad.application.settings.offline import ReferencedRun, reference_problems
-from rollgrad.application.settings.rules.examples import example_problems, shared_problems
-from rollgrad.application.settings.sections.examples import ExampleModelConfig, ExampleTrainConfig, LabelDataConfig
-from rollgrad.application.settings.sections.optimizer import AdamConfig
-from rollgrad.application.settings.validation import broken_rules
+from rollgrad.application.settings.rules.examples import example_errors
+from rollgrad.application.settings.sections.examples import (
+    ExampleAdamConfig,
+    ExampleModelConfig,
+    ExampleTrainConfig,
+    LabelDataConfig,
+    RankedReplies,
+    with_default_lrs,
+)
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.settings import NOT_NEGATIVE, POSITIVE, Condition, own_first, section, setting
 
@@ -48,13 +53,11 @@ class KTOSettings:
     )
 
 
-@define(kw_only=True, field_transformer=own_first)
-class UnpairedAdamConfig(AdamConfig):
+@define(kw_only=True, field_transformer=with_default_lrs)
+class UnpairedAdamConfig(ExampleAdamConfig):
     """AdamW on float32 master weights; biases and norm weights are not decayed."""
 
-    lr: float | None = setting(  # type: ignore[assignment] # a default that depends on lora.rank
-        None, "Peak learning rate; default: 1e-6, with adapters (lora.rank above 0) 1e-5.", NOT_NEGATIVE
-    )
+    default_lrs = (1e-6, 1e-5)
 
 
 @define(kw_only=True)
@@ -62,7 +65,6 @@ class UnpairedModelConfig(ExampleModelConfig):
     """The model that is trained, and its optimizer."""
 
     adam: UnpairedAdamConfig = section(UnpairedAdamConfig, "AdamW.")
-    lrs = (1e-6, 1e-5)
 
 
 @define(kw_only=True, field_transformer=own_first)
@@ -77,19 +79,22 @@ class KTORun(ReferencedRun):
 
 def kto_errors(run: KTORun) -> list[ConfigurationError]:
     """Returns every rule that the settings of a run over labelled replies break."""
-
-    def rules(run: KTORun) -> Iterator[Iterator[str]]:
-        yield example_problems(run)
-        yield loss_problems(run)
-        yield reference_problems(run)
-        yield shared_problems(run)
-
-    return broken_rules(run, rules)
+    return example_errors(run, loss_problems, reference_problems)
 
 
 def loss_problems(run: KTORun) -> Iterator[str]:
     """Yields what is wrong with the loss."""
     kto = run.kto
+    if run.data.pairs is RankedReplies.ALL:
+        yield (
+            "data.pairs is all, but a reply of all pairs would be good in one and bad in another: leave --data.pairs "
+            "out."
+        )
+    if kto.balance and run.data.stream:
+        yield (
+            "kto.balance counts all good and bad replies, but data.stream has no end of them: leave --kto.balance or "
+            "--data.stream out, or set --kto.desirable_weight and --kto.undesirable_weight."
+        )
     if kto.loss is UnpairedLoss.KTO and run.train.batch_size < 2:
         yield (
             f"train.batch_size is {run.train.batch_size}, but kto puts each reply of a step behind another's prompt: "

@@ -194,9 +194,13 @@ def training_run(run: LoopRun, *, examples: str, model: str | None = None, outpu
         "ckpt": evolve(run.ckpt, output_dir=output_dir or run.ckpt.output_dir, resume=Resume.AUTO),
         "logger": run.logger,
     }
-    if run.logger.tensorboard_dir and output_dir:  # each iteration counts its steps from 1
-        curves = Path(run.logger.tensorboard_dir) / Path(output_dir).parent.name
-        common["logger"] = evolve(run.logger, tensorboard_dir=str(curves))
+    if output_dir:  # each iteration counts its steps from 1, and has curves of its own
+        iteration, logger = Path(output_dir).parent, run.logger
+        common["logger"] = evolve(
+            logger,
+            tensorboard_dir=logger.tensorboard_dir and str(Path(logger.tensorboard_dir) / iteration.name),
+            run_name=f"{logger.run_name or iteration.parent.name}-{iteration.name}" if logger.report_to else None,
+        )
     if isinstance(run, IterDPORun):
         from_start = run.loop.reference is Reference.INITIAL and model not in (None, initial) and has_reference(run.dpo)
         reference = RefConfig(model_name_or_path=initial) if from_start else RefConfig()

@@ -25,10 +25,12 @@ model brings."""
 UNREAD = frozenset(
     {
         *("rollout.generate_batch_size", "rollout.max_turns", "rollout.max_episode_tokens"),
-        *("rollout.max_episode_seconds", "rollout.max_failures", "rollout.server_urls"),
+        *("rollout.max_episode_seconds", "rollout.server_urls"),
+        *("data.image_key", "data.max_images_per_prompt"),
         *("data.curriculum_range", "data.prompt_suffix", "eval.steps", "actor.lora.sync", "logger.log_samples"),
         "logger.trajectories_max_gib",
-        *("ckpt.resume", "ckpt.overwrite", "ckpt.state_dir", "ckpt.best_metric", "vllm.sync_backend"),
+        *("ckpt.resume", "ckpt.overwrite", "ckpt.state_dir", "ckpt.best_metric", "ckpt.push_to_hub"),
+        "vllm.sync_backend",
         *(f"reward.{field.name}" for field in attrs.fields(ShapingSettings) if field.name not in READ_SHAPING),
     }
 )

@@ -10,68 +10,33 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from attrs import evolve, frozen
 
-from rollgrad.application.settings.derived import longest_sample, ranks
+from rollgrad.application.settings.derived import divides_reward, longest_sample, ranks
+from rollgrad.application.settings.memory_plan_passes import (
+    FLOAT32_BYTES,
+    MIB,
+    embedded_bytes,
+    head_bytes,
+    pass_tokens,
+    scoring_bytes,
+    training_bytes,
+)
+from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.ds import BUCKET_NUMBERS, GRADIENTS, PARAMETERS
 from rollgrad.application.settings.sections.reward import REWARD_TOKENS
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES
 from rollgrad.domain.algorithms.catalogue import estimator_traits
-from rollgrad.domain.algorithms.settings import KLAgainst
-
-FLOAT32_BYTES = 4
-
-QUANTISED_BITS = 4 + 8 / 64 + 32 / (64 * 256)
-"""Bytes of a number in NF4 with double quantisation: an 8-bit scale for 64 of them, a 32-bit one for 256 scales
-(Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", section 3)."""
+from rollgrad.domain.algorithms.settings import KLAgainst, KLEstimator
 
 ADAM_MOMENTS = 2
-
-ACTIVATIONS_PER_HIDDEN = 17
-"""Numbers kept a token, layer and hidden unit for the backward pass when attention keeps no scores: 34 bytes of 16-bit
-numbers (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1)."""
-
-WHOLE_ACTIVATIONS_PER_HIDDEN = 5
-"""Those of them that tensor parallelism does not divide (the same, equation 2)."""
-
-CHECKPOINTED_ACTIVATIONS_PER_HIDDEN = 1
-"""Under gradient checkpointing a layer keeps its input only."""
 
 GATHERED_NUMBERS = 1_000_000_000
 """Parameters that ZeRO's last stage keeps whole at once for a pass, DeepSpeed's default."""
 
-MIB = 2**20
-
-
-@frozen(kw_only=True)
-class ModelShape:
-    """Shape of a decoder, on which its memory depends. `parameters` counts tied tensors once, and no adapters;
-    `adapters` counts the numbers in these, which are then all that is trained; `quantised` those that are kept in 4
-    bits; `embedding` those of the input embedding, which is `tied` to the output's if both are one."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    kv_heads: int
-    head_dim: int
-    adapters: int = 0
-    quantised: int = 0
-    embedding: int = 0
-    tied: bool = False
-
-    @property
-    def trained(self) -> int:
-        """Numbers that have gradients."""
-        return self.adapters or self.parameters
-
-    def weights(self, compute_bytes: int) -> int:
-        """Bytes of all weights."""
-        others = self.parameters - self.quantised + self.adapters
-        return others * compute_bytes + math.ceil(self.quantised * QUANTISED_BITS / 8)
-
-    def dequantised(self, compute_bytes: int) -> int:
-        """Bytes that a pass has of dequantised weights at once: those of one matrix, so less than of one layer."""
-        return math.ceil(self.quantised / self.layers) * compute_bytes
+CONTEXT_BYTES = 600 * 2**20
+"""Memory of a GPU that each process takes for CUDA itself, its libraries and their buffers."""
 
 
 @frozen(kw_only=True)
@@ -87,9 +52,11 @@ class RoleMemory:
     """Bytes that one process of a role holds: on its GPU, or in the machine's memory where there are no GPUs.
 
     `passes` are the activations of a pass, and what ZeRO gathers for it: gradients on their way, and at the last stage
-    weights; of an engine keys and values. `offloaded` lies in the machine's memory, the rest on a GPU. Roles of one
-    `device` share it. An engine that `takes_turns` holds nothing while models train, which hold no activations
-    meanwhile.
+    weights; of an engine keys and values. `gradients` are held from the first pass of an optimizer step to its end;
+    ZeRO's last stage `keeps_gradients`, and the buffer in which it sends them. `offloaded` lies in the machine's
+    memory, and `loading` while the model is loaded for a GPU; the rest on a GPU. Roles of one `device` share it. An
+    engine or reward model that `takes_turns` makes no passes while models train; an engine that `sleeps` holds nothing
+    meanwhile, and what `rests` of a model's optimizer is in the machine's memory while engines sample.
     """
 
     role: str
@@ -101,17 +68,23 @@ class RoleMemory:
     optimizer: int = 0
     passes: int = 0
     offloaded: int = 0
+    loading: int = 0
     takes_turns: bool = False
+    sleeps: bool = False
+    keeps_gradients: bool = False
+    rests: int = 0
 
     @property
     def kept(self) -> int:
-        """Bytes that are kept between passes."""
-        return self.weights + self.gradients + self.optimizer
+        """Bytes that are kept while other roles compute."""
+        if self.sleeps:
+            return 0
+        return self.weights + self.optimizer + (self.gradients if self.keeps_gradients else 0)
 
     @property
     def total(self) -> int:
         """Bytes on the device, without offloaded ones."""
-        return self.kept + self.passes
+        return self.weights + self.gradients + self.optimizer + self.passes
 
 
 @frozen(kw_only=True)
@@ -135,24 +108,30 @@ def memory_plan(
 ) -> list[RoleMemory]:
     """The roles of a run.
 
-    `compute_bytes` is the size of one number in the compute format: 2 or, for float32, 4. `critic` and
-    `reference` default to the actor's shape without adapters, that of the critic in the compute format; they appear
-    only where the settings use them. `reward`: of the reward model, if there is one.
+    Shapes whose `passes` were measured have them in the compute format. `compute_bytes` is the size of one number in
+    it: 2 or, for float32, 4. `critic` and `reference` default to the actor's shape without adapters, that of the critic
+    in the compute format; they appear only where the settings use them. `reward`: of the reward model, if there is one.
     """
-    rows = [_trained(config, "actor", actor, compute_bytes, machine)]
+    rows = [_resting(config, _trained(config, "actor", actor, compute_bytes, machine), machine)]
     base = evolve(actor, adapters=0)
     plain = evolve(base, quantised=0)
     if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
-        rows.append(_trained(config, "critic", critic or plain, compute_bytes, machine))
+        rows.append(_resting(config, _trained(config, "critic", critic or plain, compute_bytes, machine), machine))
     compares = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
-    # In one process the reference is the actor without its adapters.
-    if compares and (config.cluster.enable or reference is not None or not actor.adapters):
-        rows.append(_reference(config, reference or base, compute_bytes))
+    whole = config.algo.kl.estimator is KLEstimator.FULL
+    # In one process the reference is the actor without its adapters, unless whole distributions are compared.
+    if compares and (config.cluster.enable or reference is not None or not actor.adapters or whole):
+        rows.append(
+            _reference(config, reference or base, compute_bytes, machine, beside="actor" if whole else "reference")
+        )
     if reward is not None:
-        rows.append(_reward(config, reward, compute_bytes))
+        rows.append(_reward(config, reward, compute_bytes, machine))
     if config.rollout.engine is not Engine.SERVER:  # servers have memory of their own
         rows.append(_engine(config, plain, compute_bytes, machine))
-    return rows
+    if not machine.gpu:
+        return rows
+    shapes = {"actor": actor, "critic": critic or plain, "reference": reference or base, "reward": reward or plain}
+    return [_loaded(config, row, shapes.get(row.role, plain), compute_bytes) for row in rows]
 
 
 def places(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[Place]:
@@ -164,10 +143,12 @@ def places(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[Place]:
     for device in dict.fromkeys(row.device for row in rows):
         sharing = [row for row in rows if row.device == device]
         name = f"a GPU of {', '.join(row.role for row in sharing)}"
-        yield Place(name=name, held=_at_once((row, 1) for row in sharing), available=machine.gpu)
-    offloaded = sum(row.on_a_machine * row.offloaded for row in rows)
-    if offloaded:
-        yield Place(name="a machine's memory", held=offloaded, available=machine.memory)
+        held = _at_once((row, 1) for row in sharing) + len(sharing) * CONTEXT_BYTES
+        yield Place(name=name, held=held, available=machine.gpu)
+    offloaded = sum(row.on_a_machine * (row.offloaded + row.rests) for row in rows)
+    loading = max(row.on_a_machine * row.loading for row in rows)  # models are loaded one after the other
+    if offloaded or loading:
+        yield Place(name="a machine's memory", held=offloaded + loading, available=machine.memory)
 
 
 def shortages(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[str]:
@@ -184,28 +165,48 @@ def shortages(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[str]:
 
 def _at_once(rows: Iterable[tuple[RoleMemory, int]]) -> int:
     """Bytes of so many processes of each role in one memory."""
-    always, passes, turns = 0, [0], 0
+    always, passes, turns, resting = 0, [0], 0, 0
     for row, count in rows:
+        always += count * (row.kept - row.rests)
+        resting += count * row.rests
+        other = count * (row.total - row.kept)
         if row.takes_turns:
-            turns += count * row.total
-        elif row.role in ("engines", "reward"):  # replies are judged while others are sampled
-            always += count * row.total
+            turns += other
+        elif row.role in ("engines", "reward"):  # at any time: replies are judged while others are sampled
+            always += other
         else:
-            always += count * row.kept
-            passes.append(count * row.passes)
-    return always + max(*passes, turns)
+            passes.append(other)
+    return always + max(resting + max(passes), turns)
 
 
 def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
     """Returns the memory of actor or critic; `DeepSpeedModule` and `MasterOptimizer` keep the numbers counted here."""
-    shape = _share(config, role, shape)
+    shape = _share(config, role, shape if role == "actor" else _headless(shape))
     where, trained, ds = _where(config, role), shape.trained, config.ds
+    tokens = pass_tokens(config, where.processes / ds.tensor_parallel_size)
+    head = head_bytes(config, shape, tokens, compute_bytes, machine.gpu, gradients=True) if role == "actor" else 0
     weights = shape.weights(compute_bytes)
     gradients = trained * FLOAT32_BYTES
     moments = ADAM_MOMENTS * trained * FLOAT32_BYTES
     masters = trained * FLOAT32_BYTES
     average = trained * FLOAT32_BYTES if role == "actor" and config.train.enable_ema else 0  # in the machine's memory
-    passes = _activations(config, role, shape, compute_bytes) + shape.dequantised(compute_bytes)
+    passes = training_bytes(config, shape, tokens, compute_bytes, head) + shape.dequantised(compute_bytes)
+    if config.cluster.enable and config.cluster.strategy is Strategy.FSDP2:
+        size = where.processes
+        row = evolve(
+            where,
+            weights=math.ceil(shape.parameters * compute_bytes / size) if shape.adapters else 0,
+            gradients=math.ceil(gradients / size),
+            optimizer=math.ceil((masters + moments) / size),  # the masters are the weights
+            passes=passes + _whole_under_fsdp2(role, shape, compute_bytes),
+        )
+        average = math.ceil(average / size)
+        if not machine.gpu:
+            return evolve(row, optimizer=row.optimizer + average)
+        if not config.cluster.offload:
+            return evolve(row, offloaded=average)
+        offloaded = row.weights + row.gradients + row.optimizer + average
+        return evolve(row, weights=0, gradients=0, optimizer=0, offloaded=offloaded)
     stage = ds.zero_stage if compute_bytes == FLOAT32_BYTES else max(ds.zero_stage, GRADIENTS)
     if not config.cluster.enable or stage == 0:
         optimizer = moments + (masters if compute_bytes < FLOAT32_BYTES else 0)
@@ -213,14 +214,18 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
         return evolve(row, offloaded=average) if machine.gpu else evolve(row, optimizer=optimizer + average)
     size = where.processes // ds.tensor_parallel_size
     optimizer = math.ceil((masters + moments) / size)  # ZeRO keeps masters of float32 weights too
-    passes += min(BUCKET_NUMBERS, trained) * compute_bytes
+    bucket = min(BUCKET_NUMBERS, trained)
     if stage >= GRADIENTS:
         gradients = math.ceil(gradients / size)
     else:
         gradients *= 2  # DeepSpeed keeps the sum over micro-batches apart from the latest of them
+    buffer = 0
     if stage == PARAMETERS:
-        passes += min(GATHERED_NUMBERS * compute_bytes, weights)
+        buffer = bucket * FLOAT32_BYTES
+        passes += buffer + min(GATHERED_NUMBERS * compute_bytes, weights)  # sent as float32, in another order
         weights = math.ceil(weights / size)
+    else:
+        passes += bucket * (compute_bytes + (FLOAT32_BYTES if compute_bytes < FLOAT32_BYTES else 0))
     average = math.ceil(average / size)
     optimizer += 0 if machine.gpu else average
     offloaded = average if machine.gpu else 0
@@ -233,40 +238,81 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     return evolve(
         where,
         weights=weights,
-        gradients=gradients,
+        gradients=gradients + buffer,
         optimizer=optimizer,
         passes=passes,
         offloaded=offloaded,
+        keeps_gradients=stage == PARAMETERS,
     )
 
 
-def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleMemory:
-    """Returns the memory of the reference, which ZeRO does not divide, with one layer's activations at a time."""
-    activations = shape.hidden * _activations_per_hidden(config)
-    passes = math.ceil(_tokens(config, "reference") * activations * compute_bytes)
-    return evolve(
-        _where(config, "reference"),
-        weights=_share(config, "reference", shape).weights(compute_bytes),
-        passes=passes + shape.dequantised(compute_bytes),
-    )
+def _resting(config: RLConfig, row: RoleMemory, machine: Machine) -> RoleMemory:
+    """Returns the row of actor or critic with the bytes that its optimizer leaves to engines while these sample: under
+    FSDP2 the moments, for the masters are the weights."""
+    if not (machine.gpu and config.train.optimizer_sleeps):
+        return row
+    divided = config.cluster.strategy is Strategy.FSDP2
+    stepped = row.optimizer * ADAM_MOMENTS // (1 + ADAM_MOMENTS) if divided else row.optimizer
+    return evolve(row, rests=stepped + (row.gradients if row.keeps_gradients else 0))
 
 
-def _reward(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleMemory:
-    """Returns the memory of the reward model, which is whole in every process; a pass has whole texts."""
+def _whole_under_fsdp2(role: str, shape: ModelShape, compute_bytes: int) -> int:
+    """Returns the bytes of what is whole in a pass: everything outside of the layers and two layers, with the gradients
+    of all that but one layer, in the format that they are computed in and in the float32 in which they are summed."""
+    outside = shape.embedding if role == "critic" or shape.tied else 2 * shape.embedding
+    layer = math.ceil((shape.parameters - outside) / shape.layers)
+    gradients = 0 if shape.adapters else (outside + layer) * (compute_bytes + FLOAT32_BYTES)
+    return (outside + 2 * layer) * compute_bytes + gradients
+
+
+def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Machine, *, beside: str) -> RoleMemory:
+    """Returns the memory of the reference, with one layer's activations at a time, in the processes of the role
+    `beside`; FSDP2 divides it, and ZeRO at its last stage alone, as it does the actor's parameters."""
+    where, apart = _where(config, beside), beside == "reference"  # else it is whole in each of the actor's processes
+    budget = config.train.max_tokens_per_scoring_pass if apart else None
+    tokens = pass_tokens(config, where.processes / config.ds.tensor_parallel_size, budget)
+    weights = (_share(config, "reference", shape) if apart else shape).weights(compute_bytes)
+    # The logits come after the layers, from what the last of them returns.
+    last = tokens * shape.hidden * compute_bytes + head_bytes(config, shape, tokens, compute_bytes, machine.gpu)
+    passes = max(scoring_bytes(config, shape, tokens, compute_bytes), last) + shape.dequantised(compute_bytes)
+    ds, offloaded = config.ds, 0
+    fsdp2 = config.cluster.strategy is Strategy.FSDP2
+    by_zero = (ds.zero_stage == PARAMETERS or config.ref.offload) and ds.tensor_parallel_size == 1
+    if config.cluster.enable and apart and (fsdp2 or by_zero):
+        if fsdp2:
+            passes += _whole_under_fsdp2("reference", evolve(shape, adapters=1), compute_bytes)  # without gradients
+        else:
+            passes += min(GATHERED_NUMBERS * compute_bytes, weights)
+        weights = math.ceil(weights / where.processes)
+        if machine.gpu and (config.cluster.offload or ds.param_offload or config.ref.offload):
+            weights, offloaded = 0, weights
+    return evolve(where, role="reference", weights=weights, passes=passes, offloaded=offloaded)
+
+
+def _reward(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
+    """Returns the memory of the reward model, which its processes divide or have whole; a pass has whole texts."""
     longest = longest_sample(config)
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     tokens = max(longest, min(REWARD_TOKENS, samples * longest))
-    return evolve(
-        _where(config, "reward"),
-        weights=shape.parameters * compute_bytes,
-        passes=tokens * shape.hidden * ACTIVATIONS_PER_HIDDEN * compute_bytes,
-    )
+    where, shape = _where(config, "reward"), _headless(shape)
+    weights, offloaded = shape.parameters * compute_bytes, 0
+    passes = scoring_bytes(config, shape, tokens, compute_bytes)
+    if config.cluster.enable and divides_reward(config):
+        if config.cluster.strategy is Strategy.FSDP2:
+            passes += _whole_under_fsdp2("critic", evolve(shape, adapters=1), compute_bytes)  # without a head, either
+        else:
+            passes += min(GATHERED_NUMBERS * compute_bytes, weights)
+        weights = math.ceil(weights / where.processes)
+        if machine.gpu and (config.cluster.offload or config.ds.param_offload or config.reward.offload):
+            weights, offloaded = 0, weights
+    return evolve(where, weights=weights, passes=passes, offloaded=offloaded, takes_turns=not config.train.async_enable)
 
 
 def _engine(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
     weights = shape.parameters * compute_bytes
     overlaps = config.train.async_enable
     if config.rollout.engine is Engine.VLLM:
+        sleeps = bool(machine.gpu) and config.train.colocate_all
         width = config.vllm.gpus_per_engine
         weights = math.ceil(weights / width)
         share = int(config.vllm.gpu_memory_utilization * machine.gpu)
@@ -274,15 +320,28 @@ def _engine(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Ma
             _where(config, "engines"),
             weights=weights,
             passes=max(0, share - weights) if machine.gpu else CPU_CACHE_BYTES,
-            takes_turns=bool(machine.gpu) and config.train.colocate_all,
+            takes_turns=sleeps,
+            sleeps=sleeps,
         )
     own = config.cluster.enable or overlaps
     return evolve(
         _where(config, "engines"),
         weights=weights if own else 0,
-        passes=_kv_cache(shape, config, compute_bytes),
+        passes=embedded_bytes(config, shape, compute_bytes),
         takes_turns=not overlaps,
     )
+
+
+def _loaded(config: RLConfig, row: RoleMemory, shape: ModelShape, compute_bytes: int) -> RoleMemory:
+    """Returns a role with what its model needs while it is loaded; engines of vLLM load theirs piece by piece."""
+    if row.role == "engines" and (config.rollout.engine is Engine.VLLM or not row.weights):
+        return row
+    ds, division = config.ds, config.cluster.strategy
+    by_all = division is Strategy.FSDP2 or ds.zero_stage == PARAMETERS or ds.tensor_parallel_size > 1
+    rests = row.role == "reference" and config.ref.offload
+    by_role = {"engines": False, "reward": divides_reward(config)}
+    divided = config.cluster.enable and by_role.get(row.role, by_all or rests)
+    return evolve(row, loading=shape.loading(compute_bytes, row.processes if divided else 1))
 
 
 def _where(config: RLConfig, role: str) -> RoleMemory:
@@ -306,15 +365,9 @@ def _where(config: RLConfig, role: str) -> RoleMemory:
     return RoleMemory(role=role, processes=size, on_a_machine=on_a_machine, device=device)
 
 
-def _tokens(config: RLConfig, role: str) -> int:
-    """Tokens that one process passes over at a time: its part of a micro-batch, whose size goes by the actor's
-    processes, and at least its part of the longest sequence."""
-    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    longest = longest_sample(config)
-    parts = _where(config, role).processes / config.ds.tensor_parallel_size
-    least = math.ceil(longest / config.ds.sequence_parallel_size)
-    budget = config.train.max_tokens_per_micro_batch * ranks(config) / parts
-    return max(least, math.ceil(min(budget, samples * longest / parts)))
+def _headless(shape: ModelShape) -> ModelShape:
+    """Returns the shape of a model of values, which has no output embedding."""
+    return shape if shape.tied else evolve(shape, parameters=shape.parameters - shape.embedding)
 
 
 def _share(config: RLConfig, role: str, shape: ModelShape) -> ModelShape:
@@ -322,25 +375,3 @@ def _share(config: RLConfig, role: str, shape: ModelShape) -> ModelShape:
     input embedding is divided only as the output's, which a critic has not; norms are too small to count."""
     whole = shape.embedding if role == "critic" or not shape.tied else 0
     return evolve(shape, parameters=whole + math.ceil((shape.parameters - whole) / config.ds.tensor_parallel_size))
-
-
-def _activations_per_hidden(config: RLConfig) -> float:
-    divided = ACTIVATIONS_PER_HIDDEN - WHOLE_ACTIVATIONS_PER_HIDDEN
-    return WHOLE_ACTIVATIONS_PER_HIDDEN + divided / config.ds.tensor_parallel_size
-
-
-def _activations(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int) -> int:
-    checkpointing = role == "actor" and config.actor.gradient_checkpointing
-    of_layer = _activations_per_hidden(config)
-    kept = CHECKPOINTED_ACTIVATIONS_PER_HIDDEN if checkpointing else of_layer
-    # Checkpointing recomputes one layer at a time in full.
-    per_token = shape.hidden * (shape.layers * kept + (of_layer if checkpointing else 0))
-    return math.ceil(_tokens(config, role) * per_token * compute_bytes)
-
-
-def _kv_cache(shape: ModelShape, config: RLConfig, compute_bytes: int) -> int:
-    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    ahead = config.train.max_staleness + 1 if config.train.async_enable else 1
-    sequences = min(config.rollout.max_batch_size, samples * ahead)
-    length = longest_sample(config)
-    return sequences * length * 2 * shape.layers * shape.kv_heads * shape.head_dim * compute_bytes

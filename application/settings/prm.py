@@ -8,21 +8,23 @@ from collections.abc import Iterator
 from attrs import define
 
 from rollgrad.application.settings.offline import OfflineRun
-from rollgrad.application.settings.rules.examples import example_problems, shared_problems
-from rollgrad.application.settings.sections.examples import ExampleModelConfig, ExampleTrainConfig, StepDataConfig
-from rollgrad.application.settings.sections.optimizer import AdamConfig
-from rollgrad.application.settings.validation import broken_rules
+from rollgrad.application.settings.rules.examples import example_errors
+from rollgrad.application.settings.sections.examples import (
+    ExampleAdamConfig,
+    ExampleModelConfig,
+    ExampleTrainConfig,
+    StepDataConfig,
+    with_default_lrs,
+)
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.settings import NOT_NEGATIVE, own_first, section, setting
+from rollgrad.domain.settings import own_first, section, setting
 
 
-@define(kw_only=True, field_transformer=own_first)
-class StepAdamConfig(AdamConfig):
+@define(kw_only=True, field_transformer=with_default_lrs)
+class StepAdamConfig(ExampleAdamConfig):
     """AdamW on float32 master weights; biases and norm weights are not decayed."""
 
-    lr: float | None = setting(  # type: ignore[assignment] # a default that depends on lora.rank
-        None, "Peak learning rate; default: 1e-6, with adapters (lora.rank above 0) 1e-5.", NOT_NEGATIVE
-    )
+    default_lrs = (1e-6, 1e-5)
 
 
 @define(kw_only=True)
@@ -30,7 +32,6 @@ class StepModelConfig(ExampleModelConfig):
     """The model that becomes a process reward model, and its optimizer."""
 
     adam: StepAdamConfig = section(StepAdamConfig, "AdamW.")
-    lrs = (1e-6, 1e-5)
 
 
 @define(kw_only=True)
@@ -54,13 +55,7 @@ class PRMRun(OfflineRun):
 
 def prm_errors(run: PRMRun) -> list[ConfigurationError]:
     """Returns every rule that the settings of a run break that trains a process reward model."""
-
-    def rules(run: PRMRun) -> Iterator[Iterator[str]]:
-        yield example_problems(run)
-        yield step_problems(run)
-        yield shared_problems(run)
-
-    return broken_rules(run, rules)
+    return example_errors(run, step_problems)
 
 
 def step_problems(run: PRMRun) -> Iterator[str]:
@@ -88,9 +83,4 @@ def step_problems(run: PRMRun) -> Iterator[str]:
         yield (
             f"prm.reward_tokens are both {run.prm.reward_tokens[0]!r}, so that they tell nothing: set "
             "--prm.reward_tokens to two different tokens."
-        )
-    if run.cluster.enable and run.ds.tensor_parallel_size > 1:
-        yield (
-            f"ds.tensor_parallel_size is {run.ds.tensor_parallel_size}, but a process reward model's two tokens are "
-            "compared in one process: leave --ds.tensor_parallel_size out, or set --ds.sequence_parallel_size."
         )

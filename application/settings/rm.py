@@ -8,26 +8,24 @@ from collections.abc import Iterator
 from attrs import define
 
 from rollgrad.application.settings.offline import OfflineRun
-from rollgrad.application.settings.rules.examples import example_problems, shared_problems
+from rollgrad.application.settings.rules.examples import example_errors
 from rollgrad.application.settings.sections.examples import (
+    ExampleAdamConfig,
     ExampleModelConfig,
     ExampleTrainConfig,
     LongRows,
     PairDataConfig,
+    with_default_lrs,
 )
-from rollgrad.application.settings.sections.optimizer import AdamConfig
-from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.settings import NOT_NEGATIVE, own_first, section, setting
 
 
-@define(kw_only=True, field_transformer=own_first)
-class RewardAdamConfig(AdamConfig):
+@define(kw_only=True, field_transformer=with_default_lrs)
+class RewardAdamConfig(ExampleAdamConfig):
     """AdamW on float32 master weights; biases and norm weights are not decayed."""
 
-    lr: float | None = setting(  # type: ignore[assignment] # a default that depends on lora.rank
-        None, "Peak learning rate; default: 9e-6, with adapters (lora.rank above 0) 9e-5.", NOT_NEGATIVE
-    )
+    default_lrs = (9e-6, 9e-5)
 
 
 @define(kw_only=True)
@@ -35,7 +33,6 @@ class RewardModelConfig(ExampleModelConfig):
     """The model that becomes a reward model, and its optimizer."""
 
     adam: RewardAdamConfig = section(RewardAdamConfig, "AdamW.")
-    lrs = (9e-6, 9e-5)
 
 
 @define(kw_only=True)
@@ -65,17 +62,16 @@ class RMRun(OfflineRun):
 
 def rm_errors(run: RMRun) -> list[ConfigurationError]:
     """Returns every rule that the settings of a run break that trains a reward model."""
-
-    def rules(run: RMRun) -> Iterator[Iterator[str]]:
-        yield example_problems(run)
-        yield reward_problems(run)
-        yield shared_problems(run)
-
-    return broken_rules(run, rules)
+    return example_errors(run, reward_problems)
 
 
 def reward_problems(run: RMRun) -> Iterator[str]:
     """Yields what a reward model has no use for."""
+    if run.data.image_key is not None:
+        yield (
+            f"data.image_key is {run.data.image_key!r}, but a reward model is given no images: leave out "
+            "--data.image_key."
+        )
     if run.data.overlong is LongRows.CUT:
         yield (
             "data.overlong is cut, but a reward model judges whole replies, by their last token: set --data.overlong "
@@ -86,8 +82,9 @@ def reward_problems(run: RMRun) -> Iterator[str]:
             "actor.float32_head is set, but a reward model has no vocabulary's head, and its score is always computed "
             "in float32: leave --actor.float32_head out."
         )
-    if run.actor.aux_loss_coef:
-        yield (
-            f"actor.aux_loss_coef is {run.actor.aux_loss_coef:g}, but reward models are trained without the "
-            "load-balancing loss: leave --actor.aux_loss_coef out."
-        )
+    for name in ("aux_loss_coef", "router_z_loss_coef"):
+        if coef := getattr(run.actor, name):
+            yield (
+                f"actor.{name} is {coef:g}, but reward models are trained without losses of routers: leave "
+                f"--actor.{name} out."
+            )

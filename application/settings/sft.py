@@ -8,8 +8,13 @@ from enum import StrEnum
 from attrs import define
 
 from rollgrad.application.settings.offline import OfflineRun
-from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleModelConfig, ExampleTrainConfig
-from rollgrad.application.settings.sections.optimizer import AdamConfig
+from rollgrad.application.settings.sections.examples import (
+    ExampleAdamConfig,
+    ExampleDataConfig,
+    ExampleModelConfig,
+    ExampleTrainConfig,
+    with_default_lrs,
+)
 from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, Condition, own_first, section, setting
 
 
@@ -25,13 +30,11 @@ class SupervisedLoss(StrEnum):
 WITH_NLL = Condition(lambda here, run: here.loss is SupervisedLoss.NLL, "the loss is not nll", "set --train.loss nll")
 
 
-@define(kw_only=True, field_transformer=own_first)
-class SupervisedAdamConfig(AdamConfig):
+@define(kw_only=True, field_transformer=with_default_lrs)
+class SupervisedAdamConfig(ExampleAdamConfig):
     """AdamW on float32 master weights; biases and norm weights are not decayed."""
 
-    lr: float | None = setting(  # type: ignore[assignment] # a default that depends on lora.rank
-        None, "Peak learning rate; default: 1e-5, with adapters (lora.rank above 0) 2e-4.", NOT_NEGATIVE
-    )
+    default_lrs = (1e-5, 2e-4)
 
 
 @define(kw_only=True)
@@ -39,7 +42,6 @@ class SupervisedModelConfig(ExampleModelConfig):
     """The model that is fine-tuned, and its optimizer."""
 
     adam: SupervisedAdamConfig = section(SupervisedAdamConfig, "AdamW.")
-    lrs = (1e-5, 2e-4)
 
 
 @define(kw_only=True)

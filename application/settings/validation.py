@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import attrs
 
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.settings import Condition, Told
+from rollgrad.domain.settings import Condition, SettingMetadata
 
 Run = TypeVar("Run", bound=attrs.AttrsInstance)
 
@@ -46,12 +46,12 @@ def broken_rules(
 def range_problems(config: attrs.AttrsInstance) -> dict[str, str]:
     """Returns the single settings of a run that are out of range, by name, each with the reason."""
     problems: dict[str, str] = {}
-    for key, value, told in leaves(config):
+    for key, value, metadata in leaves(config):
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             problems[key] = f"{key} is {value}, but it must be finite: change --{key}."
             continue
-        allowed = told.range
+        allowed = metadata.range
         if allowed is not None and value is not None and not allowed.holds(value):
             problems[key] = f"{key} is {value!r}, but it must be {allowed.rule}: change --{key}."
     return problems
@@ -65,7 +65,7 @@ def condition_problems(run: attrs.AttrsInstance) -> dict[str, str]:
     ) -> Iterator[tuple[str, str]]:
         for field in attrs.fields(type(section)):
             name, value, unchanged = f"{at}{field.name}", getattr(section, field.name), getattr(default, field.name)
-            conditions = (*above, *((condition, section, at) for condition in Told.by(field).only_if))
+            conditions = (*above, *((condition, section, at) for condition in SettingMetadata.of(field).only_if))
             if attrs.has(type(value)):
                 yield from unmet(value, unchanged, f"{name}.", conditions)
             elif value != unchanged:
@@ -86,11 +86,11 @@ def with_defaults(config: Run, keys: Iterable[str]) -> Run:
     return result
 
 
-def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Told]]:
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, SettingMetadata]]:
     """Yields every setting of a run: its dotted name, its value, and what its field says."""
     for field in attrs.fields(type(section)):
         value = getattr(section, field.name)
         if attrs.has(type(value)):
             yield from leaves(value, f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}", value, Told.by(field)
+            yield f"{prefix}{field.name}", value, SettingMetadata.of(field)

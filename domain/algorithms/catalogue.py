@@ -13,7 +13,7 @@ import attrs
 from attrs import evolve, frozen
 
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.settings import Told
+from rollgrad.domain.settings import SettingMetadata
 
 Traits = TypeVar("Traits", bound="_AlgorithmTraits")
 
@@ -112,11 +112,11 @@ POLICY_LOSSES: dict[str, PolicyLossTraits] = {
 """The names that `--actor.policy_loss_type` takes."""
 
 PAIR_LOSSES: dict[str, PairLossTraits] = {
-    "sigmoid": PairLossTraits(uses=("label_smoothing",)),
-    "robust": PairLossTraits(uses=("label_smoothing",)),
+    "sigmoid": PairLossTraits(uses=("label_smoothing", "f_divergence")),
+    "robust": PairLossTraits(uses=("label_smoothing", "f_divergence")),
     "ipo": PairLossTraits(),
-    "ipo_sum": PairLossTraits(),
-    "hinge": PairLossTraits(),
+    "ipo_sum": PairLossTraits(uses=("f_divergence",)),
+    "hinge": PairLossTraits(uses=("f_divergence",)),
     "sigmoid_norm": PairLossTraits(beta=5.0, uses=("label_smoothing",)),
     "simpo": PairLossTraits(reference=False, beta=2.0, uses=("simpo_gamma", "label_smoothing")),
     "orpo": PairLossTraits(reference=False),
@@ -124,9 +124,9 @@ PAIR_LOSSES: dict[str, PairLossTraits] = {
     "apo_down": PairLossTraits(),
     "nca_pair": PairLossTraits(),
     "bco_pair": PairLossTraits(),
-    "exo_pair": PairLossTraits(uses=("label_smoothing",)),
+    "exo_pair": PairLossTraits(uses=("label_smoothing", "f_divergence")),
     "sppo_hard": PairLossTraits(),
-    "discopop": PairLossTraits(uses=("discopop_tau",)),
+    "discopop": PairLossTraits(uses=("discopop_tau", "f_divergence")),
 }
 """The losses of preference pairs that `--dpo.loss` takes."""
 
@@ -178,7 +178,7 @@ def with_settings(traits: Traits, name: str, settings: type[Any] | None) -> Trai
             f"{name!r} brings settings, which have the name before them ({name}.SETTING): use letters, digits and _."
         )
     for field in attrs.fields(settings):
-        Told.by(field)
+        SettingMetadata.of(field)
     return evolve(traits, settings=settings)
 
 

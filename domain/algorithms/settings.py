@@ -19,12 +19,14 @@ from rollgrad.domain.settings import (
 
 
 class KLEstimator(StrEnum):
-    """Schulman's approximations of the KL divergence, and k3 weighed by the importance ratio."""
+    """Schulman's approximations of the KL divergence from the sampled tokens, k3 weighed by the importance ratio, and
+    the divergence itself, summed over the vocabulary."""
 
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
     K3_UNBIASED = "k3_unbiased"
+    FULL = "full"
 
 
 class KLAgainst(StrEnum):
@@ -36,6 +38,11 @@ class KLAgainst(StrEnum):
 
 WITH_KL = Condition(
     lambda here, run: here.init_coef > 0, "{at}init_coef is 0, which turns KL off", "set --{at}init_coef above 0"
+)
+WHOLE_KL = Condition(
+    lambda here, run: here.estimator is KLEstimator.FULL,
+    "only the full estimator compares whole distributions",
+    "set --{at}estimator to full",
 )
 ADAPTIVE_KL = Condition(
     lambda here, run: here.target is not None, "a fixed KL weight has no horizon", "set --{at}target"
@@ -49,8 +56,16 @@ class KLSettings:
     init_coef: float = setting(0.0, "Weight of the KL term; 0 loads no reference at all.", NOT_NEGATIVE)
     estimator: KLEstimator = setting(
         KLEstimator.K1,
-        "k1, k2, k3 or k3_unbiased. In the reward use k1; as a loss use k2, k3 or k3_unbiased.",
+        "k1, k2, k3, k3_unbiased or full. In the reward use k1; as a loss use k2, k3, k3_unbiased, or full, which is "
+        "exact: it sums over the vocabulary at each token, with the reference in the policy's processes.",
         only_if=WITH_KL,
+    )
+    top_k: int | None = setting(
+        None,
+        "With the full estimator, compare the reference's most likely tokens, so many, and all others as one; default: "
+        "the whole vocabulary.",
+        COUNT,
+        only_if=(WITH_KL, WHOLE_KL),
     )
     against: KLAgainst = setting(
         KLAgainst.REFERENCE,
@@ -321,6 +336,15 @@ class ShapingSettings:
     cosine_exceeded: float = setting(-10.0, "Reward of a reply that was cut off.", only_if=BY_LENGTH)
 
 
+class FDivergence(StrEnum):
+    """Divergence of the policy from the reference in losses of pairs."""
+
+    REVERSE_KL = "reverse_kl"
+    FORWARD_KL = "forward_kl"
+    JS = "js_divergence"
+    ALPHA = "alpha_divergence"
+
+
 @define(kw_only=True)
 class PreferenceSettings:
     """The loss of preference pairs."""
@@ -350,6 +374,14 @@ class PreferenceSettings:
     )
     simpo_gamma: float = setting(1.0, "Margin that simpo asks for between the two replies' beta x mean log-prob.")
     discopop_tau: float = setting(0.05, "Temperature of discopop's mixture.", POSITIVE)
+    f_divergence: FDivergence = setting(
+        FDivergence.REVERSE_KL,
+        "Divergence from the reference that holds the policy near it: reverse_kl (DPO), forward_kl, js_divergence, or "
+        "alpha_divergence, between the first two (Wang et al. 2023, f-DPO, arXiv:2309.16240).",
+    )
+    f_alpha: float = setting(
+        0.5, "Of the alpha-divergence: near 0 it is the reverse KL, at 1 the forward KL.", SOME_SHARE
+    )
     ld_alpha: float = setting(
         1.0,
         "What a token beyond the length of the pair's shorter reply counts in the sums of log-probs (LD-DPO); 1 is as "

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from rollgrad.domain.algorithms.settings import ShapingSettings
-from rollgrad.domain.batches.packed import RolloutBatch
+from rollgrad.domain.batches.packed import RolloutBatch, nonzero
 
 STD_FLOOR = 1e-8
 """Standard deviation below which normalisation stops dividing by it."""
@@ -38,9 +38,7 @@ class _Outcomes:
         index_A = batch.action_mask_N.nonzero()[:, 0]
         lowest = torch.full((count,), -math.inf)
         return cls(
-            reward_R=torch.zeros(count, dtype=batch.rewards_N.dtype).index_add_(
-                0, rollout_A, batch.rewards_N[batch.action_mask_N]
-            ),
+            reward_R=outcomes(batch),
             length_R=torch.bincount(rollout_A, minlength=count),
             truncated_R=torch.zeros(count, dtype=torch.int64).index_add_(0, rollout_S, batch.truncated_S.long()) > 0,
             score_R=lowest.scatter_reduce(0, rollout_S, batch.scores_S.float(), "amax"),
@@ -109,7 +107,10 @@ def normalise(batch: RolloutBatch, *, mean: float, std: float) -> Tensor:
 
 def outcomes(batch: RolloutBatch) -> Tensor:
     """Returns the summed reward of each rollout, [R]."""
-    return _Outcomes.of(batch).reward_R
+    rollout_S = batch.rollout_ids_S
+    index, sequences = nonzero(batch.rewards_N, batch.lengths_S, batch.action_mask_N)
+    reward_R = batch.rewards_N.new_zeros(int(rollout_S.max()) + 1)
+    return reward_R.index_add_(0, rollout_S[sequences], batch.rewards_N[index])
 
 
 @frozen(kw_only=True)

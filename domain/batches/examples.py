@@ -5,7 +5,7 @@ gradient.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from attrs import Factory, evolve, field, frozen
@@ -58,6 +58,7 @@ def pack_sequences(
         unit_ids_S=torch.tensor(group_ids),
         sample_ids_S=torch.tensor(sample_ids),
         loss_weights_N=weights_N,
+        images_S=tuple(s.images for s in sequences) if any(s.images for s in sequences) else (),
     )
 
 
@@ -89,10 +90,11 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> Demonstratio
     )
     weights_D = torch.tensor([demonstration.weight for demonstration in demonstrations], dtype=torch.float64)
     weights_N = packed.filled("loss_weights_N") * weights_D[packed.group_ids_S][packed.sequence_ids_N]
-    columns = {name: column for name, _, column in packed.columns()}
+    columns: dict[str, Any] = {name: column for name, _, column in packed.columns()}
     shares_N = _shares(weights_N, weights_N.sum(), packed.action_mask_N)
     return DemonstrationBatch(
         **{**columns, "loss_weights_N": shares_N},
+        images_S=packed.images_S,
         teacher_ids_NK=_at_trained([each.teacher_ids_AK for each in demonstrations], packed),
         teacher_logprobs_NK=_at_trained([each.teacher_logprobs_AB for each in demonstrations], packed),
     )
@@ -107,20 +109,26 @@ def pack_preferences(pairs: Sequence[Preference]) -> ExampleBatch:
     Raises:
         ValueError: all pairs have the weight 0.
     """
+    batch, weights_N, total = _pack_pairs(pairs)
+    chosen_N = batch.action_mask_N & (batch.sample_ids_S == CHOSEN)[batch.sequence_ids_N]
+    return evolve(
+        batch,
+        ref_logprobs_N=_at_trained([pair.ref_logprobs_A for pair in pairs], batch),
+        loss_weights_N=_shares(weights_N, total, batch.action_mask_N),
+        positive_weights_N=_shares(weights_N, weights_N[chosen_N].sum(), chosen_N),
+    )
+
+
+def _pack_pairs(pairs: Sequence[Preference]) -> tuple[ExampleBatch, Tensor, Tensor]:
+    """Returns the replies of pairs end to end, chosen before rejected, the pair's weight at each token, and the sum of
+    all pairs' weights."""
     batch = pack_sequences(
         [reply for pair in pairs for reply in (pair.chosen, pair.rejected)],
         group_ids=[index for index in range(len(pairs)) for _ in range(2)],
         sample_ids=[CHOSEN, REJECTED] * len(pairs),
     )
     weights_P = torch.tensor([pair.weight for pair in pairs], dtype=torch.float64)
-    weights_N = weights_P[batch.group_ids_S][batch.sequence_ids_N]
-    chosen_N = batch.action_mask_N & (batch.sample_ids_S == CHOSEN)[batch.sequence_ids_N]
-    return evolve(
-        batch,
-        ref_logprobs_N=_at_trained([pair.ref_logprobs_A for pair in pairs], batch),
-        loss_weights_N=_shares(weights_N, weights_P.sum(), batch.action_mask_N),
-        positive_weights_N=_shares(weights_N, weights_N[chosen_N].sum(), chosen_N),
-    )
+    return batch, weights_P[batch.group_ids_S][batch.sequence_ids_N], weights_P.sum()
 
 
 def pack_labels(labels: Sequence[Label]) -> ExampleBatch:
@@ -163,7 +171,8 @@ def other_completion(asked: WeightedTokens, answered: WeightedTokens, *, longest
     own, other = (int((sequence.weights_T > 0).nonzero()[0]) for sequence in (asked, answered))
     tokens_T = torch.cat([asked.token_ids_T[:own], answered.token_ids_T[other:]])[:longest]
     weights_T = torch.cat([torch.zeros(own), answered.weights_T[other:]])[:longest]
-    return WeightedTokens(token_ids_T=tokens_T, weights_T=weights_T, prompt_length=own)
+    images = tuple(placed for placed in asked.images if placed.stop <= own)
+    return WeightedTokens(token_ids_T=tokens_T, weights_T=weights_T, prompt_length=own, images=images)
 
 
 def pack_comparisons(pairs: Sequence[Preference], *, margins: bool = False) -> ExampleBatch:
@@ -173,19 +182,14 @@ def pack_comparisons(pairs: Sequence[Preference], *, margins: bool = False) -> E
     Raises:
         ValueError: all pairs have the weight 0.
     """
-    batch = pack_sequences(
-        [reply for pair in pairs for reply in (pair.chosen, pair.rejected)],
-        group_ids=[index for index in range(len(pairs)) for _ in range(2)],
-        sample_ids=[CHOSEN, REJECTED] * len(pairs),
-    )
-    weights_P = torch.tensor([pair.weight for pair in pairs], dtype=torch.float64)
+    batch, weights_N, total = _pack_pairs(pairs)
     last_N = torch.zeros(batch.token_count, dtype=torch.bool).index_fill(0, batch.starts_S + batch.lengths_S - 1, True)
     margins_P = torch.tensor([pair.margin if margins else 0.0 for pair in pairs])
     return evolve(
         batch,
         action_mask_N=last_N,
         scores_S=margins_P.repeat_interleave(2),
-        loss_weights_N=_shares(weights_P[batch.group_ids_S][batch.sequence_ids_N], weights_P.sum(), last_N),
+        loss_weights_N=_shares(weights_N, total, last_N),
     )
 
 
@@ -225,7 +229,7 @@ def pack_steps(solutions: Sequence[StepLabels]) -> StepBatch:
     weights_N = torch.where(packed.action_mask_N, weights_S[packed.sequence_ids_N], 0.0)
     labels_N = torch.zeros(packed.token_count)
     labels_N[packed.action_mask_N] = torch.tensor([label for solution in solutions for label in solution.labels])
-    columns = {name: column for name, _, column in packed.columns()}
+    columns: dict[str, Any] = {name: column for name, _, column in packed.columns()}
     shares_N = _shares(weights_N, weights_N.sum(), packed.action_mask_N)
     return StepBatch(**{**columns, "loss_weights_N": shares_N, "labels_N": labels_N})
 

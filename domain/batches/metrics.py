@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 
@@ -74,6 +75,50 @@ class Mean(Metric):
     def over_steps(values: Sequence[Any], steps: int) -> float:
         """Returns the mean over everything that had weight in any step."""
         return float(reduce(Mean.joined, values))
+
+
+class CalibrationError(Metric):
+    """The expected calibration error of predictions (Guo et al. 2017, arXiv:1706.04599, eq. 3): the mean distance
+    between how sure they were and how often they were right, over `BINS` equal bins of the first. `bins` has the sums
+    of weight, weight x confidence and weight x rightness of each."""
+
+    BINS = 10
+    bins: tuple[tuple[float, ...], ...]
+
+    def __new__(cls, bins: Sequence[Sequence[float]]) -> Self:
+        """Makes that of the sums of each bin."""
+        total = math.fsum(weight for weight, _, _ in bins)
+        error = super().__new__(cls, math.fsum(abs(sure - right) for _, sure, right in bins) / total if total else 0.0)
+        error.bins = tuple(map(tuple, bins))
+        return error
+
+    @classmethod
+    def of_choices(cls, logits_P: Tensor, weights_P: Tensor) -> Self:
+        """Returns that of choices between two, one of which is right: `logits_P` is by how much it is preferred, so
+        that the other is chosen where it is negative. The bins divide the confidences, from 0.5 to 1."""
+        sure_P = logits_P.detach().double().abs().sigmoid()
+        right_P = (logits_P.detach().double().sign() + 1) / 2
+        # What is no number has no bin, and no error but its own: the loss is none either, and is reported.
+        bins_P = ((sure_P - 0.5) * 2 * cls.BINS).nan_to_num(0.0).long().clamp(max=cls.BINS - 1)
+        columns_P3 = (
+            torch.stack([torch.ones_like(sure_P), sure_P, right_P], dim=1) * weights_P.detach().double()[:, None]
+        )
+        zeros_B3 = torch.zeros(cls.BINS, 3, dtype=torch.float64, device=sure_P.device)
+        return cls(zeros_B3.index_add_(0, bins_P, columns_P3).tolist())
+
+    def __getnewargs__(self) -> tuple[tuple[tuple[float, ...], ...]]:  # type: ignore[override]
+        """Returns what copies are made from."""
+        return (self.bins,)
+
+    def joined(self, other: Self) -> Self:
+        """Returns that of both."""
+        pairs = zip(self.bins, other.bins, strict=True)
+        return type(self)([[one + another for one, another in zip(*pair, strict=True)] for pair in pairs])
+
+    @staticmethod
+    def over_steps(values: Sequence[Any], steps: int) -> float:
+        """Returns that of the predictions of all steps."""
+        return float(reduce(CalibrationError.joined, values))
 
 
 class Spread(Metric):

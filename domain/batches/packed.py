@@ -7,13 +7,14 @@ samples holds the same information.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from attrs import Factory, evolve, field, fields, frozen
 from torch import Tensor
 
-from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
+from rollgrad.domain.episodes.images import PlacedImages
+from rollgrad.domain.episodes.trajectory import Segment, SegmentKind, Trajectory
 from rollgrad.domain.errors import TrajectoryError
 
 Batch = TypeVar("Batch", bound="PackedBatch")
@@ -31,6 +32,12 @@ class PackedBatch:
     `loss_weights_N` float32: the weight of each token in the loss of the whole optimizer step, None until it is known,
     so that a loss is always the plain sum of weight x token loss, however the step is split.
 
+    `shares_S` int64: which of `shares` equal parts of a forward pass each sequence was planned for, each of which one
+    process, or a group of them, computes; None where no division was planned.
+
+    `images_S`: the images of each sequence, whose tokens are counted from its first; `prescribed_S`: its actions that
+    were sampled under a grammar, counted likewise. Both are empty where no sequence has any.
+
     A subclass adds columns. The last part of a column's name is its shape, by which `select` knows it: N has an entry a
     token, S one a sequence, SK a row of K.
     """
@@ -47,6 +54,15 @@ class PackedBatch:
     group_ids_S: Tensor
     unit_ids_S: Tensor = field(default=Factory(lambda batch: torch.arange(len(batch.lengths_S)), takes_self=True))
     loss_weights_N: Tensor | None = None
+    shares_S: Tensor | None = None
+    shares: int = 1
+    images_S: tuple[PlacedImages, ...] = ()
+    prescribed_S: tuple[tuple[Segment, ...], ...] = ()
+
+    @property
+    def predicted_N(self) -> Tensor:
+        """Tokens whose log-probs a language model computes at their places: the sequences' own."""
+        return self.tokens_N
 
     @property
     def starts_S(self) -> Tensor:
@@ -73,6 +89,10 @@ class PackedBatch:
         """Number of tokens (N)."""
         return len(self.tokens_N)
 
+    def images_of(self, sequence: int) -> PlacedImages:
+        """Returns the images of a sequence."""
+        return self.images_S[sequence] if self.images_S else ()
+
     def filled(self, name: str) -> Tensor:
         """Returns a column that is filled in after packing.
 
@@ -90,8 +110,16 @@ class PackedBatch:
     def select(self, indices: Sequence[int] | Tensor) -> Self:
         """Returns the sequences at `indices`, in that order."""
         index_S = torch.as_tensor(indices, dtype=torch.int64)
-        chosen = {"N": self.token_index(index_S), "S": index_S}
-        changed = {name: column[chosen[axis]] for name, axis, column in self.columns()}
+        if torch.equal(index_S, torch.arange(len(self))):
+            return self
+        runs = self.runs(index_S)
+        changed: dict[str, Any] = {
+            name: torch.cat([column[start:stop] for start, stop in runs]) if axis == "N" and runs else column[index_S]
+            for name, axis, column in self.columns()
+        }
+        for name in ("images_S", "prescribed_S"):
+            if column := getattr(self, name):
+                changed[name] = tuple(column[index] for index in index_S.tolist())
         return evolve(self, **changed)
 
     def columns(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -107,10 +135,19 @@ class PackedBatch:
 
     def token_index(self, indices: Sequence[int] | Tensor) -> Tensor:
         """Returns the positions in this batch of all tokens of the sequences at `indices`, in that order."""
-        index_S = torch.as_tensor(indices, dtype=torch.int64)
-        lengths_S = self.lengths_S[index_S]
-        offsets_S = self.starts_S[index_S] - (lengths_S.cumsum(0) - lengths_S)
-        return torch.arange(int(lengths_S.sum())) + torch.repeat_interleave(offsets_S, lengths_S)
+        runs = self.runs(torch.as_tensor(indices, dtype=torch.int64))
+        if len(runs) == 1:
+            return torch.arange(*runs[0])
+        return torch.cat([torch.arange(start, stop) for start, stop in runs] or [torch.arange(0)])
+
+    def runs(self, index_S: Tensor) -> list[tuple[int, int]]:
+        """Returns the runs of tokens, each from its first to before its last, that the sequences at `index_S` are."""
+        begins = torch.ones(len(index_S), dtype=torch.bool)
+        begins[1:] = index_S.diff() != 1
+        ends = begins.roll(-1)
+        starts_S = self.starts_S
+        stops_S = starts_S + self.lengths_S
+        return [*zip(starts_S[index_S[begins]].tolist(), stops_S[index_S[ends]].tolist(), strict=True)]
 
 
 @frozen(kw_only=True, eq=False)
@@ -126,8 +163,9 @@ class RolloutBatch(PackedBatch):
     Filled in on the way (None until then): `old_logprobs_N` (policy before the update; None means "equal to the
     current policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
     `value_weights_N`, the critic's `loss_weights_N`. `positive_weights_N`: the same for the likelihood of replies that
-    passed; `selected_N` bool: tokens that a loss treats apart, chosen from the whole step; `baselines_S`: reward of the
-    prompt's greedy rollout.
+    passed; `selected_N` bool: tokens that a loss treats apart, chosen from the whole step; `places_N` int64: position
+    of each token in the batch of the whole update; `entropies_N` float32 (nats) and `clipped_N` bool: what the update
+    found at each token; `baselines_S`: reward of the prompt's greedy rollout.
     """
 
     units_divisible = True
@@ -147,6 +185,9 @@ class RolloutBatch(PackedBatch):
     value_weights_N: Tensor | None = None
     positive_weights_N: Tensor | None = None
     selected_N: Tensor | None = None
+    places_N: Tensor | None = None
+    entropies_N: Tensor | None = None
+    clipped_N: Tensor | None = None
     baselines_S: Tensor | None = None
     reward_parts_SK: Tensor | None = None
     part_names: tuple[str, ...] = ()
@@ -169,17 +210,34 @@ class RolloutBatch(PackedBatch):
 
 def first_appearances(*keys_S: Tensor) -> Tensor:
     """Returns numbers from 0, in order of first appearance, that are equal where all keys are."""
-    _, found_S = torch.unique(torch.stack(keys_S, dim=1), dim=0, return_inverse=True)
-    place_S = torch.arange(len(found_S), device=found_S.device)
-    first_R = torch.full_like(place_S, len(found_S)).scatter_reduce(0, found_S, place_S, "amin")
-    rank_R = torch.empty_like(first_R)
-    rank_R[first_R.argsort(stable=True)] = place_S
-    return rank_R[found_S]
+    numbers: dict[tuple[int, ...], int] = {}
+    keys = zip(*(key_S.tolist() for key_S in keys_S), strict=True)
+    found = [numbers.setdefault(key, len(numbers)) for key in keys]
+    return torch.tensor(found, dtype=torch.int64, device=keys_S[0].device)
 
 
 def rollout_ids(group_ids_S: Tensor, sample_ids_S: Tensor) -> Tensor:
     """Returns the rollout (0..R-1, in order of first appearance) of each sequence; a sample's branches share one."""
     return first_appearances(group_ids_S, sample_ids_S)
+
+
+def spread(values_S: Tensor, lengths_S: Tensor, mask_N: Tensor) -> Tensor:
+    """Returns the value of each sequence at those of its tokens that the mask has, and 0 at all others."""
+    return torch.repeat_interleave(values_S, lengths_S, output_size=len(mask_N)).masked_fill_(~mask_N, 0)
+
+
+def counts(mask_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """Returns how many tokens of each sequence the mask has, int64."""
+    before_N = torch.zeros(len(mask_N) + 1, dtype=torch.int64, device=mask_N.device)
+    torch.cumsum(mask_N, 0, out=before_N[1:])
+    return before_N[lengths_S.cumsum(0)].diff(prepend=before_N[:1])
+
+
+def nonzero(values_N: Tensor, lengths_S: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the indices of the tokens of the mask whose value is not 0, such as the ends of turns that were rewarded,
+    and the sequence of each. It costs little where these are few."""
+    index = ((values_N != 0) & mask_N).nonzero()[:, 0]
+    return index, torch.searchsorted(lengths_S.cumsum(0), index, right=True)
 
 
 def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
@@ -196,6 +254,8 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
     action_mask_N = torch.zeros(total, dtype=torch.bool)
     turn_ids_N = torch.full((total,), -1, dtype=torch.int64)
     rewards_N = torch.zeros(total)
+    # Slices of numpy's cost a tenth of torch's, and there is one for each turn.
+    actions, numbers, rewards = action_mask_N.numpy(), turn_ids_N.numpy(), rewards_N.numpy()
     start = 0
     turns: dict[tuple[int, int], int] = {}  # number of turns of each rollout so far
     for trajectory in trajectories:
@@ -204,17 +264,17 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
             following = turns.get(rollout, 0)
             turn = following if segment.turn is None else segment.turn
             turns[rollout] = max(following, turn + 1)
-            action_mask_N[start + segment.start : start + segment.stop] = True
-            turn_ids_N[start + segment.start : start + segment.stop] = turn
-            rewards_N[start + segment.stop - 1] = segment.reward
+            actions[start + segment.start : start + segment.stop] = True
+            numbers[start + segment.start : start + segment.stop] = turn
+            rewards[start + segment.stop - 1] = segment.reward
         start += len(trajectory)
     part_names = _part_names(trajectories)
-    starts_S = lengths_S.cumsum(0) - lengths_S
+    ramp = torch.arange(int(lengths_S.max()))
     group_ids_S = torch.tensor([t.group_id for t in trajectories])
     sample_ids_S = torch.tensor([t.sample_id for t in trajectories])
     return RolloutBatch(
         tokens_N=torch.cat([t.token_ids_T for t in trajectories]),
-        positions_N=torch.arange(total) - torch.repeat_interleave(starts_S, lengths_S),
+        positions_N=torch.cat([ramp[: len(t)] for t in trajectories]),
         action_mask_N=action_mask_N,
         turn_ids_N=turn_ids_N,
         rewards_N=rewards_N,
@@ -225,6 +285,8 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
         group_ids_S=group_ids_S,
         unit_ids_S=rollout_ids(group_ids_S, sample_ids_S),
         sample_ids_S=sample_ids_S,
+        images_S=tuple(t.images for t in trajectories) if any(t.images for t in trajectories) else (),
+        prescribed_S=tuple(t.prescribed for t in trajectories) if any(t.prescribed for t in trajectories) else (),
         scores_S=torch.tensor([t.score for t in trajectories], dtype=torch.float32),
         truncated_S=torch.tensor([t.stop_reason.truncated for t in trajectories]),
         part_names=part_names,

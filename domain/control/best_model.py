@@ -2,31 +2,54 @@
 
 import math
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 from attrs import evolve, frozen
 
 from rollgrad.domain.errors import ConfigurationError
 
-LOWER_IS_BETTER = ("loss", "nll", "divergence", "kl", "failed", "truncated_share")
+LOWER_IS_BETTER = ("loss", "nll", "divergence", "kl", "failed", "truncated_share", "calibration_error", "bits_per_byte")
 """Ends of the names of metrics whose lowest value is the best; of all others it is the highest."""
+
+
+class Best(StrEnum):
+    """Value of a metric that is the best."""
+
+    AUTO = "auto"
+    """The one that the metric's name says."""
+    HIGHEST = "highest"
+    LOWEST = "lowest"
 
 
 @frozen
 class BestModel:
     """The best value of `metric` so far, and its `step`; no value before the first. Without a metric there is no best
-    one. `known`: an evaluation had the metric."""
+    one. `known`: an evaluation had the metric. `best`: which value is the best."""
 
     metric: str | None = None
     step: int = 0
     value: float | None = None
     known: bool = False
+    best: Best = Best.AUTO
+
+    @property
+    def sought(self) -> Best:
+        """Whether the highest or the lowest value is the best."""
+        if self.best is not Best.AUTO:
+            return self.best
+        return Best.LOWEST if self.metric is not None and self.metric.endswith(LOWER_IS_BETTER) else Best.HIGHEST
 
     def continued(self, state: Mapping[str, Any]) -> "BestModel":
-        """Returns the best one that a run had before; of another metric nothing is known."""
-        if state.get("metric") != self.metric:
+        """Returns the best one that a run had before (`state_dict`); of another metric, or of the same one where
+        another value was the best, nothing is known."""
+        if state.get("metric") != self.metric or state.get("sought", self.sought) != self.sought:
             return self
-        return BestModel(self.metric, int(state["step"]), state["value"], known=True)
+        return evolve(self, step=int(state["step"]), value=state["value"], known=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a run needs to go on, JSON-serialisable."""
+        return {"metric": self.metric, "sought": str(self.sought), "step": self.step, "value": self.value}
 
     def after(self, step: int, metrics: Mapping[str, float]) -> "BestModel":
         """Returns the best one after the evaluation of `step`. The model that training begins with is not compared,
@@ -45,6 +68,6 @@ class BestModel:
         value = float(metrics[self.metric])
         if not step or math.isnan(value):
             return evolve(self, known=True)
-        sign = -1 if self.metric.endswith(LOWER_IS_BETTER) else 1
+        sign = -1 if self.sought is Best.LOWEST else 1
         better = self.value is None or sign * value > sign * self.value
         return evolve(self, step=step, value=value, known=True) if better else evolve(self, known=True)

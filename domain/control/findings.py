@@ -10,7 +10,8 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from rollgrad.domain.control.signs import COMPARED, RULES, WINDOW, LearningSettings, Metrics
+from rollgrad.domain.control.rule import LearningSettings, Metrics
+from rollgrad.domain.control.signs import RULES, WINDOW, is_compared
 
 TIMES_TOLD = 3
 """Times of a finding whose steps are told."""
@@ -50,19 +51,21 @@ class LearningWatch:
     run: LearningSettings
     _streaks: Mapping[str, _Streak] = field(factory=dict)
     _past: tuple[Finding, ...] = ()
-    _first: Mapping[str, tuple[float, ...]] = field(factory=dict)  # of `COMPARED`, in the first rollouts
+    _first: Mapping[str, tuple[float, ...]] = field(factory=dict)  # of metrics that are compared, in the first rollouts
     _updates: int = 0
     _updates_without_gradient: int = 0
 
     def observe(self, step: int, metrics: Metrics) -> tuple["LearningWatch", tuple[Finding, ...]]:
         """Returns the watch after a step, and the findings that begin with it."""
         streaks, past, new = dict(self._streaks), list(self._past), list[Finding]()
-        first = {name: self._first.get(name, ()) for name in COMPARED}
+        first = dict(self._first)
         known = {name: sum(values) / WINDOW for name, values in first.items() if len(values) == WINDOW}
+        first |= {
+            name: (*first.get(name, ()), value)
+            for name, value in metrics.items()
+            if is_compared(name) and name not in known
+        }
         metrics = {**metrics, **{f"first/{name}": value for name, value in known.items()}}
-        for name in COMPARED:
-            if name in metrics and name not in known:
-                first[name] = (*first[name], metrics[name])
         for name, rule in RULES.items():
             window = min(WINDOW, self.run.steps) if rule.no_update else WINDOW
             streak, ended = _advance(streaks.get(name, _Streak()), step, rule.sign(metrics, self.run), window)
@@ -90,8 +93,8 @@ class LearningWatch:
         return tuple(sorted((*self._past, *holding), key=lambda finding: finding.since))
 
     def summary(self) -> tuple[str, ...]:
-        """Returns sentences for the end of the run: whether nothing was learned, then `told`."""
-        lines = told(self.findings())
+        """Returns sentences for the end of the run: whether nothing was learned, then `finding_lines`."""
+        lines = finding_lines(self.findings())
         if self._updates and self._updates_without_gradient == self._updates:
             count = "the only update" if self._updates == 1 else f"all {self._updates} updates"
             lines.insert(0, f"Nothing was learned: the gradient was 0 in {count}.")
@@ -100,7 +103,7 @@ class LearningWatch:
         return tuple(lines)
 
 
-def told(findings: Sequence[Finding]) -> list[str]:
+def finding_lines(findings: Sequence[Finding]) -> list[str]:
     """Returns a sentence for each kind of finding, with its steps; one that comes and goes all through a long run is
     told as it was at last, with its first steps alone."""
     kinds: dict[str, list[Finding]] = {}

@@ -2,10 +2,8 @@
 of it. Pure. Does not own: how long a sign has to last (`findings`).
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from attrs import frozen
+from rollgrad.domain.control.machine_signs import MACHINE_RULES
+from rollgrad.domain.control.rule import LearningSettings, Metrics, Rule, in_rollouts, in_steps
 
 WINDOW = 3
 """Rollouts in a row that a sign needs: chance, or a batch of easy prompts, gives one rollout without any spread."""
@@ -37,39 +35,18 @@ of groups have solved their prompts, to which there may be one right reply."""
 CLIPPED_SHARE = 0.3
 """Share of tokens whose ratio is clipped from which on the updates are too large; usual are 0 to 0.2."""
 
-COMPARED = ("rollout/response_length_mean", "policy/mismatch_kl")
-"""Metrics whose mean over the first `WINDOW` rollouts signs find as `first/name`."""
+PART = "reward/part/"
+"""Beginning of the names of metrics that are the contributions of named rewards to the mean reward."""
 
-Metrics = Mapping[str, float]
+PART_LEFT = 0.5
+"""Share of a named reward's first contribution at which another one seems to be learned at its expense."""
 
-
-@frozen(kw_only=True)
-class LearningSettings:
-    """Settings of a run that findings depend on.
-
-    `steps`: rollouts of the whole run. `judged_by_outcome`: whether advantages come from the rewards of whole replies,
-    rather than from a teacher or from single turns. `compared_in_groups`: whether a reply's advantage compares it with
-    others to the same prompt. `pass_threshold`: score from which a reply passes. `max_new_tokens`: length at which a
-    reply is truncated.
-    """
-
-    steps: int
-    judged_by_outcome: bool = True
-    compared_in_groups: bool = True
-    pass_threshold: float = 1.0
-    max_new_tokens: int = 1024
+COMPARED = ("rollout/response_length_mean", "policy/mismatch_kl", "reward/mean")
 
 
-@frozen(kw_only=True)
-class Rule:
-    """Rule of one finding. `sign` returns a value if the step shows the sign, else None; a streak consists of equal
-    values. `describe` returns evidence and settings to look at, from the latest metrics and the number of rollouts in
-    the streak. `no_update`: the sign means that the weights do not change, which is reported of runs shorter than the
-    window, too."""
-
-    sign: Callable[[Metrics, LearningSettings], Any]
-    describe: Callable[[Metrics, LearningSettings, int], tuple[str, str]]
-    no_update: bool = False
+def is_compared(name: str) -> bool:
+    """Returns whether signs find the mean of a metric over the first `WINDOW` rollouts as `first/name`."""
+    return name in COMPARED or name.startswith(PART)
 
 
 def _constant_reward(metrics: Metrics, run: LearningSettings) -> float | None:
@@ -79,7 +56,7 @@ def _constant_reward(metrics: Metrics, run: LearningSettings) -> float | None:
 
 def _describe_constant_reward(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     value, replies = metrics["reward/min"], f"{metrics['rollout/samples']:.0f} replies"
-    evidence = f"The reward was {value:g} for every reply of {_rollouts(rollouts)} ({replies} each)"
+    evidence = f"The reward was {value:g} for every reply of {in_rollouts(rollouts)} ({replies} each)"
     if value >= run.pass_threshold:
         return f"{evidence}: all prompts are solved, there is nothing left to learn.", "--data.prompt_dataset"
     settings = "samples.jsonl, the reward (--reward.verifier, --reward.function_path, ...) and --data.label_key"
@@ -94,7 +71,7 @@ def _no_spread(metrics: Metrics, run: LearningSettings) -> bool | None:
 
 def _describe_no_spread(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     evidence = (
-        f"In every group of {_rollouts(rollouts)} all replies to a prompt had the same reward (mean "
+        f"In every group of {in_rollouts(rollouts)} all replies to a prompt had the same reward (mean "
         f"{metrics['reward/mean']:.3g}), so that all advantages are 0."
     )
     return evidence, "--rollout.n_samples_per_prompt, --rollout.temperature and the reward"
@@ -106,7 +83,7 @@ def _truncated(metrics: Metrics, run: LearningSettings) -> bool | None:
 
 def _describe_truncated(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     evidence = (
-        f"{metrics['rollout/truncated_share']:.0%} of the replies of {_rollouts(rollouts)} were cut off (mean length "
+        f"{metrics['rollout/truncated_share']:.0%} of the replies of {in_rollouts(rollouts)} were cut off (mean length "
         f"{metrics['rollout/response_length_mean']:.0f} tokens): the model is not seen to end a reply."
     )
     tokens = f"--rollout.max_new_tokens, which is {run.max_new_tokens}"
@@ -120,7 +97,7 @@ def _no_gradient(metrics: Metrics, run: LearningSettings) -> bool | None:
 
 def _describe_no_gradient(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     evidence = (
-        f"The gradient of the policy was 0 in {_rollouts(rollouts)} (mean size of an advantage "
+        f"The gradient of the policy was 0 in {in_rollouts(rollouts)} (mean size of an advantage "
         f"{metrics.get('advantage/abs_mean', 0.0):.3g}): the weights stay as they are."
     )
     return evidence, "--algo.advantage.estimator and the reward"
@@ -132,7 +109,7 @@ def _collapsed(metrics: Metrics, run: LearningSettings) -> bool | None:
 
 def _describe_collapsed(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     evidence = (
-        f"The entropy was below {COLLAPSED_ENTROPY} nats per token in {_rollouts(rollouts)} (now "
+        f"The entropy was below {COLLAPSED_ENTROPY} nats per token in {in_rollouts(rollouts)} (now "
         f"{metrics['rollout/entropy']:.2g}): all samples of a prompt are nearly the same."
     )
     return evidence, "--rollout.temperature, --actor.adam.lr and --actor.entropy_coef"
@@ -143,7 +120,7 @@ def _no_step(metrics: Metrics, run: LearningSettings) -> bool | None:
 
 
 def _describe_no_step(metrics: Metrics, run: LearningSettings, steps: int) -> tuple[str, str]:
-    evidence = f"The gradient was 0 in {_steps(steps)}: the weights stay as they are."
+    evidence = f"The gradient was 0 in {in_steps(steps)}: the weights stay as they are."
     return evidence, "the trained tokens (rollgrad data show), the loss and --actor.lora.target_modules"
 
 
@@ -153,7 +130,7 @@ def _reference_kept(metrics: Metrics, run: LearningSettings) -> bool | None:
 
 
 def _describe_reference_kept(metrics: Metrics, run: LearningSettings, steps: int) -> tuple[str, str]:
-    evidence = f"All replies were exactly as likely as under the reference in {_steps(steps)}: nothing is learned."
+    evidence = f"All replies were exactly as likely as under the reference in {in_steps(steps)}: nothing is learned."
     return evidence, "--actor.adam.lr, which is too low for the format of the weights, and --actor.dtype"
 
 
@@ -163,14 +140,10 @@ def _chosen_fell(metrics: Metrics, run: LearningSettings) -> bool | None:
 
 def _describe_chosen_fell(metrics: Metrics, run: LearningSettings, steps: int) -> tuple[str, str]:
     evidence = (
-        f"Every chosen reply of {_steps(steps)} was less likely than under the reference (mean log-prob now "
+        f"Every chosen reply of {in_steps(steps)} was less likely than under the reference (mean log-prob now "
         f"{metrics['train/chosen_logprob']:.3g}): the model unlearns what it should prefer."
     )
     return evidence, "--actor.adam.lr and --dpo.beta, or add sft to --dpo.loss"
-
-
-def _steps(count: int) -> str:
-    return "the step" if count == 1 else f"{count} steps in a row"
 
 
 def _follows_length(metrics: Metrics, run: LearningSettings) -> bool | None:
@@ -183,7 +156,7 @@ def _follows_length(metrics: Metrics, run: LearningSettings) -> bool | None:
 
 def _describe_follows_length(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     evidence = (
-        f"Longer replies had more reward in {_rollouts(rollouts)} (correlation "
+        f"Longer replies had more reward in {in_rollouts(rollouts)} (correlation "
         f"{metrics['rollout/reward_length_correlation']:.2f}), and replies grew from "
         f"{metrics['first/rollout/response_length_mean']:.0f} to {metrics['rollout/response_length_mean']:.0f} tokens: "
         "the model may learn to write much."
@@ -201,7 +174,7 @@ def _mismatch(metrics: Metrics, run: LearningSettings) -> bool | None:
 def _describe_mismatch(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     evidence = (
         f"Trainer and engine disagree more and more about the same tokens: their KL was "
-        f"{metrics['policy/mismatch_kl']:.2g} nats per token in {_rollouts(rollouts)}, and "
+        f"{metrics['policy/mismatch_kl']:.2g} nats per token in {in_rollouts(rollouts)}, and "
         f"{metrics['first/policy/mismatch_kl']:.2g} at first."
     )
     return evidence, "--algo.correction.level, --actor.adam.lr and --train.max_staleness"
@@ -215,7 +188,7 @@ def _stale(metrics: Metrics, run: LearningSettings) -> bool | None:
 def _describe_stale(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     evidence = (
         f"{metrics['rollout/rejected_stale']:.0f} of {metrics['rollout/prompts_played']:.0f} groups were dropped in "
-        f"{_rollouts(rollouts)}, as their tokens were too old when they could be trained on: that work is in vain."
+        f"{in_rollouts(rollouts)}, as their tokens were too old when they could be trained on: that work is in vain."
     )
     return evidence, "--train.max_staleness and --rollout.max_new_tokens"
 
@@ -236,7 +209,7 @@ def _describe_failing(metrics: Metrics, run: LearningSettings, rollouts: int) ->
     failures = _failures(metrics)
     counts = ", ".join(f"{count:.0f} by {kind}" for kind, count in sorted(failures.items()))
     episodes = metrics.get("rollout/samples", 0.0) + sum(failures.values())
-    evidence = f"Episodes failed in {_rollouts(rollouts)} (of the last {episodes:.0f}: {counts}), and are left out."
+    evidence = f"Episodes failed in {in_rollouts(rollouts)} (of the last {episodes:.0f}: {counts}), and are left out."
     causes = {
         "reward": "the reward and --reward.timeout",
         "environment": "the environment and its tools",
@@ -256,7 +229,7 @@ def _duplicates(metrics: Metrics, run: LearningSettings) -> bool | None:
 
 def _describe_duplicates(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     evidence = (
-        f"{metrics['rollout/duplicate_share']:.0%} of the replies of {_rollouts(rollouts)} repeat another one to the "
+        f"{metrics['rollout/duplicate_share']:.0%} of the replies of {in_rollouts(rollouts)} repeat another one to the "
         "same prompt word for word: they tell nothing that it does not."
     )
     return evidence, "--rollout.temperature, --rollout.top_p and --rollout.top_k"
@@ -272,14 +245,37 @@ def _clipped(metrics: Metrics, run: LearningSettings) -> bool | None:
 
 def _describe_clipped(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     evidence = (
-        f"The ratio of {_clipped_share(metrics):.0%} of the tokens was clipped in {_rollouts(rollouts)}: the policy "
+        f"The ratio of {_clipped_share(metrics):.0%} of the tokens was clipped in {in_rollouts(rollouts)}: the policy "
         "moves too far from the one that sampled them."
     )
     return evidence, "--actor.adam.lr, --train.max_epochs and --train.batch_size"
 
 
-def _rollouts(count: int) -> str:
-    return "the rollout" if count == 1 else f"{count} rollouts in a row"
+def _fallen_parts(metrics: Metrics) -> dict[str, tuple[float, float]]:
+    """Returns the named rewards that lost `PART_LEFT` of what they contributed at first: both contributions."""
+    known = {
+        name: (metrics[f"first/{name}"], value)
+        for name, value in metrics.items()
+        if name.startswith(PART) and f"first/{name}" in metrics
+    }
+    return {name.removeprefix(PART): (first, now) for name, (first, now) in known.items() if now <= PART_LEFT * first}
+
+
+def _part_falls(metrics: Metrics, run: LearningSettings) -> str | None:
+    grew = metrics.get("reward/mean", 0.0) > metrics.get("first/reward/mean", float("inf"))
+    fallen = [name for name, (first, _) in sorted(_fallen_parts(metrics).items()) if first > 0]
+    return fallen[0] if grew and fallen else None
+
+
+def _describe_part_falls(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    name = _part_falls(metrics, run)
+    assert name is not None
+    first, now = _fallen_parts(metrics)[name]
+    evidence = (
+        f"The reward rose to {metrics['reward/mean']:.3g}, while its part {name} fell from {first:.2g} to {now:.2g} in "
+        f"{in_rollouts(rollouts)}: the other parts are learned at its expense."
+    )
+    return evidence, "the reward, and --reward.weights"
 
 
 RULES = {
@@ -297,4 +293,6 @@ RULES = {
     "failing": Rule(sign=_failing, describe=_describe_failing),
     "duplicates": Rule(sign=_duplicates, describe=_describe_duplicates),
     "clipped": Rule(sign=_clipped, describe=_describe_clipped),
+    "part_falls": Rule(sign=_part_falls, describe=_describe_part_falls),
+    **MACHINE_RULES,
 }

@@ -12,6 +12,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from rollgrad.domain.episodes.images import PlacedImages, check_places
 from rollgrad.domain.errors import DataError
 
 
@@ -19,7 +20,7 @@ from rollgrad.domain.errors import DataError
 class WeightedTokens:
     """One sequence of T tokens: `token_ids_T` int64, and `weights_T` float32, the weight of each token in the loss (0:
     context only). The first `prompt_length` tokens are the prompt, which sequences that begin alike share in a forward
-    pass; nothing in it is trained.
+    pass; nothing in it is trained. `images` are those that some tokens stand for, none of which is trained.
 
     Raises:
         DataError: an invariant of this module does not hold.
@@ -28,6 +29,7 @@ class WeightedTokens:
     token_ids_T: Tensor
     weights_T: Tensor
     prompt_length: int
+    images: PlacedImages = ()
 
     def __attrs_post_init__(self) -> None:
         length, weights_T = len(self.token_ids_T), self.weights_T
@@ -39,6 +41,9 @@ class WeightedTokens:
             raise DataError("The weight of a token in the loss must be a finite number of at least 0.")
         if bool(weights_T[: self.prompt_length].any()):
             raise DataError("A token of the prompt has a weight in the loss: only what follows can be trained.")
+        check_places(self.images, length)
+        if any(bool(weights_T[placed.start : placed.stop].any()) for placed in self.images):
+            raise DataError("A token that stands for an image has a weight in the loss: images are never trained.")
         if not bool(weights_T.any()):
             raise DataError("No token of the example has a weight in the loss: there is nothing to learn from.")
 

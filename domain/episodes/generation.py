@@ -5,6 +5,8 @@ from enum import StrEnum
 
 from attrs import field, frozen, validators
 
+from rollgrad.domain.episodes.images import PlacedImages
+
 
 class StopReason(StrEnum):
     """Reason for the end of a generation, and with it of a turn or an episode."""
@@ -35,6 +37,10 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 mean the full distribution. `max_new_tokens` counts sampled
     tokens, the stop token included. Log-probs that an engine reports are of the distribution these settings define;
     greedy ones are of temperature 1.
+
+    `grammar` is a grammar of llguidance (Lark) that the text of the reply follows, None for any text: tokens that leave
+    it have the probability 0, and a stop token has any other only where the text is complete. `top_logprobs` is the
+    number of most likely tokens to report at each place.
     """
 
     temperature: float = field(default=1.0, validator=validators.ge(0.0))
@@ -45,11 +51,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
+    grammar: str | None = None
+    top_logprobs: int = field(default=0, validator=validators.ge(0))
 
 
 @frozen(kw_only=True)
 class GenerationRequest:
-    """A request for one reply. Requests with equal `prompt_token_ids` that wait together share one prefill.
+    """A request for one reply. Requests with equal `prompt_token_ids` and `images` that wait together share one
+    prefill.
 
     `keep`: a later request will probably continue these tokens, so the engine should keep their keys and values.
     `begun`: number of prompt tokens at the end that are the beginning of this reply, sampled by an earlier request with
@@ -61,16 +70,21 @@ class GenerationRequest:
     params: SamplingParams
     keep: bool = False
     begun: int = field(default=0, validator=validators.ge(0))
+    images: PlacedImages = ()
 
 
 @frozen(kw_only=True, eq=False)
 class Generation:
     """Sampled token ids, each with its log-prob under the sampling distribution and the policy version that sampled it.
 
-    `stop_reason` is STOP, LENGTH or ABORTED. A stop token is part of `token_ids`: it was sampled.
+    `stop_reason` is STOP, LENGTH or ABORTED. A stop token is part of `token_ids`: it was sampled. `top_logprobs` has
+    for each token the most likely ones at its place as (token id, log-prob), the likeliest first; it is empty where the
+    request asked for none. `grammar` is that of the request, which says among which tokens each was sampled.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     versions: Sequence[int]
     stop_reason: StopReason
+    top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
+    grammar: str | None = None

@@ -7,6 +7,7 @@ only, and is not shown to users.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from attrs import field, frozen
@@ -66,6 +67,19 @@ class ParsedReply:
 
 
 @frozen(kw_only=True)
+class ReplyForm:
+    """The form that a reply must have, besides thinking before it.
+
+    `schema` is the JSON schema of its text; None allows no text. `calls` are the names of tools of which it may call
+    one instead of a text (must, without a schema), or several if `several`.
+    """
+
+    schema: Mapping[str, Any] | bool | None = None
+    calls: tuple[str, ...] = ()
+    several: bool = False
+
+
+@frozen(kw_only=True)
 class ToolResult:
     """Answer of a tool. `terminates`: it ends the episode."""
 
@@ -107,4 +121,9 @@ def same_message(message: Message) -> str:
         [call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or () if call
     ]
     content = message.get("content") or ""
-    return json.dumps([message["role"], content, calls], sort_keys=True, ensure_ascii=False, default=str)
+    return json.dumps([message["role"], content, calls], sort_keys=True, ensure_ascii=False, default=_short)
+
+
+def _short(value: Any) -> str:
+    """Returns a text of what JSON cannot hold, such as the bytes of an image, which differs between two of them."""
+    return sha256(value).hexdigest() if isinstance(value, bytes) else str(value)

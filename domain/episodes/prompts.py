@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
+from rollgrad.domain.episodes.images import PlacedImages
+
 EPOCH_SEED_STRIDE = 1_000_003
 """A prime above any number of epochs, so that no two (seed, epoch) pairs of a run share a permutation."""
 
@@ -21,7 +23,8 @@ class Prompt:
 
     `text` is the rendered prompt (chat template applied). `label` is whatever the reward source needs (reference
     answer, or None). `datasource` names the origin for per-source metrics. `metadata` holds the source's own entry;
-    `messages` the conversation that was rendered (empty for a prompt that was text from the start).
+    `messages` the conversation that was rendered (empty for a prompt that was text from the start). `images` are those
+    that some of the tokens stand for.
     """
 
     token_ids: tuple[int, ...]
@@ -30,6 +33,7 @@ class Prompt:
     datasource: str = "default"
     metadata: Mapping[str, Any] = field(factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
+    images: PlacedImages = ()
 
 
 @frozen

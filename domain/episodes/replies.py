@@ -4,6 +4,7 @@ from attrs import frozen
 
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RolloutFailure
 
 SAMPLES_OF_A_ROW = 2**20
 """Distance of the seeds' numbers of two rows: more than the samples that anybody draws of one prompt."""
@@ -36,3 +37,13 @@ class Reply:
     logprobs: tuple[float, ...]
     stop_reason: StopReason
     seed: int
+
+
+@frozen(kw_only=True)
+class UnsampledReply:
+    """A reply that could not be sampled: its prompt, its seed, and why. The row and the sample are the group and the
+    sample of `failure`."""
+
+    prompt: Prompt
+    seed: int
+    failure: RolloutFailure

@@ -41,21 +41,25 @@ class RewardRequest:
 
 @frozen(kw_only=True)
 class RewardInput:
-    """A reply as a reward model reads it: the `query` of a request, and its `token_ids` where they are known."""
+    """A reply as a reward model reads it: the `query` of a request, its `token_ids` where they are known, and the last
+    `reply` in it."""
 
     text: str
     token_ids: tuple[int, ...] | None = None
+    reply: str = ""
 
 
 @frozen(kw_only=True)
 class Reward:
     """`value` trains; `score` (default: `value`) filters and evaluates; `metrics` are averaged into the log; `parts`
-    are the named rewards that `value` is the weighted sum of, if it is one."""
+    are the named rewards that `value` is the weighted sum of, if it is one; `steps` the probabilities that a process
+    reward model gives the reply's steps of being right."""
 
     value: float
     score: float | None = None
     metrics: Mapping[str, float] = field(factory=dict)
     parts: Mapping[str, float] = field(factory=dict)
+    steps: tuple[float, ...] = ()
 
 
 class FailureKind(StrEnum):

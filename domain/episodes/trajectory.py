@@ -9,13 +9,13 @@ Does not own: the making of tokens (engines, codecs), nor learning from them (es
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
 from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.images import PlacedImages, check_places
 from rollgrad.domain.errors import TrajectoryError
 
 NO_VERSION = -1
@@ -37,13 +37,15 @@ class SegmentKind(StrEnum):
 class Segment:
     """Tokens `start` to `stop` (half-open) of a trajectory; `reward` is set on ACTION segments. `turn` numbers the
     actions of the whole rollout, over all its branches, in the order in which they were sampled; None: this action
-    follows the one before it, in this branch or at the end of the branch before."""
+    follows the one before it, in this branch or at the end of the branch before. `grammar` is the one that an action
+    was sampled under (`SamplingParams`): its log-probs are of the tokens that the grammar allows."""
 
     kind: SegmentKind
     start: int
     stop: int
     reward: float = 0.0
     turn: int | None = None
+    grammar: str | None = None
 
 
 @frozen(kw_only=True, eq=False)
@@ -53,7 +55,8 @@ class Trajectory:
     `token_ids_T` int64; `logprobs_T` float32, log-prob under the sampling distribution, 0 outside actions;
     `versions_T` int32, `NO_VERSION` outside actions. `score` is the outcome used for filtering and evaluation.
     `group_id` ties the samples of one prompt, `sample_id` the branches of one rollout.
-    `reward_parts`: the named rewards that its reward is the weighted sum of, if it is one.
+    `reward_parts`: the named rewards that its reward is the weighted sum of, if it is one. `images` are those that some
+    of its tokens stand for, none of which was sampled.
     """
 
     token_ids_T: Tensor
@@ -65,7 +68,7 @@ class Trajectory:
     group_id: int
     sample_id: int
     metrics: Mapping[str, float] = field(factory=dict)
-    multimodal: Mapping[str, Any] | None = None
+    images: PlacedImages = ()
     reward_parts: Mapping[str, float] = field(factory=dict)
 
     @property
@@ -83,6 +86,11 @@ class Trajectory:
         """Number of sampled tokens; environment tokens do not count."""
         return sum(s.stop - s.start for s in self.segments if s.kind is SegmentKind.ACTION)
 
+    @property
+    def prescribed(self) -> tuple[Segment, ...]:
+        """The actions that were sampled under a grammar."""
+        return tuple(segment for segment in self.segments if segment.grammar is not None)
+
     def __len__(self) -> int:
         return len(self.token_ids_T)
 
@@ -98,7 +106,9 @@ class TrajectoryBuilder:
     [5, 6, 7]
     """
 
-    def __init__(self, prompt_token_ids: Sequence[int], *, group_id: int, sample_id: int) -> None:
+    def __init__(
+        self, prompt_token_ids: Sequence[int], *, group_id: int, sample_id: int, images: PlacedImages = ()
+    ) -> None:
         if not prompt_token_ids:
             raise TrajectoryError("The prompt has no tokens: every trajectory starts from at least one.")
         self._tokens: list[int] = list(prompt_token_ids)
@@ -107,6 +117,7 @@ class TrajectoryBuilder:
         self._segments = [Segment(kind=SegmentKind.PROMPT, start=0, stop=len(self._tokens))]
         self._group_id = group_id
         self._sample_id = sample_id
+        self._images = images
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -136,7 +147,7 @@ class TrajectoryBuilder:
             if not (math.isfinite(value) and value <= LOGPROB_SLACK):
                 raise TrajectoryError(f"Sampled token {position} has log-prob {value}: it must be finite and <= 0.")
         self._append(SegmentKind.ACTION, tokens, logprobs, versions)
-        self._segments[-1] = evolve(self._segments[-1], turn=turn)
+        self._segments[-1] = evolve(self._segments[-1], turn=turn, grammar=generation.grammar)
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
         """Appends the environment's tokens; an empty observation is allowed and adds no segment."""
@@ -175,19 +186,19 @@ class TrajectoryBuilder:
         stop_reason: StopReason,
         score: float | None = None,
         metrics: Mapping[str, float] | None = None,
-        multimodal: Mapping[str, Any] | None = None,
         reward_parts: Mapping[str, float] | None = None,
     ) -> Trajectory:
         """Returns the finished trajectory; `score` defaults to the sum of rewards.
 
         Raises:
-            TrajectoryError: no action was sampled, or the score is not finite.
+            TrajectoryError: no action was sampled, the score is not finite, or an image does not stand in context.
         """
         if not self.has_action:
             raise TrajectoryError("The episode has no sampled token: there is nothing to learn from.")
         outcome = math.fsum(s.reward for s in self._segments) if score is None else float(score)
         if not math.isfinite(outcome):
             raise TrajectoryError(f"The score is {outcome}: it must be a finite number.")
+        check_places(self._images, len(self._tokens))
         return Trajectory(
             token_ids_T=torch.tensor(self._tokens, dtype=torch.int64),
             logprobs_T=torch.tensor(self._logprobs, dtype=torch.float32),
@@ -198,7 +209,7 @@ class TrajectoryBuilder:
             group_id=self._group_id,
             sample_id=self._sample_id,
             metrics=dict(metrics or {}),
-            multimodal=multimodal,
+            images=self._images,
             reward_parts=dict(reward_parts or {}),
         )
 

@@ -5,7 +5,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from attrs import frozen
 
-from rollgrad.domain.episodes.messages import Message, ParsedReply
+from rollgrad.domain.episodes.images import PlacedImages
+from rollgrad.domain.episodes.messages import Message, ParsedReply, ReplyForm
 
 ToolSchema = Mapping[str, Any]
 """A tool in the OpenAI shape: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -13,10 +14,12 @@ ToolSchema = Mapping[str, Any]
 
 @frozen(kw_only=True)
 class RenderedPrompt:
-    """A conversation as the model's template writes it, ready for the model's reply."""
+    """A conversation as the model's template writes it, ready for the model's reply; `images` are those that some of
+    the tokens stand for."""
 
     text: str
     token_ids: tuple[int, ...]
+    images: PlacedImages = ()
 
 
 class ReplyStream(Protocol):
@@ -75,13 +78,24 @@ class ChatCodec(Protocol):
         without one."""
         ...
 
-    def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
+    def parse(
+        self, text: str, prompt: str, tools: Sequence[ToolSchema] = (), form: ReplyForm | None = None
+    ) -> ParsedReply:
         """Parses a reply.
 
         Args:
             text: the reply with its special tokens.
             prompt: the text before it (which may have opened the thinking).
             tools: tools that may be called; their schemas give arguments their types.
+            form: the form that was prescribed, if any.
+        """
+        ...
+
+    def grammar(self, form: ReplyForm, prompt: str, tools: Sequence[ToolSchema] = ()) -> str:
+        """Returns the grammar (`SamplingParams.grammar`) of the replies of a form; other arguments as for `parse`.
+
+        Raises:
+            DataError: a schema cannot be followed, or this model's replies cannot be given the form.
         """
         ...
 
@@ -94,6 +108,40 @@ class ChatCodec(Protocol):
         real."""
         ...
 
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Returns the token ids of a text that starts a sequence, with the special tokens that begin one."""
+        ...
+
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Returns the text of token ids, without special tokens unless asked for."""
+        ...
+
+
+@runtime_checkable
+class SeesImages(Protocol):
+    """A codec of a model that sees images, in messages after the first reply, too."""
+
+    def continued(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        reply_token_ids: Sequence[int],
+    ) -> RenderedPrompt | None:
+        """Returns what `ChatCodec.extend` does, with the images of `new_messages`; their places are counted from the
+        first of the tokens.
+
+        Raises:
+            DataError: an image cannot be read.
+        """
+        ...
+
+    def marked(self, text: str, images: Sequence[Any], *, earlier: int = 0) -> RenderedPrompt:
+        """Returns the tokens of a text in which special tokens are real; the model's marks of images in it stand for
+        `images`, in their order. `earlier` images stand before the text.
+
+        Raises:
+            DataError: an image cannot be read, or there are more marks than images, or fewer.
+        """
         ...

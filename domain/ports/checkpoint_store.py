@@ -13,10 +13,28 @@ CRITIC_DIRECTORY = "critic"
 """Directory of the critic, below the model that it was saved with."""
 
 
+STORED_IN = "stored_in"
+"""Key of a directory, in the place of a part of a training state that `PartInFiles` has written there."""
+
+
+@runtime_checkable
+class PartInFiles(Protocol):
+    """A part of a training state that other processes hold, and write themselves: it never is whole in this one."""
+
+    def write_files(self, directory: Path) -> None:
+        """Writes it to files in a directory, which exists.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        ...
+
+
 @frozen(kw_only=True)
 class TrainingState:
     """Everything that a run needs to continue after `step`. `state`: nested mappings and lists of numbers, texts and
-    tensors. `description`: identifies the run, JSON-serialisable; None in states of earlier versions."""
+    tensors, in which `PartInFiles` may be saved; what is loaded has `{STORED_IN: directory}` in their places.
+    `description`: identifies the run, JSON-serialisable; None in states of earlier versions."""
 
     step: int
     state: Mapping[str, Any]

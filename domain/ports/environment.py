@@ -26,10 +26,12 @@ class StepResult:
 
     `reward`: None in the last step asks the run's reward (`config.reward`) for it, and in an earlier one counts as 0.
     `score`: defaults to the sum of rewards so far. `sampling`: replaces the sampling settings of later turns, except
-    their seed. `metrics`: those of the last step are logged. `reward_parts`: of the last step, named rewards whose
-    weighted sum is the episode's reward."""
+    their seed. `images`: those of a text, whose places are the model's own marks in it; messages have theirs as parts
+    `{"type": "image", "image": ...}`. `metrics`: those of the last step are logged. `reward_parts`: of the last step,
+    named rewards whose weighted sum is the episode's reward."""
 
     observation: Observation = ""
+    images: Sequence[Any] = ()
     reward: float | None = 0.0
     terminated: bool = False
     truncated: bool = False

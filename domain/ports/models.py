@@ -8,6 +8,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from rollgrad.domain.batches.packed import Batch, PackedBatch
+from rollgrad.domain.batches.passes import Passes
 
 
 @frozen(kw_only=True, eq=False)
@@ -33,10 +34,12 @@ class TokenScores:
 class LossOutput:
     """Result of an objective. `loss`: scalar to differentiate, already weighted for the whole step. `metrics`: those of
     the micro-batch, each of which says how it is combined (`domain.batches.metrics`): a plain number or 0-d tensor is a
-    sum of loss weight x value, any other kind a `Metric`."""
+    sum of loss weight x value, any other kind a `Metric`. `clipped_N` bool: tokens whose ratio was clipped, for whoever
+    looks at single tokens; None of an objective without ratios."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor | float] = field(factory=dict)
+    clipped_N: Tensor | None = None
 
 
 PolicyObjective = Callable[[TokenScores, Batch], LossOutput]
@@ -59,9 +62,18 @@ class PolicyModel(Protocol):
     steps: int = 0
     """Optimizer steps begun: weights that were sent are the policy's own as long as it stays."""
 
+    def padded(self) -> bool:
+        """Returns whether sequences are computed side by side, padded to the longest of a pass and without sharing what
+        they begin with, rather than end to end."""
+        return False
+
     def score(self, batch: PackedBatch) -> TokenScores:
         """Returns the log-probs and entropy of the action tokens, without gradient."""
         ...
+
+    def logprobs(self, passes: Passes[Any]) -> Tensor:
+        """Returns the log-probs of the action tokens of the batch that the passes divide, float32, 0 elsewhere."""
+        return passes.merged([self.score(batch).logprobs_N for batch in passes])
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Takes one optimizer step; returns the combined metrics of its micro-batches, plus `loss` (a `Total`),
@@ -84,7 +96,7 @@ class PolicyModel(Protocol):
         """
         ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         """Returns everything that `load_state_dict` needs to continue as if never interrupted."""
         ...
 
@@ -93,13 +105,66 @@ class PolicyModel(Protocol):
         ...
 
 
+@frozen(kw_only=True)
+class AdamRates:
+    """Constants of one step of AdamW, whose weight decay is decoupled; `max_norm` is the norm of the gradient above
+    which it is scaled down, 0 for never."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_norm: float
+
+
+@runtime_checkable
+class StepwisePolicy(PolicyModel, Protocol):
+    """A policy whose gradients and optimizer steps a client asks for one by one.
+
+    Promises: the gradient of a step is that of the summed losses of all that was accumulated since the last one.
+    """
+
+    def accumulate(self, passes: Passes[Batch], objective: PolicyObjective[Batch]) -> tuple[Tensor, dict[str, float]]:
+        """Adds the gradient of the passes' summed losses to that of the next step; returns logprobs_N of the whole
+        batch, and the combined metrics with `loss`, their sum.
+
+        Raises:
+            NonFiniteUpdateError: a loss is not finite; all that was accumulated is dropped.
+        """
+        ...
+
+    def evaluate(self, passes: Passes[Batch], objective: PolicyObjective[Batch]) -> tuple[Tensor, float]:
+        """Returns logprobs_N of the whole batch, and the summed losses, without gradient."""
+        ...
+
+    def step(self, rates: AdamRates) -> dict[str, float]:
+        """Takes an optimizer step with what was accumulated; returns `grad_norm` and `lr`.
+
+        Raises:
+            NonFiniteUpdateError: the gradient is not finite; nothing has changed, and it is dropped.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Drops what was accumulated."""
+        ...
+
+
 @runtime_checkable
 class ValueModel(Protocol):
     """The critic of PPO: a value for every token position. Same promises as `PolicyModel`."""
 
+    def padded(self) -> bool:
+        """Returns what `PolicyModel.padded` does."""
+        return False
+
     def values(self, batch: PackedBatch) -> Tensor:
         """Returns values_N float32, the expected return before each action token is sampled; 0 outside actions."""
         ...
+
+    def all_values(self, passes: Passes[Any]) -> Tensor:
+        """Returns `values` of the batch that the passes divide."""
+        return passes.merged([self.values(batch) for batch in passes])
 
     def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
         """Takes one optimizer step; returns the same as `PolicyModel.update`."""
@@ -109,7 +174,7 @@ class ValueModel(Protocol):
         """Writes the critic as a Hugging Face checkpoint with its value head."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         """Returns everything that `load_state_dict` needs."""
         ...
 
@@ -159,6 +224,14 @@ class TeacherModel(Protocol):
 class ReferenceModel(Protocol):
     """A frozen policy, from which the KL divergence of the trained one is measured."""
 
+    def padded(self) -> bool:
+        """Returns what `PolicyModel.padded` does."""
+        return False
+
     def score(self, batch: PackedBatch) -> TokenScores:
         """Returns the log-probs and entropy of the action tokens under the frozen weights."""
         ...
+
+    def logprobs(self, passes: Passes[Any]) -> Tensor:
+        """Returns the log-probs of the action tokens of the batch that the passes divide, float32, 0 elsewhere."""
+        return passes.merged([self.score(batch).logprobs_N for batch in passes])

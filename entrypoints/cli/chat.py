@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from attrs import define
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rollgrad.entrypoints.composition.assistant import LoadedAssistant
 
 HELP = "Type a message and Enter. /new starts over, /exit (or Ctrl-D) leaves; Ctrl-C stops a reply."
+COMMANDS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Control characters, by which a text could clear a terminal, rename it, or write to the clipboard."""
 
 
 @define(kw_only=True)
@@ -63,7 +65,7 @@ def chat(arguments: ChatArguments) -> None:
                 elif line:
                     talk.take(runner, line, interruptible=terminal)
         finally:
-            runner.run(loaded.tools.aclose())
+            runner.run(loaded.aclose())
 
 
 def _read_messages(path: Path) -> "list[Message]":
@@ -130,12 +132,12 @@ class _ChatSession:
             told = {"answer": answer, "messages": self._conversation.messages, "token_ids": token_ids}
             sys.stdout.write(json.dumps(told, ensure_ascii=False) + "\n")
         elif answer != turn.action.message["content"]:
-            sys.stdout.write(f"{answer}\n")  # the result of a tool that ends the task
+            _write(sys.stdout, f"{answer}\n")  # the result of a tool that ends the task
         sys.stdout.flush()
 
     def _piece(self, field: str, text: str) -> None:
         if field == "content":
-            sys.stdout.write(text)
+            _write(sys.stdout, text)
             sys.stdout.flush()
         else:
             self._dimmed(text, end="")
@@ -154,5 +156,12 @@ class _ChatSession:
                     self._dimmed(str(message["content"]))
 
     def _dimmed(self, text: str, end: str = "\n") -> None:
-        sys.stderr.write(f"{self._dim[0]}{text}{self._dim[1]}{end}")
+        sys.stderr.write(self._dim[0])
+        _write(sys.stderr, text)
+        sys.stderr.write(f"{self._dim[1]}{end}")
         sys.stderr.flush()
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Writes words of a model or a tool, in which no terminal finds commands."""
+    stream.write(text.translate(COMMANDS) if stream.isatty() else text)

@@ -35,6 +35,9 @@ MODULES = {
     "math-verify": "math_verify",
     "reasoning-gym": "reasoning_gym",
     "skyrl-gym": "skyrl_gym",
+    "mlflow-skinny": "mlflow",
+    "opentelemetry-sdk": "opentelemetry.sdk",
+    "opentelemetry-exporter-otlp": "opentelemetry.exporter.otlp",
 }
 """Modules that are imported to test a package, if their names differ from the package's."""
 
@@ -44,6 +47,11 @@ NOT_TRIED = frozenset({"bench", "dev"})
 PURPOSES: Mapping[str, str] = {
     "demo": "the demos (make demo)",
     "tracking": "TensorBoard (--logger.tensorboard_dir)",
+    "wandb": "Weights & Biases (--logger.report_to wandb)",
+    "trackio": "Trackio (--logger.report_to trackio)",
+    "mlflow": "MLflow (--logger.report_to mlflow)",
+    "swanlab": "SwanLab (--logger.report_to swanlab)",
+    "opentelemetry": "traces of episodes by OpenTelemetry",
     "lora": "LoRA (--actor.lora.rank)",
     "qlora": "QLoRA (--actor.lora.load_in_4bit)",
     "mcp": "tools of MCP servers (--agent.tools mcp:...)",
@@ -51,6 +59,7 @@ PURPOSES: Mapping[str, str] = {
     "environments": "environments of Gymnasium and SkyRL-Gym",
     "textarena": "games of TextArena",
     "openenv": "environments of OpenEnv servers",
+    "tinker": "programs of the Tinker API (rollgrad serve tinker)",
     "flash-attn": "FlashAttention 4, on Hopper and Blackwell",
     "bench": "rollgrad's own benchmarks",
     "dev": "rollgrad's own tests",

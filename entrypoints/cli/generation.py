@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attrs import define, evolve
 
@@ -17,6 +18,9 @@ from rollgrad.entrypoints.composition.extensions import spelling_errors
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.redaction import print_settings
 
+if TYPE_CHECKING:
+    from rollgrad.entrypoints.generation import Replies
+
 
 @define(kw_only=True, slots=False)
 class GenerateFlags(RunFlags):
@@ -26,6 +30,7 @@ class GenerateFlags(RunFlags):
         None, "File of the replies, JSON lines; the replies that it has already are not sampled again. Required."
     )
     logprobs: bool = setting(False, "Write the log-probs of the tokens, too.")
+    retry_failed: bool = setting(False, "Sample the replies again that failed.")
 
 
 @define(kw_only=True, slots=False)
@@ -37,6 +42,11 @@ class ScoreFlags(RunFlags):
     )
     out: Path | None = setting(
         None, "File of the replies with their rewards; those that it has already are not judged again. Required."
+    )
+    retry_failed: bool = setting(
+        False,
+        "Judge the replies again that could not be judged, also by a reward function that has changed since; others "
+        "keep their rewards.",
     )
 
 
@@ -70,9 +80,8 @@ def generate(arguments: Sequence[str]) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         from rollgrad.entrypoints import generation
 
-        replies = generation.generate(config, parsed.out, logprobs=parsed.logprobs)
-    sys.stderr.write(f"{replies.made} replies sampled, {replies.rows} in all\n")
-    sys.stdout.write(f"{parsed.out}\n")
+        replies = generation.generate(config, parsed.out, logprobs=parsed.logprobs, retry_failed=parsed.retry_failed)
+    _tell(replies, parsed.out, "sampled")
 
 
 def score(arguments: Sequence[str]) -> None:
@@ -97,9 +106,14 @@ def score(arguments: Sequence[str]) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         from rollgrad.entrypoints import generation
 
-        replies = generation.score(config, parsed.input, parsed.out)
-    sys.stderr.write(f"{replies.made} replies judged, {replies.rows} in all\n")
-    sys.stdout.write(f"{parsed.out}\n")
+        replies = generation.score(config, parsed.input, parsed.out, retry_failed=parsed.retry_failed)
+    _tell(replies, parsed.out, "judged")
+
+
+def _tell(replies: "Replies", out: Path, done: str) -> None:
+    failed = f", {replies.failed} of them failed: --retry_failed tries them again" if replies.failed else ""
+    sys.stderr.write(f"{replies.made} replies {done}, {replies.rows} in all{failed}\n")
+    sys.stdout.write(f"{out}\n")
 
 
 def _named(flag: str, path: Path | None) -> list[RollgradError]:

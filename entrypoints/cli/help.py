@@ -16,9 +16,10 @@ from typing import Any, get_args, get_origin
 import attrs
 from attrs import evolve, frozen
 
-from rollgrad.application.settings.loop_rules import UNREAD
+from rollgrad.application.settings import loop_rules
+from rollgrad.application.settings.rules import examples as example_rules
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.settings import Told
+from rollgrad.domain.settings import FREE, SettingMetadata
 from rollgrad.entrypoints.cli.parsing import with_extension
 from rollgrad.entrypoints.names.suggestions import unknown_flag
 
@@ -68,12 +69,18 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "The examples": ("data.dataset", "data.format", "data.train_on", "data.max_tokens", "data.overlong"),
 }
 
-SFT_ESSENTIALS: Mapping[str, Sequence[str]] = {
-    **EXAMPLES,
-    "The optimizer": ("actor.adam.lr", "actor.lora.rank", "train.loss"),
+OFFLINE: Mapping[str, Sequence[str]] = {
+    "The optimizer": ("actor.adam.lr", "actor.lora.rank"),
     "Training": ("train.batch_size", "train.num_epochs", "train.max_steps", "train.seed"),
     "Evaluation": ("eval.dataset", "eval.steps"),
     "Output": ("ckpt.output_dir", "ckpt.save_steps", "ckpt.resume"),
+}
+"""Topics of all trainers over examples."""
+
+SFT_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    **EXAMPLES,
+    **OFFLINE,
+    "The optimizer": (*OFFLINE["The optimizer"], "train.loss"),
 }
 
 DPO_EXAMPLE = """  rollgrad train dpo --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
@@ -83,10 +90,7 @@ DPO_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "The model": ("actor.model_name_or_path", "ref.model_name_or_path"),
     "The pairs": ("data.dataset", "data.prompt_key", "data.chosen_key", "data.rejected_key", "data.max_tokens"),
     "The loss": ("dpo.loss", "dpo.beta", "dpo.label_smoothing"),
-    "The optimizer": ("actor.adam.lr", "actor.lora.rank"),
-    "Training": ("train.batch_size", "train.num_epochs", "train.max_steps", "train.seed"),
-    "Evaluation": ("eval.dataset", "eval.steps"),
-    "Output": ("ckpt.output_dir", "ckpt.save_steps", "ckpt.resume"),
+    **OFFLINE,
 }
 
 KTO_EXAMPLE = """  rollgrad train kto --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
@@ -96,7 +100,7 @@ KTO_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "The model": ("actor.model_name_or_path", "ref.model_name_or_path"),
     "The replies": ("data.dataset", "data.prompt_key", "data.completion_key", "data.label_key", "data.max_tokens"),
     "The loss": ("kto.loss", "kto.beta", "kto.balance"),
-    **{topic: DPO_ESSENTIALS[topic] for topic in ("The optimizer", "Training", "Evaluation", "Output")},
+    **OFFLINE,
 }
 
 RM_EXAMPLE = """  rollgrad train rm --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
@@ -116,7 +120,7 @@ KD_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "The models": ("actor.model_name_or_path", "teacher.model_name_or_path"),
     "The examples": EXAMPLES["The examples"],
     "The loss": ("kd.weight", "kd.beta", "kd.temperature", "kd.top_k", "kd.cache"),
-    **{topic: DPO_ESSENTIALS[topic] for topic in ("The optimizer", "Training", "Evaluation", "Output")},
+    **OFFLINE,
 }
 
 PRM_EXAMPLE = """  rollgrad train prm --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
@@ -126,7 +130,7 @@ PRM_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "The model": ("actor.model_name_or_path",),
     "The steps": ("data.dataset", "data.placeholder", "data.separator", "data.up_to_first_error", "data.max_tokens"),
     "The loss": ("prm.reward_tokens",),
-    **{topic: DPO_ESSENTIALS[topic] for topic in ("The optimizer", "Training", "Evaluation", "Output")},
+    **OFFLINE,
 }
 
 DATA_EXAMPLE = """  rollgrad data show --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
@@ -144,6 +148,9 @@ GENERATE_ESSENTIALS: Mapping[str, Sequence[str]] = {
     ),
 }
 
+REPLAY_EXAMPLE = """  rollgrad replay runs/first --step 1"""
+REPLAY_ESSENTIALS: Mapping[str, Sequence[str]] = {"The update": ("step",)}
+RESCORE_EXAMPLE = """  rollgrad rescore runs/first --reward.function_path reward.py"""
 SCORE_EXAMPLE = """  rollgrad score --input replies.jsonl --reward.verifier last_number --out scored.jsonl"""
 
 SCORE_ESSENTIALS: Mapping[str, Sequence[str]] = {
@@ -183,6 +190,8 @@ ESSENTIALS = {
     "eval": (EVAL_EXAMPLE, EVAL_ESSENTIALS),
     "generate": (GENERATE_EXAMPLE, GENERATE_ESSENTIALS),
     "score": (SCORE_EXAMPLE, SCORE_ESSENTIALS),
+    "replay": (REPLAY_EXAMPLE, REPLAY_ESSENTIALS),
+    "rescore": (RESCORE_EXAMPLE, SCORE_ESSENTIALS),
     "loop rs": (LOOP_EXAMPLE.format("rs", "rs"), RS_ESSENTIALS),
     "loop iter_dpo": (LOOP_EXAMPLE.format("iter_dpo", "iter_dpo"), ITER_DPO_ESSENTIALS),
     "loop csft": (LOOP_EXAMPLE.format("csft", "csft"), CSFT_ESSENTIALS),
@@ -198,8 +207,6 @@ ESSENTIALS = {
 
 
 OF_EXAMPLES = ("train sft", "train dpo", "train kto", "train kd", "train rm", "train prm", "data show")
-NOT_OF_EXAMPLES = frozenset({"actor.lora.sync", "logger.log_samples", "logger.trajectories_max_gib"})
-"""Settings of runs that sample, which commands over examples refuse and do not show."""
 
 
 @frozen
@@ -233,7 +240,8 @@ def show_help(command: str, kind: type[attrs.AttrsInstance], arguments: Sequence
         ConfigurationError: there is no such section.
     """
     sections = list(_sections(with_extension(kind, arguments)(), ""))
-    hidden = NOT_OF_EXAMPLES if command in OF_EXAMPLES else UNREAD if command.startswith("loop ") else frozenset()
+    unread = example_rules.UNREAD if command in OF_EXAMPLES else loop_rules.UNREAD
+    hidden = unread if command in OF_EXAMPLES or command.startswith("loop ") else ()
     sections = [evolve(its, settings=tuple(s for s in its.settings if s.name not in hidden)) for its in sections]
     topic = _topic(arguments)
     if topic is None:
@@ -306,7 +314,7 @@ def _sections(config: Any, prefix: str, doc: str = "") -> Iterator[Section]:
     kind: Any = type(config)
     settings, inner = [], []
     for field in attrs.fields(kind):
-        name, value, its_doc = f"{prefix}{field.name}", getattr(config, field.name), Told.by(field).doc
+        name, value, its_doc = f"{prefix}{field.name}", getattr(config, field.name), SettingMetadata.of(field).doc
         if attrs.has(field.type):
             inner.append((value, f"{name}.", its_doc))
         else:
@@ -318,6 +326,8 @@ def _sections(config: Any, prefix: str, doc: str = "") -> Iterator[Section]:
 
 def _value(kind: Any) -> str:
     """Returns the placeholder of a value of that type, after its flag."""
+    if kind == FREE:
+        return "SECTION"
     if isinstance(kind, UnionType):
         return " | ".join(_value(part) for part in get_args(kind) if part is not NoneType)
     parts = get_args(kind)
@@ -338,7 +348,7 @@ def _default(setting: Setting) -> str:
     if default in ("", None, ()):
         return ""
     shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-    return f" (default: {shown})"
+    return f" (default: {shown if shown.isprintable() else repr(shown)})"
 
 
 def _first_sentence(doc: str) -> str:

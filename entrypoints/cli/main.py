@@ -5,54 +5,40 @@ SIGTERM, 129 by SIGHUP), 141 the reader of the output has closed it. Torch is im
 help and refusals come at once.
 """
 
-import contextlib
-import json
-import logging
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import rollgrad
-from rollgrad.application.settings.offline import OfflineRun
-from rollgrad.application.settings.rules import evaluation_errors, setting_errors
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines, raise_together
+from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines
 from rollgrad.entrypoints.cli.chat import ChatArguments, chat
 from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments, generate, score
 from rollgrad.entrypoints.cli.help import HELP_FLAGS, asks_for_help, show_help
+from rollgrad.entrypoints.cli.logs import configure_logging as configure_logging
 from rollgrad.entrypoints.cli.loop import LOOPS, run_loop
 from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments, merge
-from rollgrad.entrypoints.cli.offline import TRAINERS, parse_offline, rehearse_offline
-from rollgrad.entrypoints.cli.parsing import (
-    DoctorArguments,
-    EvalArguments,
-    TrainArguments,
-    parse,
-    parse_run,
-)
-from rollgrad.entrypoints.cli.runs import export_rollouts, inspect_run
+from rollgrad.entrypoints.cli.offline import TRAINERS
+from rollgrad.entrypoints.cli.parsing import DoctorArguments, parse
+from rollgrad.entrypoints.cli.replay import ReplayArguments, replay_run
+from rollgrad.entrypoints.cli.rescore import RescoreArguments, rescore_run
+from rollgrad.entrypoints.cli.runs import export_rollouts, inspect_run, report_of_run
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
+from rollgrad.entrypoints.cli.serve_tinker import ServeTinkerArguments, serve_tinker
+from rollgrad.entrypoints.cli.training import SIGNAL_STATUS, evaluate, run_offline, run_rl, train_offline, train_rl
 from rollgrad.entrypoints.cli.translated import problems, show_translation
-from rollgrad.entrypoints.composition.extensions import spelling_errors
-from rollgrad.entrypoints.config_io import dump_config
+from rollgrad.entrypoints.cli.ui import serve_runs
 from rollgrad.entrypoints.names.suggestions import unknown_command
-from rollgrad.entrypoints.redaction import OutputClosedError, print_settings, redacted_output
+from rollgrad.entrypoints.redaction import OutputClosedError, redacted_output
 from rollgrad.entrypoints.translation.draft import TranslatedCommand, TranslatedRun
-
-if TYPE_CHECKING:
-    from rollgrad.entrypoints.library import TrainResult
 
 EXIT_DEFECT = 1
 EXIT_ERROR = 2
-SIGNAL_STATUS = 128
-"""Number added to a signal's number, as in shells' exit codes of killed processes."""
 EXIT_INTERRUPTED = SIGNAL_STATUS + signal.SIGINT
 EXIT_CLOSED = SIGNAL_STATUS + signal.SIGPIPE
 
@@ -87,129 +73,12 @@ def _status(words: list[str]) -> int:
         return EXIT_DEFECT
 
 
-def _results_only_on_stdout() -> contextlib.AbstractContextManager[object]:
-    """Sends to stderr what libraries (DeepSpeed, on import) and reward functions print."""
-    return contextlib.redirect_stdout(sys.stderr)
-
-
-def configure_logging() -> None:
-    """Sends structlog's events to stderr: coloured on a terminal, else one key=value line each."""
-    import structlog
-
-    renderer: structlog.typing.Processor
-    if sys.stderr.isatty():
-        renderer = structlog.dev.ConsoleRenderer()
-    else:
-        renderer = structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"])
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        # looked up anew: while a progress bar is shown, it stands for stderr, and prints lines above itself
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
-    )
-
-
-def train_rl(arguments: Sequence[str]) -> int:
-    """`rollgrad train rl`."""
-    if asks_for_help(arguments):
-        return show_help("train rl", TrainArguments, arguments)
-    parsed, config, unread = parse_run(TrainArguments, RLConfig, "train rl", arguments)
-    if parsed.print_config:
-        return _print_config(config, [*unread, *spelling_errors(config), *setting_errors(config)])
-    return _train(config, unread, dry_run=parsed.dry_run)
-
-
-def _print_config(config: RLConfig, errors: Sequence[RollgradError]) -> int:
-    print_settings(dump_config(config))
-    raise_together(errors)
-    return 0
-
-
-def _train(config: RLConfig, unread: Sequence[RollgradError] = (), *, dry_run: bool = False) -> int:
-    """Trains, unless there is a problem; `unread` are the problems of the settings' file."""
-    from rollgrad.entrypoints.dry_run import file_problems
-
-    errors = [*unread, *spelling_errors(config), *setting_errors(config)]
-    if dry_run:
-        from rollgrad.entrypoints.rehearsal import rehearse
-
-        configure_logging()
-        rehearse(config, errors)
-        return 0
-    raise_together([*errors, *file_problems(config).values()])
-    with _results_only_on_stdout():
-        from rollgrad.entrypoints.library import train
-
-        configure_logging()
-        result = train(config)
-    _show_result(config.ckpt.output_dir, result, console=config.logger.console)
-    return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
-
-
-def train_offline(name: str, arguments: Sequence[str]) -> int:
-    """`rollgrad train sft` and the other trainers over examples."""
-    if asks_for_help(arguments):
-        return show_help(f"train {name}", TRAINERS[name].arguments, arguments)
-    parsed, run, errors = parse_offline(name, arguments)
-    if parsed.print_config:
-        print_settings(dump_config(run))
-        raise_together(errors)
-        return 0
-    configure_logging()
-    if parsed.dry_run:
-        rehearse_offline(run, errors)
-        return 0
-    return _train_examples(name, run, errors)
-
-
-def _train_examples(name: str, run: OfflineRun, errors: Sequence[RollgradError]) -> int:
-    """Trains, unless there is a problem; `errors` are those of the settings."""
-    from rollgrad.entrypoints.dry_run import example_file_problems
-
-    raise_together([*errors, *example_file_problems(run)])
-    with _results_only_on_stdout():
-        from rollgrad.entrypoints import offline
-
-        result = getattr(offline, f"train_{name}")(run)
-    _show_result(run.ckpt.output_dir, result, console=run.logger.console)
-    return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
-
-
 def data_show(arguments: Sequence[str]) -> int:
     """`rollgrad data show`."""
     if asks_for_help(arguments):
         return show_help("data show", DataShowArguments, arguments)
     configure_logging()
     show_data(arguments)
-    return 0
-
-
-def evaluate(arguments: Sequence[str]) -> int:
-    """`rollgrad eval`."""
-    if asks_for_help(arguments):
-        return show_help("eval", EvalArguments, arguments)
-    parsed, config, unread = parse_run(EvalArguments, RLConfig, "eval", arguments)
-    errors = [*unread, *spelling_errors(config), *evaluation_errors(config)]
-    if parsed.print_config:
-        return _print_config(config, errors)
-    from rollgrad.entrypoints.dry_run import eval_file_problems
-
-    raise_together([*errors, *eval_file_problems(config).values()])
-    with _results_only_on_stdout():
-        from rollgrad.entrypoints.library import evaluate as evaluate_model
-
-        configure_logging()
-        metrics = evaluate_model(config)
-    if parsed.json:
-        sys.stdout.write(json.dumps(metrics, indent=2) + "\n")
-    else:
-        _show_metrics(f"{config.actor.model_name_or_path} on {config.eval.dataset}", {"value": metrics})
     return 0
 
 
@@ -272,9 +141,9 @@ def _translate(
     if isinstance(translated, TranslatedCommand):
         return _dispatch(translated.words)
     if isinstance(translated.run, RLConfig):
-        return _train(translated.run)
+        return run_rl(translated.run)
     configure_logging()
-    return _train_examples(translated.command.removeprefix("train "), translated.run, problems(translated))
+    return run_offline(translated.command.removeprefix("train "), translated.run, problems(translated))
 
 
 def merge_lora(arguments: Sequence[str]) -> int:
@@ -307,11 +176,44 @@ def serve_agents(arguments: Sequence[str]) -> int:
     return 0
 
 
+def serve_tinker_api(arguments: Sequence[str]) -> int:
+    """`rollgrad serve tinker`."""
+    parsed = parse(ServeTinkerArguments(), "serve tinker", arguments)
+    configure_logging()
+    serve_tinker(parsed)
+    return 0
+
+
 def talk(arguments: Sequence[str]) -> int:
     """`rollgrad chat`."""
     parsed = parse(ChatArguments(), "chat", arguments)
     configure_logging()
     chat(parsed)
+    return 0
+
+
+def replay(arguments: Sequence[str]) -> int:
+    """`rollgrad replay`."""
+    if asks_for_help(arguments):
+        return show_help("replay", ReplayArguments, arguments)
+    configure_logging()
+    replay_run(arguments)
+    return 0
+
+
+def rescore(arguments: Sequence[str]) -> int:
+    """`rollgrad rescore`."""
+    if asks_for_help(arguments):
+        return show_help("rescore", RescoreArguments, arguments)
+    configure_logging()
+    rescore_run(arguments)
+    return 0
+
+
+def ui(arguments: Sequence[str]) -> int:
+    """`rollgrad ui`."""
+    configure_logging()
+    serve_runs(arguments)
     return 0
 
 
@@ -323,13 +225,18 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "generate": (generate_replies, "sample replies to a data set's prompts into a file"),
     "score": (score_replies, "judge the replies in a file by a reward"),
     **{f"loop {name}": (partial(loop, name), its.purpose) for name, its in LOOPS.items()},
+    "ui": (ui, "show runs in a browser: curves, findings, and every rollout token by token"),
     "inspect": (inspect_run, "show how a run goes or ended, and what keeps it from learning"),
+    "rescore": (rescore, "judge a run's rollouts by another reward, without training"),
+    "replay": (replay, "take an update of a run again, from its rollouts"),
+    "report": (report_of_run, "write the page of a run into one file that opens by a double click"),
     "export": (export_rollouts, "write a run's rollouts as rows for train sft, train dpo and train rm"),
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
     "trl": (trl, "translate a command of TRL, and run it"),
     "chat": (talk, "talk to a model in the terminal, with its tools"),
     "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),
     "serve reward": (serve_reward, "serve a reward model over HTTP"),
+    "serve tinker": (serve_tinker_api, "serve training and sampling to programs of the Tinker API"),
     "merge-lora": (merge_lora, "merge LoRA adapters into their model"),
     "doctor": (doctor, "show what this machine offers, and whether the installation works"),
 }
@@ -361,28 +268,6 @@ def _dispatch(arguments: list[str]) -> int:
         sys.stdout.write(USAGE)
         return 0
     raise ConfigurationError(unknown_command(arguments, tuple(COMMANDS)))
-
-
-def _show_result(output_dir: str, result: "TrainResult", *, console: bool) -> None:
-    columns = {name: metrics for name, metrics in (("before", result.before), ("after", result.after)) if metrics}
-    if columns and console:
-        _show_metrics("Evaluation", columns)
-    named = Path(output_dir)  # as the settings have it: the result's is absolute
-    if result.interrupted:
-        sys.stderr.write(f"interrupted after {result.steps} steps; what was trained is in {named}\n")
-    sys.stdout.write(f"{named / result.report.name if result.report else named}\n")
-    sys.stdout.flush()
-    sys.stderr.writelines(f"warning: {finding}\n" for finding in result.findings)
-
-
-def _show_metrics(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("metric", *columns, title=title)
-    for name in dict.fromkeys(name for metrics in columns.values() for name in metrics):
-        table.add_row(name, *(f"{metrics[name]:.4g}" if name in metrics else "" for metrics in columns.values()))
-    Console(highlight=False, markup=False).print(table)
 
 
 if __name__ == "__main__":

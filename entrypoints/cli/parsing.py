@@ -7,9 +7,10 @@ import contextlib
 import io
 import re
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import attrs
 from attrs import define, frozen
@@ -20,14 +21,15 @@ from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.spelling import choice, choice_kind
 from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.domain.settings import setting
+from rollgrad.entrypoints.cli.free_settings import take_free_settings
 from rollgrad.entrypoints.config_io import (
     EXTENSION,
     PRESET,
     Run,
     forget_preset,
     load_extension_file,
+    merged,
     read_config,
-    setting_names,
 )
 from rollgrad.entrypoints.names.suggestions import unknown_flag
 
@@ -190,17 +192,23 @@ def parse_run(
     Raises:
         ConfigurationError: there is no such file, or it is not YAML.
     """
+    arguments, free, unusable = take_free_settings(arguments, flag_kinds(kind))
     words, _ = _spelled(arguments, flag_kinds(kind))
     path = _flag_value("--config", words)
     extension = _flag_value(f"--{EXTENSION}", words)
     config, unread = read_config(path, preset=_flag_value(f"--{PRESET}", words), extension=extension, run=run)
+    for name, value in free.items():
+        section, _, key = name.rpartition(".")
+        here = attrgetter(section)(config)
+        setattr(here, key, merged(getattr(here, key) or {}, value))
     kind = with_brought(kind)
     words, misspelt = _spelled(arguments, flag_kinds(kind))  # flags of the extension are known by now
     sections = {name: getattr(config, name) for name in attrs.fields_dict(run)}
-    parsed, wrong = _parse(kind(config=None if path is None else Path(path), **sections), command, words)
+    parsed = kind(config=None if path is None else Path(path), **sections)
+    wrong = _set_named(parsed, command, words)
     settings = type(config)(**{name: getattr(parsed, name) for name in attrs.fields_dict(run)})
     forget_preset(settings)  # expanded above
-    return parsed, settings, [*unread, *misspelt, *wrong]
+    return parsed, settings, [*unread, *unusable, *misspelt, *wrong]
 
 
 def with_extension(kind: type[Arguments], arguments: Sequence[str]) -> type[Arguments]:
@@ -220,13 +228,38 @@ def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Argumen
     Raises:
         ConfigurationError: a flag or a value is wrong.
     """
-    parsed, wrong = _parse(default, command, spell_out(arguments, flag_kinds(type(default))))
+    kinds = flag_kinds(type(default))
+    parsed, wrong = _parse(default, command, spell_out(arguments, kinds), list(kinds))
     raise_together(wrong)
     return parsed
 
 
-def _parse(default: Arguments, command: str, words: Sequence[str]) -> tuple[Arguments, list[ConfigurationError]]:
-    """The arguments, with the defaults of flags that are wrong, and a sentence for each of these."""
+def _set_named(arguments: attrs.AttrsInstance, command: str, words: Sequence[str]) -> list[ConfigurationError]:
+    """Sets the flags that a command line names; returns a sentence for each that is wrong.
+
+    tyro gets a class of these flags alone: for one of all settings it takes a tenth of a second.
+    """
+    import tyro
+
+    kinds = flag_kinds(type(arguments))
+    flags = {word.partition("=")[0] for word in words}
+    named = {f"flag_{place}": name for place, name in enumerate(kinds) if f"--{name}" in flags}
+    fields: dict[str, Any] = {}
+    for field, name in named.items():
+        kind: Any = Annotated[kinds[name], tyro.conf.arg(name=name)]
+        fields[field] = attrs.field(default=attrgetter(name)(arguments), type=kind)
+    parsed, wrong = _parse(attrs.make_class("Named", fields)(), command, words, list(kinds))
+    for field, name in named.items():
+        section, _, setting = name.rpartition(".")
+        setattr(attrgetter(section)(arguments) if section else arguments, setting, getattr(parsed, field))
+    return wrong
+
+
+def _parse(
+    default: Arguments, command: str, words: Sequence[str], known: Sequence[str]
+) -> tuple[Arguments, list[ConfigurationError]]:
+    """The arguments, with the defaults of flags that are wrong, and a sentence for each of these; `known` are the
+    command's flags."""
     import tyro
 
     kind = type(default)
@@ -244,7 +277,7 @@ def _parse(default: Arguments, command: str, words: Sequence[str]) -> tuple[Argu
                     use_underscores=True,
                     config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagConversionOff),
                 )
-            return parsed, [*wrong, *_unknown(kind, command, unknown)]
+            return parsed, [*wrong, *_unknown(known, command, unknown)]
         except SystemExit as stop:
             if not stop.code:
                 raise
@@ -267,9 +300,8 @@ def _without(words: Sequence[str], sentence: str) -> Sequence[str]:
     return [*words[:first], *words[after:]]
 
 
-def _unknown(kind: type[Any], command: str, words: Sequence[str]) -> list[ConfigurationError]:
+def _unknown(known: Sequence[str], command: str, words: Sequence[str]) -> list[ConfigurationError]:
     """One sentence for each flag that is not known; for a word only where there is no such flag."""
-    known = list(setting_names(kind))
     flags = [word for word in words if word.startswith("-") or "=" in word] or words[:1]
     return [ConfigurationError(unknown_flag(word, known, command)) for word in dict.fromkeys(flags)]
 

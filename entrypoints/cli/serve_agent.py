@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING
 
 from attrs import define
 
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.cli.listening import serve
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 
 if TYPE_CHECKING:
     from rollgrad.adapters.servers.server import App
+    from rollgrad.entrypoints.composition.reload import ModelReload
 
 
 @define(kw_only=True)
 class ServeAgentArguments(AssistantArguments):
-    """Serves a model with its tools: POST /v1/chat/completions (OpenAI) and /v1/messages (Anthropic).
+    """Serves a model with its tools: POST /v1/chat/completions, /v1/responses, /v1/completions (OpenAI), /v1/messages
+    (Anthropic); GET /health and /ready (without a token), /metrics (Prometheus).
 
     A request that brings tools of its own gets the model's calls; one without gets the answer, after the server has run
     its own tools. The server's address is the one line on stdout. Clients send the token as their API key.
@@ -32,6 +37,30 @@ class ServeAgentArguments(AssistantArguments):
     """Certificate (PEM) to serve HTTPS with; needs --ssl_keyfile."""
     ssl_keyfile: Path | None = None
     """Private key (PEM, without a password) of --ssl_certfile."""
+    client_requests: int | None = None
+    """Requests of one client (an address) answered at the same time, more are refused; default: no limit."""
+    drain_seconds: int = 30
+    """Longest wait for unfinished answers after SIGTERM."""
+    follow: Path | None = None
+    """Output directory of a run: its newest checkpoint is loaded whenever there is another, and by POST /reload."""
+
+    def check(self) -> None:
+        """Refuses wrong settings, before anything is loaded.
+
+        Raises:
+            ConfigurationError: one is missing or out of range.
+        """
+        super().check()
+        for name, least in (("client_requests", 1), ("drain_seconds", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigurationError(f"--{name} is {value}, but it must be {least} or more.")
+        if self.follow is not None and not self.follow.is_dir():
+            raise ConfigurationError(f"--follow {self.follow} is no directory: name the output directory of a run.")
+        if self.follow is not None and self.engine is Engine.SERVER:
+            raise ConfigurationError(
+                "--follow is set, but --engine is server, whose weights others bring: leave it out."
+            )
 
 
 def serve_agent(arguments: ServeAgentArguments) -> None:
@@ -42,28 +71,43 @@ def serve_agent(arguments: ServeAgentArguments) -> None:
         ConfigurationError: a setting or the model cannot be served.
     """
     arguments.check()
-    from rollgrad.adapters.servers.server import run_server
+    from rollgrad.adapters.servers.operation import needs_token
 
-    run_server(
-        lambda: _loaded_app(arguments),
-        host=arguments.host,
-        port=arguments.port,
-        token_file=arguments.token_file,
-        ssl_certfile=arguments.ssl_certfile,
-        ssl_keyfile=arguments.ssl_keyfile,
-        name="agent server",
+    following: list[ModelReload] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    def started(url: str) -> None:
+        tasks.extend(asyncio.create_task(reload.keep_following()) for reload in following)
+
+    serve(
+        lambda: _loaded_app(arguments, following),
+        arguments,
+        "agent server",
+        guarded=needs_token,
+        stop_seconds=arguments.drain_seconds,
+        started=started,
     )
 
 
 @contextlib.contextmanager
-def _loaded_app(arguments: ServeAgentArguments) -> "Iterator[tuple[App, int]]":
+def _loaded_app(arguments: ServeAgentArguments, following: "list[ModelReload]") -> "Iterator[tuple[App, int]]":
     from rollgrad.adapters.servers.agent_server import AgentServer, max_body_bytes
+    from rollgrad.adapters.servers.operation import Operation
     from rollgrad.entrypoints.composition.assistant import load_assistant
 
-    loaded = load_assistant(arguments)
+    loaded = load_assistant(arguments, follow=arguments.follow)
     assistant = loaded.assistant
     try:
-        app = AgentServer(assistant.service, loaded.codec, model=loaded.name, answer=assistant.answer).app()
-        yield app, max_body_bytes(assistant.service.max_tokens)
+        reload = None if loaded.reload is None else loaded.reload.reload
+        operation = Operation(
+            assistant.service, client_requests=arguments.client_requests, reload=reload, check=loaded.check
+        )
+        server = AgentServer(
+            assistant.service, loaded.codec, model=loaded.name, answer=assistant.answer, operation=operation
+        )
+        if arguments.follow is not None and loaded.reload is not None:
+            following.append(loaded.reload)
+        # An image has more bytes than the tokens that stand for it could have as text.
+        yield server.app(), max_body_bytes(None if loaded.sees_images else assistant.service.max_tokens)
     finally:
-        asyncio.run(loaded.tools.aclose())
+        asyncio.run(loaded.aclose())

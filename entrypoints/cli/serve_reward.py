@@ -9,6 +9,7 @@ from attrs import define
 
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.cli.listening import serve
 
 if TYPE_CHECKING:
     from rollgrad.adapters.servers.server import App
@@ -53,17 +54,7 @@ def serve_reward_model(arguments: ServeRewardArguments) -> None:
     """
     if not arguments.model:
         raise ConfigurationError("--model is not set: name the directory or hub name of a reward model.")
-    from rollgrad.adapters.servers.server import run_server
-
-    run_server(
-        lambda: _loaded_app(arguments),
-        host=arguments.host,
-        port=arguments.port,
-        token_file=arguments.token_file,
-        ssl_certfile=arguments.ssl_certfile,
-        ssl_keyfile=arguments.ssl_keyfile,
-        name="reward server",
-    )
+    serve(lambda: _loaded_app(arguments), arguments, "reward server")
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.algorithms.losses.contract import TOKEN_SELECTIONS
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
-from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, OldLogprobs
+from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, KLEstimator, OldLogprobs
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.control.entropy_weight import EntropyController
 from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.kl_weight import KLController
-from rollgrad.domain.control.signs import LearningSettings
+from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.control.staleness import StalenessBound
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.ports.models import PolicyObjective
@@ -67,7 +67,7 @@ def advantage_is_all(config: RLConfig) -> bool:
         actor.entropy_coef == 0
         and actor.entropy_target is None
         and actor.positive_nll_coef == 0
-        and actor.aux_loss_coef == 0
+        and actor.aux_loss_coef == actor.router_z_loss_coef == 0
         and not config.algo.kl.use_loss
         and policy_loss_traits(actor.policy_loss_type).proportional
     )
@@ -136,9 +136,12 @@ def make_curriculum(config: RLConfig) -> Curriculum | None:
 
 
 def reference_kind(config: RLConfig) -> str:
-    """Returns the kind of reference model, or that there is none."""
-    needed = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
-    return "loaded" if needed else "none"
+    """Returns the kind of reference model, or that there is none: one of its own, or the one that the policy's scores
+    are compared with."""
+    kl = config.algo.kl
+    if kl.init_coef == 0 or kl.against is not KLAgainst.REFERENCE:
+        return "none"
+    return "compared" if kl.estimator is KLEstimator.FULL else "loaded"
 
 
 def critic_kind(config: RLConfig) -> str:

@@ -1,51 +1,91 @@
 """Loads the model of an `Assistant`. Imports torch."""
 
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from attrs import frozen
+import structlog
+import torch
+from attrs import evolve, frozen
 
+from rollgrad.adapters.chat.pictures import ImageRenderer, check_vllm_images, load_processor, sees_images
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.engines.embedded.grammars import Grammars
+from rollgrad.adapters.engines.vllm.engine import VLLMEngine
+from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
+from rollgrad.adapters.models.torch.image_check import check_images
+from rollgrad.adapters.models.torch.loading import (
+    default_device,
+    load_causal_lm,
+    load_generation_settings,
+    load_tokenizer,
+    resolve_dtype,
+)
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.shape import model_shape
+from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
 from rollgrad.application.episodes.assistant import Assistant
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.application.settings.model_shape import ModelShape
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError, MissingExtraError
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 from rollgrad.entrypoints.composition.engines import eos_token_ids
+from rollgrad.entrypoints.composition.reload import ModelReload, Push
 from rollgrad.entrypoints.composition.tool_box import ToolBox
+from rollgrad.entrypoints.event_loop import run_to_end
 
+log = structlog.get_logger(__name__)
 FLAG = "--model"
+VLLM_MEMORY = 0.9
+"""Share of a GPU's memory that vLLM takes by default."""
+OTHER_PARAMETERS = "The newer checkpoint has other parameters than the model that is served: restart."
 
 
 @frozen(kw_only=True, eq=False)
 class LoadedAssistant:
-    """An assistant and its parts; close `tools` in the event loop that used them."""
+    """An assistant and its parts. `close_engine` ends what the engine holds; `check` raises `EngineError` if it cannot
+    serve requests, None for one that cannot fail by itself; `reload` brings it newer weights, None where others bring
+    them; `sees_images` says whether messages may have images."""
 
     assistant: Assistant
     codec: TemplateCodec
     tools: ToolBox
     name: str
+    close_engine: Callable[[], Awaitable[None]]
+    check: Callable[[], Awaitable[None]] | None
+    reload: ModelReload | None
+    sees_images: bool
+
+    async def aclose(self) -> None:
+        """Closes tools and engine, in the event loop that used them."""
+        try:
+            await self.tools.aclose()
+        finally:
+            await self.close_engine()
 
 
-def load_assistant(arguments: AssistantArguments) -> LoadedAssistant:
-    """Returns the model with its tools.
+def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None) -> LoadedAssistant:
+    """Returns the model with its tools. `follow`: output directory of the run whose checkpoints `reload` loads.
 
     Raises:
         ConfigurationError: a setting, a tool or the model cannot be used.
     """
     tools = ToolBox(arguments.tools, arguments.python_isolation, flag="--tools", isolation_flag="--python_isolation")
-    device = default_device()
     tokenizer = load_tokenizer(arguments.model, flag=FLAG)
     if not tokenizer.chat_template:
         raise ConfigurationError(
             f"{FLAG} {arguments.model} has no chat template, so it cannot chat: name a chat model."
         )
-    model = load_causal_lm(arguments.model, dtype=resolve_dtype(arguments.dtype, device), device=device, flag=FLAG)
-    check_decoding(model, FLAG)
-    codec = TemplateCodec(tokenizer)
-    engine = EmbeddedEngine(
-        model.eval(), eos_token_ids=eos_token_ids(model.generation_config, tokenizer), decode=codec.decode
-    )
+    sampler = ENGINES[arguments.engine](arguments, tokenizer, TemplateCodec(tokenizer))
+    images = _image_renderer(arguments, tokenizer, sampler.model)
+    codec = TemplateCodec(tokenizer, images=images)
+    engine = sampler.engine
     assistant = Assistant(
         engine,
         codec,
@@ -55,6 +95,199 @@ def load_assistant(arguments: AssistantArguments) -> LoadedAssistant:
         max_turns=arguments.max_turns,
         max_tokens=engine.max_tokens,
     )
+    name = Path(arguments.model).resolve().name or arguments.model
+    reload = None
+    if sampler.push is not None:
+        load = partial(_load_newer, arguments, _served_shape(arguments))
+        reload = ModelReload(engine, sampler.push, load, broken=sampler.broken, model=arguments.model, follow=follow)
     return LoadedAssistant(
-        assistant=assistant, codec=codec, tools=tools, name=Path(arguments.model).resolve().name or arguments.model
+        assistant=assistant,
+        codec=codec,
+        tools=tools,
+        name=name,
+        close_engine=sampler.close,
+        check=sampler.check,
+        reload=reload,
+        sees_images=images is not None,
     )
+
+
+def _image_renderer(arguments: AssistantArguments, tokenizer: Any, model: Any) -> ImageRenderer | None:
+    """Returns what renders images in messages. None if there are none to render: the model sees no images, a server
+    computes it, or it is not known to be computed as its own code does, which is logged."""
+    if arguments.engine is Engine.SERVER or not sees_images(arguments.model):
+        return None
+    try:
+        renderer = ImageRenderer(load_processor(arguments.model, tokenizer, flag=FLAG))
+        if model is None:
+            check_vllm_images(arguments.model)
+        else:
+            check_images(model, renderer, arguments.model, FLAG)
+    except (CheckpointError, ConfigurationError, MissingExtraError) as error:
+        log.warning("messages with images are refused", model=arguments.model, reason=str(error.__cause__ or error))
+        return None
+    return renderer
+
+
+def _load(arguments: AssistantArguments, name: str) -> Any:
+    sampled_on = default_device()
+    # vLLM takes most of a GPU's memory, so what it is brought passes through the CPU's.
+    device = torch.device("cpu") if arguments.engine is Engine.VLLM else sampled_on
+    return load_causal_lm(name, dtype=resolve_dtype(arguments.dtype, sampled_on), device=device, flag=FLAG).eval()
+
+
+def _load_newer(arguments: AssistantArguments, shape: ModelShape | None, name: str) -> Any:
+    """Loads a checkpoint that takes the place of a model of this shape; None leaves the comparison to the engine.
+
+    Raises:
+        ConfigurationError: it is of another shape, of which vLLM would only know when it has lost its own weights.
+    """
+    if shape is not None and _shape(name) != shape:
+        raise ConfigurationError(OTHER_PARAMETERS)
+    return _load(arguments, name)
+
+
+def _served_shape(arguments: AssistantArguments) -> ModelShape | None:
+    if arguments.engine is not Engine.VLLM:
+        return None
+    try:
+        return _shape(arguments.model)
+    except CheckpointError:  # vLLM serves models that transformers does not know, which cannot be loaded again either
+        return None
+
+
+def _shape(name: str) -> ModelShape:
+    return evolve(model_shape("model", name), stored=0)  # engines take weights in any format
+
+
+@frozen(kw_only=True, eq=False)
+class _Sampler:
+    """An engine, and the functions that end what it holds, bring it weights, check whether it can serve requests, and
+    say whether it waits for whole weights; `model` is the one of this process, if it is in it."""
+
+    engine: RolloutEngine
+    close: Callable[[], Awaitable[None]]
+    push: Push | None = None
+    check: Callable[[], Awaitable[None]] | None = None
+    broken: Callable[[], bool] = lambda: False
+    model: Any = None
+
+
+def _embedded(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCodec) -> _Sampler:
+    model = _load(arguments, arguments.model)
+    check_decoding(model, FLAG, other_engine="--engine vllm")
+    ends = eos_token_ids(model.generation_config, tokenizer)
+    engine = EmbeddedEngine(model, eos_token_ids=ends, decode=codec.decode, grammars=Grammars(tokenizer, ends))
+
+    async def close() -> None:
+        """Does nothing: the engine holds nothing but memory."""
+
+    async def push(newer: Any, version: int) -> None:
+        if _shapes(newer) != _shapes(model):  # before the first is copied
+            raise ConfigurationError(OTHER_PARAMETERS)
+        await engine.load_weights(newer.named_parameters(), version)
+
+    return _Sampler(engine=engine, close=close, push=push, model=model)
+
+
+def _shapes(model: Any) -> dict[str, Any]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _vllm(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCodec) -> _Sampler:
+    if arguments.num_engines is not None:
+        return _cluster(arguments, tokenizer)
+    engine = VLLMEngine(**_vllm_settings(arguments, tokenizer))
+
+    async def close() -> None:
+        engine.close()
+
+    async def push(newer: Any, version: int) -> None:
+        await EngineWeights(engine).push(_untrained(newer, tokenizer), version)
+
+    return _Sampler(engine=engine, close=close, push=push, check=engine.check, broken=lambda: engine.broken is not None)
+
+
+def _vllm_settings(arguments: AssistantArguments, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "model": arguments.model,
+        "eos_token_ids": eos_token_ids(load_generation_settings(arguments.model), tokenizer),
+        "dtype": str(arguments.dtype),
+        "max_tokens": arguments.max_model_len,
+        "tensor_parallel_size": arguments.tensor_parallel_size or 1,
+        "pipeline_parallel_size": arguments.pipeline_parallel_size or 1,
+        "memory_fraction": arguments.gpu_memory_utilization or VLLM_MEMORY,
+        "sleep_level": 0,
+    }
+
+
+def _untrained(model: Any, tokenizer: Any) -> TorchPolicy:
+    """Returns a policy for engines to take the weights of; a fleet keeps it, so it has no float32 copies to step."""
+    themselves = {parameter: parameter for parameter in model.parameters()}
+    optimize = partial(MasterOptimizer, masters=themselves)
+    return TorchPolicy(model, tokenizer, OptimizerSettings(lr=0.0), optimize=optimize)
+
+
+def _cluster(arguments: AssistantArguments, tokenizer: Any) -> _Sampler:
+    """Starts engines in a Ray cluster: requests go to the least loaded, and one that dies is replaced."""
+    from rollgrad.entrypoints.composition.cluster import Cluster, Role
+
+    count, config = arguments.num_engines or 1, RLConfig()
+    config.cluster.address = arguments.cluster_address
+    config.vllm.tensor_parallel_size = arguments.tensor_parallel_size or 1
+    config.vllm.pipeline_parallel_size = arguments.pipeline_parallel_size or 1
+    cluster = Cluster(config, {"engines": Role(count, count)}, [])
+    try:
+        fleet = cluster.engines(_vllm_settings(arguments, tokenizer), False)
+    except BaseException:
+        cluster.close()
+        raise
+    weights = FleetWeights(fleet)
+    transferring = False
+
+    async def close() -> None:
+        try:
+            await fleet.aclose()
+        finally:
+            cluster.close()
+
+    async def push(newer: Any, version: int) -> None:
+        nonlocal transferring
+        transferring = True
+        try:
+            await weights.push(_untrained(newer, tokenizer), version)
+        finally:
+            transferring = False
+
+    def broken() -> bool:
+        """Returns whether no engine has weights and none that lives is being given any."""
+        return not (fleet.health.serving or (transferring and fleet.health.living))
+
+    async def check() -> None:
+        if broken():
+            raise EngineError(f"No engine serves; the fleet is: {fleet.health.summary()}.")
+        await fleet.takers()  # before the first request nothing else asks the engines how they are
+
+    return _Sampler(engine=fleet, close=close, push=push, check=check, broken=broken)
+
+
+def _server(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCodec) -> _Sampler:
+    assert arguments.server_url is not None
+    ends = eos_token_ids(load_generation_settings(arguments.model), tokenizer)
+    engine = ServedEngine(arguments.server_url, eos_token_ids=ends, vocabulary=len(tokenizer), flag="--server_url")
+
+    async def probe() -> None:
+        try:
+            await engine.ready()
+        finally:
+            await engine.close()  # its connections belong to this event loop
+
+    run_to_end(probe())
+    return _Sampler(engine=engine, close=engine.close, check=engine.check)
+
+
+ENGINES: Mapping[Engine, Callable[[AssistantArguments, Any, TemplateCodec], _Sampler]] = {
+    Engine.EMBEDDED: _embedded,
+    Engine.VLLM: _vllm,
+    Engine.SERVER: _server,
+}

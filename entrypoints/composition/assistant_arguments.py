@@ -4,9 +4,15 @@ from attrs import define
 
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.agent import PythonIsolation
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.errors import ConfigurationError
 
+VLLM_FLAGS = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len"),
+    *("num_engines", "cluster_address"),
+)
+"""Flags that mean something to vLLM alone."""
 DEFAULT_TEMPERATURE = 0.7
 """Default temperature of chats: livelier than greedy, steadier than the 1 of training."""
 
@@ -39,6 +45,23 @@ class AssistantArguments:
     dtype: DType = DType.AUTO
     """Format of the weights; auto is bfloat16 where the hardware multiplies it natively."""
 
+    engine: Engine = Engine.EMBEDDED
+    """Engine that samples: embedded (in this process), vllm (in processes of its own), or server (--server_url)."""
+    server_url: str | None = None
+    """Address of a server that samples in token ids (vLLM's, another rollgrad's); --model then names its tokenizer."""
+    tensor_parallel_size: int | None = None
+    """GPUs that share each layer in vLLM; default 1."""
+    pipeline_parallel_size: int | None = None
+    """Stages that vLLM divides the layers into; default 1."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory that vLLM takes; default 0.9."""
+    max_model_len: int | None = None
+    """Tokens of a conversation at most in vLLM; default: the model's positions."""
+    num_engines: int | None = None
+    """Engines of vLLM in a Ray cluster, each with the whole model; default: one in processes of this one's."""
+    cluster_address: str | None = None
+    """Running Ray cluster of the engines, auto or HOST:PORT; default: one is started here."""
+
     def params(self) -> SamplingParams:
         """Returns the sampling settings.
 
@@ -68,4 +91,27 @@ class AssistantArguments:
             raise ConfigurationError("--model is not set: name the directory or hub name of a model.")
         if self.max_turns < 1:
             raise ConfigurationError(f"--max_turns is {self.max_turns}, but an answer takes at least one reply.")
+        self._check_engine()
         self.params()
+
+    def _check_engine(self) -> None:
+        if self.engine is Engine.SERVER and self.server_url is None:
+            raise ConfigurationError("--engine is server, but --server_url is not set: give the server's address.")
+        if self.engine is not Engine.SERVER and self.server_url is not None:
+            raise ConfigurationError(f"--server_url is set, but --engine is {self.engine}: set --engine server.")
+        if self.server_url is not None and not self.server_url.startswith(("http://", "https://")):
+            raise ConfigurationError(
+                f"--server_url is {self.server_url!r}, but it must begin with http:// or https://."
+            )
+        for name in VLLM_FLAGS:
+            value = getattr(self, name)
+            if value is not None and self.engine is not Engine.VLLM:
+                raise ConfigurationError(f"--{name} is set, but --engine is {self.engine}: set --engine vllm.")
+            if not isinstance(value, str | None) and value <= 0:
+                raise ConfigurationError(f"--{name} is {value}, but it must be above 0.")
+        if self.cluster_address is not None and self.num_engines is None:
+            raise ConfigurationError("--cluster_address is set, but --num_engines is not: say how many engines to use.")
+        if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
+            raise ConfigurationError(
+                f"--gpu_memory_utilization is {self.gpu_memory_utilization}, but it is a share, 1 at most."
+            )

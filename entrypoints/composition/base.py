@@ -8,7 +8,8 @@ The settings, `config`, need the sections that the providers used read: `actor`,
 (its template), `ckpt`, `logger`.
 
 The processes of a cluster make their parts of models from the same container (`cluster.rank_model`): `local_policy`,
-`local_critic` and `local_reference` are made in each process; `optimize` and `divide` divide their weights.
+`local_critic` and `local_reference` are made in each process; `shard` divides their weights while they load, `optimize`
+and `divide` afterwards.
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ from dependency_injector import containers, providers
 from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchReference
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
 from rollgrad.adapters.system.clock import SystemClock
-from rollgrad.entrypoints.composition.chat import make_codec, make_tokenizer
+from rollgrad.adapters.system.usage import MemoryUsage
+from rollgrad.entrypoints.composition.chat import make_codec, make_image_renderer, make_tokenizer
 from rollgrad.entrypoints.composition.cluster import Cluster, Role
 from rollgrad.entrypoints.composition.lifetimes import closed_at_end
 from rollgrad.entrypoints.composition.models import (
@@ -30,7 +32,7 @@ from rollgrad.entrypoints.composition.models import (
     make_trained_actor,
     reference_model_kind,
 )
-from rollgrad.entrypoints.composition.outputs import make_checkpoints, make_sinks
+from rollgrad.entrypoints.composition.outputs import make_checkpoints, make_profiler, make_sinks
 
 
 def trainer_kind(config: Any) -> str:
@@ -58,14 +60,20 @@ class BaseContainer(containers.DeclarativeContainer):
     """Two tokens that the policy's scores compare as what follows a token; None compares none."""
     teacher: providers.Provider[Any] = providers.Object(None)
     """The model that the policy's scores give the divergence from."""
+    masks: providers.Provider[Any] = providers.Object(None)
+    """Follower of the forms of replies, for log-probs of the tokens that they allow; None where none is prescribed."""
+    on_step: providers.Provider[Any] = providers.Object(None)
+    """The caller's function of each finished step."""
     extension: providers.Provider[None] = providers.Object(None)
     """Loads a user's extension file, before anything else is made in a process."""
 
     clock = providers.Singleton(SystemClock)
+    usage = providers.Singleton(MemoryUsage)
     checkpoints = providers.Singleton(make_checkpoints, config.provided.ckpt)
-    sink = providers.Resource(closed_at_end, make_sinks, config.provided.ckpt, config.provided.logger, total_steps)
+    sink = providers.Resource(closed_at_end, make_sinks, config, total_steps)
     tokenizer = providers.Singleton(make_tokenizer, config.provided.actor, config.provided.data)
-    codec = providers.Singleton(make_codec, config.provided.data, tokenizer)
+    image_renderer = providers.Singleton(make_image_renderer, config.provided.actor, config.provided.data, tokenizer)
+    codec = providers.Singleton(make_codec, config.provided.data, tokenizer, image_renderer)
 
     roles: providers.Provider[dict[str, Role]] = providers.Dependency(instance_of=dict)
     """Processes of each model and of the engines, in a cluster."""
@@ -75,7 +83,11 @@ class BaseContainer(containers.DeclarativeContainer):
 
     optimize: providers.Provider[Any] = providers.Object(MasterOptimizer)
     divide: providers.Provider[Any] = providers.Object(None)
-    actor_model = providers.Singleton(make_trained_actor, config.provided.actor, config.provided.train.seed)
+    shard: providers.Provider[Any] = providers.Object(None)
+    """Divides a model over processes while it loads."""
+    actor_model = providers.Singleton(
+        make_trained_actor, config.provided.actor, config.provided.train.seed, shard, image_renderer, masks
+    )
     local_policy = providers.Singleton(
         make_policy,
         config.provided.actor,
@@ -98,13 +110,22 @@ class BaseContainer(containers.DeclarativeContainer):
         tokenizer,
         providers.Callable(make_optimizer, config.provided.critic, critic_steps),
         optimize,
+        shard,
+        image_renderer,
+        seed=config.provided.train.seed,
     )
     local_reference = providers.Singleton(
         TorchReference,
-        providers.Callable(make_reference_model, config.provided.actor, config.provided.ref),
+        providers.Callable(
+            make_reference_model, config.provided.actor, config.provided.ref, shard, image_renderer, masks
+        ),
         temperature=temperature,
         divide=divide,
     )
+    used_cluster = providers.Selector(
+        providers.Callable(trainer_kind, config), process=providers.Object(None), cluster=cluster
+    )
+    profile = providers.Singleton(make_profiler, config, used_cluster)
     remote_reference = providers.Singleton(lambda cluster, make: cluster.reference(make), cluster, make)
     policy = providers.Selector(
         providers.Callable(trainer_kind, config),

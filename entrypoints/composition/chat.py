@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.chat.template_file import read_chat_template
 from rollgrad.adapters.models.torch.loading import load_tokenizer
@@ -27,8 +28,20 @@ def make_tokenizer(actor: ModelConfig, data: DataConfig | RowsConfig) -> Any:
     return tokenizer
 
 
-def make_codec(data: DataConfig | RowsConfig, tokenizer: Any) -> TemplateCodec:
-    """Returns the codec that writes and parses the run's conversations.
+def make_image_renderer(actor: ModelConfig, data: DataConfig | RowsConfig, tokenizer: Any) -> ImageRenderer | None:
+    """Returns what renders the images of prompts by the actor's processor; None for a run without images.
+
+    Raises:
+        CheckpointError: the actor has no processor.
+    """
+    if getattr(data, "image_key", None) is None:
+        return None
+    flag = "--actor.model_name_or_path"
+    return ImageRenderer(load_processor(actor.model_name_or_path, tokenizer, flag=flag))
+
+
+def make_codec(data: DataConfig | RowsConfig, tokenizer: Any, images: ImageRenderer | None = None) -> TemplateCodec:
+    """Returns the codec that writes and parses the run's conversations; `images` renders images in them.
 
     Raises:
         ConfigurationError: the template has no variable of a name in `data.chat_template_kwargs`.
@@ -43,4 +56,4 @@ def make_codec(data: DataConfig | RowsConfig, tokenizer: Any) -> TemplateCodec:
     values = {
         name: BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value for name, value in given.items()
     }
-    return TemplateCodec(tokenizer, values)
+    return TemplateCodec(tokenizer, values, images)

@@ -4,63 +4,111 @@ Objects of other processes are made there, from the same settings, by the provid
 (`rank_model`). Does not own: the code of the processes (`adapters/models/ray`, `adapters/engines/ray_vllm.py`).
 """
 
+import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import structlog
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from dependency_injector import providers
 
-from rollgrad.adapters.engines.ray_vllm import start_engines
-from rollgrad.adapters.models.deepspeed import tensor_parallel
+from rollgrad.adapters.engines.ray_vllm import RayVLLMEngine, start_engines
+from rollgrad.adapters.models.deepspeed.forward_only import forward_only
 from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
+from rollgrad.adapters.models.fsdp import division
+from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
 from rollgrad.adapters.models.ray.sharded import (
     RankPolicy,
     ShardedPolicy,
     ShardedReference,
     ShardedReward,
     ShardedValue,
+    divided_reward,
     reward_copies,
 )
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup, start_by_deepspeed
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
+from rollgrad.adapters.models.torch.weight_shards import shard_rows
 from rollgrad.adapters.ray.placement import Placement, Slot
 from rollgrad.adapters.ray.session import RaySession, cluster_has_gpus
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.settings.derived import divides_reward
+from rollgrad.application.settings.sections.cluster import Strategy
+from rollgrad.application.settings.sections.ds import PARAMETERS
 from rollgrad.entrypoints.event_loop import run_to_end
 
+log = structlog.get_logger(__name__)
+
+Answer = TypeVar("Answer")
 MakeContainer = Callable[[Any], Any]
 """Makes a run's container from its settings; other processes import it by its name."""
 
 
 def rank_model(make: MakeContainer, model: str, config: Any, steps: int = 0) -> Any:
-    """Makes one process's part of a model, whose weights DeepSpeed divides.
+    """Makes one process's part of a model, whose weights are divided as `cluster.strategy` says.
 
     Args:
         make: makes the run's container.
-        model: the container's provider: `local_policy`, `local_critic`, `local_reference` or `local_reward`.
+        model: the container's provider: `local_policy`, `local_critic`, `local_reference`, `reward_model` or, of one
+            that is trained, `local_reward`.
         config: the run's settings.
         steps: optimizer steps of the whole run; a model without optimizer needs none.
     """
     made = make(config)
     made.extension()
     ds = config.ds
-    join_sequence_group(ds.sequence_parallel_size, timeout=config.cluster.timeout)  # of the model that is made next
+    width = 1 if model == "reward_model" else ds.sequence_parallel_size  # whose processes have texts of their own
+    join_sequence_group(width, timeout=config.cluster.timeout)  # of the model that is made next
+    rests = (model == "local_reference" and config.ref.offload) or (model == "reward_model" and config.reward.offload)
+    optimize, divide, shard = DIVISIONS[config.cluster.strategy](config, rests)
+    made.optimize.override(providers.Object(optimize))
+    made.divide.override(providers.Object(divide))
+    made.shard.override(providers.Object(shard))
+    made.total_steps.override(providers.Object(steps))
+    part = made.providers[model]()
+    if model in ("local_policy", "local_critic") and getattr(config.train, "optimizer_sleeps", False):
+        part.sleep()  # engines take their memory before the first update
+    return part
+
+
+Division = tuple[Callable[..., Any], Callable[..., Any], Any]
+"""Functions that divide a model that is trained, a frozen one, and any model while it loads (None: none)."""
+
+
+def _by_deepspeed(config: Any, rests: bool) -> Division:
+    """Returns DeepSpeed's; if a model `rests`, its parameters are in the CPU's memory."""
+    ds = config.ds
     settings = DeepSpeedSettings(
         zero_stage=ds.zero_stage,
         adam_offload=ds.adam_offload,
         param_offload=ds.param_offload,
         tensor_parallel_size=ds.tensor_parallel_size,
+        extra=ds.extra or {},
     )
-    made.optimize.override(providers.Object(partial(DeepSpeedModule, division=settings)))
-    made.divide.override(providers.Object(partial(tensor_parallel.divided, size=ds.tensor_parallel_size)))
-    made.total_steps.override(providers.Object(steps))
-    return made.providers[model]()
+    if rests:
+        settings = evolve(settings, zero_stage=PARAMETERS, param_offload=True)
+    shard = shard_rows if settings.zero_stage == PARAMETERS or settings.tensor_parallel_size > 1 else None
+    return partial(DeepSpeedModule, division=settings), partial(forward_only, division=settings), shard
+
+
+def _by_fsdp2(config: Any, rests: bool) -> Division:
+    """Returns FSDP2's; if a model `rests`, its parameters are in the CPU's memory."""
+    offload = config.cluster.offload or rests
+    return partial(FSDPTrainedModule, offload=offload), partial(division.divide, offload=offload), shard_rows
+
+
+DIVISIONS: Mapping[Strategy, Callable[[Any, bool], Division]] = {
+    Strategy.DEEPSPEED: _by_deepspeed,
+    Strategy.FSDP2: _by_fsdp2,
+}
+STARTS = {Strategy.DEEPSPEED: start_by_deepspeed, Strategy.FSDP2: division.start_process_group}
+"""Functions by which processes join a group."""
 
 
 def rank_policy(make: MakeContainer, config: Any, steps: int) -> RankPolicy:
@@ -93,6 +141,12 @@ class Role:
     on_a_machine: int
 
 
+def keep_role(container: Any, kept: str) -> None:
+    """Leaves all roles but one out of the cluster, where a command needs no other: they take no places in it."""
+    roles = {name: role if name == kept else Role(0, 0) for name, role in container.roles().items()}
+    container.roles.override(providers.Object(roles))
+
+
 class Cluster:
     """Starts the processes that the run requests, and ends them all on `close`.
 
@@ -117,6 +171,7 @@ class Cluster:
         """Whether the cluster has GPUs."""
         self._placements: dict[str, Placement] = {}
         self._groups: list[WorkerGroup] = []
+        self._engines: list[RayVLLMEngine] = []
 
     def policy(self, make: MakeContainer, steps: int) -> ShardedPolicy:
         """Starts the actor, which each process makes as `rank_policy` says."""
@@ -133,14 +188,18 @@ class Cluster:
         return ShardedReward(self._group("actor", *parts), width=self._width)
 
     def reference(self, make: MakeContainer) -> ShardedReference:
-        """Starts the reference, whole in each process or group that shares its layers."""
+        """Starts the reference, divided like the actor's parameters."""
         parts = (rank_model, make, "local_reference", self._config)
         return ShardedReference(self._group("reference", *parts), width=self._width)
 
     def reward(self, make: MakeContainer) -> ModelReward:
-        """Starts the reward model."""
+        """Starts the reward model: divided like the reference, or whole in each of its processes."""
+        timeout = self._config.reward.timeout
+        if divides_reward(self._config):
+            group = self._group("reward", rank_model, make, "reward_model", self._config)
+            return ModelReward(divided_reward(group), timeout=timeout, width=group.size)
         group = self._group("reward", rank_reward, make, self._config)
-        return ModelReward(reward_copies(group), timeout=self._config.reward.timeout)
+        return ModelReward(reward_copies(group), timeout=timeout)
 
     def engines(self, settings: Mapping[str, Any], beside_training: bool) -> EngineFleet:
         """Starts the vLLM engines, with `settings` as arguments; `beside_training` says whether they sample while
@@ -151,7 +210,8 @@ class Cluster:
         engines = start_engines(
             len(options), {**settings, "threads": threads}, options=options, seconds=self._config.cluster.timeout
         )
-        return EngineFleet(run_to_end(engines))
+        self._engines = run_to_end(engines)
+        return EngineFleet(self._engines)
 
     def end(self, role: str) -> None:
         """Ends the processes of a role, if there are any; their places are free for others, or for it again."""
@@ -159,6 +219,30 @@ class Cluster:
         self._groups = [group for group in self._groups if group.name != role]
         for group in ended:
             group.close()
+
+    async def begin_profile(self) -> None:
+        """Implements `Profiled.begin_profile`, in the processes of models and of engines."""
+        for group in self._groups:
+            group.begin_profile()
+        await self._answers(RayVLLMEngine.begin_profile)
+
+    async def end_profile(self) -> dict[str, bytes]:
+        """Implements `Profiled.end_profile`."""
+        traces = {name: trace for group in self._groups for name, trace in group.end_profile().items()}
+        for number, of_engine in (await self._answers(RayVLLMEngine.end_profile)).items():
+            traces |= {f"engine-{number}-{name}": trace for name, trace in of_engine.items()}
+        return traces
+
+    async def _answers(self, call: Callable[[RayVLLMEngine], Awaitable[Answer]]) -> dict[int, Answer]:
+        """Returns the engines' answers by their numbers; one that is being replaced has none, which is reported."""
+        found: dict[int, Answer] = {}
+        answers = await asyncio.gather(*map(call, self._engines), return_exceptions=True)
+        for number, answer in enumerate(answers):
+            if isinstance(answer, BaseException):
+                log.warning("an engine has no profile", engine=number, reason=str(answer))
+            else:
+                found[number] = answer
+        return found
 
     def close(self) -> None:
         """Ends models and, if it was started here, Ray; may be called again."""
@@ -177,6 +261,7 @@ class Cluster:
             self._slots(name, role.processes),
             threads=_threads_each(role.on_a_machine),
             timeout=config.cluster.timeout,
+            start=STARTS[config.cluster.strategy],
         )
         self._groups.append(group)
         group.build(make, *arguments)

@@ -1,16 +1,23 @@
 """The composition root of `rollgrad train dpo`."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from dependency_injector import providers
 
-from rollgrad.adapters.data.examples.preparation import PreparedExamples, PreparedPairs
+from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedPairs
+from rollgrad.adapters.data.examples.streaming import preference
 from rollgrad.application.settings.dpo import DPORun, has_reference
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
-from rollgrad.domain.batches.examples import pack_preferences
+from rollgrad.domain.batches.examples import ExampleBatch, pack_preferences
 from rollgrad.domain.episodes.examples import Preference
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.entrypoints.composition.cluster import Role
-from rollgrad.entrypoints.composition.examples import make_total_steps
+from rollgrad.entrypoints.composition.examples import make_stream
+from rollgrad.entrypoints.composition.offline import complete
 from rollgrad.entrypoints.composition.reference import ReferencedContainer, References, make_referenced_roles
+
+NOT_LOG_2 = "the loss would not begin at log 2"
 
 
 def make_dpo_roles(run: DPORun) -> dict[str, Role]:
@@ -30,7 +37,23 @@ def make_pairs(
     pairs = PreparedPairs(examples) if isinstance(examples, PreparedExamples) else examples
     if not has_reference(run.dpo):
         return pairs
-    return references.of(pairs, examples, setting=setting, otherwise="the loss would not begin at log 2")
+    return references.of(pairs, examples, setting=setting, otherwise=NOT_LOG_2)
+
+
+def make_streamed_pack(
+    run: DPORun, first: PreparedExamples | ExampleSource[Preference], references: References
+) -> Callable[[Sequence[Preference]], ExampleBatch]:
+    """Returns what makes a batch of pairs that are streamed, of which some are the `first`, with the reference's
+    log-probs if a loss reads them.
+
+    Raises:
+        ConfigurationError: the actor does not begin as its reference.
+    """
+    if not has_reference(run.dpo):
+        return pack_preferences
+    pairs = PreparedPairs(first) if isinstance(first, PreparedExamples) else first
+    reference = references.live(pairs, otherwise=NOT_LOG_2)
+    return lambda examples: pack_preferences(reference.of(examples))
 
 
 class DPOContainer(ReferencedContainer):
@@ -55,14 +78,18 @@ class DPOContainer(ReferencedContainer):
 def dpo_container(config: DPORun) -> DPOContainer:
     """Returns the container of a run with these settings."""
     container = DPOContainer(config=config, make=providers.Object(dpo_container))
-    container.override_providers(
-        pack=providers.Object(pack_preferences),
+    pack: providers.Provider[Any] = providers.Object(pack_preferences)
+    learned: providers.Provider[Any] = container.pairs
+    if config.data.stream:
+        pack = providers.Singleton(make_streamed_pack, config, container.examples, container.references)
+        learned = providers.Singleton(make_stream, container.preparation, config.train, preference)
+    complete(
+        container,
+        pack=pack,
         objective=providers.Singleton(PreferenceObjective, settings=config.dpo),
-        learned=container.pairs,
+        learned=learned,
         held_out=container.eval_pairs,
-        total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt),
-        actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
         roles=providers.Callable(make_dpo_roles, config),
-        colocated=providers.Object([set(make_dpo_roles(config))]),  # the reference rests while the actor trains
+        colocated=providers.Object([set(make_dpo_roles(config))]),  # it mostly rests while the actor trains
     )
     return container

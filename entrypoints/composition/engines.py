@@ -11,9 +11,11 @@ from typing import Any
 
 from dependency_injector import providers
 
+from rollgrad.adapters.chat.pictures import check_vllm_images
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.engines.embedded.grammars import Grammars
 from rollgrad.adapters.engines.embedded.weights import CopiedWeights, SharedWeights
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
@@ -35,9 +37,17 @@ from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.entrypoints.composition.base import BaseContainer, trainer_kind
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.models import has_gpu, make_actor_model
+from rollgrad.entrypoints.composition.outputs import make_profiler
 from rollgrad.entrypoints.event_loop import run_to_end
 
 WEIGHTS_DIRECTORY = "weights"
+
+TURNS_SHARE = 0.6
+"""Share of the memory that is free before a rollout for the embedded engine's keys and values, where they are freed
+before the update."""
+
+KEPT_SHARE = 0.25
+"""Share of the free memory for them where they are kept while models are updated, which takes memory of its own."""
 
 SERVER_RETURNS = 100
 """Number of times that a lost server may come back before it counts as broken and is not used any more."""
@@ -50,7 +60,14 @@ def eos_token_ids(generation: Any, tokenizer: Any) -> list[int]:
     return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
 
 
-def make_engine(config: RLConfig, model: Any, tokenizer: Any, codec: TemplateCodec) -> EmbeddedEngine:
+def make_grammars(config: RLConfig, tokenizer: Any) -> Grammars:
+    """Returns what follows the forms of replies over the actor's tokens."""
+    return Grammars(tokenizer, eos_token_ids(load_generation_settings(config.actor.model_name_or_path), tokenizer))
+
+
+def make_engine(
+    config: RLConfig, model: Any, tokenizer: Any, codec: TemplateCodec, grammars: Grammars
+) -> EmbeddedEngine:
     """Returns the engine that samples from the trained model itself.
 
     Raises:
@@ -62,6 +79,8 @@ def make_engine(config: RLConfig, model: Any, tokenizer: Any, codec: TemplateCod
         eos_token_ids=eos_token_ids(model.generation_config, tokenizer),
         max_batch_size=config.rollout.max_batch_size,
         decode=codec.decode,
+        memory_share=TURNS_SHARE if sleeper_kind(config) == "engine" else KEPT_SHARE,
+        grammars=grammars,
     )
 
 
@@ -75,9 +94,12 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) 
     it has any, `plays` whether episodes have several turns.
 
     Raises:
-        ConfigurationError: weights cannot reach it as the settings want.
+        ConfigurationError: weights cannot reach it as the settings want, or it computes the model's images otherwise.
+        MissingExtraError: it cannot read the images of prompts.
     """
     name = config.actor.model_name_or_path
+    if config.data.image_key is not None:
+        check_vllm_images(name)
     return {
         "model": name,
         "eos_token_ids": eos_token_ids(load_generation_settings(name), tokenizer),
@@ -90,6 +112,7 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) 
         "sync_backend": sync_backend(config, gpus=gpus),
         "lora": config.actor.lora if config.actor.lora.sync is LoraSync.ADAPTER else None,
         "sleep_level": sleep_level(config),
+        "extra": config.vllm.extra or {},
     }
 
 
@@ -155,8 +178,10 @@ def continuation_kind(config: RLConfig) -> str:
 
 
 def sleeper_kind(config: RLConfig) -> str:
-    """Returns the kind of sleeper: whether the engine gives its memory to the models that train."""
-    return "engine" if config.train.colocate_all else "none"
+    """Returns the kind of sleeper: whether the engine gives its memory to the models that train, where rollouts and
+    updates take turns on one device."""
+    in_process = config.rollout.engine is Engine.EMBEDDED and engine_model_kind(config) == "shared"
+    return "engine" if in_process or config.train.colocate_all else "none"
 
 
 def channel_kind(config: RLConfig) -> str:
@@ -192,9 +217,10 @@ class EngineContainer(BaseContainer):
     engine_model = providers.Selector(
         providers.Callable(engine_model_kind, base.config),
         shared=base.actor_model,
-        own=providers.Singleton(make_actor_model, base.config.provided.actor),
+        own=providers.Singleton(make_actor_model, base.config.provided.actor, images=base.image_renderer),
     )
-    embedded_engine = providers.Singleton(make_engine, base.config, engine_model, base.tokenizer, base.codec)
+    grammars = providers.Singleton(make_grammars, base.config, base.tokenizer)
+    embedded_engine = providers.Singleton(make_engine, base.config, engine_model, base.tokenizer, base.codec, grammars)
     vllm_engine = providers.Resource(closed_at_end, make_vllm_engine, base.config, base.tokenizer, plays)
     gpus = providers.Selector(
         providers.Callable(trainer_kind, base.config),
@@ -221,6 +247,7 @@ class EngineContainer(BaseContainer):
         plain=sampling_engine,
         continued=providers.Singleton(ContinuingEngine, sampling_engine),
     )
+    profile = providers.Singleton(make_profiler, base.config, base.used_cluster, engine)
     sleeper = providers.Selector(
         providers.Callable(sleeper_kind, base.config), engine=engine, none=providers.Object(None)
     )

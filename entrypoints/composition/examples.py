@@ -2,86 +2,115 @@
 
 import math
 import os
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Sequence, Sized
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from attrs import evolve
+from attrs import evolve, frozen
 
+from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.data.examples.preparation import PreparedExamples, prepare_examples
-from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
+from rollgrad.adapters.data.datasets.loading import origin
+from rollgrad.adapters.data.examples.preparation import prepare_examples
+from rollgrad.adapters.data.examples.prepared import PreparedExamples
+from rollgrad.adapters.data.examples.preparer import PreparationSettings, PreparedRow, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.sources import LOOKED_AT, Head, Mixture, open_head, open_sources
 from rollgrad.adapters.data.examples.streaming import StreamedExamples, stream_rows
 from rollgrad.adapters.models.torch.loading import load_positions
 from rollgrad.application.pipelines.epochs import TokenBudget, steps_left
+from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.examples import (
     DemonstrationDataConfig,
-    ExampleDataConfig,
     ExampleEvalConfig,
     ExampleFormat,
     ExampleTrainConfig,
     LabelDataConfig,
     PairDataConfig,
+    RankedReplies,
     RowsConfig,
     StepDataConfig,
 )
 from rollgrad.application.settings.sft import SupervisedTrainConfig
 from rollgrad.domain.episodes.prompts import PromptCursor
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.entrypoints.run_directory import begun, continues
 
+Example = TypeVar("Example")
 
-def make_examples(
-    data: RowsConfig,
-    train: ExampleTrainConfig,
-    model: str,
-    tokenizer: Any,
-    codec: TemplateCodec,
-    *,
-    check: bool = True,
-) -> PreparedExamples:
+
+@frozen(eq=False)
+class Preparation:
+    """Parts with which rows become examples: the settings of the data, the name of the model, its tokenizer and chat
+    template, and what renders images, if rows have any."""
+
+    data: RowsConfig
+    model: str
+    tokenizer: Any
+    codec: TemplateCodec
+    images: ImageRenderer | None = None
+
+    @cached_property
+    def settings(self) -> PreparationSettings:
+        """Returns how rows become tokens; no example is longer than the model has positions."""
+        positions = load_positions(self.model)
+        return PreparationSettings(
+            reading=reading_settings(self.data),
+            max_tokens=self.data.max_tokens if positions is None else min(positions, self.data.max_tokens),
+            overlong=self.data.overlong,
+            template_kwargs=self.codec.template_kwargs,
+        )
+
+    def head(self) -> Mixture:
+        """Returns the first rows of a stream."""
+        rows = list(islice(stream_rows(self.data.dataset, self.data.split), LOOKED_AT))
+        head = Head([row.place for row in rows], [row.content for row in rows])
+        return open_head(self.data.dataset, head, self.settings.reading)
+
+
+def make_examples(preparation: Preparation, train: ExampleTrainConfig, *, check: bool = True) -> PreparedExamples:
     """Returns the examples to train on, of streamed ones the first; without `check` however many rows are dropped.
 
     Raises:
         DataError: data cannot be read, or more rows than allowed cannot be used.
         ConfigurationError: the tokenizer has no chat template, or cannot say where its tokens lie.
     """
-    if isinstance(data, ExampleDataConfig) and data.stream:
-        settings = preparation_settings(data, model, codec.template_kwargs)
-        examples = prepare_examples(_head(data, settings), tokenizer, settings, cache_dir=None)
+    data, settings = preparation.data, preparation.settings
+    if data.stream:
+        examples = prepare_examples(preparation.head(), preparation.tokenizer, settings, cache_dir=None)
         examples.report.first_rows = True
-        if check:
-            examples.report.check(data.max_dropped, "data.dataset")
-        return examples
-    return _prepared(
-        data,
-        data.dataset,
-        data.split,
-        data.probs,
-        train.seed,
-        data.max_samples,
-        model,
-        tokenizer,
-        codec.template_kwargs,
-        "data.dataset",
-        check=check,
-    )
+    else:
+        mixture = open_sources(
+            data.dataset,
+            split=data.split,
+            probs=data.probs,
+            seed=train.seed,
+            max_samples=data.max_samples,
+            settings=settings.reading,
+            cache_dir=cache_directory(data),
+        )
+        examples = _prepared(preparation, mixture, "data.dataset")
+    if check:
+        examples.report.check(data.max_dropped, "data.dataset")
+    return examples
 
 
 def make_stream(
-    data: ExampleDataConfig, train: ExampleTrainConfig, model: str, tokenizer: Any, codec: TemplateCodec
-) -> StreamedExamples:
-    """Returns the examples of rows that are read while training goes on; raises as `make_examples`."""
-    settings = preparation_settings(data, model, codec.template_kwargs)
-    (source,) = _head(data, settings).parts
+    preparation: Preparation, train: ExampleTrainConfig, form: Callable[[PreparedRow, int], Example]
+) -> StreamedExamples[Example]:
+    """Returns the examples of rows that are read while training goes on, each as `form` makes it; raises as
+    `make_examples`."""
+    data = preparation.data
+    (source,) = preparation.head().parts
     return StreamedExamples(
         lambda: stream_rows(data.dataset, data.split),
         source.kind,
-        Preparer(tokenizer, settings),
+        Preparer(preparation.tokenizer, preparation.settings),
+        form,
         buffer=data.shuffle_buffer,
         seed=train.seed,
         max_dropped=data.max_dropped,
@@ -89,29 +118,47 @@ def make_stream(
     )
 
 
-def _head(data: ExampleDataConfig, settings: PreparationSettings) -> Mixture:
-    """Returns the first rows of a stream."""
-    rows = list(islice(stream_rows(data.dataset, data.split), LOOKED_AT))
-    head = Head([row.place for row in rows], [row.content for row in rows])
-    return open_head(data.dataset, head, settings.reading)
-
-
-def make_eval_examples(
-    data: RowsConfig, evaluation: ExampleEvalConfig, model: str, tokenizer: Any, codec: TemplateCodec
-) -> PreparedExamples:
+def make_eval_examples(preparation: Preparation, evaluation: ExampleEvalConfig) -> PreparedExamples:
     """Returns the held-out examples; raises as `make_examples`."""
     assert evaluation.dataset is not None
-    return _prepared(
-        data,
+    mixture = open_sources(
         evaluation.dataset,
-        evaluation.split,
-        None,
-        0,
-        evaluation.max_samples,
-        model,
-        tokenizer,
-        codec.template_kwargs,
-        "eval.dataset",
+        split=evaluation.split,
+        probs=None,
+        seed=0,
+        max_samples=evaluation.max_samples,
+        settings=preparation.settings.reading,
+        cache_dir=cache_directory(preparation.data),
+    )
+    examples = _prepared(preparation, mixture, "eval.dataset")
+    examples.report.check(preparation.data.max_dropped, "eval.dataset")
+    names = names_of([part.name for part in mixture.parts])
+    return evolve(examples, names=[names[part] for part in mixture.of]) if len(set(names)) > 1 else examples
+
+
+def names_of(datasets: Sequence[str]) -> list[str]:
+    """Returns the names of data sets in metrics; those that are called alike have that of their directory before.
+
+    >>> names_of(["math/test.jsonl", "code/test.jsonl", "chat.jsonl"])
+    ['math-test', 'code-test', 'chat']
+    """
+    names = [origin(dataset) for dataset in datasets]
+    return [
+        f"{Path(dataset).absolute().parent.name}-{name}" if names.count(name) > 1 else name
+        for dataset, name in zip(datasets, names, strict=True)
+    ]
+
+
+def _prepared(preparation: Preparation, mixture: Mixture, setting: str) -> PreparedExamples:
+    """Returns the examples of `mixture`, prepared or found in the cache; `setting` names the data in errors."""
+    return prepare_examples(
+        mixture,
+        preparation.tokenizer,
+        preparation.settings,
+        cache_dir=cache_directory(preparation.data),
+        num_workers=preparation.data.num_workers,
+        setting=setting,
+        images=preparation.images,
     )
 
 
@@ -170,6 +217,7 @@ def reading_settings(data: RowsConfig) -> ReadingSettings:
         apply_chat_template=data.apply_chat_template,
         system_prompt=data.system_prompt,
         input_template=data.input_template,
+        image_key=getattr(data, "image_key", None),
     )
     if isinstance(data, PairDataConfig):
         settings = evolve(
@@ -178,6 +226,7 @@ def reading_settings(data: RowsConfig) -> ReadingSettings:
             input_key=data.prompt_key,
             chosen_key=data.chosen_key,
             rejected_key=data.rejected_key,
+            all_pairs=data.pairs is RankedReplies.ALL,
         )
         if isinstance(data, LabelDataConfig):
             kind = ExampleFormat.UNPAIRED
@@ -200,43 +249,16 @@ def reading_settings(data: RowsConfig) -> ReadingSettings:
     )
 
 
-def preparation_settings(data: RowsConfig, model: str, template_kwargs: Mapping[str, Any]) -> PreparationSettings:
-    """Returns how rows become tokens; no example is longer than the model has positions."""
-    positions = load_positions(model)
-    return PreparationSettings(
-        reading=reading_settings(data),
-        max_tokens=data.max_tokens if positions is None else min(positions, data.max_tokens),
-        overlong=data.overlong,
-        template_kwargs=template_kwargs,
-    )
+def check_positions(kind: str, name: str, run: OfflineRun) -> None:
+    """Checks that a frozen model, `name`, has positions for the longest example allowed; `kind` says what it is.
 
-
-def _prepared(
-    data: RowsConfig,
-    spec: str,
-    split: str,
-    probs: tuple[float, ...] | None,
-    seed: int,
-    max_samples: int | None,
-    model: str,
-    tokenizer: Any,
-    template_kwargs: Mapping[str, Any],
-    setting: str,
-    *,
-    check: bool = True,
-) -> PreparedExamples:
-    settings = preparation_settings(data, model, template_kwargs)
-    mixture = open_sources(
-        spec, split=split, probs=probs, seed=seed, max_samples=max_samples, settings=settings.reading
-    )
-    examples = prepare_examples(
-        mixture,
-        tokenizer,
-        settings,
-        cache_dir=cache_directory(data),
-        num_workers=data.num_workers,
-        setting=setting,
-    )
-    if check:
-        examples.report.check(data.max_dropped, setting)
-    return examples
+    Raises:
+        ConfigurationError: it has fewer.
+    """
+    positions, own = load_positions(name), load_positions(run.actor.model_name_or_path)
+    longest = run.data.max_tokens if own is None else min(own, run.data.max_tokens)
+    if positions is not None and positions < longest:
+        raise ConfigurationError(
+            f"The {kind} {name!r} has {positions} positions, but examples may have {longest} tokens, of which it "
+            f"would predict the last ones badly: set --data.max_tokens {positions}."
+        )

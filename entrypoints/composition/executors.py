@@ -22,6 +22,7 @@ from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.entrypoints.composition.tool_box import ToolBox
+from rollgrad.entrypoints.composition.tracing import Tracing
 from rollgrad.entrypoints.composition.training_server import MODEL, TrainingServer
 
 
@@ -47,19 +48,25 @@ def make_multi_turn(
     codec: TemplateCodec,
     rewards: RewardSource | None,
     environment: Callable[[], Environment],
+    tracing: Tracing,
 ) -> MultiTurnExecutor:
     """Returns an executor for environments that `environment` makes; `rewards` judges those that give no reward."""
-    return _turns(config, engine, codec, lambda params: environment(), rewards)
+    return _turns(config, engine, codec, tracing, lambda params: environment(), rewards)
 
 
 def make_tool_executor(
-    config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, rewards: RewardSource, box: ToolBox
+    config: RLConfig,
+    engine: RolloutEngine,
+    codec: TemplateCodec,
+    rewards: RewardSource,
+    box: ToolBox,
+    tracing: Tracing,
 ) -> MultiTurnExecutor:
     """Returns an executor of conversations with the tools of `agent.tools`."""
 
     async def environment(params: SamplingParams) -> Environment:
         return ToolEnvironment(
-            await box.open(),
+            tracing.tools(await box.open()),
             rewards=rewards,
             system_prompt=config.agent.system_prompt,
             attempts=config.agent.attempts,
@@ -67,7 +74,7 @@ def make_tool_executor(
             end_of_turn=codec.end_of_turn,
         )
 
-    return _turns(config, engine, codec, environment)
+    return _turns(config, engine, codec, tracing, environment)
 
 
 def make_command_executor(
@@ -85,6 +92,7 @@ def make_agent_file(
     tokenizer: Any,
     server: TrainingServer,
     rewards: RewardSource | None,
+    tracing: Tracing,
 ) -> AgentExecutor:
     """Returns the executor for the file of `train.agent_func_path`; `rewards` judges episodes for which the file gives
     no reward."""
@@ -93,10 +101,10 @@ def make_agent_file(
     if file.program is not None:
         return _served(config, FunctionAgent(file.program), server, codec, rewards)
     if file.environment is not None:
-        return make_multi_turn(config, engine, codec, rewards, file.environment)
+        return make_multi_turn(config, engine, codec, rewards, file.environment, tracing)
     if file.instance is not None:
         make = file.instance
-        return _turns(config, engine, codec, lambda params: AgentInstanceEnvironment(make(), params), rewards)
+        return _turns(config, engine, codec, tracing, lambda params: AgentInstanceEnvironment(make(), params), rewards)
     limit = config.rollout.max_episode_tokens or longest_sample(config)
     return CustomAgentExecutor(file.executor, engine, codec, tokenizer, max_length=limit, rewards=rewards)
 
@@ -125,6 +133,7 @@ def _turns(
     config: RLConfig,
     engine: RolloutEngine,
     codec: TemplateCodec,
+    tracing: Tracing,
     environment: EnvironmentFactory,
     rewards: RewardSource | None = None,
 ) -> MultiTurnExecutor:
@@ -132,7 +141,7 @@ def _turns(
     return MultiTurnExecutor(
         engine,
         codec,
-        environment,
+        tracing.environments(environment),
         max_turns=rollout.max_turns,
         max_tokens=_longest(config, engine),
         max_seconds=rollout.max_episode_seconds,

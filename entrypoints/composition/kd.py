@@ -6,13 +6,14 @@ from typing import Any
 import structlog
 from dependency_injector import providers
 
-from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
+from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerprint
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
-from rollgrad.adapters.data.examples.preparation import PreparedExamples
+from rollgrad.adapters.data.examples.prepared import PreparedExamples
+from rollgrad.adapters.data.examples.streaming import StreamedExamples, demonstration
+from rollgrad.adapters.engines.vllm_server.teacher import ServedTeacher
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.loading import (
     default_device,
-    load_positions,
     load_tokenizer,
     load_vocabulary_size,
     resolve_dtype,
@@ -20,43 +21,30 @@ from rollgrad.adapters.models.torch.loading import (
 from rollgrad.adapters.models.torch.models import TorchTeacher
 from rollgrad.application.learning.examples import together
 from rollgrad.application.learning.microbatch import split
-from rollgrad.application.learning.teacher import with_teacher
+from rollgrad.application.learning.teacher import unpacked_predictions, with_teacher
 from rollgrad.application.settings.kd import DistillationConfig, KDRun
 from rollgrad.domain.algorithms.losses.distillation import DistillationObjective
 from rollgrad.domain.batches.examples import pack_demonstrations
 from rollgrad.domain.episodes.examples import Demonstration
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.example_source import ExampleSource
-from rollgrad.domain.ports.models import PolicyModel
-from rollgrad.entrypoints.composition.examples import make_total_steps, reference_directory
+from rollgrad.domain.ports.models import PolicyModel, TeacherModel
+from rollgrad.domain.ports.score_store import ScoreStore
+from rollgrad.entrypoints.composition.examples import Preparation, check_positions, make_stream, reference_directory
 from rollgrad.entrypoints.composition.models import make_actor_model
-from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, shares_of_pass, tokens_per_pass
+from rollgrad.entrypoints.composition.offline import OfflineContainer, complete, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.composition.reference import START_TOLERANCE, reference_key
+from rollgrad.entrypoints.composition.teacher import check_vocabulary
+from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.run_directory import continues
 
 log = structlog.get_logger(__name__)
 
 TEACHER_FLAG = "--teacher.model_name_or_path"
+SERVED_TOLERANCE = 0.05
+"""Mean difference in nats of the most likely token's log-prob that rounding makes between two answers of a server."""
 CHECKED = 4
 """Examples by which a model is compared with itself."""
-
-
-def check_vocabulary(teacher: Any, student: Any, name: str) -> None:
-    """Checks that a token means the same to both tokenizers.
-
-    Raises:
-        ConfigurationError: their vocabularies differ.
-    """
-    its, own = teacher.get_vocab(), student.get_vocab()
-    if its == own:
-        return
-    differing = sorted(token for token in its.keys() | own.keys() if its.get(token) != own.get(token))
-    example = differing[0]
-    raise ConfigurationError(
-        f"The teacher {name!r} has another vocabulary than the actor: {len(differing)} tokens differ, such as "
-        f"{example!r} (token {its.get(example, 'none')} of the teacher, {own.get(example, 'none')} of the actor), so "
-        f"that their predictions cannot be compared: set {TEACHER_FLAG} to a model with the actor's tokenizer."
-    )
 
 
 def distillation_settings(kd: DistillationConfig) -> DistillationSettings:
@@ -72,14 +60,8 @@ def check_teacher(run: KDRun, tokenizer: Any) -> None:
         ConfigurationError: it has another vocabulary, or fewer positions.
     """
     name = run.teacher.model_name_or_path
-    check_vocabulary(load_tokenizer(name, flag=TEACHER_FLAG), tokenizer, name)
-    positions, own = load_positions(name), load_positions(run.actor.model_name_or_path)
-    longest = run.data.max_tokens if own is None else min(own, run.data.max_tokens)
-    if positions is not None and positions < longest:
-        raise ConfigurationError(
-            f"The teacher {name!r} has {positions} positions, but examples may have {longest} tokens, of which it "
-            f"would predict the last ones badly: set --data.max_tokens {positions}."
-        )
+    check_vocabulary(load_tokenizer(name, flag=TEACHER_FLAG), tokenizer, name, flag=TEACHER_FLAG)
+    check_positions("teacher", name, run)
 
 
 def make_teacher(run: KDRun, tokenizer: Any) -> Teacher:
@@ -90,12 +72,37 @@ def make_teacher(run: KDRun, tokenizer: Any) -> Teacher:
     """
     name = run.teacher.model_name_or_path
     check_teacher(run, tokenizer)
+    warn_of_bias(run)
+    return Teacher(make_actor_model(run.actor, name, TEACHER_FLAG), distillation_settings(run.kd))
+
+
+def make_predicting_teacher(run: KDRun, tokenizer: Any, size: int) -> TeacherModel:
+    """Returns the teacher whose predictions are kept, in this process or on a server; `size` is the vocabulary's.
+
+    Raises:
+        ConfigurationError: as `make_teacher`.
+    """
+    if run.teacher.url is None:
+        return TorchTeacher(make_teacher(run, tokenizer), size)
+    check_teacher(run, tokenizer)
+    warn_of_bias(run)
+    return make_served_teacher(run, run.teacher.url, size)
+
+
+def make_served_teacher(run: KDRun, url: str, size: int) -> ServedTeacher:
+    """Returns the teacher on the server `url`."""
+    assert run.kd.top_k is not None
+    name = run.teacher.model_name_or_path
+    return ServedTeacher(url, name=name, top_k=run.kd.top_k, size=size, complete=run_to_end)
+
+
+def warn_of_bias(run: KDRun) -> None:
+    """Warns of a divergence that the teacher's most likely tokens do not show."""
     if run.kd.beta > 0 and run.kd.top_k is not None:
         log.warning(
             f"kd.beta {run.kd.beta:g} weighs what the student thinks likely, of which --kd.top_k {run.kd.top_k} shows "
             "only the teacher's most likely tokens: the gradient is biased."
         )
-    return Teacher(make_actor_model(run.actor, name, TEACHER_FLAG), distillation_settings(run.kd))
 
 
 def make_taught(
@@ -105,17 +112,52 @@ def make_taught(
     if not run.kd.cache:
         return examples
     data = examples.fingerprint if isinstance(examples, PreparedExamples) else None
-    its = model_fingerprint(run.teacher.model_name_or_path, whole=True)
     size = load_vocabulary_size(run.actor.model_name_or_path)
+    url = run.teacher.url
+    its = model_fingerprint(run.teacher.model_name_or_path, whole=True) if url is None else served_fingerprint(run, url)
     key = reference_key(run, its, data, teacher=run.kd.top_k, temperature=run.kd.temperature, vocabulary=size)
+    store = ScoreFiles(None if key is None else reference_directory(run.data))
+    if url is not None:
+        check_kept(store, str(key), examples, make_served_teacher(run, url, size))
     return with_teacher(
         examples,
-        lambda: TorchTeacher(make_teacher(run, tokenizer), size),
-        ScoreFiles(None if key is None else reference_directory(run.data)),
+        lambda: make_predicting_teacher(run, tokenizer, size),
+        store,
         key=str(key),
         max_tokens=tokens_per_pass(run),
         name=setting,
     )
+
+
+def served_fingerprint(run: KDRun, url: str) -> Fingerprint:
+    """Returns what a server says of its model, in the place of a fingerprint: whether its weights are still the same,
+    `check_kept` finds out. Warns where it has the model by another name."""
+    model, name = make_served_teacher(run, url, size=1).model(), run.teacher.model_name_or_path
+    if name not in (model["id"], model.get("root")):
+        log.warning(
+            f"the server of --teacher.url has {model['id']!r}, which is taken for {name!r}, whose "
+            "tokenizer was compared with the actor's: check that they are the same model"
+        )
+    return {"config": str(model.get("root")), "weights": str(model["id"])}
+
+
+def check_kept(store: ScoreStore, key: str, examples: ExampleSource[Demonstration], teacher: TeacherModel) -> None:
+    """Compares what was kept of a server's predictions with what it predicts now, by the first example.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding.
+    """
+    kept = store.load(key)[:1]
+    if not kept:
+        return
+    before = unpacked_predictions(kept[0]).logprobs_AB[:, 0].float()
+    now = teacher.predict(pack_demonstrations([examples[0]])).logprobs_AB[:, 0].float()
+    differ = float((now - before).abs().mean()) if len(now) == len(before) else float("inf")
+    if differ > SERVED_TOLERANCE:
+        raise ConfigurationError(
+            f"The server of --teacher.url has other weights than before under the same name: its predictions differ by "
+            f"{differ:.3g} nats from those that are kept in --data.cache_dir. Set another --data.cache_dir."
+        )
 
 
 def make_policy_teacher(run: KDRun, tokenizer: Any) -> Teacher | KeptTeacher:
@@ -135,7 +177,7 @@ def checked(
     if not itself or continues(run.ckpt):
         return examples
     batch = pack_demonstrations([examples[index] for index in range(min(CHECKED, len(examples)))])
-    parts = split(batch, tokens_per_pass(run), shares_of_pass(run))
+    parts = split(batch, tokens_per_pass(run), shares_of_pass(run), padded=policy().padded())
     found = together([DistillationObjective()(policy().score(part), part).metrics for part in parts])["divergence"]
     tolerance = START_TOLERANCE[resolve_dtype(run.actor.dtype, default_device())]
     if not abs(found) <= tolerance:
@@ -146,24 +188,34 @@ def checked(
     return examples
 
 
+def make_checked_stream(
+    run: KDRun,
+    first: ExampleSource[Demonstration],
+    policy: Callable[[], PolicyModel],
+    preparation: Preparation,
+) -> StreamedExamples[Demonstration]:
+    """Returns the examples of rows that are read while training goes on; raises as `checked`, by the `first` ones."""
+    checked(run, first, policy)
+    return make_stream(preparation, run.train, demonstration)
+
+
 def kd_container(config: KDRun) -> OfflineContainer:
     """Returns the container of a run with these settings."""
     container = OfflineContainer(config=config, make=providers.Object(kd_container))
-    container.override_providers(
+    taught = providers.Callable(make_taught, config, container.examples, container.tokenizer, "data.dataset")
+    learned: providers.Provider[Any] = providers.Singleton(checked, config, taught, container.policy.provider)
+    if config.data.stream:
+        learned = providers.Singleton(
+            make_checked_stream, config, taught, container.policy.provider, container.preparation
+        )
+    complete(
+        container,
         pack=providers.Object(pack_demonstrations),
         objective=providers.Singleton(
             DistillationObjective, weight=config.kd.weight, temperature=config.kd.temperature
         ),
         teacher=providers.Singleton(make_policy_teacher, config, container.tokenizer),
-        learned=providers.Singleton(
-            checked,
-            config,
-            providers.Callable(make_taught, config, container.examples, container.tokenizer, "data.dataset"),
-            container.policy.provider,
-        ),
+        learned=learned,
         held_out=providers.Singleton(make_taught, config, container.eval_examples, container.tokenizer, "eval.dataset"),
-        total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt),
-        actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
-        roles=providers.Callable(make_roles, config),
     )
     return container

@@ -7,7 +7,10 @@ import structlog
 from attrs import frozen
 from dependency_injector import providers
 
-from rollgrad.adapters.data.examples.preparation import PreparedExamples, PreparedLabels
+from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedLabels
+from rollgrad.adapters.data.examples.streaming import labelled
+from rollgrad.application.learning.examples import Pack
+from rollgrad.application.learning.reference import LiveReference
 from rollgrad.application.learning.unpaired import PlacedLabels, Places, UnpairedLearner, mismatched_references
 from rollgrad.application.pipelines.epochs import ExampleEvaluation, coming_steps
 from rollgrad.application.settings.kto import KTORun, UnpairedLoss
@@ -16,12 +19,17 @@ from rollgrad.domain.batches.examples import pack_labels
 from rollgrad.domain.episodes.examples import Label
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import ConfigurationError, DataError
-from rollgrad.domain.ports.example_source import ExampleSource
+from rollgrad.domain.ports.example_source import ExampleSource, ExampleStream
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.score_store import ScoreStore
-from rollgrad.entrypoints.composition.cluster import Role
-from rollgrad.entrypoints.composition.examples import make_total_examples, make_total_steps, starting_position
-from rollgrad.entrypoints.composition.offline import evaluation_kind, shares_of_pass, tokens_per_pass
+from rollgrad.entrypoints.composition.examples import (
+    Preparation,
+    make_stream,
+    make_total_examples,
+    make_total_steps,
+    starting_position,
+)
+from rollgrad.entrypoints.composition.offline import complete, if_evaluated, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.composition.reference import ReferencedContainer, References, make_referenced_roles
 
 log = structlog.get_logger(__name__)
@@ -29,15 +37,17 @@ log = structlog.get_logger(__name__)
 BALANCED = (1.0, 4 / 3)
 """Range of the good replies' weight over that of the bad ones (arXiv:2402.01306, eq. 8)."""
 ROUNDING = 1e-6
+NOT_0 = "the divergence from it would not begin at 0"
 
 
 @frozen(kw_only=True, eq=False)
 class JudgedLabels:
     """Labels with the reference's log-probs, of their own replies and of mismatched ones; `mismatched` is None if the
-    loss needs none."""
+    loss needs none, and the reference itself for labels that are streamed. `pack` makes a batch of them."""
 
-    labels: ExampleSource[Label]
-    mismatched: dict[Places, float] | None
+    labels: ExampleSource[Label] | ExampleStream[Label]
+    mismatched: dict[Places, float] | LiveReference | None
+    pack: Pack[Label] = pack_labels
 
 
 def make_labels(examples: PreparedExamples | ExampleSource[Label]) -> ExampleSource[Label]:
@@ -77,12 +87,22 @@ def make_objective(run: KTORun, labels: ExampleSource[Label]) -> UnpairedObjecti
     return UnpairedObjective(loss=kto.loss, beta=kto.beta, desirable_weight=weights[0], undesirable_weight=weights[1])
 
 
+def _check_mismatch(run: KTORun, labels: ExampleSource[Label], section: str) -> None:
+    """Raises `ConfigurationError` if no reply has another's prompt; `section` is that of the data."""
+    if run.kto.loss is UnpairedLoss.KTO and len(labels) < 2:
+        raise ConfigurationError(
+            f"{section}.dataset has one reply alone, but kto puts each reply behind another's prompt: choose other "
+            f"data with --{section}.dataset, or raise --{section}.max_samples."
+        )
+
+
 def make_steps(run: KTORun, labels: ExampleSource[Label], total_steps: int) -> list[list[int]]:
     """Returns the indices of the labels of each step that is to come.
 
     Raises:
         ConfigurationError: a step has one reply alone.
     """
+    _check_mismatch(run, labels, "data")
     done, cursor = starting_position(run.ckpt) or (0, PromptCursor(run.train.seed))
     size, batch_size = len(labels), run.train.batch_size
     total = make_total_examples(run.train, labels)
@@ -105,7 +125,19 @@ def check_labels(run: KTORun, examples: PreparedExamples) -> None:
     """
     labels = make_labels(examples)
     make_objective(run, labels)
-    make_steps(run, labels, make_total_steps(run.train, labels, run.ckpt))
+    if run.data.stream:
+        _check_streamed(examples)
+    else:
+        make_steps(run, labels, make_total_steps(run.train, labels, run.ckpt))
+
+
+def _check_streamed(first: Any) -> None:
+    """Raises `DataError` if a streamed row is not one label; `first` are examples of the first rows."""
+    if isinstance(first, PreparedExamples) and bool((first.branch_counts > 1).any()):
+        raise DataError(
+            "The rows of data.dataset are pairs, which are two replies each, but a streamed row is one: leave "
+            "--data.stream out, or stream rows with prompt, completion and label."
+        )
 
 
 def make_training_labels(
@@ -120,6 +152,24 @@ def make_training_labels(
     return _judged(run, labels, examples, references, steps, "data.dataset")
 
 
+def make_streamed_labels(
+    run: KTORun, first: ExampleSource[Label], examples: Any, references: References, preparation: Preparation
+) -> JudgedLabels:
+    """Returns the labels of rows that are read while training goes on, of which some are the `first`.
+
+    Raises:
+        DataError: the rows are pairs.
+        ConfigurationError: the actor does not begin as its reference.
+    """
+    _check_streamed(examples)
+    reference = references.live(first, otherwise=NOT_0)
+    return JudgedLabels(
+        labels=make_stream(preparation, run.train, labelled),
+        mismatched=reference if run.kto.loss is UnpairedLoss.KTO else None,
+        pack=lambda labels: pack_labels(reference.of(labels)),
+    )
+
+
 def make_held_out_labels(
     run: KTORun, labels: ExampleSource[Label], examples: Any, references: References
 ) -> JudgedLabels:
@@ -128,11 +178,7 @@ def make_held_out_labels(
     Raises:
         ConfigurationError: there is one alone.
     """
-    if run.kto.loss is UnpairedLoss.KTO and len(labels) < 2:
-        raise ConfigurationError(
-            "eval.dataset has one reply alone, but kto puts each reply behind another's prompt: choose other data with "
-            "--eval.dataset, or raise --eval.max_samples."
-        )
+    _check_mismatch(run, labels, "eval")
     return _judged(run, labels, examples, references, [range(len(labels))], "eval.dataset")
 
 
@@ -147,6 +193,7 @@ def make_learner(
         max_tokens=tokens_per_pass(run),
         shares=shares_of_pass(run),
         longest=_longest(examples),
+        pack=judged.pack,
     )
 
 
@@ -183,7 +230,19 @@ class KTOContainer(ReferencedContainer):
 def kto_container(config: KTORun) -> KTOContainer:
     """Returns the container of a run with these settings."""
     container = KTOContainer(config=config, make=providers.Object(kto_container))
-    container.override_providers(
+    if config.data.stream:
+        container.training.override(
+            providers.Singleton(
+                make_streamed_labels,
+                config,
+                container.labels,
+                container.examples,
+                container.references,
+                container.preparation,
+            )
+        )
+    complete(
+        container,
         pack=providers.Object(pack_labels),
         objective=providers.Singleton(make_objective, config, container.labels),
         learned=container.training.provided.labels,
@@ -191,22 +250,15 @@ def kto_container(config: KTORun) -> KTOContainer:
         learner=providers.Singleton(
             make_learner, config, container.policy, container.objective, container.training, container.examples
         ),
-        evaluation=providers.Selector(
-            providers.Callable(evaluation_kind, config.eval.dataset),
-            examples=providers.Singleton(ExampleEvaluation, container.eval_learner, container.held_out),
-            none=providers.Object(None),
+        evaluation=if_evaluated(
+            container.config,
+            providers.Singleton(ExampleEvaluation, container.eval_learner, container.held_out, container.eval_names),
         ),
         total_steps=providers.Singleton(make_total_steps, config.train, container.labels, config.ckpt),
-        actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
-        roles=providers.Callable(make_kto_roles, config),
-        colocated=providers.Object([set(make_kto_roles(config))]),  # the reference rests while the actor trains
+        roles=providers.Callable(make_referenced_roles, config),
+        colocated=providers.Object([set(make_referenced_roles(config))]),  # it mostly rests while the actor trains
     )
     return container
-
-
-def make_kto_roles(run: KTORun) -> dict[str, Role]:
-    """Returns the processes of the models in a cluster."""
-    return make_referenced_roles(run)
 
 
 def _judged(
@@ -230,7 +282,7 @@ def _judged(
         labels,
         examples,
         setting=setting,
-        otherwise="the divergence from it would not begin at 0",
+        otherwise=NOT_0,
         also=also if compares else None,
         mismatched_up_to=longest,
     )

@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 
+from rollgrad.adapters.chat.pictures import ImageRenderer
+from rollgrad.adapters.models.torch.allowed_tokens import Masks, follow_grammars
+from rollgrad.adapters.models.torch.determinism import compute_deterministically
 from rollgrad.adapters.models.torch.distillation import KeptTeacher, Teacher
+from rollgrad.adapters.models.torch.image_check import check_images
+from rollgrad.adapters.models.torch.images import freeze_tower
 from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm, load_critic, resolve_dtype
 from rollgrad.adapters.models.torch.lora import add_lora
-from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchValue
+from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
 from rollgrad.adapters.models.torch.muon import MuonSettings
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.trained_reward import TorchReward
+from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.weight_shards import Shard, layer_parts, make_whole
 from rollgrad.application.settings.sections.actor import ActorConfig, ModelConfig
 from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.application.settings.sections.examples import ExampleModelConfig
@@ -24,6 +31,13 @@ from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sections.train import TrainConfig
 
 ACTOR_FLAG = "--actor.model_name_or_path"
+
+
+def compute_device(actor: ModelConfig) -> torch.device:
+    """Returns where this process computes models, by deterministic kernels if the settings say so."""
+    if actor.deterministic:
+        compute_deterministically()
+    return default_device()
 
 
 def make_optimizer(
@@ -51,25 +65,47 @@ def averaging(train: TrainConfig) -> float | None:
 
 
 def make_actor_model(
-    actor: ModelConfig, name: str | None = None, flag: str = ACTOR_FLAG, *, load_in_4bit: bool = False
+    actor: ModelConfig,
+    name: str | None = None,
+    flag: str = ACTOR_FLAG,
+    *,
+    images: ImageRenderer | None = None,
+    load_in_4bit: bool = False,
+    shard: Shard | None = None,
 ) -> Any:
-    """Loads a causal language model in the actor's format, or frozen and quantised; `name` None is the actor's own."""
-    device = default_device()
-    return load_causal_lm(
-        name or actor.model_name_or_path,
+    """Loads a causal language model in the actor's format, or frozen and quantised; `name` None is the actor's own.
+    `images` renders the images that it will see; `shard` divides it over processes while it loads."""
+    device = compute_device(actor)
+    name = name or actor.model_name_or_path
+    model = load_causal_lm(
+        name,
         dtype=resolve_dtype(actor.dtype, device),
         device=device,
         flag=flag,
         load_in_4bit=load_in_4bit,
         float32_head=actor.float32_head,
+        shard=shard,
     )
+    if images is not None:
+        check_images(model, images, name, flag)
+    return model
 
 
-def make_trained_actor(actor: ModelConfig, seed: int) -> Any:
-    """Loads the model that is trained, with adapters if they are set."""
-    model = make_actor_model(actor, load_in_4bit=actor.lora.load_in_4bit)
+def make_trained_actor(
+    actor: ModelConfig,
+    seed: int,
+    shard: Shard | None = None,
+    images: ImageRenderer | None = None,
+    masks: Masks | None = None,
+) -> Any:
+    """Loads the model that is trained, with adapters if they are set; `images` renders the images that it sees, `masks`
+    follows the forms of replies."""
+    model = make_actor_model(actor, images=images, load_in_4bit=actor.lora.load_in_4bit, shard=shard)
+    if images is None or getattr(actor, "freeze_visual_encoder", False):
+        freeze_tower(model)
     if actor.lora.rank:
         add_lora(model, actor.lora, seed=seed)
+    follow_grammars(model, masks)
     return model
 
 
@@ -96,6 +132,7 @@ def make_policy(
         temperature=temperature,
         gradient_checkpointing=actor.gradient_checkpointing,
         aux_loss_coef=actor.aux_loss_coef,
+        router_z_loss_coef=actor.router_z_loss_coef,
         correct=correct,
         neftune_alpha=neftune_alpha,
         teacher=teacher,
@@ -104,41 +141,74 @@ def make_policy(
     )
 
 
-def make_reference_model(actor: ActorConfig, ref: RefConfig) -> Any:
-    """Loads the frozen reference: by default the actor's initial model, quantised like it."""
+def make_reference_model(
+    actor: ActorConfig,
+    ref: RefConfig,
+    shard: Shard | None = None,
+    images: ImageRenderer | None = None,
+    masks: Masks | None = None,
+) -> Any:
+    """Loads the frozen reference: by default the actor's initial model, quantised like it. Arguments as for the
+    actor."""
     name = ref.model_name_or_path
     quantised = name is None and actor.lora.load_in_4bit
-    return make_actor_model(actor, name, "--ref.model_name_or_path", load_in_4bit=quantised)
+    flag = "--ref.model_name_or_path"
+    model = make_actor_model(actor, name, flag, images=images, load_in_4bit=quantised, shard=shard)
+    follow_grammars(model, masks)
+    return model
 
 
 def make_critic(
-    actor: ActorConfig, critic: CriticConfig, tokenizer: Any, optimizer: OptimizerSettings, optimize: Optimize
+    actor: ActorConfig,
+    critic: CriticConfig,
+    tokenizer: Any,
+    optimizer: OptimizerSettings,
+    optimize: Optimize,
+    shard: Shard | None = None,
+    images: ImageRenderer | None = None,
+    *,
+    seed: int,
 ) -> TorchValue:
-    """Loads the value model, from the critic's or the actor's checkpoint."""
-    device = default_device()
-    model, head = load_critic(
-        critic.model_name_or_path or actor.model_name_or_path,
-        dtype=resolve_dtype(actor.dtype, device),
-        device=device,
-        flag="--critic.model_name_or_path",
+    """Loads the value model, from the critic's or the actor's checkpoint, with adapters if they are set; `images`
+    renders the images that it sees."""
+    device, flag = compute_device(actor), "--critic.model_name_or_path"
+    name = critic.model_name_or_path or actor.model_name_or_path
+    model, head = load_critic(name, dtype=resolve_dtype(actor.dtype, device), device=device, flag=flag, shard=shard)
+    if images is not None:
+        check_images(model, images, name, flag)
+    if critic.lora.rank:
+        add_lora(model, critic.lora, seed=seed, at="critic.lora")
+    return TorchValue(
+        model,
+        tokenizer,
+        optimizer,
+        head=head,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        optimize=optimize,
     )
-    return TorchValue(model, tokenizer, optimizer, head=head, optimize=optimize)
 
 
 def make_trained_reward(
-    actor: ExampleModelConfig, seed: int, tokenizer: Any, optimizer: OptimizerSettings, optimize: Optimize
+    actor: ExampleModelConfig,
+    seed: int,
+    tokenizer: Any,
+    optimizer: OptimizerSettings,
+    optimize: Optimize,
+    shard: Shard | None = None,
 ) -> TorchReward:
     """Loads the model that becomes a reward model, with adapters if they are set. Its head is the one in its files, or
     begins at random, with a standard deviation of 1 / sqrt(H + 1) as OpenRLHF's."""
-    device = default_device()
+    device = compute_device(actor)
     model, head = load_critic(
         actor.model_name_or_path,
         dtype=resolve_dtype(actor.dtype, device),
         device=device,
         flag=ACTOR_FLAG,
         load_in_4bit=actor.lora.load_in_4bit,
+        shard=shard,
     )
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # its padding token was added
+        make_whole(model, but=layer_parts(model))
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     if actor.lora.rank:
         add_lora(model, actor.lora, seed=seed)

@@ -1,22 +1,25 @@
 """The container that trainers over examples share: examples, epochs over them, and the run."""
 
+from collections.abc import Callable
 from typing import Any
 
 from dependency_injector import providers
 
-from rollgrad.adapters.data.examples.preparation import PreparedExamples
+from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.application.learning.examples import ExampleLearner
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget
 from rollgrad.application.pipelines.run import Run, Schedule
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.domain.control.findings import LearningWatch
-from rollgrad.domain.control.signs import LearningSettings
+from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.examples import (
+    Preparation,
     make_eval_examples,
     make_examples,
     make_total_examples,
+    make_total_steps,
 )
 from rollgrad.entrypoints.description import Description, describe_run
 
@@ -62,6 +65,19 @@ def describe_examples(config: Any, examples: Any) -> Description:
     return describe_run(config, examples.origin, examples.written_on)
 
 
+def if_evaluated(config: providers.Provider[Any], made: providers.Provider[Any]) -> providers.Selector[Any]:
+    """Returns the provider of a part of evaluation: of None where there is nothing to evaluate on, else `made`."""
+    return providers.Selector(
+        providers.Callable(evaluation_kind, config.provided.eval.dataset), examples=made, none=providers.Object(None)
+    )
+
+
+def set_names(examples: object) -> Callable[[Any], str] | None:
+    """Returns the function that names the data set of an example; None where there is one, or a caller's own."""
+    names = examples.names if isinstance(examples, PreparedExamples) else ()
+    return (lambda example: names[example.row]) if names else None
+
+
 class OfflineContainer(BaseContainer):
     """All objects of a run over examples. A trainer says how they become a batch (`pack`), what their loss is
     (`objective`), and in which form they are learned from and evaluated on (`learned`, `held_out`)."""
@@ -72,25 +88,18 @@ class OfflineContainer(BaseContainer):
     held_out: providers.Provider[Any] = providers.Dependency()
     budget: providers.Provider[TokenBudget | None] = providers.Object(None)
 
-    examples = providers.Singleton(
-        make_examples,
+    preparation = providers.Singleton(
+        Preparation,
         BaseContainer.config.provided.data,
-        BaseContainer.config.provided.train,
         BaseContainer.config.provided.actor.model_name_or_path,
         BaseContainer.tokenizer,
         BaseContainer.codec,
+        BaseContainer.image_renderer,
     )
-    eval_examples = providers.Selector(
-        providers.Callable(evaluation_kind, BaseContainer.config.provided.eval.dataset),
-        examples=providers.Singleton(
-            make_eval_examples,
-            BaseContainer.config.provided.data,
-            BaseContainer.config.provided.eval,
-            BaseContainer.config.provided.actor.model_name_or_path,
-            BaseContainer.tokenizer,
-            BaseContainer.codec,
-        ),
-        none=providers.Object(None),
+    examples = providers.Singleton(make_examples, preparation, BaseContainer.config.provided.train)
+    eval_examples = if_evaluated(
+        BaseContainer.config,
+        providers.Singleton(make_eval_examples, preparation, BaseContainer.config.provided.eval),
     )
     learner = providers.Singleton(
         ExampleLearner,
@@ -110,10 +119,9 @@ class OfflineContainer(BaseContainer):
         seed=BaseContainer.config.provided.train.seed,
         clock=BaseContainer.clock,
     )
-    evaluation = providers.Selector(
-        providers.Callable(evaluation_kind, BaseContainer.config.provided.eval.dataset),
-        examples=providers.Singleton(ExampleEvaluation, learner, held_out),
-        none=providers.Object(None),
+    eval_names = providers.Callable(set_names, eval_examples)
+    evaluation = if_evaluated(
+        BaseContainer.config, providers.Singleton(ExampleEvaluation, learner, held_out, eval_names)
     )
     description = providers.Singleton(describe_examples, BaseContainer.config, examples)
     run = providers.Singleton(  # the schedule first: data that cannot be used are refused before the model is loaded
@@ -127,15 +135,33 @@ class OfflineContainer(BaseContainer):
             state_steps=BaseContainer.config.provided.ckpt.state_steps,
             state_minutes=BaseContainer.config.provided.ckpt.state_minutes,
             best_metric=BaseContainer.config.provided.ckpt.best_metric,
+            best_value=BaseContainer.config.provided.ckpt.best_value,
         ),
         steps=steps,
         models=learner,
         evaluation=evaluation,
         sink=BaseContainer.sink,
         sample_log=providers.Object(None),
+        on_step=BaseContainer.on_step,
         checkpoints=BaseContainer.checkpoints,
         clock=BaseContainer.clock,
         watch=providers.Callable(LearningWatch, providers.Callable(LearningSettings, steps=BaseContainer.total_steps)),
         description=description,
         less_memory=LESS_MEMORY,
+        usage=BaseContainer.usage,
+        profile=BaseContainer.profile,
+    )
+
+
+def complete(container: OfflineContainer, **own: providers.Provider[Any]) -> None:
+    """Gives the container of a run its trainer's `own` providers, and those that most trainers share: the number of
+    steps, and the processes in a cluster."""
+    config = container.config()
+    container.override_providers(
+        **{
+            "total_steps": providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt),
+            "actor_steps": container.total_steps,  # a process of a cluster is told the number, and prepares no data
+            "roles": providers.Callable(make_roles, config),
+            **own,
+        }
     )

@@ -1,5 +1,9 @@
 """Makes checkpoints and metric sinks from the settings `ckpt` and `logger`."""
 
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +11,33 @@ from attrs import asdict
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.adapters.checkpoints.names import METRICS_FILE, SAMPLES_FILE, TRAJECTORIES
+from rollgrad.adapters.checkpoints.names import METRICS_FILE, PROFILE, SAMPLES_FILE, TRAJECTORIES
+from rollgrad.adapters.system.profile import StepProfiler
+from rollgrad.adapters.tracking.background import BackgroundSink
 from rollgrad.adapters.tracking.console import ConsoleSink
 from rollgrad.adapters.tracking.jsonl import JsonlSink
 from rollgrad.adapters.tracking.multi import MultiSink
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
+from rollgrad.adapters.tracking.tracked_run import TrackedRun
 from rollgrad.adapters.tracking.trajectories import ParquetTrajectories
+from rollgrad.adapters.tracking.trajectory_table import Spans
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
-from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.domain.errors import MissingExtraError
+from rollgrad.domain.ports.metric_sink import MetricSink
+from rollgrad.domain.ports.profiled import Profiled
+from rollgrad.domain.ports.run_tracker import RunTracker
+from rollgrad.entrypoints.description import public_settings
 from rollgrad.entrypoints.redaction import known_secrets, secret_spans, secrets_of_settings
+
+SINKS: Mapping[str, str] = {
+    "wandb": "WandbSink",
+    "trackio": "TrackioSink",
+    "mlflow": "MLflowSink",
+    "swanlab": "SwanLabSink",
+}
+"""Classes of the trackers' sinks, each in the module of `adapters/tracking/` with the tracker's name."""
 
 
 def make_checkpoints(ckpt: CheckpointConfig) -> LocalCheckpointStore:
@@ -27,30 +47,75 @@ def make_checkpoints(ckpt: CheckpointConfig) -> LocalCheckpointStore:
         None if ckpt.state_dir is None else Path(ckpt.state_dir),
         keep_states=ckpt.keep_states,
         keep_models=ckpt.keep_models,
+        keep_models_gib=ckpt.keep_models_gib,
     )
 
 
-def make_sinks(ckpt: CheckpointConfig, logger: LoggerConfig, steps: int) -> MultiSink:
-    """Returns the sinks of the metrics of `steps` steps."""
-    sinks: list[Any] = [JsonlSink(Path(ckpt.output_dir) / METRICS_FILE)]
+def make_profiler(config: Any, *others: object) -> StepProfiler:
+    """Returns what profiles some steps of a run, in this process and in those of `others` that can be profiled."""
+    profiled = [each for each in others if isinstance(each, Profiled)]
+    return StepProfiler(Path(config.ckpt.output_dir) / PROFILE, config.train.profile_steps, profiled)
+
+
+def make_sinks(config: Any, steps: int) -> MultiSink:
+    """Returns the sinks of the metrics of a run of `steps` steps.
+
+    Raises:
+        MissingExtraError: a tracker is not installed.
+    """
+    ckpt, logger = config.ckpt, config.logger
+    sinks: list[MetricSink] = [JsonlSink(Path(ckpt.output_dir) / METRICS_FILE)]
     if logger.console:
         sinks.append(ConsoleSink(steps))
+    reports: list[MetricSink] = []
     if logger.tensorboard_dir is not None:
-        sinks.append(TensorBoardSink(Path(logger.tensorboard_dir)))
-    return MultiSink(sinks)
+        reports.append(TensorBoardSink(Path(logger.tensorboard_dir)))
+    reports += [_tracker(name, config) for name in logger.report_to]
+    return MultiSink(sinks, _secrets(config), reports=reports, logging_steps=logger.logging_steps)
 
 
-def make_sample_log(ckpt: CheckpointConfig, logger: LoggerConfig, codec: TemplateCodec) -> SampleWriter:
-    """Returns the writer of sampled texts."""
-    return SampleWriter(Path(ckpt.output_dir) / SAMPLES_FILE, codec.decode, logger.log_samples)
+def _tracker(name: str, config: Any) -> RunTracker:
+    if importlib.util.find_spec(name) is None:
+        raise MissingExtraError(
+            f"--logger.report_to names {name}, but it is not installed: pip install rollgrad[{name}]"
+        )
+    logger, directory = config.logger, Path(config.ckpt.output_dir)
+    run = TrackedRun(
+        project=logger.project,
+        name=logger.run_name or directory.name,
+        directory=directory,
+        settings=public_settings(config),
+        group=logger.group,
+        organization=logger.organization,
+    )
+    return BackgroundSink(name, partial(_begin_tracking, name, run))
+
+
+def _begin_tracking(name: str, run: TrackedRun) -> RunTracker:
+    """Returns a tracker, whose package takes a second and more to import."""
+    module = importlib.import_module(f"rollgrad.adapters.tracking.{name}")
+    sink: RunTracker = getattr(module, SINKS[name])(run)
+    return sink
+
+
+def make_sample_log(config: RLConfig, codec: TemplateCodec, sink: MetricSink) -> SampleWriter:
+    """Returns the writer of sampled texts, which hides what `make_trajectories` does, and tells them to a sink that
+    takes them."""
+    path = Path(config.ckpt.output_dir) / SAMPLES_FILE
+    tell = sink.samples if isinstance(sink, RunTracker) else None
+    return SampleWriter(path, codec.decode, config.logger.log_samples, secrets=_secrets(config), tell=tell)
 
 
 def make_trajectories(config: RLConfig, codec: TemplateCodec) -> ParquetTrajectories:
     """Returns the writer of all rollouts, which hides the secrets of the environment, the command and the settings."""
-    secrets = known_secrets() | secrets_of_settings(asdict(config))
     return ParquetTrajectories(
         Path(config.ckpt.output_dir) / TRAJECTORIES,
         codec,
         max_gib=config.logger.trajectories_max_gib,
-        secrets=lambda text: secret_spans(text, secrets),
+        secrets=_secrets(config),
     )
+
+
+def _secrets(config: Any) -> Spans:
+    secrets = known_secrets() | secrets_of_settings(asdict(config))
+    return lambda text: secret_spans(text, secrets)

@@ -4,21 +4,24 @@ from typing import Any
 
 from dependency_injector import providers
 
-from rollgrad.adapters.data.examples.preparation import PreparedExamples
-from rollgrad.adapters.data.examples.prepared_steps import PreparedSteps
+from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedSteps
+from rollgrad.adapters.data.examples.streaming import solution
+from rollgrad.adapters.models.torch.weight_shards import Shard
 from rollgrad.application.settings.prm import PRMRun, StepModelConfig
 from rollgrad.domain.algorithms.losses.process_reward import StepObjective
 from rollgrad.domain.batches.examples import pack_steps
 from rollgrad.domain.episodes.examples import StepLabels
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.example_source import ExampleSource
-from rollgrad.entrypoints.composition.examples import make_total_steps
+from rollgrad.entrypoints.composition.examples import make_stream
 from rollgrad.entrypoints.composition.models import make_trained_actor
-from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles
+from rollgrad.entrypoints.composition.offline import OfflineContainer, complete
 
 
-def reward_token_ids(reward_tokens: tuple[str, str], tokenizer: Any) -> tuple[int, int]:
-    """Returns the ids of the tokens for right and wrong.
+def reward_token_ids(
+    reward_tokens: tuple[str, str], tokenizer: Any, *, setting: str = "prm.reward_tokens"
+) -> tuple[int, int]:
+    """Returns the ids of the tokens for right and wrong, which `setting` names.
 
     Raises:
         ConfigurationError: one of them is not a token of its own, or both are the same.
@@ -27,20 +30,22 @@ def reward_token_ids(reward_tokens: tuple[str, str], tokenizer: Any) -> tuple[in
     for token, ids in zip(reward_tokens, found, strict=True):
         if len(ids) != 1:
             raise ConfigurationError(
-                f"prm.reward_tokens has {token!r}, which the tokenizer writes as {len(ids)} tokens: set "
-                "--prm.reward_tokens to texts that are one token each."
+                f"{setting} has {token!r}, which the tokenizer writes as {len(ids)} tokens: set --prm.reward_tokens of "
+                "`train prm` to texts that are one token each."
             )
     (right,), (wrong,) = found
     if right == wrong:
         raise ConfigurationError(
-            f"prm.reward_tokens {reward_tokens} are one token for the tokenizer: set --prm.reward_tokens to two."
+            f"{setting} {reward_tokens} are one token for the tokenizer: set --prm.reward_tokens of `train prm` to two."
         )
     return right, wrong
 
 
-def make_step_model(actor: StepModelConfig, seed: int, reward_tokens: tuple[str, str]) -> Any:
+def make_step_model(
+    actor: StepModelConfig, seed: int, reward_tokens: tuple[str, str], shard: Shard | None = None
+) -> Any:
     """Loads the model that is trained; the `reward_tokens` are saved in its config.json."""
-    model = make_trained_actor(actor, seed)
+    model = make_trained_actor(actor, seed, shard)
     model.config.reward_tokens = list(reward_tokens)
     return model
 
@@ -53,15 +58,18 @@ def make_solutions(examples: PreparedExamples | ExampleSource[StepLabels]) -> Ex
 def prm_container(config: PRMRun) -> OfflineContainer:
     """Returns the container of a validated run that trains a process reward model."""
     container = OfflineContainer(config=config, make=providers.Object(prm_container))
-    container.override_providers(
+    learned: providers.Provider[Any] = providers.Singleton(make_solutions, container.examples)
+    if config.data.stream:
+        learned = providers.Singleton(make_stream, container.preparation, config.train, solution)
+    complete(
+        container,
         pack=providers.Object(pack_steps),
         objective=providers.Singleton(StepObjective),
         outcomes=providers.Singleton(reward_token_ids, config.prm.reward_tokens, container.tokenizer),
-        actor_model=providers.Singleton(make_step_model, config.actor, config.train.seed, config.prm.reward_tokens),
-        learned=providers.Singleton(make_solutions, container.examples),
+        actor_model=providers.Singleton(
+            make_step_model, config.actor, config.train.seed, config.prm.reward_tokens, container.shard
+        ),
+        learned=learned,
         held_out=providers.Singleton(make_solutions, container.eval_examples),
-        total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt),
-        actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
-        roles=providers.Callable(make_roles, config),
     )
     return container

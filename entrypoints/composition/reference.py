@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,19 +11,21 @@ from dependency_injector import providers
 
 from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerprint
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
-from rollgrad.adapters.data.examples.preparation import PreparedExamples
+from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
-from rollgrad.application.learning.reference import Judged, check_start, with_reference
+from rollgrad.application.learning.reference import Judged, LiveReference, check_start, with_reference
 from rollgrad.application.settings.offline import OfflineRun, ReferencedRun
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
 from rollgrad.domain.ports.score_store import ScoreStore
 from rollgrad.entrypoints.composition.cluster import Cluster, Role
-from rollgrad.entrypoints.composition.examples import reference_directory
+from rollgrad.entrypoints.composition.examples import check_positions, reference_directory
 from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.run_directory import continues
 
+CHECKED = 8
+"""Examples by which a policy is compared with its reference."""
 START_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Mean difference in nats of a token's log-prob that rounding makes between two passes of one model, at most: the same
 example in another micro-batch goes through other kernels."""
@@ -33,7 +35,7 @@ def make_referenced_roles(run: ReferencedRun, *, compared: bool = True) -> dict[
     """Returns the processes of the models in a cluster: the reference has its own only if the loss is `compared` with
     one, and the actor cannot stand for it, as it does before it is trained."""
     roles = make_roles(run)
-    apart = run.ref.model_name_or_path is not None or run.ckpt.resume is not Resume.NEVER
+    apart = run.ref.model_name_or_path is not None or run.ckpt.resume is not Resume.NEVER or run.data.stream
     return roles | ({"reference": roles["actor"]} if apart and compared else {})
 
 
@@ -122,11 +124,12 @@ class References:
             also_depends_on: what that depends on besides the reference and the data.
 
         Raises:
-            ConfigurationError: the actor does not begin as its reference.
+            ConfigurationError: the actor does not begin as its reference; or that has too few positions.
         """
         run = self.run
-        begins = run.ref.model_name_or_path is None and not continues(run.ckpt)
-        actor = self.policy() if begins else None  # loaded before its files are looked at: a hub's are here then
+        self._check_positions()
+        # Loaded before its files are looked at: a hub's are here then.
+        actor = self.policy() if self._begins else None
         data = prepared.fingerprint if isinstance(prepared, PreparedExamples) else None
         key = reference_key(run, self.fingerprint(), data)
         store = ScoreFiles(None if key is None else reference_directory(run.data))
@@ -138,11 +141,48 @@ class References:
         if also is not None:
             its_key = reference_key(run, self.fingerprint(), data, **also_depends_on)
             also(make_reference, store, key=str(its_key), max_tokens=budget, shares=shares)
-        self.unload()
+        if not run.data.stream:
+            self.unload()
         if actor is not None:
-            tolerance = START_TOLERANCE[resolve_dtype(run.actor.dtype, default_device())]
-            check_start(actor, made, max_tokens=budget, shares=shares, tolerance=tolerance, otherwise=otherwise)
+            self._check_start([made[index] for index in range(min(CHECKED, len(made)))], otherwise)
         return made
+
+    def live(self, first: ExampleSource[Judged], *, otherwise: str) -> LiveReference:
+        """Returns the reference for examples that are streamed: it stays in memory while the actor is trained.
+
+        Args:
+            first: some of the examples, by which an actor that is not yet trained is compared with it.
+            otherwise: as in `of`.
+
+        Raises:
+            ConfigurationError: as `of`.
+        """
+        self._check_positions()
+        live = LiveReference(
+            model=self.reference, max_tokens=tokens_per_pass(self.run), shares=shares_of_pass(self.run)
+        )
+        if self._begins:
+            self._check_start(live.of([first[index] for index in range(min(CHECKED, len(first)))]), otherwise)
+        return live
+
+    @property
+    def _begins(self) -> bool:
+        """Whether the actor is its own reference, because it is not yet trained."""
+        return self.run.ref.model_name_or_path is None and not continues(self.run.ckpt)
+
+    def _check_positions(self) -> None:
+        if self.run.ref.model_name_or_path is not None:
+            check_positions("reference", self.run.ref.model_name_or_path, self.run)
+
+    def _check_start(self, examples: Sequence[Judged], otherwise: str) -> None:
+        check_start(
+            self.policy(),
+            examples,
+            max_tokens=tokens_per_pass(self.run),
+            shares=shares_of_pass(self.run),
+            tolerance=START_TOLERANCE[resolve_dtype(self.run.actor.dtype, default_device())],
+            otherwise=otherwise,
+        )
 
 
 class ReferencedContainer(OfflineContainer):

@@ -1,13 +1,27 @@
 """Makes the reward source from the settings of `reward`."""
 
-from rollgrad.adapters.models.torch.loading import default_device, load_tokenizer, resolve_dtype
+from rollgrad.adapters.models.torch.loading import (
+    load_causal_lm,
+    load_reward_tokens,
+    load_tokenizer,
+    resolve_dtype,
+)
 from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.step_reward import StepRewardModel
+from rollgrad.adapters.models.torch.together import Divide
+from rollgrad.adapters.models.torch.weight_shards import Shard
 from rollgrad.adapters.rewards.http import HttpReward
 from rollgrad.adapters.rewards.judge import JudgePrompt, LLMJudge
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.reward import StepReward
 from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.settings import Normalise
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.data import dataset_kind
+from rollgrad.entrypoints.composition.models import compute_device
+from rollgrad.entrypoints.composition.prm import reward_token_ids
+
+FLAG = "--reward.model_name_or_path"
 
 
 def reward_kind(config: RLConfig, spec: str) -> str:
@@ -57,15 +71,55 @@ def _addresses(setting: str | None) -> list[str]:
     return [url.strip() for url in (setting or "").split(",") if url.strip()]
 
 
-def make_reward_model(config: RLConfig) -> RewardModel:
-    """Returns the model that scores replies, in the actor's format."""
-    assert config.reward.model_name_or_path is not None
-    device = default_device()
+def make_reward_model(
+    config: RLConfig, shard: Shard | None = None, divide: Divide | None = None
+) -> RewardModel | StepRewardModel:
+    """Returns the model that scores replies, in the actor's format: a process reward model where its config.json names
+    reward tokens. `shard` divides it over processes while it loads, `divide` afterwards.
+
+    Raises:
+        CheckpointError: there is no such model.
+        ConfigurationError: a setting is one for the other kind of models.
+    """
+    reward, name = config.reward, config.reward.model_name_or_path
+    assert name is not None
+    device = compute_device(config.actor)
+    tokens = load_reward_tokens(name, flag=FLAG)
+    if tokens is not None:
+        return _step_model(config, name, tokens, shard, divide)
+    for setting, default in (("step_reward", StepReward.MIN), ("step_separator", "\n")):
+        if getattr(reward, setting) != default:
+            raise ConfigurationError(
+                f"reward.{setting} is {getattr(reward, setting)!r}, but {name!r} is no process reward model: leave "
+                f"--reward.{setting} out, or set {FLAG} to one of `rollgrad train prm`."
+            )
     return RewardModel.load(
-        config.reward.model_name_or_path,
+        name,
         dtype=resolve_dtype(config.actor.dtype, device),
         device=device,
-        flag="--reward.model_name_or_path",
+        flag=FLAG,
         policy_tokenizer=load_tokenizer(config.actor.model_name_or_path, flag="--actor.model_name_or_path"),
         normalize=config.reward.normalize is Normalise.MODEL,
+        shard=shard,
+        divide=divide,
+    )
+
+
+def _step_model(
+    config: RLConfig, name: str, reward_tokens: tuple[str, str], shard: Shard | None, divide: Divide | None
+) -> StepRewardModel:
+    if config.reward.normalize is Normalise.MODEL:
+        raise ConfigurationError(
+            f"reward.normalize is model, but the process reward model {name!r} has no mean and std: leave "
+            "--reward.normalize out."
+        )
+    device = compute_device(config.actor)
+    tokenizer = load_tokenizer(name, flag=FLAG)
+    return StepRewardModel(
+        load_causal_lm(name, dtype=resolve_dtype(config.actor.dtype, device), device=device, flag=FLAG, shard=shard),
+        tokenizer,
+        reward_token_ids(reward_tokens, tokenizer, setting=f"reward_tokens of {name}'s config.json"),
+        separator=config.reward.step_separator,
+        reward=config.reward.step_reward,
+        divide=divide,
     )

@@ -30,7 +30,9 @@ from rollgrad.application.settings.derived import (
     optimizer_steps_per_rollout,
     ranks,
     samples_per_rollout,
+    shares_of_pass,
     tokens_per_pass,
+    tokens_per_scoring_pass,
 )
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
@@ -74,6 +76,7 @@ from rollgrad.entrypoints.composition.executors import (
     make_tool_executor,
 )
 from rollgrad.entrypoints.composition.extensions import load_extension
+from rollgrad.entrypoints.composition.forms import FOLLOWERS, make_masks, unprescribed
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.outputs import make_sample_log, make_trajectories
 from rollgrad.entrypoints.composition.rewards import (
@@ -82,7 +85,9 @@ from rollgrad.entrypoints.composition.rewards import (
     make_reward_model,
     reward_kind,
 )
+from rollgrad.entrypoints.composition.teacher import make_compared_reference
 from rollgrad.entrypoints.composition.tool_box import ToolBox
+from rollgrad.entrypoints.composition.tracing import Tracing
 from rollgrad.entrypoints.composition.training_server import TrainingServer
 from rollgrad.entrypoints.description import describe
 
@@ -132,6 +137,11 @@ def optimizer_steps(config: RLConfig, rollouts: int) -> int:
     return rollouts * optimizer_steps_per_rollout(config)
 
 
+def resting_models(train: TrainConfig, policy: Any, critic: Any) -> list[Any]:
+    """Returns the models whose optimizers sleep while engines sample."""
+    return [model for model in (policy, critic) if model is not None] if train.optimizer_sleeps else []
+
+
 class RLContainer(EngineContainer):
     """All objects of a run; `config` is the validated `RLConfig`."""
 
@@ -148,7 +158,7 @@ class RLContainer(EngineContainer):
         none=providers.List(),
     )
     description = providers.Singleton(describe, base.config, prompts)
-    reward_model = providers.Singleton(make_reward_model, base.config)
+    reward_model = providers.Singleton(make_reward_model, base.config, base.shard, base.divide)
     reward_spec = base.config.provided.data.prompt_dataset
     reward = providers.Selector(
         providers.Callable(reward_kind, base.config, reward_spec),
@@ -193,26 +203,39 @@ class RLContainer(EngineContainer):
     reference = providers.Selector(
         providers.Callable(reference_kind, base.config),
         loaded=base.loaded_reference,
+        compared=providers.Object(None),
         none=providers.Object(None),
     )
 
-    server = LoopResource(TrainingServer, base.engine, base.codec)
+    tracing = providers.Resource(closed_at_end, Tracing, base.config.provided.actor.model_name_or_path)
+    traced_engine = providers.Singleton(Tracing.engine, tracing, base.engine)
+    traced_reward = providers.Singleton(Tracing.rewards, tracing, reward)
+    brought: providers.Provider[list[str]] = providers.Object([])
+    """Names of adapters that the caller brought."""
+    server = LoopResource(
+        TrainingServer, traced_engine, base.codec, providers.Callable(unprescribed, base.config, brought)
+    )
     tool_box = LoopResource(ToolBox, base.config.provided.agent.tools, base.config.provided.agent.python_isolation)
     executor = providers.Selector(
         providers.Callable(executor_kind, base.config, environment),
         single_turn=providers.Singleton(
-            SingleTurnExecutor, base.engine, base.codec, reward, max_tokens=base.config.provided.data.max_len
+            SingleTurnExecutor, traced_engine, base.codec, traced_reward, max_tokens=base.config.provided.data.max_len
         ),
-        environment=providers.Singleton(make_multi_turn, base.config, base.engine, base.codec, reward, environment),
-        tools=providers.Singleton(make_tool_executor, base.config, base.engine, base.codec, reward, tool_box),
-        command=providers.Singleton(make_command_executor, base.config, server, base.codec, reward),
+        environment=providers.Singleton(
+            make_multi_turn, base.config, traced_engine, base.codec, traced_reward, environment, tracing
+        ),
+        tools=providers.Singleton(
+            make_tool_executor, base.config, traced_engine, base.codec, traced_reward, tool_box, tracing
+        ),
+        command=providers.Singleton(make_command_executor, base.config, server, base.codec, traced_reward),
         agent_file=providers.Singleton(
-            make_agent_file, base.config, base.engine, base.codec, base.tokenizer, server, reward
+            make_agent_file, base.config, traced_engine, base.codec, base.tokenizer, server, traced_reward, tracing
         ),
     )
+    traced_executor = providers.Singleton(Tracing.executor, tracing, executor)
     rollout = providers.Singleton(
         RolloutService,
-        executor,
+        traced_executor,
         max_concurrent=base.config.provided.rollout.max_concurrent,
         max_failures=base.config.provided.rollout.max_failures,
         seed=base.config.provided.train.seed,
@@ -235,8 +258,10 @@ class RLContainer(EngineContainer):
         algo=base.config.provided.algo,
         reward=base.config.provided.reward,
         max_length=providers.Callable(longest_reply, base.config, plays=base.plays),
-        max_tokens=providers.Callable(tokens_per_pass, base.config),
+        max_tokens=providers.Callable(tokens_per_scoring_pass, base.config),
+        shares=providers.Callable(shares_of_pass, base.config),
         steps_per_rollout=providers.Callable(optimizer_steps_per_rollout, base.config),
+        always_scores=providers.Callable(bool, base.config.provided.actor.lora.dropout),
     )
     update = providers.Singleton(
         UpdateService,
@@ -248,6 +273,7 @@ class RLContainer(EngineContainer):
         planned=providers.Callable(samples_per_rollout, base.config),
         epochs=base.config.provided.train.max_epochs,
         max_tokens=providers.Callable(tokens_per_pass, base.config),
+        shares=providers.Callable(shares_of_pass, base.config),
         seed=base.config.provided.train.seed,
         skip_idle=providers.Callable(advantage_is_all, base.config),
         select=providers.Callable(make_token_selection, base.config),
@@ -272,9 +298,7 @@ class RLContainer(EngineContainer):
         base.clock,
         curriculum=providers.Callable(make_curriculum, base.config),
     )
-    sample_log = providers.Singleton(
-        make_sample_log, base.config.provided.ckpt, base.config.provided.logger, base.codec
-    )
+    sample_log = providers.Singleton(make_sample_log, base.config, base.codec, base.sink)
     schedule = providers.Callable(
         Schedule,
         steps=rollouts,
@@ -283,6 +307,7 @@ class RLContainer(EngineContainer):
         state_steps=base.config.provided.ckpt.state_steps,
         state_minutes=base.config.provided.ckpt.state_minutes,
         best_metric=base.config.provided.ckpt.best_metric,
+        best_value=base.config.provided.ckpt.best_value,
     )
     learner = providers.Singleton(
         RLLearner,
@@ -308,6 +333,7 @@ class RLContainer(EngineContainer):
             sleeper=base.sleeper,
             steps=rollouts,
             clock=base.clock,
+            resting=providers.Callable(resting_models, base.config.provided.train, base.policy, critic),
         ),
         overlapping=providers.Singleton(
             Overlapping,
@@ -331,11 +357,14 @@ class RLContainer(EngineContainer):
         ),
         sink=base.sink,
         sample_log=sample_log,
+        on_step=base.on_step,
         checkpoints=base.checkpoints,
         clock=base.clock,
         watch=providers.Callable(make_learning_watch, base.config, rollouts),
         description=description,
         less_memory=LESS_MEMORY,
+        usage=base.usage,
+        profile=base.profile,
     )
 
 
@@ -344,11 +373,21 @@ def rl_container(config: RLConfig) -> RLContainer:
     container = RLContainer(config=config, make=providers.Object(rl_container))
     steps = container.rollouts
     container.override_providers(
+        brought=providers.Callable(lambda: [name for name in FOLLOWERS if container.providers[name].overridden]),
+        masks=providers.Callable(make_masks, container.config, container.brought, container.grammars.provider),
         total_steps=steps,
         # A process of a cluster is told the number of steps, and reads no prompts.
         actor_steps=providers.Callable(optimizer_steps_of_actor, container.config, container.total_steps),
         critic_steps=providers.Callable(optimizer_steps, container.config, container.total_steps),
         temperature=container.config.provided.rollout.temperature,
+        teacher=providers.Selector(
+            providers.Callable(reference_kind, container.config),
+            compared=providers.Singleton(
+                make_compared_reference, container.config, container.tokenizer, container.image_renderer
+            ),
+            loaded=providers.Object(None),
+            none=providers.Object(None),
+        ),
         extension=providers.Callable(load_extension, container.config),
         roles=providers.Callable(cluster_roles, container.config),
         colocated=providers.Callable(colocated_roles, container.config.provided.train),

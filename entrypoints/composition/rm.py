@@ -7,7 +7,8 @@ import structlog
 from dependency_injector import providers
 
 from rollgrad.adapters.chat.padding import set_padding_apart
-from rollgrad.adapters.data.examples.preparation import PreparedExamples, PreparedPairs
+from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedPairs
+from rollgrad.adapters.data.examples.streaming import preference
 from rollgrad.adapters.models.torch.loading import load_generation_settings
 from rollgrad.application.learning.rewards import RewardLearner
 from rollgrad.application.pipelines.epochs import RewardEvaluation
@@ -22,12 +23,12 @@ from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.entrypoints.composition.base import BaseContainer, trainer_kind
 from rollgrad.entrypoints.composition.chat import make_tokenizer
-from rollgrad.entrypoints.composition.examples import make_total_steps
+from rollgrad.entrypoints.composition.examples import make_stream
 from rollgrad.entrypoints.composition.models import averaging, make_optimizer, make_trained_reward
 from rollgrad.entrypoints.composition.offline import (
     OfflineContainer,
-    evaluation_kind,
-    make_roles,
+    complete,
+    if_evaluated,
     shares_of_pass,
     tokens_per_pass,
 )
@@ -49,12 +50,12 @@ def make_compared(
     """Returns the pairs of prepared examples, which `setting` names.
 
     Raises:
-        DataError: the loss reads margins, but no row has one.
+        DataError: the loss reads margins, but no row has one; of streamed rows only the first are known.
     """
     if not isinstance(examples, PreparedExamples):
         return examples
     given = bool(examples.margins.any())
-    if config.rm.margin and not given:
+    if config.rm.margin and not given and not config.data.stream:
         raise DataError(
             f"rm.margin is set, but no row of {setting} has a number other than 0 in its column margin: leave "
             "--rm.margin out, or name data with margins."
@@ -79,6 +80,7 @@ class RMContainer(OfflineContainer):
             providers.Callable(averaging, BaseContainer.config.provided.train),
         ),
         BaseContainer.optimize,
+        BaseContainer.shard,
     )
     reward_model = providers.Selector(
         providers.Callable(trainer_kind, BaseContainer.config),
@@ -107,20 +109,20 @@ class RMContainer(OfflineContainer):
 def rm_container(config: RMRun) -> RMContainer:
     """Returns the container of a run with these settings."""
     container = RMContainer(config=config, make=providers.Object(rm_container))
-    container.override_providers(
+    learned: providers.Provider[Any] = container.pairs
+    if config.data.stream:
+        learned = providers.Singleton(make_stream, container.preparation, config.train, preference)
+    complete(
+        container,
         tokenizer=providers.Singleton(make_reward_tokenizer, config.actor, config.data),
         pack=providers.Object(partial(pack_comparisons, margins=config.rm.margin)),
         objective=providers.Singleton(RewardObjective, centring=config.rm.centring),
-        learned=container.pairs,
+        learned=learned,
         held_out=container.eval_pairs,
         learner=container.reward_learner,
-        evaluation=providers.Selector(
-            providers.Callable(evaluation_kind, config.eval.dataset),
-            examples=providers.Singleton(RewardEvaluation, container.reward_learner, container.eval_pairs),
-            none=providers.Object(None),
+        evaluation=if_evaluated(
+            container.config,
+            providers.Singleton(RewardEvaluation, container.reward_learner, container.eval_pairs, container.eval_names),
         ),
-        total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt),
-        actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
-        roles=providers.Callable(make_roles, config),
     )
     return container

@@ -13,11 +13,12 @@ MODEL = "policy"
 
 
 class TrainingServer:
-    """Serves a `ChatService`, from the first request for its address until `aclose`."""
+    """Serves a `ChatService`, from the first request for its address until `aclose`. `unprescribed` is as for
+    `ChatService`."""
 
-    def __init__(self, engine: RolloutEngine, codec: ChatCodec) -> None:
+    def __init__(self, engine: RolloutEngine, codec: ChatCodec, unprescribed: str | None) -> None:
         self.engine = engine
-        self.service = ChatService(engine, codec, max_tokens=engine.max_tokens)
+        self.service = ChatService(engine, codec, max_tokens=engine.max_tokens, unprescribed=unprescribed)
         self._codec = codec
         self._server: Server | None = None
         self._starting = asyncio.Lock()

@@ -33,6 +33,8 @@ class Flag:
     reason: str | None = None
     idle: tuple[str, ...] = ()
     default: Any = None
+    always: bool = False
+    """Whether it asks for what every run does."""
 
 
 @frozen(kw_only=True)

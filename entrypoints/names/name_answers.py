@@ -1,15 +1,14 @@
 """Sentences about names of other tools that have no setting of the same meaning here."""
 
-LOGGING = "metrics go to metrics.jsonl in --ckpt.output_dir, and to TensorBoard with --logger.tensorboard_dir."
+LOGGING = "metrics go to metrics.jsonl in --ckpt.output_dir, and to trackers with --logger.report_to."
 MICRO_BATCHES = (
     "micro-batches are filled up to --train.max_tokens_per_micro_batch tokens, and gradients are accumulated."
 )
 PROCESSES = (
     "with --cluster.enable DeepSpeed divides the models over processes: see --ds.zero_stage and docs/cluster.md."
 )
-NO_HUB = "models are saved in --ckpt.output_dir, and nothing is uploaded."
+NO_HUB = "set --ckpt.push_to_hub to the name of the repository."
 LOADER = "prompts are read in the process itself, in an order that --train.seed decides."
-DETERMINISM = "a run repeats by --train.seed; kernels are not forced to be deterministic."
 KERNELS = "kernels are chosen for the machine."
 PRECISION = "write --actor.dtype bfloat16, float16 or float32."
 SAMPLING = "replies are sampled with --rollout.temperature, --rollout.top_p and --rollout.top_k alone."
@@ -26,7 +25,6 @@ CHECKPOINTS = "models and states are kept in --ckpt.output_dir: see --ckpt.save_
 RESUMING = "write --ckpt.resume, which continues the run in --ckpt.output_dir."
 WARMUP = "write --actor.lr_warmup_ratio, a share of the optimizer steps."
 OPTIMIZER = "write --actor.optim adam or muon."
-IMAGES = "prompts and replies are text; images are not there yet."
 VLLM = "write --rollout.engine vllm."
 SERVER = "write --rollout.engine server --rollout.server_urls http://host:port."
 CHAT_TEMPLATE = "prompts are rendered with the model's own chat template."

@@ -4,12 +4,6 @@ from rollgrad.entrypoints.names.flags import Flag, Kind, Program
 
 OFFLOAD = "models stay where they are loaded"
 COLLECTIVES = "NCCL is called without Ray's collectives, which leaves the weights the same"
-GRAPHS = "on a GPU vLLM replays graphs, which leaves the results the same up to rounding"
-ZERO = "ZeRO divides over all processes of a model, with DeepSpeed's own settings"
-LORA_DROPOUT = "adapters have no dropout: the ratio of two log-probs means nothing if chance decides both"
-WANDB = "metrics go to metrics.jsonl, and to TensorBoard with --use_tensorboard; wandb is not there yet"
-VISION = "prompts and replies are text; images are not there yet"
-MUON = "Muon takes five steps of Newton-Schulz on Nesterov's momentum, in OpenRLHF too whatever is set"
 MICRO = "micro-batches are filled up to train.max_tokens_per_micro_batch tokens, which leaves the gradient the same"
 DEEPCOMPILE = "each batch has a layout and a number of passes of its own, which DeepCompile does not take"
 KERNELS = "kernels are chosen for the machine, which leaves the results the same up to rounding"
@@ -32,8 +26,8 @@ def _model(name: str) -> dict[str, Flag]:
         f"{name}.optim": Flag(TEXT),
         f"{name}.muon.lr": Flag(NUMBER),
         f"{name}.muon.momentum": Flag(NUMBER),
-        f"{name}.muon.ns_steps": Flag(INTEGER, reason=MUON, idle=("5",)),
-        f"{name}.muon.nesterov": Flag(SWITCH, reason=MUON),
+        f"{name}.muon.ns_steps": Flag(INTEGER, always=True),
+        f"{name}.muon.nesterov": Flag(SWITCH, always=True),
     }
 
 
@@ -49,7 +43,7 @@ FLAGS: dict[str, Flag] = {
     "actor.aux_loss_coef": Flag(NUMBER, "actor.aux_loss_coef"),
     "actor.gradient_checkpointing_enable": Flag(SWITCH, "actor.gradient_checkpointing"),
     "actor.gradient_checkpointing_reentrant": Flag(SWITCH, reason=KERNELS),
-    "actor.freeze_visual_encoder": Flag(SWITCH, reason=VISION),
+    "actor.freeze_visual_encoder": Flag(SWITCH),
     "critic.model_name_or_path": Flag(TEXT),
     "critic.value_clip": Flag(NUMBER, "critic.value_clip"),
     "critic.freezing_steps": Flag(INTEGER),
@@ -81,19 +75,15 @@ FLAGS: dict[str, Flag] = {
     "rollout.temperature": Flag(NUMBER, "rollout.temperature"),
     "rollout.top_p": Flag(NUMBER, "rollout.top_p"),
     "rollout.max_new_tokens": Flag(INTEGER),
-    "rollout.micro_batch_size": Flag(INTEGER, reason=MICRO),
-    "rollout.max_tokens_per_gpu": Flag(INTEGER, reason="all forward passes have one budget, train_max_tokens_per_gpu"),
-    "rollout.tasks_per_gpu": Flag(
-        INTEGER, reason="engines take what rollout.max_concurrent and rollout.max_batch_size let through"
-    ),
+    "rollout.micro_batch_size": Flag(INTEGER),
+    "rollout.max_tokens_per_gpu": Flag(INTEGER),
+    "rollout.tasks_per_gpu": Flag(INTEGER),
     "train.batch_size": Flag(INTEGER),
-    "train.micro_batch_size": Flag(INTEGER, reason=MICRO),
+    "train.micro_batch_size": Flag(INTEGER),
     "train.max_epochs": Flag(INTEGER, "train.max_epochs"),
     "train.num_episodes": Flag(INTEGER, "train.num_episodes"),
     "train.seed": Flag(INTEGER, "train.seed"),
-    "train.full_determinism_enable": Flag(
-        SWITCH, reason="a run repeats by its seed, but kernels are not forced to be deterministic"
-    ),
+    "train.full_determinism_enable": Flag(SWITCH, "actor.deterministic"),
     "train.dynamic_batch_enable": Flag(SWITCH),
     "train.max_tokens_per_gpu": Flag(INTEGER),
     "train.async_enable": Flag(SWITCH),
@@ -110,14 +100,14 @@ FLAGS: dict[str, Flag] = {
         for model in ("actor", "ref", "critic", "reward")
         for key in ("num_nodes", "num_gpus_per_node")
     },
-    "ref.offload": Flag(SWITCH, reason=OFFLOAD),
-    "reward.offload": Flag(SWITCH, reason=OFFLOAD),
+    "ref.offload": Flag(SWITCH),
+    "reward.offload": Flag(SWITCH),
     "vllm.num_engines": Flag(INTEGER),
     "vllm.tensor_parallel_size": Flag(INTEGER),
     "vllm.gpu_memory_utilization": Flag(NUMBER),
     "vllm.enable_sleep": Flag(SWITCH),
-    "vllm.enable_prefix_caching": Flag(SWITCH),
-    "vllm.enforce_eager": Flag(SWITCH, reason=GRAPHS),
+    "vllm.enable_prefix_caching": Flag(SWITCH, always=True),
+    "vllm.enforce_eager": Flag(SWITCH),
     "vllm.sync_backend": Flag(TEXT),
     "vllm.sync_with_ray": Flag(SWITCH, reason=COLLECTIVES),
     "ds.zero_stage": Flag(INTEGER, "ds.zero_stage"),
@@ -125,26 +115,26 @@ FLAGS: dict[str, Flag] = {
     **{
         f"ds.{key}": Flag(kind, reason=reason, idle=idle)
         for key, (kind, reason, idle) in {
-            "zpg": (INTEGER, ZERO, ("1",)),
-            "overlap_comm": (SWITCH, ZERO, ()),
             "ring_attn_head_stride": (INTEGER, "attention is divided by heads, without a ring", ("1",)),
-            "enable_sleep": (SWITCH, "models stay on their GPUs while engines sample", ()),
-            "use_universal_ckpt": (SWITCH, "a run's state is whole, and fits any number of processes", ()),
-            "local_rank": (INTEGER, "Ray numbers the processes", ("-1",)),
             "deepcompile": (SWITCH, DEEPCOMPILE, ()),
-            "grad_accum_dtype": (TEXT, "gradients are summed in float32", ("fp32",)),
-            "packing_samples": (SWITCH, MICRO, ()),
             "use_liger_kernel": (SWITCH, KERNELS, ()),
             "attn_implementation": (TEXT, KERNELS, ()),
             "experts_implementation": (TEXT, KERNELS, ()),
-            "value_head_prefix": (TEXT, "a critic's head is found by itself", ()),
-            "lora.dropout": (NUMBER, LORA_DROPOUT, ("0", "0.0")),
         }.items()
     },
+    "ds.enable_sleep": Flag(SWITCH),
+    "ds.zpg": Flag(INTEGER, idle=("1",)),
+    "ds.overlap_comm": Flag(SWITCH),
+    "ds.grad_accum_dtype": Flag(TEXT, idle=("fp32",)),
+    "ds.use_universal_ckpt": Flag(SWITCH, always=True),
+    "ds.local_rank": Flag(INTEGER, always=True),
+    "ds.packing_samples": Flag(SWITCH, always=True),
+    "ds.value_head_prefix": Flag(TEXT, always=True),
     "ds.tensor_parallel_size": Flag(INTEGER, "ds.tensor_parallel_size", idle=("1",)),
     "ds.ring_attn_size": Flag(INTEGER, "ds.sequence_parallel_size", idle=("1",)),
     "ds.lora.rank": Flag(INTEGER, idle=("0",)),
     "ds.lora.alpha": Flag(INTEGER),
+    "ds.lora.dropout": Flag(NUMBER, idle=("0", "0.0")),
     "ds.lora.target_modules": Flag(Kind.WORDS),
     "ds.load_in_4bit": Flag(SWITCH),
     "ds.param_dtype": Flag(TEXT),
@@ -159,10 +149,10 @@ FLAGS: dict[str, Flag] = {
     "data.max_samples": Flag(INTEGER),
     "data.max_len": Flag(INTEGER),
     "data.prompt_max_len": Flag(INTEGER),
-    "data.disable_fast_tokenizer": Flag(SWITCH, reason="the tokenizer is the one that transformers chooses"),
+    "data.disable_fast_tokenizer": Flag(SWITCH, reason="transformers has one tokenizer for a model, the fast one"),
     "data.dataloader_num_workers": Flag(INTEGER, reason="prompts are read in the process itself", idle=("0",)),
-    "data.image_key": Flag(TEXT, reason=VISION),
-    "data.max_images_per_prompt": Flag(INTEGER, reason=VISION, idle=("0",)),
+    "data.image_key": Flag(TEXT),
+    "data.max_images_per_prompt": Flag(INTEGER, idle=("0",)),
     "eval.dataset": Flag(TEXT),
     "eval.split": Flag(TEXT),
     "eval.steps": Flag(INTEGER),
@@ -176,12 +166,10 @@ FLAGS: dict[str, Flag] = {
     "ckpt.max_mem": Flag(NUMBER),
     "ckpt.load_enable": Flag(SWITCH),
     "ckpt.disable_ds": Flag(SWITCH),
-    "ckpt.best_metric_key": Flag(
-        TEXT, reason="--ckpt.best_metric takes our names of metrics, such as eval/pass_at_1", idle=("none",)
-    ),
+    "ckpt.best_metric_key": Flag(TEXT, idle=("none",)),
     "logger.tensorboard_dir": Flag(TEXT, "logger.tensorboard_dir"),
-    "logger.logging_steps": Flag(INTEGER, reason="every step is logged", idle=("1",)),
-    **{f"logger.wandb.{key}": Flag(TEXT, reason=WANDB) for key in ("key", "org", "group", "project", "run_name")},
+    "logger.logging_steps": Flag(INTEGER, idle=("1",)),
+    **{f"logger.wandb.{key}": Flag(TEXT) for key in ("key", "org", "group", "project", "run_name")},
     "use_ms": Flag(SWITCH, reason="data and models come from the Hugging Face hub or from disk"),
     "ptx_coef": Flag(NUMBER, reason=REMOVED),
     "pretrain_data": Flag(TEXT, reason=REMOVED),

@@ -15,6 +15,7 @@ SWITCH, INTEGER, NUMBER, TEXT = Kind.SWITCH, Kind.INTEGER, Kind.NUMBER, Kind.TEX
 
 REFERENCE = "the reference computes its log-probs once, before training, and is then left"
 UNBALANCED = "reward models are trained without the load-balancing loss"
+METRICS = "--ckpt.best_metric takes our names of metrics, such as eval/loss"
 DEEPSPEED = "models are divided over processes by DeepSpeed"
 OPTIMIZER = ("optim", "lr_scheduler", "lr_warmup_ratio", "min_lr_ratio", "max_norm")
 
@@ -38,10 +39,12 @@ COMMON: dict[str, Flag] = {
     "ds.adam_offload": Flag(SWITCH),
     "ds.ring_attn_size": Flag(INTEGER, idle=("1",)),
     "ds.tensor_parallel_size": Flag(INTEGER, idle=("1",)),
+    "ds.enable_sleep": Flag(SWITCH, reason="a trainer over examples shares its GPUs with no engine"),
     "ds.dist_backend": Flag(TEXT, reason=DEEPSPEED, idle=("deepspeed",)),
     "train.batch_size": Flag(INTEGER, "train.batch_size", default=128),
     "train.micro_batch_size": Flag(INTEGER, reason=MICRO),
     "train.max_epochs": Flag(INTEGER, "train.num_epochs", default=1),
+    "ckpt.best_metric_key": Flag(TEXT, reason=METRICS, idle=("none",)),
     "data.dataset": Flag(TEXT, "data.dataset"),
     "data.dataset_probs": Flag(Kind.PROBABILITIES),
     "data.dataset_split": Flag(TEXT, "data.split"),

@@ -13,6 +13,7 @@ NOTHING = ("none", "None", "null", "False", "false", "no", "0", "0.0")
 """Values that ask for nothing."""
 PACKED = "sequences lie end to end without padding, each apart from the others, whatever is set"
 EVALUATED = "evaluation takes as many tokens at once as training does"
+UPLOADED = "the model is uploaded once, when the run has ended"
 CHOSEN = "the tokenizer's own tokens are taken"
 
 COMMON: Mapping[str, Flag] = {
@@ -26,6 +27,7 @@ COMMON: Mapping[str, Flag] = {
     "lora_r": Flag(INTEGER),
     "lora_alpha": Flag(INTEGER),
     "lora_target_modules": Flag(WORDS),
+    "lora_dropout": Flag(NUMBER),
     "lora_target_parameters": Flag(WORDS, reason="linear layers alone get adapters", idle=NOTHING),
     "lora_modules_to_save": Flag(WORDS, reason="nothing but adapters is trained beside them", idle=NOTHING),
     "lora_task_type": Flag(TEXT, reason="it follows from the command", idle=("CAUSAL_LM", "SEQ_CLS")),
@@ -36,16 +38,21 @@ COMMON: Mapping[str, Flag] = {
     "use_bnb_nested_quant": Flag(SWITCH, reason="quantisation is always double"),
     "bnb_4bit_quant_storage": Flag(TEXT, reason="weights in 4 bits are NF4", idle=NOTHING),
     "router_aux_loss_coef": Flag(NUMBER, "actor.aux_loss_coef"),
+    "full_determinism": Flag(SWITCH, "actor.deterministic"),
     "gradient_checkpointing": Flag(SWITCH, "actor.gradient_checkpointing", default=True),
     "activation_offloading": Flag(SWITCH, reason="write --gradient_checkpointing, which saves as much"),
-    "disable_dropout": Flag(SWITCH, reason="no model here drops anything out"),
+    "disable_dropout": Flag(SWITCH),
+    # The trackers
+    "report_to": Flag(WORDS, idle=NOTHING),
+    "project": Flag(TEXT),
+    "run_name": Flag(TEXT),
     # The data
     "dataset_name": Flag(TEXT),
     "dataset_config": Flag(TEXT),
     "dataset_train_split": Flag(TEXT),
     "dataset_test_split": Flag(TEXT),
-    "dataset_streaming": Flag(SWITCH, reason="trl sft alone reads rows while training goes on"),
-    "streaming": Flag(SWITCH, reason="trl sft alone reads rows while training goes on"),
+    "dataset_streaming": Flag(SWITCH, reason="trl grpo reads all prompts before the first step"),
+    "streaming": Flag(SWITCH, reason="trl grpo reads all prompts before the first step"),
     "ignore_bias_buffers": Flag(SWITCH, reason="gradients are summed without DDP's buffers"),
     "datasets": Flag(WORDS, reason="name several with commas between in --dataset_name", idle=NOTHING),
     "test_split_size": Flag(NUMBER, reason="name a held-out split or file: --dataset_test_split", idle=NOTHING),
@@ -83,6 +90,13 @@ COMMON: Mapping[str, Flag] = {
     "save_only_model": Flag(SWITCH),
     "resume_from_checkpoint": Flag(TEXT),
     "disable_tqdm": Flag(SWITCH),
+    "push_to_hub": Flag(SWITCH),
+    "hub_model_id": Flag(TEXT),
+    "hub_token": Flag(TEXT, reason="the token is that of HF_TOKEN or of hf auth login", idle=NOTHING),
+    "hub_private_repo": Flag(WORDS, reason="a repository that is made is private", idle=("True", "true", "None")),
+    "hub_strategy": Flag(TEXT, reason=UPLOADED, idle=("end",)),
+    "hub_always_push": Flag(SWITCH, reason=UPLOADED),
+    "hub_revision": Flag(TEXT, reason="the model goes to the branch main", idle=("main",)),
     "pad_to_multiple_of": Flag(TEXT, reason=PACKED, idle=(*NOTHING, "auto")),
     "dataset_num_proc": Flag(INTEGER),
     "eos_token": Flag(TEXT, reason=CHOSEN),
@@ -97,11 +111,15 @@ EXAMPLES: Mapping[str, Flag] = {
         TEXT, reason="the beginning of a longer example is kept, where it is not dropped", idle=("keep_start",)
     ),
     "padding_free": Flag(SWITCH, reason=PACKED),
+    "dataset_streaming": Flag(SWITCH, "data.stream"),
+    "streaming": Flag(SWITCH, "data.stream"),
 }
 """Flags of the commands over examples."""
 
 REFERENCE: Mapping[str, Flag] = {
-    "precompute_ref_log_probs": Flag(SWITCH, reason="the reference always computes its log-probs before training"),
+    "precompute_ref_log_probs": Flag(
+        SWITCH, reason="the reference computes its log-probs before training, unless rows are streamed"
+    ),
     "precompute_ref_batch_size": Flag(INTEGER, reason=EVALUATED, idle=NOTHING),
     **{
         name: Flag(WORDS, reason="the reference stays as it is all through the run", idle=NOTHING)
@@ -129,8 +147,6 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "assistant_only_loss": Flag(SWITCH),
         "label_smoothing_factor": Flag(NUMBER, "train.label_smoothing"),
         "neftune_noise_alpha": Flag(NUMBER, "train.neftune_alpha"),
-        "dataset_streaming": Flag(SWITCH, "data.stream"),
-        "streaming": Flag(SWITCH, "data.stream"),
         "loss_type": Flag(TEXT, "train.loss"),
     },
     "dpo": {
@@ -139,8 +155,8 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "loss_type": Flag(WORDS),
         "loss_weights": Flag(Kind.PROBABILITIES, "dpo.loss_weights"),
         "ld_alpha": Flag(NUMBER, "dpo.ld_alpha"),
-        "f_divergence_type": Flag(TEXT, reason="the divergence is the reverse KL", idle=("reverse_kl",)),
-        "f_alpha_divergence_coef": Flag(NUMBER, reason="the divergence is the reverse KL"),
+        "f_divergence_type": Flag(TEXT, "dpo.f_divergence"),
+        "f_alpha_divergence_coef": Flag(NUMBER),
         "label_smoothing": Flag(NUMBER),
         "beta": Flag(NUMBER, "dpo.beta", default=0.1),
         "use_weighting": Flag(SWITCH, reason="pairs are weighted by their column weight, not by their likelihood"),
@@ -199,16 +215,15 @@ data_seed dataloader_drop_last dataloader_in_order dataloader_multiprocessing_co
 dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers
 ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed do_eval do_predict
 do_train enable_jit_checkpoint eval_delay eval_do_concat_batches eval_on_start eval_use_gather_object
-fp16_full_eval fsdp fsdp_config full_determinism gradient_checkpointing_kwargs greater_is_better hub_always_push
-hub_model_id hub_private_repo hub_revision hub_strategy hub_token ignore_data_skip include_for_metrics
+fp16_full_eval fsdp fsdp_config gradient_checkpointing_kwargs greater_is_better ignore_data_skip include_for_metrics
 include_num_input_tokens_seen label_names length_column_name liger_kernel_config load_best_model_at_end
 local_rank log_level log_level_replica log_on_each_node logging_first_step logging_nan_inf_filter logging_steps
 logging_strategy lr_scheduler_kwargs metric_for_best_model model_init_kwargs neftune_noise_alpha optim_args
-optim_target_modules parallelism_config prediction_loss_only project push_to_hub remove_unused_columns report_to
-restore_callback_states_from_checkpoint run_name save_on_each_node skip_memory_metrics tf32 torch_compile
+optim_target_modules parallelism_config prediction_loss_only remove_unused_columns
+restore_callback_states_from_checkpoint save_on_each_node skip_memory_metrics tf32 torch_compile
 torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id
 trackio_static_space_id train_sampling_strategy trust_remote_code use_cache use_cpu use_liger_kernel
-label_smoothing_factor lora_dropout load_in_8bit attn_implementation
+label_smoothing_factor load_in_8bit attn_implementation
 """
 """The other flags of every command, about which `names_of_trl` has something to say."""
 
@@ -229,11 +244,16 @@ vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_re
 DEFAULT_LR = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "grpo": 1e-6}
 """TRL's default learning rate of each command."""
 
+WITHOUT_DROPOUT = ("dpo", "kto", "reward")
+"""Commands of TRL that turn dropout off unless they are told not to."""
+
 
 def _program(command: str) -> Program:
     """Returns a command with its flags, and those that only `names_of_trl` has something to say about."""
     own: dict[str, Flag] = {**COMMON, **OWN[command]}
     own["learning_rate"] = Flag(NUMBER, "actor.adam.lr", default=DEFAULT_LR[command])
+    if command in WITHOUT_DROPOUT:
+        own["disable_dropout"] = Flag(SWITCH, default=True)
     names = [*OTHERS.split(), *(OTHERS_OF_GRPO.split() if command == "grpo" else ())]
     others = {name: Flag(WORDS, reason=_reason(name), idle=NOTHING) for name in names if name not in own}
     flags = {**others, **own}

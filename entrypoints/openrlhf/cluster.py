@@ -3,8 +3,11 @@
 OpenRLHF always has a cluster. Here a run has one if the command names a setting of it (`CLUSTER_FLAGS`).
 """
 
+from collections.abc import Sequence
+
+from rollgrad.entrypoints.names.names_of_openrlhf import OFFLOAD
 from rollgrad.entrypoints.openrlhf.draft import RLDraft
-from rollgrad.entrypoints.openrlhf.shared import translate_adapters
+from rollgrad.entrypoints.openrlhf.shared import lose_zero, translate_adapters, translate_zero
 
 NODE = {"num_nodes": 1, "num_gpus_per_node": 8}
 """OpenRLHF's default processes of a model."""
@@ -46,9 +49,16 @@ def translate_cluster(draft: RLDraft) -> None:
         together = _sharing(draft)
         _engines(draft, together=together)
         _transfer(draft)
+        translate_zero(draft)
     else:
+        lose_zero(draft)
+        draft.lose("vllm.enforce_eager", "without a cluster the engine is not vLLM, and has no graphs to replay")
         draft.lose("vllm.sync_backend", "without a cluster the engine reads the trained model itself")
+        for model in ("ref", "reward"):
+            if draft.asks(f"{model}.offload"):
+                draft.lose(f"{model}.offload", OFFLOAD)
     _adapters(draft)
+    _sleep(draft, together=together)
     if draft.asks("vllm.enable_sleep") and not together:
         draft.lose("vllm.enable_sleep", "engines sleep where they share GPUs with models, in OpenRLHF too")
 
@@ -63,9 +73,23 @@ def _processes(draft: RLDraft) -> None:
         own = {key: draft.value(f"{model}.{key}", default) for key, default in NODE.items()}
         for key, value in own.items() if own != actor else ():
             draft.set(f"{model}.{key}", value)
+    _offload(draft, [model for model in ("ref", "reward") if others[model]])
     if not others["ref"]:
         for key in NODE:
             draft.lose(f"ref.{key}", "a KL weight of 0 loads no reference, in OpenRLHF neither")
+
+
+def _offload(draft: RLDraft, loaded: Sequence[str]) -> None:
+    """Translates which of the frozen models rest in the CPU's memory."""
+    asked = [model for model in ("ref", "reward") if draft.asks(f"{model}.offload")]
+    resting = [model for model in asked if model in loaded and draft.value("ds.tensor_parallel_size", 1) == 1]
+    for model in asked:
+        if model in resting:
+            draft.set(f"{model}.offload", True)
+        elif not resting:  # one flag asks for both, of which the run may have one
+            draft.lose(
+                f"{model}.offload", "it is the parameters of frozen models that rest, where no layers are shared"
+            )
 
 
 def _sharing(draft: RLDraft) -> bool:
@@ -100,6 +124,8 @@ def _engines(draft: RLDraft, *, together: bool) -> None:
     draft.set("vllm.num_engines", engines)
     draft.set("vllm.tensor_parallel_size", size)
     draft.set("vllm.gpu_memory_utilization", draft.value("vllm.gpu_memory_utilization", GPU_MEMORY))
+    if draft.asks("vllm.enforce_eager"):
+        draft.set("vllm.extra.enforce_eager", True)
 
 
 def _transfer(draft: RLDraft) -> None:
@@ -112,14 +138,24 @@ def _transfer(draft: RLDraft) -> None:
         draft.lose("vllm.sync_backend", "weights go by NCCL, or by CUDA IPC where models and engines share GPUs")
 
 
+def _sleep(draft: RLDraft, *, together: bool) -> None:
+    """Translates the memory that optimizers leave to engines."""
+    if not draft.asks("ds.enable_sleep"):
+        return
+    if not together:
+        draft.lose("ds.enable_sleep", "optimizers sleep where models share GPUs with engines: --colocate_all_models")
+    elif draft.asks("ds.adam_offload"):
+        draft.lose("ds.enable_sleep", "with --adam_offload they are in the CPU's memory for good, in OpenRLHF too")
+    else:
+        draft.set("train.optimizer_sleeps", True)
+
+
 def _adapters(draft: RLDraft) -> None:
-    """Translates the actor's LoRA adapters."""
-    translate_adapters(draft)
+    """Translates the LoRA adapters of actor and critic."""
+    translate_adapters(draft, critic=draft.has_critic)
     if not draft.value("ds.lora.rank", 0):
         return
     if draft.value("ds.load_in_4bit", False):
         loaded = {"critic": draft.has_critic, "reward model": draft.reward_model is not None}
         if others := " and ".join(name for name, there in loaded.items() if there):
             draft.change("ds.load_in_4bit", f"of the actor, not of the {others}")
-    if draft.has_critic:
-        draft.change("ds.lora.rank", "of the actor alone; all weights of the critic are trained")

@@ -21,7 +21,7 @@ from rollgrad.entrypoints.openrlhf.draft import RLDraft
 from rollgrad.entrypoints.openrlhf.examples import TRAINERS, translate_trainer
 from rollgrad.entrypoints.openrlhf.inference import translate_inference
 from rollgrad.entrypoints.openrlhf.merge import translate_combiner
-from rollgrad.entrypoints.openrlhf.run import translate_run
+from rollgrad.entrypoints.openrlhf.run import translate_images, translate_run
 from rollgrad.entrypoints.openrlhf.serve import translate_server
 from rollgrad.entrypoints.openrlhf.shared import translate_checkpoints
 from rollgrad.entrypoints.openrlhf.words import COMBINER, INFERENCE, SERVER, TRAINER, Command, read_command
@@ -106,6 +106,7 @@ def translate(argv: Sequence[str]) -> Translation:
     translate_algorithm(draft)
     translate_run(draft)
     translate_cluster(draft)
+    translate_images(draft)
     return Translation(draft.settings, draft.notes)
 
 

@@ -19,11 +19,14 @@ from rollgrad.entrypoints.config_io import structure_run
 from rollgrad.entrypoints.names.flags import Program
 from rollgrad.entrypoints.names.names_of_openrlhf_trainers import DPO, KD, KTO, PRM, RM, SFT
 from rollgrad.entrypoints.openrlhf.shared import (
+    lose_zero,
     translate_adapters,
     translate_checkpoints,
     translate_optimizer,
     translate_schedule,
     translate_text,
+    translate_tracking,
+    translate_zero,
 )
 from rollgrad.entrypoints.openrlhf.words import Command
 from rollgrad.entrypoints.translation.draft import Draft, TranslatedRun
@@ -67,6 +70,7 @@ def translate_trainer(command: Command) -> TranslatedRun:
     translate_schedule(draft, "actor")
     translate_adapters(draft)
     translate_text(draft)
+    translate_tracking(draft)
     _rows(draft)
     _evaluation(draft)
     _processes(draft)
@@ -119,6 +123,7 @@ def _processes(draft: ExamplesDraft) -> None:
         for name in ("ds.ring_attn_size", "ds.tensor_parallel_size"):
             if draft.asks(name):
                 draft.lose(name, ONE_PROCESS)
+        lose_zero(draft)
         return
     draft.set("cluster.enable", True)
     draft.set("actor.num_nodes", launched.machines)
@@ -127,6 +132,7 @@ def _processes(draft: ExamplesDraft) -> None:
     draft.set("ds.tensor_parallel_size", tensor)
     draft.set("ds.zero_stage", draft.value("ds.zero_stage", 2))
     draft.set("ds.adam_offload", draft.value("ds.adam_offload", False))
+    translate_zero(draft)
 
 
 def _finish_demonstrations(draft: Draft) -> None:

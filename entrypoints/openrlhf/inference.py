@@ -51,7 +51,7 @@ _FLAGS: dict[str, Flag] = {
     "value_head_prefix": Flag(TEXT, reason="a reward model's head is found by itself"),
     "attn_implementation": Flag(TEXT, reason=KERNELS),
     "flash_attn": Flag(SWITCH, reason=KERNELS),
-    "disable_fast_tokenizer": Flag(SWITCH, reason="the tokenizer is the one that transformers chooses"),
+    "disable_fast_tokenizer": Flag(SWITCH, reason="transformers has one tokenizer for a model, the fast one"),
     "full_determinism": Flag(
         SWITCH, reason="a run repeats by its seed, but kernels are not forced to be deterministic"
     ),

@@ -1,7 +1,9 @@
 """The run of an OpenRLHF command: batches, lengths, rewards, data and evaluation."""
 
+import re
+
 from rollgrad.entrypoints.openrlhf.draft import RLDraft
-from rollgrad.entrypoints.openrlhf.shared import translate_text
+from rollgrad.entrypoints.openrlhf.shared import translate_text, translate_tracking
 
 PROMPT_TOKENS = 1024
 """OpenRLHF's default limit of prompts and of replies, in tokens."""
@@ -11,7 +13,7 @@ REWARD_TIMEOUT = 180.0
 
 
 def translate_run(draft: RLDraft) -> None:
-    """Sets `rollout`, `train`, `reward`, `data` and `eval`.
+    """Sets `rollout`, `train`, `reward`, `data`, `logger` and `eval`.
 
     Raises:
         ConfigurationError: a value is not of its flag's kind.
@@ -20,6 +22,7 @@ def translate_run(draft: RLDraft) -> None:
     _lengths(draft)
     _reward(draft)
     translate_text(draft)
+    translate_tracking(draft)
     _evaluation(draft)
 
 
@@ -32,10 +35,7 @@ def _batches(draft: RLDraft) -> None:
         draft.change("train.batch_size", f"{prompts * samples}, for a rollout has no more samples")
         batch = prompts * samples
     draft.set("train.batch_size", batch)
-    if draft.value("train.dynamic_batch_enable", False):
-        draft.set("train.max_tokens_per_micro_batch", draft.value("train.max_tokens_per_gpu", 16192))
-    else:
-        draft.lose("train.max_tokens_per_gpu", "OpenRLHF reads it with --use_dynamic_batch only")
+    _passes(draft)
     _overlap(draft, prompts)
     if draft.value("train.enable_ema", False):
         draft.set("train.ema_beta", draft.value("train.ema_beta", 0.992))
@@ -44,6 +44,65 @@ def _batches(draft: RLDraft) -> None:
         )
     else:
         draft.lose("train.ema_beta", "no average is kept without --enable_ema, in OpenRLHF neither")
+
+
+PASSES = {"train": "train.max_tokens_per_micro_batch", "rollout": "train.max_tokens_per_scoring_pass"}
+"""Budgets of passes with gradients, and of those without."""
+
+
+def _passes(draft: RLDraft) -> None:
+    """Translates how much goes through a model at once: tokens with dynamic batches, else samples, each of which is
+    counted as long as the longest."""
+    dynamic = draft.value("train.dynamic_batch_enable", False)
+    if dynamic:
+        draft.set("train.max_tokens_per_micro_batch", draft.value("train.max_tokens_per_gpu", 16192))
+    for section, ours in PASSES.items():
+        tokens, samples = f"{section}.max_tokens_per_gpu", f"{section}.micro_batch_size"
+        if dynamic:
+            if tokens in draft.options:
+                draft.set(ours, draft.value(tokens))
+            draft.lose(samples, "with --use_dynamic_batch passes are filled with tokens, in OpenRLHF too")
+            continue
+        draft.lose(tokens, "OpenRLHF reads it with --use_dynamic_batch only")
+        if samples in draft.options:
+            draft.set(ours, draft.value(samples) * _longest(draft))
+            draft.change(samples, "passes are filled up to as many tokens as that many of the longest samples have")
+    if "rollout.tasks_per_gpu" in draft.options:
+        gpus = draft.value("vllm.num_engines", 1) * draft.value("vllm.tensor_parallel_size", 1)
+        draft.set("rollout.max_concurrent", draft.value("rollout.tasks_per_gpu") * gpus)
+
+
+def _longest(draft: RLDraft) -> int:
+    """Returns the tokens of the longest sample."""
+    total = draft.value("data.max_len")
+    if total is not None:
+        return int(total)
+    prompt, reply = draft.value("data.prompt_max_len"), draft.value("rollout.max_new_tokens")
+    return int(PROMPT_TOKENS if prompt is None else prompt) + int(PROMPT_TOKENS if reply is None else reply)
+
+
+IMAGES = {
+    "data.image_key": "data.image_key",
+    "data.max_images_per_prompt": "data.max_images_per_prompt",
+    "actor.freeze_visual_encoder": "actor.freeze_visual_encoder",
+}
+
+
+def translate_images(draft: RLDraft) -> None:
+    """Sets where images are.
+
+    Raises:
+        ConfigurationError: a value is not of its flag's kind.
+    """
+    if not draft.value("data.apply_chat_template", False):
+        why: str | None = "images are put where the chat template has them: --apply_chat_template"
+    else:
+        why = None if "data.image_key" in draft.options else "no images are read without --data.image_key"
+    for name, ours in IMAGES.items():
+        if why is not None and draft.asks(name):
+            draft.lose(name, why)
+        elif why is None and draft.asks(name):
+            draft.set(ours, draft.value(name))
 
 
 def _overlap(draft: RLDraft, prompts: int) -> None:
@@ -152,6 +211,8 @@ def _reward_model(draft: RLDraft) -> None:
 def _evaluation(draft: RLDraft) -> None:
     dataset = draft.value("eval.dataset")
     if not dataset:
+        if draft.asks("ckpt.best_metric_key"):
+            draft.lose("ckpt.best_metric_key", "there is nothing to evaluate on without --eval_dataset")
         for key in ("split", "temperature", "n_samples_per_prompt", "steps"):
             if key != "steps" or draft.value("eval.steps", -1) != -1:
                 draft.lose(f"eval.{key}", "there is nothing to evaluate on without --eval_dataset")
@@ -174,3 +235,18 @@ def _evaluation(draft: RLDraft) -> None:
         "max_samples": draft.value("data.max_samples"),
     }.items():
         draft.set(f"eval.{key}", value)
+    _best(draft, samples)
+
+
+def _best(draft: RLDraft, samples: int) -> None:
+    """Translates the metric by which the best model is kept."""
+    if not draft.asks("ckpt.best_metric_key"):
+        return
+    name = draft.value("ckpt.best_metric_key") or "pass1"
+    found = re.fullmatch(r"(?:eval_)?(?:.+_)?pass(\d+)", name)
+    k = int(found[1]) if found else 0
+    if k == samples or (0 < k < samples and k & (k - 1) == 0):
+        draft.set("ckpt.best_metric", f"eval/pass@{k}")
+        draft.change("ckpt.best_metric_key", f"eval/pass@{k}, over all data sets of the evaluation")
+    else:
+        draft.lose("ckpt.best_metric_key", f"--ckpt.best_metric takes a metric of ours, such as eval/pass@{samples}")

@@ -67,8 +67,36 @@ def translate_schedule(draft: Draft, model: str) -> None:
         draft.set(f"{model}.min_lr_ratio", draft.value(f"{model}.min_lr_ratio", 0.1) if floor is None else floor)
 
 
-def translate_adapters(draft: Draft) -> None:
-    """Sets `actor.lora`.
+ZERO_FLAGS = ("ds.zpg", "ds.overlap_comm", "ds.grad_accum_dtype")
+"""Flags that become keys of DeepSpeed's own configuration."""
+
+
+def translate_zero(draft: Draft) -> None:
+    """Sets `ds.extra` of models that are divided.
+
+    Raises:
+        ConfigurationError: a value is not of its flag's kind.
+    """
+    if draft.asks("ds.zpg"):
+        if draft.value("ds.zero_stage", 2) == 3:
+            draft.set("ds.extra.zero_optimization.zero_hpz_partition_size", draft.value("ds.zpg"))
+        else:
+            draft.lose("ds.zpg", "ZeRO copies parameters within a machine at stage 3 alone, in OpenRLHF too")
+    if draft.asks("ds.overlap_comm"):
+        draft.set("ds.extra.zero_optimization.overlap_comm", True)
+    if draft.asks("ds.grad_accum_dtype"):
+        draft.set("ds.extra.data_types.grad_accum_dtype", draft.value("ds.grad_accum_dtype"))
+
+
+def lose_zero(draft: Draft) -> None:
+    """Notes the same flags where one process has the whole model."""
+    for name in ZERO_FLAGS:
+        if draft.asks(name):
+            draft.lose(name, "one process trains each model, which DeepSpeed does not divide")
+
+
+def translate_adapters(draft: Draft, *, critic: bool = False) -> None:
+    """Sets `actor.lora`, and `critic.lora` if there is a `critic`.
 
     Raises:
         ConfigurationError: a value is not of its flag's kind.
@@ -77,12 +105,42 @@ def translate_adapters(draft: Draft) -> None:
     if not rank:
         for key in ("lora.alpha", "lora.target_modules", "load_in_4bit"):
             draft.lose(f"ds.{key}", "all weights are trained without --lora_rank")
+        if draft.asks("ds.lora.dropout"):
+            draft.lose("ds.lora.dropout", "all weights are trained without --lora_rank")
         return
-    draft.set("actor.lora.rank", rank)
-    draft.set("actor.lora.alpha", draft.value("ds.lora.alpha", LORA_ALPHA))
-    draft.set("actor.lora.target_modules", draft.value("ds.lora.target_modules", ["all-linear"]))
+    for model in ("actor", "critic") if critic else ("actor",):
+        draft.set(f"{model}.lora.rank", rank)
+        draft.set(f"{model}.lora.alpha", draft.value("ds.lora.alpha", LORA_ALPHA))
+        draft.set(f"{model}.lora.dropout", draft.value("ds.lora.dropout", 0.0))
+        draft.set(f"{model}.lora.target_modules", draft.value("ds.lora.target_modules", ["all-linear"]))
     if draft.value("ds.load_in_4bit", False):
         draft.set("actor.lora.load_in_4bit", True)
+
+
+def translate_tracking(draft: Draft) -> None:
+    """Sets where metrics are reported.
+
+    Raises:
+        ConfigurationError: a value is not of its flag's kind.
+    """
+    if draft.asks("logger.logging_steps"):
+        if draft.asks("logger.wandb.key") or draft.asks("logger.tensorboard_dir"):
+            draft.set("logger.logging_steps", draft.value("logger.logging_steps"))
+        else:
+            draft.lose("logger.logging_steps", "nothing is reported without --use_wandb or --use_tensorboard")
+    names = {"org": "organization", "group": "group", "project": "project", "run_name": "run_name"}
+    key = draft.value("logger.wandb.key")
+    if key is None:
+        for name in names:
+            draft.lose(f"logger.wandb.{name}", "nothing is reported without --use_wandb, in OpenRLHF neither")
+        return
+    draft.set("logger.report_to", ["wandb"])
+    if key.lower() != "true":
+        flag = draft.options["logger.wandb.key"].flag  # without the key, which is a secret
+        draft.changed.append(f"{flag}: the key is read from WANDB_API_KEY, or is that of `wandb login`: set it there")
+    for name, ours in names.items():
+        if f"logger.wandb.{name}" in draft.options:
+            draft.set(f"logger.{ours}", draft.value(f"logger.wandb.{name}"))
 
 
 def translate_text(draft: Draft) -> None:

@@ -16,11 +16,12 @@ from rollgrad.application.settings.kto import KTORun
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.logger import TRACKERS
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import structure_run
 from rollgrad.entrypoints.names.flags import Program
-from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS, NOTHING
+from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS, NOTHING, UPLOADED
 from rollgrad.entrypoints.translation.draft import Draft, TranslatedRun
 from rollgrad.entrypoints.translation.schedules import SCHEDULERS
 from rollgrad.entrypoints.translation.words import Given, options, parse
@@ -34,6 +35,9 @@ stderr. A file of --config is read as TRL does.
 
   --run   train instead of printing
 """
+
+LORA_DROPOUT = 0.05
+"""TRL's default share of the inputs of adapters that training leaves out."""
 
 RUNS: Mapping[str, tuple[str, type[OfflineRun | RLConfig]]] = {
     "sft": ("train sft", SFTRun),
@@ -144,13 +148,19 @@ def _model(draft: Draft) -> None:
         draft.set("actor.lora.rank", draft.value("lora_r", 16))
         draft.set("actor.lora.alpha", draft.value("lora_alpha", 32))
         draft.set("actor.lora.target_modules", draft.value("lora_target_modules", ["all-linear"]))
+        off = draft.value("disable_dropout", False)
+        draft.set("actor.lora.dropout", 0.0 if off else draft.value("lora_dropout", LORA_DROPOUT))
+        if off:
+            draft.lose("lora_dropout", "with --disable_dropout nothing is left out, in TRL too")
         if draft.value("load_in_4bit", False):
             draft.set("actor.lora.load_in_4bit", True)
         if "lora_target_modules" not in draft.options:
             draft.change("use_peft", "all linear layers get adapters, in TRL those that peft knows for the model")
         return
-    for name in ("lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"):
+    for name in ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout", "load_in_4bit"):
         draft.lose(name, "all weights are trained without --use_peft")
+    if not draft.value("disable_dropout", False):
+        draft.lose("disable_dropout", "adapters alone leave anything out, and there are none without --use_peft")
 
 
 def _optimizer(draft: Draft) -> None:
@@ -215,6 +225,31 @@ def _output(draft: Draft) -> None:
         draft.change("resume_from_checkpoint", "the run in --output_dir continues from its newest training state")
     if draft.value("disable_tqdm", False):
         draft.set("logger.console", False)
+    repository = str(draft.value("hub_model_id"))
+    if not draft.value("push_to_hub", False):
+        draft.lose("hub_model_id", "nothing is uploaded without --push_to_hub, in TRL neither")
+    elif "/" in repository:
+        draft.set("ckpt.push_to_hub", repository)
+        draft.change("push_to_hub", f"{UPLOADED}, and a repository that is made is private")
+    else:
+        draft.lose("push_to_hub", "name the repository with its owner: --hub_model_id me/name")
+    _tracking(draft)
+
+
+def _tracking(draft: Draft) -> None:
+    asked = [name for value in draft.value("report_to") or () for name in value.split(",") if name not in NOTHING]
+    ours = [name for name in asked if name in TRACKERS]
+    if "tensorboard" in asked:
+        draft.set("logger.tensorboard_dir", str(Path(draft.value("output_dir") or ".") / "tensorboard"))
+    if others := sorted({*asked} - {*TRACKERS, "tensorboard"}):
+        draft.lose("report_to", f"metrics are reported to {', '.join(TRACKERS)} or tensorboard, not to {others[0]}")
+    if ours:
+        draft.set("logger.report_to", ours)
+    for name in ("project", "run_name"):
+        if ours and name in draft.options:
+            draft.set(f"logger.{name}", draft.value(name))
+        else:
+            draft.lose(name, "nothing is reported to a tracker")
 
 
 def _dataset(draft: Draft) -> str | None:
@@ -280,6 +315,11 @@ def _finish_dpo(draft: Draft) -> None:
     if missing:
         raise ConfigurationError(f"The loss {missing[0]} is not there: change --loss_type.")
     draft.set("dpo.loss", losses)
+    coef = draft.value("f_alpha_divergence_coef", 0.5)
+    if draft.value("f_divergence_type", "reverse_kl") == "alpha_divergence":
+        draft.set("dpo.f_alpha", 1 - coef)  # TRL's is that of u^(coef - 1), ours that of u^-alpha
+    elif coef != 0.5:
+        draft.lose("f_alpha_divergence_coef", "the divergence is not the alpha-divergence, in TRL neither")
     smoothing = draft.value("label_smoothing", 0.0)
     if {"robust", "exo_pair"} & set(losses):
         draft.set("dpo.label_smoothing", smoothing)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from rollgrad.domain.episodes.messages import Message, ParsedReply, ToolCall, assistant_message
+from rollgrad.domain.episodes.messages import Message, ParsedReply, ReplyForm, ToolCall, assistant_message
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ReplyStream, ToolSchema
 
 BOS, EOS = 256, 257
@@ -45,7 +45,9 @@ class FakeChatCodec(ChatCodec):
         """Text of the token that ends a reply."""
         return "<eos>"
 
-    def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
+    def parse(
+        self, text: str, prompt: str, tools: Sequence[ToolSchema] = (), form: ReplyForm | None = None
+    ) -> ParsedReply:
         """Returns the reply's thought, and its call or else its content."""
         text = text.replace("<eos>", "")
         thought, _, content = text.rpartition(")") if text.startswith("(") else ("", "", text)
@@ -58,6 +60,12 @@ class FakeChatCodec(ChatCodec):
                 calls = (ToolCall(id=f"c{len(prompt)}", name=name, arguments=None, error="The arguments are no JSON."),)
         message = assistant_message("" if calls else content, reasoning=thought[1:], tool_calls=calls)
         return ParsedReply(message=message, tool_calls=calls)
+
+    def grammar(self, form: ReplyForm, prompt: str, tools: Sequence[ToolSchema] = ()) -> str:
+        """Returns a grammar of JSON texts, or of calls with any JSON object as arguments."""
+        schema = json.dumps({} if form.schema in (None, True) else form.schema)
+        calls = [f'"@{name} " %json {{"type": "object"}}' for name in form.calls]
+        return f"start: {' | '.join([*calls, *([] if form.schema is None else [f'%json {schema}'])])}\n"
 
     def stream(self, prompt: str, tools: Sequence[ToolSchema] = ()) -> ReplyStream:
         """Returns a stream that gives everything at the end."""

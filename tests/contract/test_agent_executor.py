@@ -48,10 +48,10 @@ def failing(request: pytest.FixtureRequest) -> AgentExecutor:
     return single_turn(engine)
 
 
-def test_trajectories_carry_the_requests_ids_and_prompt(make: Callable[[], AgentExecutor]) -> None:
+async def test_trajectories_carry_the_requests_ids_and_prompt(make: Callable[[], AgentExecutor]) -> None:
     executor = make()
     assert isinstance(executor, AgentExecutor)
-    result = asyncio.run(executor.run(request()))
+    result = await executor.run(request())
     assert isinstance(result, list)
     assert result
     for trajectory in result:
@@ -61,17 +61,16 @@ def test_trajectories_carry_the_requests_ids_and_prompt(make: Callable[[], Agent
         assert trajectory.action_length > 0
 
 
-def test_episodes_may_overlap(make: Callable[[], AgentExecutor]) -> None:
-    async def overlap() -> list[int]:
-        executor = make()
-        results = await asyncio.gather(*(executor.run(request(sample_id=n)) for n in range(10)))
-        return [trajectory.sample_id for result in results if isinstance(result, list) for trajectory in result]
+async def test_episodes_may_overlap(make: Callable[[], AgentExecutor]) -> None:
+    executor = make()
+    results = await asyncio.gather(*(executor.run(request(sample_id=n)) for n in range(10)))
+    assert ([trajectory.sample_id for result in results if isinstance(result, list) for trajectory in result]) == list(
+        range(10)
+    )
 
-    assert asyncio.run(overlap()) == list(range(10))
 
-
-def test_a_failure_of_the_episode_is_a_value(failing: AgentExecutor) -> None:
-    result = asyncio.run(failing.run(request()))
+async def test_a_failure_of_the_episode_is_a_value(failing: AgentExecutor) -> None:
+    result = await failing.run(request())
     assert isinstance(result, RolloutFailure)
     assert result.kind is FailureKind.INFRASTRUCTURE
     assert "the engine broke" in result.message

@@ -53,33 +53,27 @@ def task(text: str) -> AgentTask:
     return AgentTask(prompt=prompt, root_url="http://127.0.0.1:1/s/key", api_key="key", model="policy")
 
 
-def test_episodes_overlap_and_keep_their_tasks_apart(make: Make) -> None:
+async def test_episodes_overlap_and_keep_their_tasks_apart(make: Make) -> None:
     async def body() -> list[AgentResult]:
         program = make("echo")
         assert isinstance(program, AgentProgram)
         return await asyncio.gather(*(program.run(task(f"question {n}")) for n in range(5)))
 
-    assert asyncio.run(body()) == [AgentResult(answer=f"question {n}") for n in range(5)]
+    assert await body() == [AgentResult(answer=f"question {n}") for n in range(5)]
 
 
-def test_what_goes_wrong_is_an_exception_of_the_episode(make: Make) -> None:
-    async def body() -> AgentResult:
-        program = make("raise")
-        with pytest.raises(Exception, match="no such door"):
-            await program.run(task("x"))
-        return await make("echo").run(task("still there"))
-
-    assert asyncio.run(body()) == AgentResult(answer="still there")
+async def test_what_goes_wrong_is_an_exception_of_the_episode(make: Make) -> None:
+    program = make("raise")
+    with pytest.raises(Exception, match="no such door"):
+        await program.run(task("x"))
+    assert (await make("echo").run(task("still there"))) == AgentResult(answer="still there")
 
 
-def test_cancelling_ends_it(make: Make, tmp_path: Path) -> None:
-    async def body() -> None:
-        running = asyncio.create_task(make("hang").run(task("x")))
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not (tmp_path / "started").exists():
-                await asyncio.sleep(0.01)
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-
-    asyncio.run(body())
+async def test_cancelling_ends_it(make: Make, tmp_path: Path) -> None:
+    running = asyncio.create_task(make("hang").run(task("x")))
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not (tmp_path / "started").exists():
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running

@@ -117,11 +117,11 @@ async def play(environment: Environment, replies: list[str]) -> list[StepResult]
     return results
 
 
-def test_an_episode_ends_with_finite_rewards(make: Make) -> None:
+async def test_an_episode_ends_with_finite_rewards(make: Make) -> None:
     environment = make()
     assert isinstance(environment, Environment)
     assert all(isinstance(tool, Tool) for tool in getattr(environment, "tools", ()))
-    results = asyncio.run(play(environment, ["[3]", "2", "1"]))
+    results = await play(environment, ["[3]", "2", "1"])
     assert results[-1].terminated or results[-1].truncated
     for result in results:
         assert math.isfinite(result.reward)
@@ -130,29 +130,23 @@ def test_an_episode_ends_with_finite_rewards(make: Make) -> None:
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=range(len(JUNK)))
-def test_no_reply_raises(make: Make, junk: str) -> None:
-    results = asyncio.run(play(make(), [junk]))
+async def test_no_reply_raises(make: Make, junk: str) -> None:
+    results = await play(make(), [junk])
     assert all(math.isfinite(result.reward) for result in results)
 
 
-def test_close_at_any_time_and_more_than_once(make: Make) -> None:
-    async def scenario() -> None:
-        environment = make()
-        await environment.close()
-        await environment.close()
-        environment = make()
-        await environment.reset(ask())
-        await environment.close()
-        await environment.close()
-
-    asyncio.run(scenario())
+async def test_close_at_any_time_and_more_than_once(make: Make) -> None:
+    environment = make()
+    await environment.close()
+    await environment.close()
+    environment = make()
+    await environment.reset(ask())
+    await environment.close()
+    await environment.close()
 
 
-def test_episodes_at_the_same_time_do_not_disturb_each_other(make: Make) -> None:
-    async def scenario() -> list[list[StepResult]]:
-        return await asyncio.gather(*(play(make(), ["[3]", "2", "1"]) for _ in range(4)))
-
-    first, *others = asyncio.run(scenario())
+async def test_episodes_at_the_same_time_do_not_disturb_each_other(make: Make) -> None:
+    first, *others = await asyncio.gather(*(play(make(), ["[3]", "2", "1"]) for _ in range(4)))
     outcome = [(result.observation, result.reward, result.terminated) for result in first]
     for other in others:
         assert [(result.observation, result.reward, result.terminated) for result in other] == outcome

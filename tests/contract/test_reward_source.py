@@ -92,29 +92,29 @@ def nan_source(request: pytest.FixtureRequest) -> RewardSource:
     }[request.param]
 
 
-def test_one_reward_a_request_in_order(source: RewardSource) -> None:
+async def test_one_reward_a_request_in_order(source: RewardSource) -> None:
     assert isinstance(source, RewardSource)
-    rewards = asyncio.run(source.score([ask("7"), ask("8"), ask("9", label="9")]))
+    rewards = await source.score([ask("7"), ask("8"), ask("9", label="9")])
     assert [reward.value for reward in rewards] == [1.0, 0.0, 1.0]
 
 
-def test_scoring_twice_gives_the_same(source: RewardSource) -> None:
+async def test_scoring_twice_gives_the_same(source: RewardSource) -> None:
     requests = [ask("7"), ask("1")]
-    assert asyncio.run(source.score(requests)) == asyncio.run(source.score(requests))
+    assert await source.score(requests) == await source.score(requests)
 
 
-def test_calls_may_overlap(source: RewardSource) -> None:
+async def test_calls_may_overlap(source: RewardSource) -> None:
     async def overlap() -> list[float]:
         answers = await asyncio.gather(*(source.score([ask(str(n))]) for n in range(20)))
         return [answer[0].value for answer in answers]
 
-    assert asyncio.run(overlap()) == [float(n == 7) for n in range(20)]
+    assert await overlap() == [float(n == 7) for n in range(20)]
 
 
-def test_no_requests_no_rewards(source: RewardSource) -> None:
-    assert asyncio.run(source.score([])) == []
+async def test_no_requests_no_rewards(source: RewardSource) -> None:
+    assert await source.score([]) == []
 
 
-def test_a_reward_that_is_not_finite_is_an_error(nan_source: RewardSource) -> None:
+async def test_a_reward_that_is_not_finite_is_an_error(nan_source: RewardSource) -> None:
     with pytest.raises(RewardError, match="nan"):
-        asyncio.run(nan_source.score([ask("7")]))
+        await nan_source.score([ask("7")])

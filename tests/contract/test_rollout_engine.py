@@ -18,10 +18,10 @@ from rollgrad.domain.episodes.generation import Generation, GenerationRequest, S
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.testing.rollout_engine import FakeRolloutEngine
-from tests.event_loop import run
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.tiny_models import LONG
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # vLLM serves all tests
 VLLM = [pytest.param("vllm", marks=pytest.mark.slow)] if importlib.util.find_spec("vllm") else []
 """vLLM takes half a minute to start, so one engine serves all its tests."""
 
@@ -74,217 +74,180 @@ async def started(engine: RolloutEngine, *requests: GenerationRequest) -> "list[
     return tasks
 
 
-def test_each_token_has_logprob_and_version(make: Callable[[], Any]) -> None:
+async def test_each_token_has_logprob_and_version(make: Callable[[], Any]) -> None:
     engine = make()
     assert isinstance(engine, RolloutEngine)
     engine.set_version(3)
-    generation = run(engine.generate(ask()))
+    generation = await engine.generate(ask())
     assert generation.stop_reason is StopReason.LENGTH
     assert len(generation.token_ids) == len(generation.logprobs) == len(generation.versions) == 8
     assert set(generation.versions) == {3}
     assert all(logprob <= 0 for logprob in generation.logprobs)
 
 
-def test_a_request_depends_on_itself_alone(make: Callable[[], Any]) -> None:
-    async def scenario() -> None:
-        requests = [ask(seed=s, prompt=(70 + s % 3,) * (1 + s % 4)) for s in range(20)]
-        alone = [await make().generate(request) for request in requests]
-        engine = make()
-        together = await asyncio.gather(*(engine.generate(request) for request in reversed(requests)))
-        assert [list(g.token_ids) for g in reversed(together)] == [list(g.token_ids) for g in alone]
-
-    run(scenario())
-
-
-def test_other_seed_other_tokens(make: Callable[[], Any]) -> None:
+async def test_a_request_depends_on_itself_alone(make: Callable[[], Any]) -> None:
+    requests = [ask(seed=s, prompt=(70 + s % 3,) * (1 + s % 4)) for s in range(20)]
+    alone = [await make().generate(request) for request in requests]
     engine = make()
-    first, second = run(engine.generate(ask(seed=1))), run(make().generate(ask(seed=2)))
+    together = await asyncio.gather(*(engine.generate(request) for request in reversed(requests)))
+    assert [list(g.token_ids) for g in reversed(together)] == [list(g.token_ids) for g in alone]
+
+
+async def test_other_seed_other_tokens(make: Callable[[], Any]) -> None:
+    engine = make()
+    first, second = await engine.generate(ask(seed=1)), await make().generate(ask(seed=2))
     assert list(first.token_ids) != list(second.token_ids)
 
 
-def test_a_stop_token_is_part_of_the_reply(make: Callable[[], Any]) -> None:
-    full = run(make().generate(ask()))
+async def test_a_stop_token_is_part_of_the_reply(make: Callable[[], Any]) -> None:
+    full = await make().generate(ask())
     stop = full.token_ids[4]
-    generation = run(make().generate(ask(stop_token_ids=(stop,))))
+    generation = await make().generate(ask(stop_token_ids=(stop,)))
     assert generation.stop_reason is StopReason.STOP
     assert list(generation.token_ids) == list(full.token_ids)[: list(full.token_ids).index(stop) + 1]
 
 
-def test_an_empty_prompt_is_an_error(make: Callable[[], Any]) -> None:
+async def test_an_empty_prompt_is_an_error(make: Callable[[], Any]) -> None:
     with pytest.raises(EngineError):
-        run(make().generate(ask(prompt=())))
+        await make().generate(ask(prompt=()))
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
-def test_pause_and_resume_are_idempotent(make: Callable[[], Any], mode: PauseMode) -> None:
-    async def scenario() -> None:
-        engine = make()
-        await engine.pause(mode)
-        await engine.pause(mode)
-        await engine.resume()
-        await engine.resume()
-        assert len((await engine.generate(ask())).token_ids) == 8
-
-    run(scenario())
+async def test_pause_and_resume_are_idempotent(make: Callable[[], Any], mode: PauseMode) -> None:
+    engine = make()
+    await engine.pause(mode)
+    await engine.pause(mode)
+    await engine.resume()
+    await engine.resume()
+    assert len((await engine.generate(ask())).token_ids) == 8
 
 
-def test_abort_returns_valid_tokens_at_once(make: Callable[[], Any]) -> None:
-    async def scenario() -> None:
-        engine = make()
-        full = await make().generate(ask(max_new_tokens=LONG))
-        (task,) = await started(engine, ask(max_new_tokens=LONG))
-        await engine.pause(PauseMode.ABORT)
-        generation = await task
-        assert generation.stop_reason is StopReason.ABORTED
-        count = len(generation.token_ids)
-        assert 0 < count < LONG
-        assert list(generation.token_ids) == list(full.token_ids)[:count]
-
-    run(scenario())
+async def test_abort_returns_valid_tokens_at_once(make: Callable[[], Any]) -> None:
+    engine = make()
+    full = await make().generate(ask(max_new_tokens=LONG))
+    (task,) = await started(engine, ask(max_new_tokens=LONG))
+    await engine.pause(PauseMode.ABORT)
+    generation = await task
+    assert generation.stop_reason is StopReason.ABORTED
+    count = len(generation.token_ids)
+    assert 0 < count < LONG
+    assert list(generation.token_ids) == list(full.token_ids)[:count]
 
 
-def test_wait_lets_requests_finish(make: Callable[[], Any]) -> None:
-    async def scenario() -> None:
-        engine = make()
-        (task,) = await started(engine, ask(max_new_tokens=LONG))
-        await engine.pause(PauseMode.WAIT)
-        assert task.done()
-        assert (await task).stop_reason is StopReason.LENGTH
-
-    run(scenario())
+async def test_wait_lets_requests_finish(make: Callable[[], Any]) -> None:
+    engine = make()
+    (task,) = await started(engine, ask(max_new_tokens=LONG))
+    await engine.pause(PauseMode.WAIT)
+    assert task.done()
+    assert (await task).stop_reason is StopReason.LENGTH
 
 
-def test_keep_freezes_until_resume_under_new_weights(make: Callable[[], Any]) -> None:
-    async def scenario() -> None:
-        engine = make()
-        full = await make().generate(ask(max_new_tokens=LONG))
-        (task,) = await started(engine, ask(max_new_tokens=LONG))
-        await engine.pause(PauseMode.KEEP)
-        await asyncio.sleep(0.02)
-        assert not task.done()
-        engine.set_version(1)
-        await engine.resume()
-        generation = await task
-        assert set(generation.versions) == {0, 1}
-        assert list(generation.token_ids) == list(full.token_ids)
-
-    run(scenario())
+async def test_keep_freezes_until_resume_under_new_weights(make: Callable[[], Any]) -> None:
+    engine = make()
+    full = await make().generate(ask(max_new_tokens=LONG))
+    (task,) = await started(engine, ask(max_new_tokens=LONG))
+    await engine.pause(PauseMode.KEEP)
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    engine.set_version(1)
+    await engine.resume()
+    generation = await task
+    assert set(generation.versions) == {0, 1}
+    assert list(generation.token_ids) == list(full.token_ids)
 
 
-def test_requests_made_while_paused_wait(make: Callable[[], Any]) -> None:
-    async def scenario() -> None:
-        engine = make()
-        await engine.pause(PauseMode.WAIT)
-        task = asyncio.create_task(engine.generate(ask()))
-        await asyncio.sleep(0.02)
-        assert not task.done()
-        await engine.resume()
-        assert len((await task).token_ids) == 8
-
-    run(scenario())
+async def test_requests_made_while_paused_wait(make: Callable[[], Any]) -> None:
+    engine = make()
+    await engine.pause(PauseMode.WAIT)
+    task = asyncio.create_task(engine.generate(ask()))
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    await engine.resume()
+    assert len((await task).token_ids) == 8
 
 
-def test_requests_made_while_a_pause_waits_are_held(make: Callable[[], Any]) -> None:
-    async def scenario() -> None:
-        engine = make()
-        (first,) = await started(engine, ask(max_new_tokens=LONG))
-        pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
-        await asyncio.sleep(0)
-        late = [asyncio.create_task(engine.generate(ask(seed=s, max_new_tokens=LONG))) for s in range(20)]
-        await pausing
-        assert first.done()
-        assert not any(task.done() for task in late)
-        engine.set_version(1)
-        await engine.resume()
-        assert {version for task in late for version in (await task).versions} == {1}
-
-    run(scenario())
+async def test_requests_made_while_a_pause_waits_are_held(make: Callable[[], Any]) -> None:
+    engine = make()
+    (first,) = await started(engine, ask(max_new_tokens=LONG))
+    pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+    await asyncio.sleep(0)
+    late = [asyncio.create_task(engine.generate(ask(seed=s, max_new_tokens=LONG))) for s in range(20)]
+    await pausing
+    assert first.done()
+    assert not any(task.done() for task in late)
+    engine.set_version(1)
+    await engine.resume()
+    assert {version for task in late for version in (await task).versions} == {1}
 
 
-def test_a_reply_goes_on_where_another_request_left_it(make: Callable[[], Any], request: pytest.FixtureRequest) -> None:
+async def test_a_reply_goes_on_where_another_request_left_it(
+    make: Callable[[], Any], request: pytest.FixtureRequest
+) -> None:
     # vLLM cannot take up the random numbers of another request.
     temperature = 0.0 if request.node.callspec.params["make"] in ("vllm", "server") else 1.0
 
-    async def scenario() -> None:
-        whole = await make().generate(ask(max_new_tokens=20, temperature=temperature))
-        begun = tuple(whole.token_ids[:12])
-        rest_of_it = ask(prompt=(65, 66, 67, *begun), max_new_tokens=8, temperature=temperature)
-        rest = await make().generate(evolve(rest_of_it, begun=12))
-        assert list(rest.token_ids) == list(whole.token_ids)[12:]
-        assert list(rest.logprobs) == pytest.approx(list(whole.logprobs)[12:], abs=1e-4)
-
-    run(scenario())
+    whole = await make().generate(ask(max_new_tokens=20, temperature=temperature))
+    begun = tuple(whole.token_ids[:12])
+    rest_of_it = ask(prompt=(65, 66, 67, *begun), max_new_tokens=8, temperature=temperature)
+    rest = await make().generate(evolve(rest_of_it, begun=12))
+    assert list(rest.token_ids) == list(whole.token_ids)[12:]
+    assert list(rest.logprobs) == pytest.approx(list(whole.logprobs)[12:], abs=1e-4)
 
 
-def test_sleep_refuses_in_flight_and_is_idempotent(make: Callable[[], Any]) -> None:
-    async def scenario() -> None:
-        engine = make()
-        (task,) = await started(engine, ask(max_new_tokens=LONG))
-        with pytest.raises(EngineError):
-            await engine.sleep()
-        await task
-        for move in (engine.sleep, engine.sleep, engine.wake, engine.wake):
-            await move()
-        assert len((await engine.generate(ask())).token_ids) == 8
-
-    run(scenario())
-
-
-def test_a_cancelled_call_frees_its_place(make: Callable[[], Any]) -> None:
-    async def scenario() -> None:
-        engine = make()
-        tasks = await started(engine, *(ask(seed=s, max_new_tokens=LONG) for s in range(8)))
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert len((await engine.generate(ask())).token_ids) == 8
-        await engine.pause(PauseMode.WAIT)
+async def test_sleep_refuses_in_flight_and_is_idempotent(make: Callable[[], Any]) -> None:
+    engine = make()
+    (task,) = await started(engine, ask(max_new_tokens=LONG))
+    with pytest.raises(EngineError):
         await engine.sleep()
-
-    run(scenario())
-
-
-def test_new_weights_while_requests_run_are_refused(make: Callable[[], Any]) -> None:
-    async def scenario() -> None:
-        engine = make()
-        (task,) = await started(engine, ask(max_new_tokens=LONG))
-        with pytest.raises(EngineError, match="pause"):
-            engine.set_version(1)
-        await task
-
-    run(scenario())
+    await task
+    for move in (engine.sleep, engine.sleep, engine.wake, engine.wake):
+        await move()
+    assert len((await engine.generate(ask())).token_ids) == 8
 
 
-def test_a_reply_may_be_as_long_as_it_says(make: Callable[[], Any]) -> None:
+async def test_a_cancelled_call_frees_its_place(make: Callable[[], Any]) -> None:
+    engine = make()
+    tasks = await started(engine, *(ask(seed=s, max_new_tokens=LONG) for s in range(8)))
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len((await engine.generate(ask())).token_ids) == 8
+    await engine.pause(PauseMode.WAIT)
+    await engine.sleep()
+
+
+async def test_new_weights_while_requests_run_are_refused(make: Callable[[], Any]) -> None:
+    engine = make()
+    (task,) = await started(engine, ask(max_new_tokens=LONG))
+    with pytest.raises(EngineError, match="pause"):
+        engine.set_version(1)
+    await task
+
+
+async def test_a_reply_may_be_as_long_as_it_says(make: Callable[[], Any]) -> None:
     engine = make()
     assert engine.max_tokens is None or engine.max_tokens > 8
-    assert len(run(engine.generate(ask())).token_ids) == 8
+    assert len((await engine.generate(ask())).token_ids) == 8
 
 
-def test_requests_made_while_it_sleeps_wait_until_it_wakes(make: Callable[[], Any]) -> None:
-    async def scenario() -> None:
-        engine = make()
-        await engine.sleep()
-        task = asyncio.create_task(engine.generate(ask()))
-        await asyncio.sleep(0.02)
-        assert not task.done()
-        await engine.wake()
-        assert len((await task).token_ids) == 8
-
-    run(scenario())
+async def test_requests_made_while_it_sleeps_wait_until_it_wakes(make: Callable[[], Any]) -> None:
+    engine = make()
+    await engine.sleep()
+    task = asyncio.create_task(engine.generate(ask()))
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    await engine.wake()
+    assert len((await task).token_ids) == 8
 
 
-def test_an_abort_spares_requests_that_come_after_it(make: Callable[[], Any]) -> None:
-    async def scenario() -> None:
-        engine = make()
-        (early,) = await started(engine, ask(max_new_tokens=LONG))
-        pausing = asyncio.create_task(engine.pause(PauseMode.ABORT))
-        await asyncio.sleep(0)
-        late = asyncio.create_task(engine.generate(ask()))
-        await pausing
-        assert (await early).stop_reason is StopReason.ABORTED
-        assert not late.done()
-        await engine.resume()
-        assert (await late).stop_reason is StopReason.LENGTH
-
-    run(scenario())
+async def test_an_abort_spares_requests_that_come_after_it(make: Callable[[], Any]) -> None:
+    engine = make()
+    (early,) = await started(engine, ask(max_new_tokens=LONG))
+    pausing = asyncio.create_task(engine.pause(PauseMode.ABORT))
+    await asyncio.sleep(0)
+    late = asyncio.create_task(engine.generate(ask()))
+    await pausing
+    assert (await early).stop_reason is StopReason.ABORTED
+    assert not late.done()
+    await engine.resume()
+    assert (await late).stop_reason is StopReason.LENGTH

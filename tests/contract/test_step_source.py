@@ -13,7 +13,8 @@ from attrs import define
 
 from rollgrad.application.learning.examples import ExampleLearner
 from rollgrad.application.pipelines.epochs import Epochs
-from rollgrad.application.pipelines.run import StepReport, StepSource, TrainedModels
+from rollgrad.application.pipelines.run import TrainedModels
+from rollgrad.application.pipelines.step_source import StepReport, StepSource
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_preferences
@@ -113,31 +114,31 @@ def continued(make: Callable[[], Subject], saved: Mapping[str, Any]) -> Subject:
     return subject
 
 
-def test_a_run_that_continues_takes_the_same_steps(make: Callable[[], Subject]) -> None:
+async def test_a_run_that_continues_takes_the_same_steps(make: Callable[[], Subject]) -> None:
     whole, first = make(), make()
-    wanted = asyncio.run(steps(whole, 0, STEPS))
-    assert asyncio.run(steps(first, 0, 2)) == wanted[:2]
+    wanted = await steps(whole, 0, STEPS)
+    assert await steps(first, 0, 2) == wanted[:2]
     saved = first.saved()
     assert not RUNS_OWN & saved["state"].keys()
     second = continued(make, saved)
-    assert asyncio.run(steps(second, 2, STEPS - 2)) == wanted[2:]
+    assert await steps(second, 2, STEPS - 2) == wanted[2:]
     assert second.saved()["state"] == whole.saved()["state"]
 
 
-def test_a_step_that_fails_changes_nothing(make: Callable[[], Subject]) -> None:
-    wanted = asyncio.run(steps(make(), 0, STEPS))
+async def test_a_step_that_fails_changes_nothing(make: Callable[[], Subject]) -> None:
+    wanted = await steps(make(), 0, STEPS)
     broken = make()
     broken.policy.fails = 1
     with pytest.raises(NonFiniteUpdateError):
-        asyncio.run(steps(broken, 0, STEPS))
+        await steps(broken, 0, STEPS)
     assert not broken.models.under_way
-    assert asyncio.run(steps(continued(make, broken.saved()), 1, STEPS - 1)) == wanted[1:]
+    assert await steps(continued(make, broken.saved()), 1, STEPS - 1) == wanted[1:]
 
 
 @pytest.mark.parametrize("awaits", [0, 1, 2, 5, 9, 20, 1000])
-def test_an_interruption_is_between_two_steps(make: Callable[[], Subject], awaits: int) -> None:
+async def test_an_interruption_is_between_two_steps(make: Callable[[], Subject], awaits: int) -> None:
     """Wherever the task is cancelled in the second step: it counts, and is reported, or it has not begun."""
-    wanted = asyncio.run(steps(make(), 0, STEPS))
+    wanted = await steps(make(), 0, STEPS)
     subject = make()
 
     async def interrupted() -> int:
@@ -157,6 +158,6 @@ def test_an_interruption_is_between_two_steps(make: Callable[[], Subject], await
         assert learned(report) == wanted[1]
         return 2
 
-    done = asyncio.run(interrupted())
+    done = await interrupted()
     assert not subject.models.under_way
-    assert asyncio.run(steps(continued(make, subject.saved()), done, STEPS - done)) == wanted[done:]
+    assert await steps(continued(make, subject.saved()), done, STEPS - done) == wanted[done:]

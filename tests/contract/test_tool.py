@@ -69,15 +69,12 @@ def arguments(kind: str, text: str) -> dict[str, Any]:
     return {KINDS[kind][0]: repr(text) if kind == "python" else text}
 
 
-def play(kind: str, folder: Path, scenario: Callable[[Tool], Any]) -> Any:
-    async def body() -> Any:
-        async with opened(kind, folder) as tool:
-            return await scenario(tool)
-
-    return asyncio.run(body())
+async def play(kind: str, folder: Path, scenario: Callable[[Tool], Any]) -> Any:
+    async with opened(kind, folder) as tool:
+        return await scenario(tool)
 
 
-def test_it_describes_itself_with_a_valid_schema_of_an_object(kind: str, tmp_path: Path) -> None:
+async def test_it_describes_itself_with_a_valid_schema_of_an_object(kind: str, tmp_path: Path) -> None:
     async def scenario(tool: Tool) -> None:
         assert isinstance(tool, Tool)
         assert tool.name.isidentifier()
@@ -89,48 +86,48 @@ def test_it_describes_itself_with_a_valid_schema_of_an_object(kind: str, tmp_pat
         assert not validator.is_valid({})
         assert json.loads(json.dumps(tool_schema(tool)))["function"]["name"] == tool.name
 
-    play(kind, tmp_path, scenario)
+    await play(kind, tmp_path, scenario)
 
 
-def test_a_call_answers_with_a_result(kind: str, tmp_path: Path) -> None:
-    result = play(kind, tmp_path, lambda tool: tool.call(arguments(kind, "häß 漢")))
+async def test_a_call_answers_with_a_result(kind: str, tmp_path: Path) -> None:
+    result = await play(kind, tmp_path, lambda tool: tool.call(arguments(kind, "häß 漢")))
     assert result == ToolResult(content=KINDS[kind][1]("häß 漢"), terminates=kind == "final")
 
 
-def test_bad_arguments_are_told_not_raised(kind: str, tmp_path: Path) -> None:
+async def test_bad_arguments_are_told_not_raised(kind: str, tmp_path: Path) -> None:
     argument = KINDS[kind][0]
 
     async def scenario(tool: Tool) -> list[ToolResult]:
         return [await tool.call(bad) for bad in ({}, {argument: {"a": 1}}, {argument: None}, {"other": "x"})]
 
-    for result in play(kind, tmp_path, scenario):
+    for result in await play(kind, tmp_path, scenario):
         assert result.is_error
         assert not result.terminates
         assert argument in result.content
 
 
-def test_concurrent_calls_do_not_mix(kind: str, tmp_path: Path) -> None:
+async def test_concurrent_calls_do_not_mix(kind: str, tmp_path: Path) -> None:
     texts = ["x" * (12 - n) + str(n) for n in range(12)]
 
     async def scenario(tool: Tool) -> list[ToolResult]:
         return list(await asyncio.gather(*(tool.call(arguments(kind, text)) for text in texts)))
 
-    results = play(kind, tmp_path, scenario)
+    results = await play(kind, tmp_path, scenario)
     assert [result.content for result in results] == [KINDS[kind][1](text) for text in texts]
 
 
-def test_a_tool_answers_again_after_a_bad_call(kind: str, tmp_path: Path) -> None:
+async def test_a_tool_answers_again_after_a_bad_call(kind: str, tmp_path: Path) -> None:
     async def scenario(tool: Tool) -> ToolResult:
         await tool.call({"other": 1})
         return await tool.call(arguments(kind, "still here"))
 
-    assert play(kind, tmp_path, scenario).content == KINDS[kind][1]("still here")
+    assert (await play(kind, tmp_path, scenario)).content == KINDS[kind][1]("still here")
 
 
-def test_close_may_be_called_twice(kind: str, tmp_path: Path) -> None:
+async def test_close_may_be_called_twice(kind: str, tmp_path: Path) -> None:
     async def scenario(tool: Tool) -> None:
         await tool.call(arguments(kind, "hello"))
         await tool.close()
         await tool.close()
 
-    play(kind, tmp_path, scenario)
+    await play(kind, tmp_path, scenario)

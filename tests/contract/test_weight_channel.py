@@ -3,11 +3,12 @@
 import asyncio
 import importlib.util
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import pytest_asyncio
 import torch
 from attrs import evolve
 
@@ -19,8 +20,9 @@ from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
 from rollgrad.adapters.weights.disk import Disk
 from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter
-from rollgrad.adapters.weights.transfer import Passage, Send
+from rollgrad.adapters.weights.transfer import Send, WeightStream
 from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.engines.fleet_member import Taker
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.control.engine_health import EngineState, FleetBounds
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
@@ -31,11 +33,11 @@ from rollgrad.domain.ports.weight_channel import WeightChannel
 from rollgrad.testing.models import FakePolicy
 from rollgrad.testing.rollout_engine import FakeRolloutEngine
 from rollgrad.testing.weight_channel import FakeWeightChannel
-from tests.event_loop import run
 from tests.fakes.group_backend import FakeGroupBackend
-from tests.fakes.weight_taker import FakeWeightTaker
+from tests.fakes.weight_receiver import FakeWeightReceiver
 
 FLAG = "--actor.model_name_or_path"
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # vLLM serves all tests
 VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "disk") if importlib.util.find_spec("vllm")]
 GPU = [
     pytest.param(way, marks=[pytest.mark.slow, pytest.mark.gpu])
@@ -56,17 +58,28 @@ class AdaptedPolicy(FakePolicy):
         raise AssertionError("the adapter alone is wanted")
 
 
+@pytest_asyncio.fixture(loop_scope="session")
+async def cuda_ipc(wide_headed_model_dir: Path) -> AsyncIterator[Parts]:
+    from tests.fakes.gpu_weights import within_a_gpu
+
+    async with within_a_gpu(wide_headed_model_dir) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def nccl(wide_headed_model_dir: Path) -> AsyncIterator[Parts]:
+    from tests.fakes.gpu_weights import between_gpus
+
+    async with between_gpus(wide_headed_model_dir) as made:
+        yield made
+
+
 @pytest.fixture(params=["fake", "fleet", "adapters", "shared", "copied", *VLLM, *GPU])
-def parts(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path) -> Iterator[Parts]:
+def parts(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path) -> Parts:
     """(channel, engine, policy)."""
     if request.param in ("cuda_ipc", "nccl"):
-        from tests.fakes.gpu_weights import between_gpus, within_a_gpu
-
-        start = within_a_gpu if request.param == "cuda_ipc" else between_gpus
-        with start(request.getfixturevalue("wide_headed_model_dir")) as made:
-            yield made
-        return
-    yield on_a_cpu(request, tiny_model_dir, tmp_path)
+        return cast(Parts, request.getfixturevalue(request.param))
+    return on_a_cpu(request, tiny_model_dir, tmp_path)
 
 
 def on_a_cpu(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path) -> Parts:
@@ -74,10 +87,10 @@ def on_a_cpu(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Pat
         engine = FakeRolloutEngine()
         return FakeWeightChannel(engine), engine, FakePolicy()
     if request.param == "fleet":
-        fleet = EngineFleet([FakeWeightTaker() for _ in range(3)])
+        fleet = EngineFleet([FakeWeightReceiver() for _ in range(3)])
         return FleetWeights(fleet), fleet, FakePolicy()
     if request.param == "adapters":
-        fleet = EngineFleet([FakeWeightTaker() for _ in range(3)])
+        fleet = EngineFleet([FakeWeightReceiver() for _ in range(3)])
         return FleetWeights(fleet, backend=shared_memory_adapter), fleet, AdaptedPolicy()
     if request.param in ("vllm", "disk"):
         tiny_model_dir = request.getfixturevalue("wide_headed_model_dir")
@@ -94,38 +107,32 @@ def on_a_cpu(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Pat
     return channel, embedded, policy
 
 
-def test_tokens_after_a_push_carry_its_version(parts: tuple[WeightChannel, Any, PolicyModel]) -> None:
+async def test_tokens_after_a_push_carry_its_version(parts: tuple[WeightChannel, Any, PolicyModel]) -> None:
     channel, engine, policy = parts
 
-    async def scenario() -> None:
-        assert isinstance(channel, WeightChannel)
-        for version in (1, 2, 5):
-            moved = await channel.push(policy, version)
-            assert moved.keys() == {"seconds", "bytes"}
-            assert all(value >= 0 for value in moved.values())
-            assert set((await engine.generate(REQUEST)).versions) == {version}
-
-    run(scenario())
+    assert isinstance(channel, WeightChannel)
+    for version in (1, 2, 5):
+        moved = await channel.push(policy, version)
+        assert moved.keys() == {"seconds", "bytes"}
+        assert all(value >= 0 for value in moved.values())
+        assert set((await engine.generate(REQUEST)).versions) == {version}
 
 
-def test_an_engine_that_is_sampling_refuses_unless_paused(parts: tuple[WeightChannel, Any, PolicyModel]) -> None:
+async def test_an_engine_that_is_sampling_refuses_unless_paused(parts: tuple[WeightChannel, Any, PolicyModel]) -> None:
     channel, engine, policy = parts
 
-    async def scenario() -> None:
-        task = asyncio.create_task(engine.generate(REQUEST))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineError):
-            await channel.push(policy, 1)
-        await engine.pause(PauseMode.KEEP)
+    task = asyncio.create_task(engine.generate(REQUEST))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError):
         await channel.push(policy, 1)
-        await engine.resume()
-        assert set((await task).versions) <= {0, 1}
-
-    run(scenario())
+    await engine.pause(PauseMode.KEEP)
+    await channel.push(policy, 1)
+    await engine.resume()
+    assert set((await task).versions) <= {0, 1}
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "copied"])
-def test_the_engine_samples_from_the_updated_weights(tiny_model_dir: Path, own: bool) -> None:
+async def test_the_engine_samples_from_the_updated_weights(tiny_model_dir: Path, own: bool) -> None:
     from rollgrad.domain.batches.packed import pack
     from rollgrad.testing.agent_executor import make_trajectory
 
@@ -141,15 +148,12 @@ def test_the_engine_samples_from_the_updated_weights(tiny_model_dir: Path, own: 
     def likelihood(scores: TokenScores, part: PackedBatch) -> LossOutput:
         return LossOutput(loss=-scores.logprobs_N.sum())
 
-    async def scenario() -> None:
-        assert (await engine.generate(greedy)).token_ids != [wanted]
-        for _ in range(10):
-            policy.update([batch], likelihood)
-        moved = await channel.push(policy, 1)
-        assert (await engine.generate(greedy)).token_ids == [wanted]
-        assert moved["bytes"] == (sum(tensor.nbytes for _, tensor in policy.weights()) if own else 0)
-
-    run(scenario())
+    assert (await engine.generate(greedy)).token_ids != [wanted]
+    for _ in range(10):
+        policy.update([batch], likelihood)
+    moved = await channel.push(policy, 1)
+    assert (await engine.generate(greedy)).token_ids == [wanted]
+    assert moved["bytes"] == (sum(tensor.nbytes for _, tensor in policy.weights()) if own else 0)
 
 
 PING = 0.002
@@ -181,9 +185,9 @@ class CountedPolicy(FakePolicy):
 
 def channel_of(
     size: int, *, max_restarts: int = 20, group: bool = False
-) -> tuple[FleetWeights, EngineFleet, list[FakeWeightTaker]]:
-    members = [FakeWeightTaker() for _ in range(size)]
-    FakeWeightTaker.transferring = 0
+) -> tuple[FleetWeights, EngineFleet, list[FakeWeightReceiver]]:
+    members = [FakeWeightReceiver() for _ in range(size)]
+    FakeWeightReceiver.transferring = 0
     bounds = FleetBounds(suspect_after=1000.0, dead_after=1000.0, max_restarts=max_restarts)
     fleet = EngineFleet(members, bounds=bounds, ping_seconds=PING)
     backend = FakeGroupBackend(members) if group else shared_memory
@@ -195,187 +199,164 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(PING)
 
 
-def has_all(member: FakeWeightTaker, policy: CountedPolicy) -> bool:
+def has_all(member: FakeWeightReceiver, policy: CountedPolicy) -> bool:
     return member.broken is None and all(
         name in member.weights and torch.equal(member.weights[name], tensor) for name, tensor in policy.weights()
     )
 
 
-def test_a_fleet_takes_what_was_written_once() -> None:
-    async def scenario() -> None:
-        channel, fleet, members = channel_of(4)
-        policy = CountedPolicy()
-        moved = await channel.push(policy, 1)
-        assert policy.reads == 1
-        assert moved["bytes"] == sum(tensor.nbytes for _, tensor in policy.weights())
-        assert all(has_all(member, policy) for member in members)
-        assert fleet.health.serving == [0, 1, 2, 3]
-        await fleet.aclose()
-
-    run(scenario())
+async def test_a_fleet_takes_what_was_written_once() -> None:
+    channel, fleet, members = channel_of(4)
+    policy = CountedPolicy()
+    moved = await channel.push(policy, 1)
+    assert policy.reads == 1
+    assert moved["bytes"] == sum(tensor.nbytes for _, tensor in policy.weights())
+    assert all(has_all(member, policy) for member in members)
+    assert fleet.health.serving == [0, 1, 2, 3]
+    await fleet.aclose()
 
 
 @pytest.mark.parametrize("step", ["begin", "take", "finish", "prove"])
-def test_an_engine_that_dies_in_a_push_is_replaced_and_the_others_go_on(step: str) -> None:
-    async def scenario() -> None:
-        channel, fleet, members = channel_of(3)
-        policy = CountedPolicy()
-        members[1].die_at = step
-        await channel.push(policy, 1)
-        assert fleet.health.serving == [0, 2]
-        await until(lambda: fleet.health.serving == [0, 1, 2])
-        assert members[1].restarts == 1
-        assert all(has_all(member, policy) for member in members)
-        assert {member.version for member in members} == {1}
-        await fleet.aclose()
-
-    run(scenario())
+async def test_an_engine_that_dies_in_a_push_is_replaced_and_the_others_go_on(step: str) -> None:
+    channel, fleet, members = channel_of(3)
+    policy = CountedPolicy()
+    members[1].die_at = step
+    await channel.push(policy, 1)
+    assert fleet.health.serving == [0, 2]
+    await until(lambda: fleet.health.serving == [0, 1, 2])
+    assert members[1].restarts == 1
+    assert all(has_all(member, policy) for member in members)
+    assert {member.version for member in members} == {1}
+    await fleet.aclose()
 
 
 @pytest.mark.parametrize("when", ["before the transfer", "during it"])
-def test_an_engine_that_restarts_after_the_policy_has_changed_waits_for_the_next_push(when: str) -> None:
-    async def scenario() -> None:
-        channel, fleet, members = channel_of(2)
-        policy = CountedPolicy()
-        await channel.push(policy, 1)
-        if when == "before the transfer":
-            policy.step()
-        else:
-            policy.during = policy.step
-        members[0].kill()
-        await until(lambda: fleet.health.state(0) is EngineState.STALE)
-        await until(lambda: policy.steps == 1 and not channel._lock.locked())
-        for seed in range(6):
-            await fleet.generate(GenerationRequest(prompt_token_ids=(65,), params=SamplingParams(seed=seed)))
-        assert fleet.health.serving == [1]
-        assert len(members[0].served) == 0
-        assert FakeWeightTaker.transferring == 0
-        policy.during = lambda: None
-        await channel.push(policy, 2)
-        assert fleet.health.serving == [0, 1]
-        assert all(has_all(member, policy) for member in members)
-        await fleet.aclose()
-
-    run(scenario())
+async def test_an_engine_that_restarts_after_the_policy_has_changed_waits_for_the_next_push(when: str) -> None:
+    channel, fleet, members = channel_of(2)
+    policy = CountedPolicy()
+    await channel.push(policy, 1)
+    if when == "before the transfer":
+        policy.step()
+    else:
+        policy.during = policy.step
+    members[0].kill()
+    await until(lambda: fleet.health.state(0) is EngineState.STALE)
+    await until(lambda: policy.steps == 1 and not channel._lock.locked())
+    for seed in range(6):
+        await fleet.generate(GenerationRequest(prompt_token_ids=(65,), params=SamplingParams(seed=seed)))
+    assert fleet.health.serving == [1]
+    assert len(members[0].served) == 0
+    assert FakeWeightReceiver.transferring == 0
+    policy.during = lambda: None
+    await channel.push(policy, 2)
+    assert fleet.health.serving == [0, 1]
+    assert all(has_all(member, policy) for member in members)
+    await fleet.aclose()
 
 
-def test_a_group_goes_on_without_an_engine_that_does_not_begin() -> None:
-    async def scenario() -> None:
-        channel, fleet, members = channel_of(3, group=True)
-        policy = CountedPolicy()
-        members[1].die_at = "begin"
-        await channel.push(policy, 1)
-        backend = channel._backend
-        assert isinstance(backend, FakeGroupBackend)
-        first, second = backend.groups[:2]
-        assert first == [(0, 0), (1, 0), (2, 0)]
-        assert {(0, 0), (2, 0)} <= set(second) <= {(0, 0), (1, 1), (2, 0)}
-        await until(lambda: fleet.health.serving == [0, 1, 2])
-        assert [member.restarts for member in members] == [0, 1, 0]
-        assert all(has_all(member, policy) for member in members)
-        await fleet.aclose()
-
-    run(scenario())
+async def test_a_group_goes_on_without_an_engine_that_does_not_begin() -> None:
+    channel, fleet, members = channel_of(3, group=True)
+    policy = CountedPolicy()
+    members[1].die_at = "begin"
+    await channel.push(policy, 1)
+    backend = channel._backend
+    assert isinstance(backend, FakeGroupBackend)
+    first, second = backend.groups[:2]
+    assert first == [(0, 0), (1, 0), (2, 0)]
+    assert {(0, 0), (2, 0)} <= set(second) <= {(0, 0), (1, 1), (2, 0)}
+    await until(lambda: fleet.health.serving == [0, 1, 2])
+    assert [member.restarts for member in members] == [0, 1, 0]
+    assert all(has_all(member, policy) for member in members)
+    await fleet.aclose()
 
 
-def test_a_group_is_lost_with_an_engine_that_dies_on_the_way_and_its_replacements_take_the_weights() -> None:
-    async def scenario() -> None:
-        channel, fleet, members = channel_of(3, group=True)
-        policy = CountedPolicy()
-        members[1].die_at = "take"
-        await channel.push(policy, 1)
-        await until(lambda: fleet.health.serving == [0, 1, 2])
-        assert [member.restarts for member in members] == [1, 1, 1]
-        assert all(has_all(member, policy) for member in members)
-        assert FakeWeightTaker.transferring == 0
-        await fleet.aclose()
-
-    run(scenario())
+async def test_a_group_is_lost_with_an_engine_that_dies_on_the_way_and_its_replacements_take_the_weights() -> None:
+    channel, fleet, members = channel_of(3, group=True)
+    policy = CountedPolicy()
+    members[1].die_at = "take"
+    await channel.push(policy, 1)
+    await until(lambda: fleet.health.serving == [0, 1, 2])
+    assert [member.restarts for member in members] == [1, 1, 1]
+    assert all(has_all(member, policy) for member in members)
+    assert FakeWeightReceiver.transferring == 0
+    await fleet.aclose()
 
 
-def test_when_all_engines_die_in_a_push_it_begins_again_with_their_replacements() -> None:
-    async def scenario() -> None:
-        channel, fleet, members = channel_of(2)
-        policy = CountedPolicy()
-        for member in members:
-            member.die_at = "take"
-        await channel.push(policy, 1)
-        await until(lambda: fleet.health.serving == [0, 1])
-        assert all(has_all(member, policy) for member in members)
-        await fleet.aclose()
-
-    run(scenario())
+async def test_when_all_engines_die_in_a_push_it_begins_again_with_their_replacements() -> None:
+    channel, fleet, members = channel_of(2)
+    policy = CountedPolicy()
+    for member in members:
+        member.die_at = "take"
+    await channel.push(policy, 1)
+    await until(lambda: fleet.health.serving == [0, 1])
+    assert all(has_all(member, policy) for member in members)
+    await fleet.aclose()
 
 
-def test_an_engine_that_took_the_push_that_waited_for_it_is_not_sent_it_again() -> None:
+async def test_an_engine_that_took_the_push_that_waited_for_it_is_not_sent_it_again() -> None:
     """It may be sampling by then, and would be given up because it refuses."""
 
-    async def scenario() -> None:
-        channel, fleet, (member,) = channel_of(1)
-        policy = CountedPolicy()
-        member.die_at = "take"
+    channel, fleet, (member,) = channel_of(1)
+    policy = CountedPolicy()
+    member.die_at = "take"
+    refreshed: list[Taker] = []
+
+    async def noted(taker: Taker) -> None:
+        await channel.refresh(taker)
+        refreshed.append(taker)
+
+    fleet.refresh = noted
+    await channel.push(policy, 1)
+    await until(lambda: refreshed != [])
+    assert policy.reads == 2
+    assert fleet.health.deaths.total() == 1
+    await fleet.aclose()
+
+
+async def test_a_push_that_no_engine_can_take_is_an_error() -> None:
+    channel, fleet, members = channel_of(2, max_restarts=0)
+    for member in members:
+        member.die_at = "finish"
+    with pytest.raises(EngineError, match="All 2 engines are dead"):
+        await channel.push(CountedPolicy(), 1)
+    await fleet.aclose()
+
+
+async def test_engines_that_compute_something_else_are_an_error() -> None:
+    channel, fleet, _ = channel_of(2)
+    policy = CountedPolicy()
+    policy.wrong = float("nan")
+    with pytest.raises(EngineError, match="differ from the trainer's"):
         await channel.push(policy, 1)
-        await until(lambda: not fleet._background)
-        assert policy.reads == 2
-        assert fleet.health.deaths.total() == 1
-        await fleet.aclose()
-
-    run(scenario())
+    await fleet.aclose()
 
 
-def test_a_push_that_no_engine_can_take_is_an_error() -> None:
-    async def scenario() -> None:
-        channel, fleet, members = channel_of(2, max_restarts=0)
-        for member in members:
-            member.die_at = "finish"
-        with pytest.raises(EngineError, match="All 2 engines are dead"):
-            await channel.push(CountedPolicy(), 1)
-        await fleet.aclose()
+async def test_a_transfer_that_the_trainer_breaks_off_leaves_engines_that_the_next_push_heals() -> None:
+    channel, fleet, members = channel_of(2)
+    policy = CountedPolicy()
 
-    run(scenario())
+    def fail() -> None:
+        raise OSError("the trainer lost a rank")
 
+    ends: list[bool] = []
 
-def test_engines_that_compute_something_else_are_an_error() -> None:
-    async def scenario() -> None:
-        channel, fleet, _ = channel_of(2)
-        policy = CountedPolicy()
-        policy.wrong = float("nan")
-        with pytest.raises(EngineError, match="differ from the trainer's"):
-            await channel.push(policy, 1)
-        await fleet.aclose()
+    def noted(*arguments: Any) -> WeightStream:
+        stream = shared_memory(*arguments)
+        return evolve(stream, close=lambda well: (ends.append(well), stream.close(well)))
 
-    run(scenario())
-
-
-def test_a_transfer_that_the_trainer_breaks_off_leaves_engines_that_the_next_push_heals() -> None:
-    async def scenario() -> None:
-        channel, fleet, members = channel_of(2)
-        policy = CountedPolicy()
-
-        def fail() -> None:
-            raise OSError("the trainer lost a rank")
-
-        ends: list[bool] = []
-
-        def noted(*arguments: Any) -> Passage:
-            passage = shared_memory(*arguments)
-            return evolve(passage, close=lambda well: (ends.append(well), passage.close(well)))
-
-        channel._backend = noted
-        policy.during = fail
-        with pytest.raises(OSError, match="lost a rank"):
-            await channel.push(policy, 1)
-        assert fleet.health.serving == []
-        assert FakeWeightTaker.transferring == 0
-        policy.during = lambda: None
+    channel._backend = noted
+    policy.during = fail
+    with pytest.raises(OSError, match="lost a rank"):
         await channel.push(policy, 1)
-        assert fleet.health.serving == [0, 1]
-        assert ends == [False, True]
-        assert all(has_all(member, policy) for member in members)
-        assert not fleet.health.deaths
-        await fleet.aclose()
-
-    run(scenario())
+    assert fleet.health.serving == []
+    assert FakeWeightReceiver.transferring == 0
+    policy.during = lambda: None
+    await channel.push(policy, 1)
+    assert fleet.health.serving == [0, 1]
+    assert ends == [False, True]
+    assert all(has_all(member, policy) for member in members)
+    assert not fleet.health.deaths
+    await fleet.aclose()
 
 
 class ShardedPolicy(CountedPolicy):
@@ -396,47 +377,41 @@ class ShardedPolicy(CountedPolicy):
         raise AssertionError("the whole model is in no process")
 
 
-def test_a_policy_that_sends_its_weights_itself_is_let_to() -> None:
-    async def scenario() -> None:
-        channel, fleet, members = channel_of(2)
-        policy = ShardedPolicy()
-        moved = await channel.push(policy, 1)
-        whole = CountedPolicy()
-        assert moved["bytes"] == sum(tensor.nbytes for _, tensor in whole.weights())
-        assert all(has_all(member, whole) for member in members)
-        await fleet.aclose()
-
-    run(scenario())
+async def test_a_policy_that_sends_its_weights_itself_is_let_to() -> None:
+    channel, fleet, members = channel_of(2)
+    policy = ShardedPolicy()
+    moved = await channel.push(policy, 1)
+    whole = CountedPolicy()
+    assert moved["bytes"] == sum(tensor.nbytes for _, tensor in whole.weights())
+    assert all(has_all(member, whole) for member in members)
+    await fleet.aclose()
 
 
 @pytest.mark.parametrize(
     ("seed", "group"), [*((seed, False) for seed in range(8)), *((seed, True) for seed in range(3))]
 )
-def test_pushes_and_refreshes_never_overlap_and_who_serves_has_the_weights(seed: int, group: bool) -> None:
+async def test_pushes_and_refreshes_never_overlap_and_who_serves_has_the_weights(seed: int, group: bool) -> None:
     chance = random.Random(seed)
 
-    async def scenario() -> None:
-        channel, fleet, members = channel_of(3, max_restarts=1000, group=group)
-        policy = CountedPolicy()
-        for version in range(1, 8):
-            for member in members:
-                if chance.random() < 0.4:
-                    member.die_at = chance.choice(["begin", "take", "finish", "prove"])
-                elif chance.random() < 0.3:
-                    member.kill()
-            await channel.push(policy, version)
-            for number in fleet.health.serving:
-                assert has_all(members[number], policy)
-                assert members[number].version == version
-            for _ in range(chance.randint(0, 5)):
-                await asyncio.sleep(PING)
-            policy.step()
+    channel, fleet, members = channel_of(3, max_restarts=1000, group=group)
+    policy = CountedPolicy()
+    for version in range(1, 8):
         for member in members:
-            member.die_at = None
-        await channel.push(policy, 8)
-        await until(lambda: fleet.health.serving == [0, 1, 2])
-        assert all(has_all(member, policy) for member in members)
-        assert FakeWeightTaker.transferring == 0
-        await fleet.aclose()
-
-    run(scenario())
+            if chance.random() < 0.4:
+                member.die_at = chance.choice(["begin", "take", "finish", "prove"])
+            elif chance.random() < 0.3:
+                member.kill()
+        await channel.push(policy, version)
+        for number in fleet.health.serving:
+            assert has_all(members[number], policy)
+            assert members[number].version == version
+        for _ in range(chance.randint(0, 5)):
+            await asyncio.sleep(PING)
+        policy.step()
+    for member in members:
+        member.die_at = None
+    await channel.push(policy, 8)
+    await until(lambda: fleet.health.serving == [0, 1, 2])
+    assert all(has_all(member, policy) for member in members)
+    assert FakeWeightReceiver.transferring == 0
+    await fleet.aclose()

@@ -1,6 +1,7 @@
 """Every recipe, loss, correction and shaping runs from the command line, and does what it says."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 import yaml
 
 import rollgrad
+from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.presets import PRESETS
 from rollgrad.domain.algorithms import catalogue
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import structure_config
+from tests.moved_models import moved_copy
 
 pytestmark = pytest.mark.usefixtures("algorithms_as_before")
 
@@ -112,6 +115,23 @@ def test_every_preset_trains(workspace: Path, tiny_model_dir: Path, name: str) -
             assert row["policy/grad_norm"] > 0
 
 
+def test_a_policy_comes_nearer_to_its_teacher_on_its_own_replies(workspace: Path, tiny_model_dir: Path) -> None:
+    """The full estimator is the whole loss, however the step is divided; the teacher's most likely tokens are less."""
+    teacher = moved_copy(tiny_model_dir, workspace / "teacher")
+    flags = (
+        f"--algo.preset on_policy_distill --ref.model_name_or_path {teacher} --algo.kl.use_loss "
+        "--algo.kl.estimator full --actor.adam.lr 5e-3 --rollout.temperature 0.8"
+    )
+    rows = train(flags, "--train.max_steps 8")
+    assert [row["policy/loss"] for row in rows] == pytest.approx([row["policy/ref_kl"] for row in rows], rel=1e-5)
+    assert 0 < rows[-1]["policy/ref_kl"] < 0.7 * rows[0]["policy/ref_kl"]
+    first = {name: rows[0][f"policy/{name}"] for name in ("ref_kl", "grad_norm", "entropy")}
+    divided = train(flags, "--train.max_steps 1 --train.max_tokens_per_micro_batch 40")[0]
+    assert {name: divided[f"policy/{name}"] for name in first} == pytest.approx(first, rel=1e-3)
+    coarse = train(flags, "--train.max_steps 1 --algo.kl.top_k 5")[0]
+    assert 0 < coarse["policy/ref_kl"] < first["ref_kl"]
+
+
 @pytest.mark.parametrize(
     "loss", [pytest.param(n, marks=[] if n == "clip_cov" else [pytest.mark.slow]) for n in catalogue.POLICY_LOSSES]
 )
@@ -186,7 +206,12 @@ def test_a_critic_starts_from_a_reward_model_which_also_judges(workspace: Path, 
     config.train.max_steps, config.reward.timeout = 1, 300.0
     config.reward.function_path, config.reward.model_name_or_path = None, "rm"
     played: list[Trajectory] = []
-    rollgrad.train(config, sample_log=lambda step, groups: played.extend(t for g in groups for t in g.trajectories))
+
+    def keep(step: int, metrics: Mapping[str, float], groups: Sequence[RolloutGroup]) -> None:
+        assert (step, metrics["rollout/samples"]) == (1, 9.0)
+        played.extend(t for group in groups for t in group.trajectories)
+
+    rollgrad.train(config, on_step=keep)
     judge = AutoModelForSequenceClassification.from_pretrained("rm", dtype=torch.float32).eval()
     with torch.no_grad():
         wanted = [float(judge(trajectory.token_ids_T[None]).logits) for trajectory in played]

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -141,12 +140,12 @@ def test_failures_within_the_budget_do_not_end_the_run(workspace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_process_says_the_same(workspace: Path) -> None:
+def test_a_real_process_says_the_same(workspace: Path, rollgrad_command: list[str]) -> None:
     Path("reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('answer')\n")
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl", "--config", "run.yaml"]
+    command = [*rollgrad_command, "train", "rl", "--config", "run.yaml"]
     result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=400)
     assert result.returncode == 2
     assert result.stdout == ""
     error = result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
-    assert re.fullmatch(r"error: \d episodes of a rollout failed \(\d reward\), and 1 may .*KeyError: 'answer'", error)
+    assert re.fullmatch(r"error: \d episodes failed \(\d reward\), and 1 may .*KeyError: 'answer'", error)

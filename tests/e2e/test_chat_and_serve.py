@@ -1,42 +1,48 @@
 """`rollgrad chat` and `rollgrad serve agent` as a user runs them: real processes, a real (tiny) model, real clients."""
 
 import asyncio
+import importlib.util
 import io
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.application.episodes.assistant import Assistant
-from rollgrad.application.episodes.chat_service import ChatRequest, RefusedError
+from rollgrad.application.episodes.chat_request import ChatRequest, RefusedError
+from rollgrad.application.episodes.reply import ChatReply
+from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.generation import SamplingParams
-from rollgrad.domain.episodes.messages import Message
+from rollgrad.domain.episodes.messages import ReplyForm
+from rollgrad.entrypoints.cli.chat import _ChatSession
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
 from rollgrad.entrypoints.composition.assistant import load_assistant
 from tests.fakes.recording_engine import RecordingEngine
+from tests.scripts import ScriptHost
+from tests.tiny_models import saved
 
-ROLLGRAD = [sys.executable, "-m", "rollgrad.entrypoints.cli.main"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SETTINGS = ["--max_new_tokens", "12", "--seed", "5", "--temperature", "1"]
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model_dir: Path) -> Iterator[str]:
+def server(tiny_model_dir: Path, script_host: ScriptHost) -> Iterator[str]:
+    rollgrad = [*script_host.python(), "-m", "rollgrad.entrypoints.cli.main"]
     process = subprocess.Popen(
-        [*ROLLGRAD, "serve", "agent", "--model", str(tiny_model_dir), "--port", "0", *SETTINGS],
+        [*rollgrad, "serve", "agent", "--model", str(tiny_model_dir), "--port", "0", *SETTINGS],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
     )
     assert process.stdout is not None
     yield process.stdout.readline().strip()
@@ -47,9 +53,9 @@ def server(tiny_model_dir: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_chat_and_server_sample_the_same_tokens(tiny_model_dir: Path, server: str) -> None:
-    command = [*ROLLGRAD, "chat", "--model", str(tiny_model_dir), "--json", *SETTINGS, "--prompt", "What is 3 plus 4?"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+def test_chat_and_server_sample_the_same_tokens(tiny_model_dir: Path, server: str, rollgrad_command: list[str]) -> None:
+    command = [*rollgrad_command, "chat", "--model", str(tiny_model_dir), "--json", *SETTINGS]
+    done = subprocess.run([*command, "--prompt", "What is 3 plus 4?"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     from openai import OpenAI
@@ -66,6 +72,55 @@ def test_chat_and_server_sample_the_same_tokens(tiny_model_dir: Path, server: st
         model="tiny-llama", messages=asked, seed=6, extra_body={"return_token_ids": True}
     )
     assert other.choices[0].token_ids != told["token_ids"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_another_server_samples_the_same_tokens(
+    tiny_model_dir: Path, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = ["--json", *SETTINGS, "--model", str(tiny_model_dir), "--prompt", "What is 3 plus 4?"]
+    assert main(["chat", *question]) == 0
+    assert main(["chat", *question, "--engine", "server", "--server_url", f"{server}/v1"]) == 0
+    here, there = map(json.loads, capsys.readouterr().out.splitlines())
+    assert here == there
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+async def test_vllm_answers_in_the_form_that_is_asked_for_and_takes_newer_weights(
+    wide_headed_model_dir: Path, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    arguments = ServeAgentArguments(model=str(wide_headed_model_dir), engine=Engine.VLLM, seed=3, dtype=DType.FLOAT32)
+    newer = AutoModelForCausalLM.from_pretrained(wide_headed_model_dir)
+    with torch.no_grad():
+        for parameter in newer.parameters():
+            parameter.mul_(1.5)
+    saved(newer, tiny_tokenizer, tmp_path / "step_1")
+    loaded = load_assistant(arguments, follow=tmp_path)
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    form = ReplyForm(schema={**schema, "additionalProperties": False})
+    request = ChatRequest(
+        messages=[{"role": "user", "content": "go"}], form=form, changes={"top_logprobs": 2, "temperature": 1.0}
+    )
+
+    async def scenario() -> tuple[ChatReply, ChatReply]:
+        assert loaded.reload is not None
+        try:
+            before = await loaded.assistant.answer(request)
+            await loaded.reload.reload()
+            return before, await loaded.assistant.answer(request)
+        finally:
+            await loaded.aclose()
+
+    reply, later = await scenario()
+    assert (set(reply.generation.versions), set(later.generation.versions)) == ({0}, {1})
+    assert list(later.generation.logprobs) != list(reply.generation.logprobs)
+    assert json.loads(str(reply.parsed.message["content"])) in ({"ok": True}, {"ok": False})
+    told = zip(reply.generation.token_ids, reply.generation.logprobs, reply.generation.top_logprobs, strict=True)
+    assert all(dict(likeliest)[token] == pytest.approx(logprob) for token, logprob, likeliest in told)
+    assert min(reply.generation.logprobs) < 0
 
 
 @pytest.mark.slow
@@ -91,6 +146,24 @@ def test_a_conversation_goes_on_and_starts_over(
         (["chat", "--model", "x", "--temperature", "-1"], "temperature"),
         (["chat", "--model", "x", "--tools", "hammer"], "--tools names 'hammer', which is no tool"),
         (["chat", "--model", "x", "--messages", "nowhere.json"], "--messages nowhere.json cannot be read"),
+        (["chat", "--model", "x", "--engine", "server"], "--server_url is not set"),
+        (["chat", "--model", "x", "--server_url", "http://x"], "--engine is embedded: set --engine server"),
+        (["serve", "agent", "--model", "x", "--max_model_len", "5"], "--engine is embedded: set --engine vllm"),
+        (
+            ["serve", "agent", "--model", "x", "--engine", "vllm", "--gpu_memory_utilization", "2"],
+            "it is a share, 1 at most",
+        ),
+        (["serve", "agent", "--model", "x", "--num_engines", "2"], "--engine is embedded: set --engine vllm"),
+        (
+            ["chat", "--model", "x", "--engine", "vllm", "--num_engines", "0"],
+            "--num_engines is 0, but it must be above",
+        ),
+        (
+            ["chat", "--model", "x", "--engine", "vllm", "--cluster_address", "auto"],
+            "--num_engines is not: say how many",
+        ),
+        (["serve", "agent", "--model", "x", "--follow", "nowhere"], "--follow nowhere is no directory"),
+        (["serve", "agent", "--model", "x", "--client_requests", "0"], "--client_requests is 0"),
         (["serve", "agent", "--model", "x", "--host", "0.0.0.0"], "no token protects it"),
         (["chat", "--model", "x", "--dtype", "int3"], "invalid choice 'int3' for argument '--dtype'"),
         (["chat", "--modell", "x"], "--modell is not a flag; did you mean --model?"),
@@ -123,11 +196,11 @@ def scripted(tokenizer: Any, *replies: str) -> tuple[Assistant, RecordingEngine]
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n</tool_call><|im_end|>'
 
 
-def test_a_served_answer_comes_after_the_servers_tools(tiny_tokenizer: Any) -> None:
+async def test_a_served_answer_comes_after_the_servers_tools(tiny_tokenizer: Any) -> None:
     assistant, engine = scripted(tiny_tokenizer, CALL, "It is 42.<|im_end|>")
     pieces: list[str] = []
     request = ChatRequest(messages=[{"role": "user", "content": "6 times 7?"}])
-    reply = asyncio.run(assistant.answer(request, lambda field, text: pieces.append(text)))
+    reply = await assistant.answer(request, lambda field, text: pieces.append(text))
     assert reply.parsed.message["content"] == "It is 42."
     assert pieces == ["It is 42."]
     prompt = tiny_tokenizer.decode(engine.exchanges[1].prompt)
@@ -137,26 +210,49 @@ def test_a_served_answer_comes_after_the_servers_tools(tiny_tokenizer: Any) -> N
     assert second.prompt[: len(first.prompt)] == first.prompt
 
 
-def test_a_client_with_tools_gets_the_call(tiny_tokenizer: Any) -> None:
+async def test_a_served_answer_ends_before_the_clients_stop_text(tiny_tokenizer: Any) -> None:
+    assistant, _ = scripted(tiny_tokenizer, CALL, "It is 42.<|im_end|>")
+    pieces: list[str] = []
+    request = ChatRequest(messages=[{"role": "user", "content": "6 times 7?"}], changes={"stop_strings": (" 42",)})
+    reply = await assistant.answer(request, lambda field, text: pieces.append(text))
+    assert (reply.parsed.message["content"], reply.stopped_by, pieces) == ("It is", " 42", ["It is"])
+
+
+async def test_a_client_with_tools_gets_the_call(tiny_tokenizer: Any) -> None:
     assistant, engine = scripted(tiny_tokenizer, CALL)
     tool = {"type": "function", "function": {"name": "python", "description": "", "parameters": {"type": "object"}}}
     request = ChatRequest(messages=[{"role": "user", "content": "6 times 7?"}], tools=[tool])
-    reply = asyncio.run(assistant.answer(request))
+    reply = await assistant.answer(request)
     assert reply.parsed.tool_calls[0].arguments == {"code": "print(6 * 7)"}
     assert len(engine.exchanges) == 1
 
 
-def test_a_conversation_keeps_the_models_own_tokens(tiny_tokenizer: Any) -> None:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_takes_no_commands_from_a_model(
+    tiny_tokenizer: Any, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "Be\x1b]52;c;eA==\x07 brief,\tnow.\nYes."
+    assistant, _ = scripted(tiny_tokenizer, f"{said}<|im_end|>")
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stdout", shown)
+    with asyncio.Runner() as runner:
+        loaded: Any = SimpleNamespace(assistant=assistant)
+        talk = _ChatSession(loaded, [], as_json=False)
+        talk.take(runner, "hi", interruptible=False)
+    monkeypatch.undo()
+    expected = said.replace("\x1b", "\ufffd").replace("\x07", "\ufffd") if terminal else said
+    assert shown.getvalue() == f"{expected}\n"
+
+
+async def test_a_conversation_keeps_the_models_own_tokens(tiny_tokenizer: Any) -> None:
     assistant, engine = scripted(tiny_tokenizer, CALL, "It is 42.<|im_end|>", "Bye.<|im_end|>")
     conversation = assistant.conversation()
     heard: list[tuple[str, str]] = []
 
-    async def scenario() -> list[Message]:
-        await conversation.say("6 times 7?", on_piece=lambda field, text: heard.append((field, text)))
-        await conversation.say("Thanks")
-        return conversation.messages
-
-    messages = asyncio.run(scenario())
+    await conversation.say("6 times 7?", on_piece=lambda field, text: heard.append((field, text)))
+    await conversation.say("Thanks")
+    messages = conversation.messages
     roles = ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
     assert [message["role"] for message in messages] == roles
     assert "".join(text for field, text in heard if field == "content") == "It is 42."
@@ -165,14 +261,14 @@ def test_a_conversation_keeps_the_models_own_tokens(tiny_tokenizer: Any) -> None
         assert after.prompt[: len(whole)] == whole
 
 
-def test_a_reply_ends_where_the_models_positions_do(tiny_model_dir: Path) -> None:
+async def test_a_reply_ends_where_the_models_positions_do(tiny_model_dir: Path) -> None:
     loaded = load_assistant(ServeAgentArguments(model=str(tiny_model_dir), seed=3, max_new_tokens=500))
     long = ChatRequest(messages=[{"role": "user", "content": "a" * 490}])
-    reply = asyncio.run(loaded.assistant.answer(long))
+    reply = await loaded.assistant.answer(long)
     assert len(reply.prompt_token_ids) + len(reply.generation.token_ids) <= 512
     too_long = ChatRequest(messages=[{"role": "user", "content": "a" * 600}])
     with pytest.raises(RefusedError, match="leaves no room for a reply within the 512 that the model takes"):
-        asyncio.run(loaded.assistant.answer(too_long))
+        await loaded.assistant.answer(too_long)
 
 
 def test_the_loaded_assistant_is_named_after_its_model(tiny_model_dir: Path) -> None:

@@ -116,4 +116,4 @@ def test_the_demo_of_fine_tuning_learns_within_three_small_steps(run_script: Run
 
 
 def curve(line: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in line.items() if not key.startswith("time/")}
+    return {key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))}

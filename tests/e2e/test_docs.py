@@ -122,8 +122,11 @@ def test_the_repository_installs_by_its_path(tmp_path: Path) -> None:
     subprocess.run([*command, str(source)], check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        packed = {name for name in archive.namelist() if name.endswith(".py")}
+        names = set(archive.namelist())
+    packed = {name for name in names if name.endswith(".py")}
     layers = ("domain", "application", "adapters", "entrypoints")
     there = {f"rollgrad/{path.relative_to(source)}" for layer in layers for path in (source / layer).rglob("*.py")}
     own = (*(source / "rollgrad").glob("*.py"), *(source / "rollgrad" / "testing").glob("*.py"))
     assert packed == there | {str(path.relative_to(source)) for path in own}
+    page = source / "entrypoints" / "ui" / "static"
+    assert {f"rollgrad/{path.relative_to(source)}" for path in page.rglob("*") if path.is_file()} <= names

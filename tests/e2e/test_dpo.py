@@ -2,28 +2,26 @@
 
 import json
 import math
-from collections.abc import Mapping
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import rollgrad
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.models.torch.models import TorchPolicy, TorchReference
-from rollgrad.application.settings.dpo import DPORun, PreferenceAdamConfig, PreferenceModelConfig
-from rollgrad.application.settings.sections.actor import DType, LoraConfig
-from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
-from rollgrad.application.settings.sections.examples import ExampleEvalConfig, ExampleTrainConfig, PairDataConfig
-from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.application.settings.dpo import DPORun
+from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.application.settings.sections.ckpt import Resume
+from rollgrad.application.settings.sections.examples import ExampleEvalConfig
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
-from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.entrypoints.cli.main import main
+from tests.example_runs import Stopping, logged, small, weights, written
 
 PAIRS, BATCH, STEPS = 18, 6, 6
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,13 +36,11 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    path = tmp_path / "pairs.jsonl"
     rows = [
         {"prompt": f"What is {a} plus {a}?", "chosen": f"The answer is {2 * a}.", "rejected": "I do not know."}
         for a in range(PAIRS)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return written(tmp_path / "pairs.jsonl", rows)
 
 
 @pytest.fixture
@@ -67,24 +63,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def settings(model: Path, data: Path, output: Path, **dpo: Any) -> DPORun:
-    return DPORun(
-        actor=PreferenceModelConfig(
-            model_name_or_path=str(model), dtype=DType.FLOAT32, adam=PreferenceAdamConfig(lr=1e-3)
-        ),
-        dpo=PreferenceSettings(**dpo),
-        data=PairDataConfig(dataset=str(data)),
-        train=ExampleTrainConfig(batch_size=BATCH, num_epochs=2),
-        ckpt=CheckpointConfig(output_dir=str(output)),
-        logger=LoggerConfig(console=False),
-    )
-
-
-def weights(output: Path) -> dict[str, torch.Tensor]:
-    return load_file(output / "model" / "model.safetensors")
-
-
-def logged(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return small(DPORun(dpo=PreferenceSettings(**dpo)), model, data, output, lr=1e-3, batch_size=BATCH)
 
 
 def test_a_model_learns_what_is_preferred(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> None:
@@ -119,20 +98,6 @@ def test_the_reference_is_computed_once_and_found_again(
     assert scored.count("TorchPolicy") == passes + 1
     assert weights(first.output_dir).keys() == weights(second.output_dir).keys()
     assert all(torch.equal(a, weights(second.output_dir)[name]) for name, a in weights(first.output_dir).items())
-
-
-class Stopping(MetricSink):
-    """Ends the run, as a full disk would, after some steps."""
-
-    def __init__(self, after: int) -> None:
-        self._after = after
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step == self._after and "train/loss" in metrics:
-            raise CheckpointError("The disk is full.")
-
-    def close(self) -> None:
-        """Has nothing to flush."""
 
 
 @pytest.mark.parametrize("cache", ["kept", "lost"])
@@ -187,6 +152,13 @@ def test_a_reference_of_its_own(tiny_model_dir: Path, pairs: Path, tmp_path: Pat
     assert scored == [], "the first run kept the log-probs of the same model"
     first = next(row for row in logged(result.output_dir) if "train/loss" in row)
     assert first["train/reward_margin"] > 0.3, "the second run goes on from the first one's distance"
+    short = tmp_path / "short"
+    shutil.copytree(tiny_model_dir, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 60}))
+    run.ref.model_name_or_path, run.ckpt.overwrite = str(short), True
+    with pytest.raises(ConfigurationError, match=r"The reference .*has 60 positions, but examples may have"):
+        rollgrad.train_dpo(run)
 
 
 def test_log_probs_of_another_model_are_refused(

@@ -1,6 +1,7 @@
 """`--dry_run` refuses what the run would, all at once; strangers' data needs no names of columns."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_rows_of_other_systems_are_shown_and_trained_on_without_naming_columns(r
     assert "<|im_start|>user\n" in output
     assert "+1?<|im_end|>\n<|im_start|>assistant\n" in output
     assert output.count(", is 1.") == 2  # the label itself as the reply
+    assert re.search(r"A step takes at least [\d.]+ s if", output)
     assert not Path("out").exists()
     assert run(*data)[0] == 0
     (metrics, *_) = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()][1:]

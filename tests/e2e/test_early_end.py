@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,17 +65,13 @@ def train(*flags: str) -> int:
     return main(["train", "rl", "--config", "run.yaml", *flags])
 
 
-def start(workspace: Path, *flags: str, **environment: str) -> "subprocess.Popen[str]":
+def start(rollgrad_command: list[str], *flags: str, **environment: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl", "--config", "run.yaml", *flags],
-        cwd=workspace,
+        [*rollgrad_command, "train", "rl", "--config", "run.yaml", *flags],
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
-        # The tests may run under nohup, whose processes take no notice of SIGHUP.
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
 
@@ -113,14 +108,14 @@ def test_a_reward_that_breaks_costs_its_own_rollout_only(workspace: Path, capsys
     assert same("out/model", "whole/model")
 
 
-def test_a_full_disk_leaves_the_last_finished_step(workspace: Path) -> None:
+@pytest.mark.usefixtures("workspace")
+def test_a_full_disk_leaves_the_last_finished_step(rollgrad_command: list[str]) -> None:
     """The training state, three times as large as the model, cannot be written any more; the model can."""
     assert train("--train.max_steps", "1", "--ckpt.output_dir", "size") == 0
     size = max(path.stat().st_size for path in Path("size/model").iterdir())
     assert Path("size/training_state_1/state.pt").stat().st_size > 2 * size
-    process = start(
-        workspace, "--reward.function_path", "broken.py", "--ckpt.state_steps", "1", FILE_LIMIT=str(size + size // 2)
-    )
+    flags = ("--reward.function_path", "broken.py", "--ckpt.state_steps", "1")
+    process = start(rollgrad_command, *flags, FILE_LIMIT=str(size + size // 2))
     _, stderr = process.communicate(timeout=STARTUP_SECONDS)
     assert process.returncode == 2, stderr
     assert "Traceback" not in stderr
@@ -133,8 +128,10 @@ def test_a_full_disk_leaves_the_last_finished_step(workspace: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.chaos)])
-def test_a_signal_ends_the_run_as_ctrl_c_does(workspace: Path, number: signal.Signals) -> None:
-    process = start(workspace, "--train.max_steps", "100000")
+def test_a_signal_ends_the_run_as_ctrl_c_does(
+    workspace: Path, rollgrad_command: list[str], number: signal.Signals
+) -> None:
+    process = start(rollgrad_command, "--train.max_steps", "100000")
     metrics = workspace / "out" / "metrics.jsonl"
     deadline = time.monotonic() + STARTUP_SECONDS
     try:
@@ -146,7 +143,7 @@ def test_a_signal_ends_the_run_as_ctrl_c_does(workspace: Path, number: signal.Si
         _, stderr = process.communicate(timeout=STOP_SECONDS)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
     assert process.returncode == 128 + number, stderr
     assert "what was trained is in out" in stderr
     assert step() == logged()[-1] >= 2

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig, SupervisedTrainConfig
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.entrypoints import export
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.testing.agent_executor import make_trajectory
 
@@ -117,6 +119,25 @@ def test_a_broken_file_is_named_and_the_others_are_exported(run: Path, capsys: p
 def test_what_is_left_out_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "pairs", str(run)]) == 0
     assert f"left out: {GROUPS} rows that are there already" in capsys.readouterr().err
+
+
+def test_of_two_exports_to_one_file_the_second_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that a killed export left is no reason to refuse."""
+    (run / ".pairs.jsonl.new").write_text("half a ro")
+    answers: list[int] = []
+    read = export.read_trajectories
+
+    def meanwhile(*arguments: Any) -> Any:
+        if not answers:
+            answers.append(main(["export", "pairs", str(run)]))
+        return read(*arguments)
+
+    monkeypatch.setattr(export, "read_trajectories", meanwhile)
+    assert len(exported(run, "pairs", capsys)) == GROUPS
+    assert answers == [2]
+    assert {path.name for path in run.iterdir()} == {"pairs.jsonl", "trajectories"}
 
 
 @pytest.mark.parametrize(

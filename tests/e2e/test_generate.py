@@ -1,24 +1,28 @@
 """`rollgrad generate` and `rollgrad score` as a user runs them, with a real (tiny) model."""
 
+import errno
 import io
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
+from structlog.testing import capture_logs
 
 import rollgrad
-from rollgrad.adapters.data.replies import RowLog, read_rows
+from rollgrad.adapters.data import reply_log
+from rollgrad.adapters.data.reply_log import RowLog
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig, DType
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, EngineError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, EngineError, RewardError
 from rollgrad.entrypoints import generation
 from rollgrad.entrypoints.cli.main import main
 from tests.fakes.model_server import ModelServer
@@ -113,6 +117,29 @@ def test_a_server_samples(wide_headed_model_dir: Path, prompts: Path, tmp_path: 
     assert len(rows(tmp_path / "out")) == PROMPTS * SAMPLES
 
 
+@pytest.mark.parametrize("processed", [True, False])
+def test_log_probs_of_another_distribution_are_not_written(
+    processed: bool, wide_headed_model_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    server = ModelServer(processed=processed)
+    config = settings(wide_headed_model_dir, prompts, engine=Engine.SERVER, server_urls=(server.url,))
+    hot = evolve(config, rollout=evolve(config.rollout, temperature=0.5))
+    try:
+        with capture_logs() as told:
+            rollgrad.generate(config, tmp_path / "plain", logprobs=True)  # which both kinds of server tell
+        warned = f"the server {server.url} has policy, which is taken for '{wide_headed_model_dir}'"
+        assert sum(line["event"].startswith(warned) for line in told) == 1
+        if processed:
+            rollgrad.generate(hot, tmp_path / "hot", logprobs=True)
+        else:
+            with pytest.raises(ConfigurationError, match="--logprobs-mode processed_logprobs, or leave --logprobs out"):
+                rollgrad.generate(hot, tmp_path / "hot", logprobs=True)
+        assert rollgrad.generate(hot, tmp_path / "without").rows == PROMPTS * SAMPLES
+    finally:
+        server.close()
+    assert len(rows(tmp_path / "hot")) == PROMPTS * SAMPLES * processed
+
+
 def test_a_terminal_shows_how_far_it_is(
     tiny_model_dir: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +206,136 @@ def test_what_was_sampled_before_an_error_is_kept(
     assert tokens(out) == tokens(whole)
 
 
+def test_a_reply_that_cannot_be_sampled_is_written_as_failed(
+    tiny_model_dir: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on; it is sampled again only if that is asked for, with the same result as without the failure."""
+    from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+
+    whole, out, scored = (tmp_path / name for name in ("whole.jsonl", "replies.jsonl", "scored.jsonl"))
+    config = settings(tiny_model_dir, prompts)
+    rollgrad.generate(config, whole)
+    broken = {row["seed"] for row in rows(whole) if (row["row"], row["sample"]) == (3, 1)}
+    generate = EmbeddedEngine.generate
+
+    async def fails(self: Any, request: Any, **keywords: Any) -> Any:
+        if request.params.seed in broken:
+            raise EngineError("The engine is gone.")
+        return await generate(self, request, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddedEngine, "generate", fails)
+        replies = rollgrad.generate(config, out)
+    assert (replies.rows, replies.made, replies.failed) == (PROMPTS * SAMPLES, PROMPTS * SAMPLES, 1)
+    failed = [row for row in rows(out) if row["completion"] is None]
+    assert [(row["row"], row["sample"], row["failure"]) for row in failed] == [(3, 1, "The engine is gone.")]
+    assert failed[0]["prompt"] == rows(whole)[3 * SAMPLES]["prompt"]
+    judged = rollgrad.score(config, out, scored, reward=lambda completions: [1.0] * len(completions))
+    assert (judged.rows, judged.failed) == (PROMPTS * SAMPLES - 1, 0)  # there is nothing to judge of it
+    before = out.read_bytes()
+    assert rollgrad.generate(config, out).made == 0
+    assert out.read_bytes() == before
+    again = rollgrad.generate(config, out, retry_failed=True)
+    assert (again.rows, again.made, again.failed) == (PROMPTS * SAMPLES, 1, 0)
+    assert tokens(out) == tokens(whole)
+    assert rollgrad.score(config, out, scored, reward=lambda completions: [1.0] * len(completions)).made == 1
+
+
+def test_a_reply_that_cannot_be_judged_is_written_as_failed(tmp_path: Path) -> None:
+    """A call that is interrupted and repeated does not judge it again, until that is asked for."""
+    source, out, function = tmp_path / "mine.jsonl", tmp_path / "scored.jsonl", tmp_path / "reward.py"
+    completions = ["one", "bad", "three"]
+    source.write_text("".join(json.dumps({"prompt": "a", "completion": text}) + "\n" for text in completions))
+    function.write_text(
+        "def reward_func(completions):\n    return [{'one': 3.0, 'three': 5.0}[c] for c in completions]\n"
+    )
+    config = RLConfig(reward=RewardConfig(function_path=str(function)))
+    judged = rollgrad.score(config, source, out)
+    assert (judged.rows, judged.made, judged.failed) == (3, 3, 1)
+    assert [(row["reward"], "KeyError: 'bad'" in row.get("failure", "")) for row in rows(out)] == [
+        (3.0, False),
+        (None, True),
+        (5.0, False),
+    ]
+    assert rollgrad.score(config, source, out).made == 0
+    function.write_text("def reward_func(completions):\n    return [float(len(c)) + 1 for c in completions]\n")
+    with pytest.raises(CheckpointError, match=r"differ in function .* add --retry_failed; .* another --out"):
+        rollgrad.score(config, source, out)
+    words = ["--in", str(source), "--reward.function_path", str(function), "--out", str(out), "--retry_failed"]
+    assert main(["score", *words]) == 0
+    assert [(row["row"], row["reward"], "failure" in row) for row in rows(out)] == [
+        (0, 3.0, False),  # as it was judged before
+        (2, 5.0, False),
+        (1, 4.0, False),
+    ]
+    assert rollgrad.score(config, source, out).made == 0  # the changed function has become the file's
+
+
+def test_a_disk_too_full_to_remove_failed_rows_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "mine.jsonl", tmp_path / "scored.jsonl"
+    source.write_text("".join(json.dumps({"prompt": "a", "completion": text}) + "\n" for text in ("one", "bad")))
+
+    def reward(completions: list[str]) -> list[float]:
+        return [{"one": 1.0}[text] for text in completions]
+
+    rollgrad.score(RLConfig(), source, out, reward=reward)
+    before = sorted((path.name, path.read_bytes()) for path in tmp_path.iterdir())
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reply_log.os, "fsync", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            rollgrad.score(RLConfig(), source, out, reward=reward, retry_failed=True)
+    assert sorted((path.name, path.read_bytes()) for path in tmp_path.iterdir()) == before
+
+
+def test_a_judge_that_is_down_ends_the_run(tmp_path: Path) -> None:
+    """Replies that were judged before are kept, and not judged a second time."""
+    source, out, count = tmp_path / "mine.jsonl", tmp_path / "scored.jsonl", 40
+    source.write_text('{"prompt": "a", "completion": "b"}\n' * count)
+    judged: list[str] = []
+
+    def reward(completions: list[str]) -> list[float]:
+        judged.extend(completions)
+        if len(judged) > 5:
+            raise ConnectionError("The judge is down.")
+        return [1.0] * len(completions)
+
+    config = RLConfig(rollout=RolloutConfig(max_concurrent=1))
+    with pytest.raises(
+        RewardError, match=r"3 episodes failed \(3 reward\), and 2 may .*The judge is down.*again with --retry_failed"
+    ):
+        rollgrad.score(config, source, out, reward=reward)
+    assert [row["reward"] for row in rows(out)] == [1.0] * 5 + [None] * 2
+    rest = rollgrad.score(config, source, out, reward=lambda completions: [2.0] * len(completions), retry_failed=True)
+    assert (rest.rows, rest.made, rest.failed) == (count, count - 5, 0)
+
+
+def test_replies_that_always_fail_end_no_call_that_tries_them_alone(tmp_path: Path) -> None:
+    """A loop tries them again whenever it goes on."""
+    source, out, count = tmp_path / "mine.jsonl", tmp_path / "scored.jsonl", 40
+    texts = ["bad" if number < 2 else "good" for number in range(count)]
+    source.write_text("".join(json.dumps({"prompt": "a", "completion": text}) + "\n" for text in texts))
+
+    def reward(completions: list[str]) -> list[float]:
+        return [{"good": 1.0}[text] for text in completions]
+
+    for made in (count, 2):
+        judged = rollgrad.score(RLConfig(), source, out, reward=reward, retry_failed=True)
+        assert (judged.rows, judged.made, judged.failed) == (count, made, 2)
+
+
+def test_nothing_but_failures_is_an_error(tmp_path: Path) -> None:
+    source = tmp_path / "mine.jsonl"
+    source.write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        rollgrad.score(RLConfig(), source, tmp_path / "scored.jsonl", reward=lambda completions: [1 / 0])
+
+
 def test_a_full_disk_leaves_whole_lines(
     tiny_model_dir: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +397,14 @@ def test_scoring_is_continued(tiny_model_dir: Path, prompts: Path, tmp_path: Pat
     config.reward.timeout = 77.0  # what ended it may be mended
     assert rollgrad.score(config, replies, out).made == 1
     assert out.read_bytes() == whole.read_bytes()
+    description = out.with_name("scored.jsonl.json")
+    older = {name: value for name, value in json.loads(description.read_text()).items() if "step_" not in name}
+    description.write_text(json.dumps(older))  # written before those settings existed
+    assert rollgrad.score(config, replies, out).made == 0
+    description.write_text(json.dumps({name: older[name] for name in older if name != "function"}))
+    with pytest.raises(CheckpointError, match=r"differ in function \(null, "):
+        rollgrad.score(config, replies, out)
+    description.write_text(json.dumps(older))
     function.write_text(function.read_text() + "# another one\n")
     with pytest.raises(CheckpointError, match=r"differ in function "):
         rollgrad.score(config, replies, out)
@@ -313,16 +478,20 @@ def test_a_large_file_is_judged_row_by_row(tmp_path: Path, monkeypatch: pytest.M
     read: list[int] = []
     when_judged: list[int] = []
 
-    def counted(*arguments: Any, **keywords: Any) -> Iterator[Any]:
-        for row in read_rows(*arguments, **keywords):
-            read.append(row["row"])
-            yield row
+    def counted(rows: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def reading(*arguments: Any, **keywords: Any) -> Iterator[Any]:
+            for row in rows(*arguments, **keywords):
+                read.append(row["row"])
+                yield row
+
+        return reading
 
     def reward(completions: list[str]) -> list[float]:
         when_judged.append(len(read))
         return [1.0] * len(completions)
 
-    monkeypatch.setattr(generation, "read_rows", counted)
+    for name in ("read_rows", "chosen_rows"):
+        monkeypatch.setattr(generation, name, counted(getattr(generation, name)))
     config = RLConfig(rollout=RolloutConfig(max_concurrent=at_once))
     assert rollgrad.score(config, source, tmp_path / "scored.jsonl", reward=reward).made == count
     assert when_judged[0] <= count + at_once  # all were looked at before, and none was kept

@@ -100,14 +100,20 @@ def test_ctrl_c_saves_and_says_where(workspace: Path, flags: tuple[str, ...]) ->
     AutoTokenizer.from_pretrained(workspace / "out" / "model")
 
 
-def test_ctrl_c_in_a_notebook_ends_the_run_too(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_notebook_ends_the_run_too(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Inside a running event loop the run has a thread of its own, which the signal does not reach by itself."""
+    import huggingface_hub
+
     import rollgrad
 
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_a-token-of-nobody")  # which is never sent
     monkeypatch.chdir(workspace)
     heed_interrupts()
     config = rollgrad.load_config("run.yaml")
-    config.logger.console = False
+    config.logger.console, config.ckpt.push_to_hub = False, "me/name"
     metrics = workspace / "out" / "metrics.jsonl"
 
     over = threading.Event()
@@ -132,3 +138,4 @@ def test_ctrl_c_in_a_notebook_ends_the_run_too(workspace: Path, monkeypatch: pyt
     assert result.interrupted
     assert result.steps >= 2
     assert (result.model / "model.safetensors").exists()
+    assert f"hf upload me/name {result.model} uploads this one" in capsys.readouterr().out

@@ -1,13 +1,12 @@
 """`rollgrad train kd` as a user runs it, with a real (tiny) model and teacher."""
 
 import json
-import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import rollgrad
 from rollgrad.adapters.models.torch.distillation import Teacher
@@ -15,24 +14,22 @@ from rollgrad.adapters.models.torch.models import TorchPolicy, TorchTeacher
 from rollgrad.application.settings.kd import (
     DistillationConfig,
     KDRun,
-    StudentAdamConfig,
-    StudentModelConfig,
     TeacherConfig,
 )
-from rollgrad.application.settings.sections.actor import DType, LoraConfig
-from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
+from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.sections.examples import (
-    DemonstrationDataConfig,
     ExampleEvalConfig,
-    ExampleTrainConfig,
 )
-from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.domain.batches.packed import PackedBatch
-from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError
 from rollgrad.domain.ports.models import Predictions
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition import kd
-from tests.e2e.test_dpo import ROOT, Stopping, logged, weights
+from tests.e2e.test_dpo import ROOT
+from tests.example_runs import Stopping, logged, small, weights, written
+from tests.fakes.teacher_server import TeacherServer
+from tests.moved_models import moved_copy
 
 ROWS, BATCH, STEPS = 12, 4, 6
 
@@ -46,35 +43,18 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def teacher(tiny_model_dir: Path, tmp_path: Path) -> Path:
     """The tiny model with other weights."""
-    path = tmp_path / "teacher"
-    shutil.copytree(tiny_model_dir, path)
-    generator = torch.Generator().manual_seed(0)
-    moved = {
-        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in load_file(path / "model.safetensors").items()
-    }
-    save_file(moved, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return moved_copy(tiny_model_dir, tmp_path / "teacher")
 
 
 @pytest.fixture
 def examples(tmp_path: Path) -> Path:
-    path = tmp_path / "examples.jsonl"
     rows = [{"prompt": f"What is {a} plus {a}?", "completion": f"The answer is {2 * a}."} for a in range(ROWS)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return written(tmp_path / "examples.jsonl", rows)
 
 
 def settings(model: Path, teacher: Path, data: Path, output: Path, **kd: Any) -> KDRun:
-    return KDRun(
-        actor=StudentModelConfig(model_name_or_path=str(model), dtype=DType.FLOAT32, adam=StudentAdamConfig(lr=5e-3)),
-        teacher=TeacherConfig(model_name_or_path=str(teacher)),
-        kd=DistillationConfig(**kd),
-        data=DemonstrationDataConfig(dataset=str(data)),
-        train=ExampleTrainConfig(batch_size=BATCH, num_epochs=2),
-        ckpt=CheckpointConfig(output_dir=str(output)),
-        logger=LoggerConfig(console=False),
-    )
+    run = KDRun(teacher=TeacherConfig(model_name_or_path=str(teacher)), kd=DistillationConfig(**kd))
+    return small(run, model, data, output, lr=5e-3, batch_size=BATCH)
 
 
 @pytest.mark.parametrize(("beta", "top_k"), [(0.0, None), (0.5, None), (1.0, None), (0.0, 8)])
@@ -272,6 +252,85 @@ def test_a_run_with_kept_predictions_goes_on_as_if_it_had_not_ended(
     result = rollgrad.train_kd(run)
     assert len(predicted) == (0 if cache == "kept" else 1)
     assert all(torch.equal(a, weights(result.output_dir)[name]) for name, a in weights(made.output_dir).items())
+
+
+@pytest.fixture
+def server(teacher: Path) -> Iterator[TeacherServer]:
+    server = TeacherServer(teacher)
+    yield server
+    server.close()
+
+
+def test_a_served_teacher_teaches_as_one_in_the_process(
+    tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path, server: TeacherServer
+) -> None:
+    """It is asked once, also where it fails in passing; other weights under the same name are noticed."""
+    kept = settings(tiny_model_dir, teacher, examples, tmp_path / "kept", top_k=8, cache=True)
+    rollgrad.train_kd(kept)
+    kept.teacher.url, kept.ckpt.output_dir = server.url, str(tmp_path / "served")
+    server.failures = [503]
+    rollgrad.train_kd(kept)
+    assert len(server.bodies) == ROWS + 1
+    assert divergences(tmp_path / "served") == pytest.approx(divergences(tmp_path / "kept"), rel=5e-3, abs=1e-4)
+    kept.ckpt.overwrite = True
+    rollgrad.train_kd(kept)
+    assert len(server.bodies) == ROWS + 2, "one example is compared with what was kept"
+    with torch.no_grad():
+        server.model.get_input_embeddings().weight.mul_(1.5)
+    with pytest.raises(ConfigurationError, match="other weights than before under the same name"):
+        rollgrad.train_kd(kept)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "wrong", "sentence"),
+    [
+        (64, lambda places: None, "--max-logprobs 64"),
+        (8, lambda places: places[-1].popitem(), "gives . tokens at a place, not 8|tells nothing of the token"),
+        (8, lambda places: places[-1].update({"99999": {"logprob": 0.0, "rank": 1}}), "predicts the token 99999"),
+        (8, lambda places: places.pop(), r"read \d+ tokens, but got \d+"),
+        (8, lambda places: places.__setitem__(-1, None), "answers otherwise than vLLM does"),
+    ],
+)
+def test_a_server_that_teaches_something_else_is_named(
+    tiny_model_dir: Path,
+    teacher: Path,
+    examples: Path,
+    tmp_path: Path,
+    server: TeacherServer,
+    top_k: int,
+    wrong: Callable[[list[Any]], None],
+    sentence: str,
+) -> None:
+    run = settings(tiny_model_dir, teacher, examples, tmp_path / "run", top_k=top_k, cache=True)
+    run.teacher.url, server.changed = server.url, wrong
+    with pytest.raises((ConfigurationError, EngineError), match=sentence):
+        rollgrad.train_kd(run)
+
+
+def test_a_served_teacher_by_another_name_is_told(
+    tiny_model_dir: Path,
+    teacher: Path,
+    examples: Path,
+    tmp_path: Path,
+    server: TeacherServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The only model of a server is asked whatever its name: of another one's tokens nobody would know."""
+    run = settings(tiny_model_dir, teacher, examples, tmp_path / "run", top_k=8, cache=True)
+    run.teacher.url, server.models = server.url, [{"id": "teacher", "root": "/models/another"}]
+    run.train.max_steps, run.train.num_epochs = 1, 1
+    rollgrad.train_kd(run)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("the server of --teacher.url has 'teacher', which is taken for") == 1
+
+
+def test_what_a_served_teacher_cannot_do_is_refused(tiny_model_dir: Path, examples: Path, tmp_path: Path) -> None:
+    run = settings(tiny_model_dir, tiny_model_dir, examples, tmp_path / "run", temperature=2.0)
+    run.teacher.url = "localhost:8000"
+    with pytest.raises(ConfigurationError) as error:
+        rollgrad.train_kd(run)
+    for words in ("starts with http", "add --kd.cache", "probabilities at temperature 1"):
+        assert words in str(error.value)
 
 
 def test_the_example_in_its_smallest_form(tiny_model_dir: Path, teacher: Path, tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import rollgrad
-from rollgrad.application.settings.kto import KTORun, KTOSettings, UnpairedAdamConfig, UnpairedLoss, UnpairedModelConfig
-from rollgrad.application.settings.sections.actor import DType, LoraConfig
-from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
-from rollgrad.application.settings.sections.examples import ExampleEvalConfig, ExampleTrainConfig, LabelDataConfig
-from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.application.settings.kto import KTORun, KTOSettings, UnpairedLoss
+from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.application.settings.sections.ckpt import Resume
+from rollgrad.application.settings.sections.examples import ExampleEvalConfig, ExampleTrainConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli.main import main
-from tests.e2e.test_dpo import PREFERENCES, ROOT, Stopping, logged, scored, weights
+from tests.e2e.test_dpo import PREFERENCES, ROOT, scored
+from tests.example_runs import Stopping, logged, small, weights, written
 
 _ = scored
 LABELS, BATCH, STEPS = 20, 8, 5
@@ -29,7 +29,6 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def labelled(tmp_path: Path) -> Path:
-    path = tmp_path / "labelled.jsonl"
     rows = [
         {
             "prompt": f"What is {a} plus {a}?",
@@ -38,19 +37,11 @@ def labelled(tmp_path: Path) -> Path:
         }
         for a in range(LABELS)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return written(tmp_path / "labelled.jsonl", rows)
 
 
 def settings(model: Path, data: Path, output: Path, **kto: Any) -> KTORun:
-    return KTORun(
-        actor=UnpairedModelConfig(model_name_or_path=str(model), dtype=DType.FLOAT32, adam=UnpairedAdamConfig(lr=1e-3)),
-        kto=KTOSettings(**kto),
-        data=LabelDataConfig(dataset=str(data)),
-        train=ExampleTrainConfig(batch_size=BATCH, num_epochs=2),
-        ckpt=CheckpointConfig(output_dir=str(output)),
-        logger=LoggerConfig(console=False),
-    )
+    return small(KTORun(kto=KTOSettings(**kto)), model, data, output, lr=1e-3, batch_size=BATCH)
 
 
 def test_a_model_learns_what_is_good(tiny_model_dir: Path, labelled: Path, tmp_path: Path) -> None:
@@ -164,6 +155,10 @@ def test_a_step_of_one_reply_is_refused(tiny_model_dir: Path, labelled: Path, tm
     run.train = ExampleTrainConfig(batch_size=4)
     run.eval = ExampleEvalConfig(dataset=str(labelled), max_samples=1)
     with pytest.raises(ConfigurationError, match=r"eval.dataset has one reply alone"):
+        rollgrad.train_kto(run)
+    run = settings(tiny_model_dir, labelled, tmp_path / "run")
+    run.data.max_samples, run.train = 1, ExampleTrainConfig(batch_size=4, max_steps=2)
+    with pytest.raises(ConfigurationError, match=r"data.dataset has one reply alone.*--data.max_samples"):
         rollgrad.train_kto(run)
 
 

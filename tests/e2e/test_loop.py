@@ -1,5 +1,6 @@
 """`rollgrad loop rs|iter_dpo|csft` as a user runs them, with a real (tiny) model."""
 
+import asyncio
 import gc
 import json
 import os
@@ -7,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import rollgrad
 import rollgrad.entrypoints.loop as loops
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
+from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.settings.dpo import PreferenceAdamConfig, PreferenceModelConfig
 from rollgrad.application.settings.loop import (
     CSFTConfig,
@@ -45,6 +46,7 @@ from rollgrad.entrypoints.cli.loop import LOOPS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import parse_run
 from rollgrad.entrypoints.config_io import dump_config, setting_names
+from tests.scripts import ScriptHost
 
 ROWS, PROMPTS, SAMPLES = 6, 4, 4
 REWARD = """
@@ -194,15 +196,15 @@ import os, signal, sys
 import datasets, matplotlib.pyplot, torch, transformers.models.llama.modeling_llama
 import rollgrad.entrypoints.loop as loops
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.adapters.data import replies
-from rollgrad.adapters.tracking import report
+from rollgrad.adapters.data import reply_log
+from rollgrad.adapters.tracking import curves
 from rollgrad.entrypoints.cli.help import ESSENTIALS
 from rollgrad.entrypoints.cli.loop import LOOPS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import parse_run
 from rollgrad.entrypoints.config_io import dump_config, setting_names
 
-report.PANELS = report.PANELS[:1]
+curves.PANELS = curves.PANELS[:1]
 
 def killed_after(owner, name, times):
     function, calls = getattr(owner, name), []
@@ -225,7 +227,7 @@ def once(settings, place=None):
     status = 1
     try:
         if place == "rows":
-            replies.RowLog.flush = torn
+            reply_log.RowLog.flush = torn
         elif place == "stage":
             killed_after(loops, "_select", 1)
         elif place == "training state":
@@ -243,7 +245,7 @@ for settings in disturbed:
 
 
 @pytest.mark.slow
-def test_a_killed_loop_ends_as_one_that_nothing_disturbed(make: Any, tmp_path: Path) -> None:
+def test_a_killed_loop_ends_as_one_that_nothing_disturbed(make: Any, script_host: ScriptHost, tmp_path: Path) -> None:
     """It is killed in the middle of a row, between two stages, and in the middle of its training."""
     files = []
     for place in ("undisturbed", *PLACES):
@@ -254,7 +256,7 @@ def test_a_killed_loop_ends_as_one_that_nothing_disturbed(make: Any, tmp_path: P
         files[-1].parent.mkdir(exist_ok=True)
         files[-1].write_text(dump_config(run))
     ended = subprocess.run(
-        [sys.executable, "-c", KILLED, *map(str, files)], capture_output=True, text=True, timeout=500
+        [*script_host.python(), "-c", KILLED, *map(str, files)], capture_output=True, text=True, timeout=500
     )
     assert ended.returncode == 0, ended.stderr
     assert "an incomplete last line is removed" in ended.stderr
@@ -293,6 +295,29 @@ def test_an_interrupted_loop_goes_on(make: Any, monkeypatch: pytest.MonkeyPatch)
     steps = [line["step"] for line in rows(second.output_dir / "iteration_1" / "run" / "metrics.jsonl")]
     assert steps == sorted(set(steps))
     assert len(steps) > 1
+
+
+def test_a_terminated_evaluation_is_repeated(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM ends it as Ctrl-C does; the next call evaluates again, and goes on."""
+    run = make("rs", iterations=1)
+    run.eval = EvalConfig(dataset=run.data.prompt_dataset, max_samples=1)
+    play = EvaluationService.run
+    places: list[str] = []
+
+    async def interrupted(self: Any, *arguments: Any) -> Any:
+        state = json.loads((Path(run.ckpt.output_dir) / "loop.json").read_text())
+        places.append(f"{state['iteration']} {state['stage']}")
+        if len(places) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)  # until the signal is heard
+        return await play(self, *arguments)
+
+    monkeypatch.setattr(EvaluationService, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rollgrad.loop(run)
+    result = rollgrad.loop(run)
+    assert places == ["0 evaluate", "1 evaluate", "1 evaluate"]
+    assert len(result.history) == 2
 
 
 def test_a_reward_that_is_not_there_is_missed_before_sampling(make: Any) -> None:
@@ -365,6 +390,13 @@ def test_what_ends_a_loop_can_be_mended(name: str, may: bool) -> None:
     assert may_change(name) is may
 
 
+def test_what_an_error_of_sampling_names_can_be_set() -> None:
+    run = RSRun()
+    run.rollout.max_failures = 9
+    assert may_change("rollout.max_failures")
+    assert [error for error in loop_errors(run) if "max_failures" in str(error)] == []
+
+
 def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--rollout.max_turns",
@@ -375,10 +407,18 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
         "0",
         "--rollout.engine",
         "server",
+        "--data.image_key",
+        "images",
     ]
     assert main(["loop", "iter_dpo", *words]) == 2
     error = capsys.readouterr().err
-    for part in ("rollout.max_turns is 3, but a loop", "rollout.top_p", "train.batch_size", "engine is server"):
+    for part in (
+        "rollout.max_turns is 3, but a loop",
+        "data.image_key is 'images', but a loop",
+        "rollout.top_p",
+        "train.batch_size",
+        "engine is server",
+    ):
         assert part in error
     for flag in ("--actor.model_name_or_path", "--data.prompt_dataset", "--rollout.n_samples_per_prompt", "No reward"):
         assert flag in error

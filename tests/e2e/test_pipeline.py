@@ -2,15 +2,18 @@
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import rollgrad
 from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.domain.episodes.rewards import RewardInput
 
@@ -84,3 +87,19 @@ def test_each_stage_begins_with_what_the_one_before_made(
     assert (head - began["score.weight"]).abs().max() < 1e-3 < began["score.weight"].abs().max()
     assert all((body[name] - began[f"model.{name}"]).abs().max() < 1e-3 for name in body)
     assert any(not torch.equal(body[name], began[f"model.{name}"]) for name in body)
+
+
+def test_a_stage_that_was_interrupted_ends_the_pipeline(
+    pipeline: ModuleType, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(options: Any) -> rollgrad.TrainResult:
+        return rollgrad.TrainResult(output_dir=tmp_path, steps=1, interrupted=True, stopped_by=signal.SIGTERM)
+
+    begun: list[Path] = []
+    monkeypatch.setattr(pipeline, "accuracy", lambda *_: 0.0)
+    monkeypatch.setattr(pipeline, "fine_tune", interrupted)
+    monkeypatch.setattr(pipeline, "train_judge", lambda _, policy: begun.append(policy))
+    with pytest.raises(SystemExit) as ended:
+        pipeline.main(pipeline.Options(model=tiny_model_dir, output_dir=tmp_path))
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert not begun

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,19 @@ import torch
 from safetensors.torch import load_file
 
 import rollgrad
-from rollgrad.application.settings.prm import PRMRun, StepAdamConfig, StepModelConfig
-from rollgrad.application.settings.sections.actor import DType, LoraConfig
-from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
-from rollgrad.application.settings.sections.examples import ExampleEvalConfig, ExampleTrainConfig, StepDataConfig
-from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.application.settings.prm import PRMRun
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import ActorConfig, DType, LoraConfig
+from rollgrad.application.settings.sections.ckpt import Resume
+from rollgrad.application.settings.sections.examples import ExampleEvalConfig, StepDataConfig
+from rollgrad.application.settings.sections.reward import RewardConfig, StepReward
+from rollgrad.domain.algorithms.settings import Normalise
+from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
-from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.composition.rewards import make_reward_model
+from tests.example_runs import Stopping, small, written
+from tests.moved_models import moved_copy
 
 ROWS, BATCH, STEPS = 18, 6, 6
 
@@ -36,24 +40,13 @@ def solution(number: int, **more: Any) -> dict[str, Any]:
     return {"prompt": f"How many is {number}?", "completions": steps, "labels": [True, not wrong], **more}
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     return written(tmp_path / "rows.jsonl", [solution(number) for number in range(ROWS)])
 
 
 def settings(model: Path, data: Path, output: Path, **more: Any) -> PRMRun:
-    return PRMRun(
-        actor=StepModelConfig(model_name_or_path=str(model), dtype=DType.FLOAT32, adam=StepAdamConfig(lr=3e-3)),
-        data=StepDataConfig(dataset=str(data), **more),
-        train=ExampleTrainConfig(batch_size=BATCH, num_epochs=2),
-        ckpt=CheckpointConfig(output_dir=str(output)),
-        logger=LoggerConfig(console=False),
-    )
+    return small(PRMRun(data=StepDataConfig(**more)), model, data, output, lr=3e-3, batch_size=BATCH)
 
 
 def losses(run: PRMRun) -> list[float]:
@@ -99,6 +92,72 @@ def test_a_model_learns_to_find_wrong_steps(tiny_model_dir: Path, rows: Path, tm
     assert result.after["eval/loss"] == pytest.approx(sum(wanted) / len(wanted), rel=1e-3, abs=1e-5)
 
 
+@pytest.fixture
+def judge(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A model that says something else of each step."""
+    path = moved_copy(tiny_model_dir, tmp_path / "judge")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "reward_tokens": ["+", "-"]}))
+    return path
+
+
+@pytest.mark.parametrize("how", StepReward)
+def test_replies_are_scored_step_by_step(judge: Path, tmp_path: Path, how: StepReward) -> None:
+    """The probabilities are those of transformers' own class behind each step; each reply's depend on it alone."""
+    replies = [["First there are 3.", "I do not know!"], ["So the answer is 4."], [], ["One.", "Two.", "Three!"]]
+    prompt = "<|im_start|>user\nHow many is {}?<|im_end|>\n<|im_start|>assistant\n"
+    lines = [{"prompt": prompt.format(number), "completion": "\n".join(steps)} for number, steps in enumerate(replies)]
+    source, out = written(tmp_path / "replies.jsonl", lines), tmp_path / "scored.jsonl"
+    reward = RewardConfig(model_name_or_path=str(judge), step_reward=how)
+    config = RLConfig(actor=ActorConfig(model_name_or_path=str(judge), dtype=DType.FLOAT32), reward=reward)
+    rollgrad.score(config, source, out)
+    for number, (steps, row) in enumerate(zip(replies, map(json.loads, out.read_text().splitlines()), strict=True)):
+        if not steps:
+            assert (row["reward"], row.get("steps")) == (0.0, None)
+            continue
+        ends = [f"{step}\n" for step in steps]
+        chances = judged(judge, prompt.format(number) + "".join(ends) + "<|im_end|>\n", ends)
+        assert row["steps"] == pytest.approx(chances, abs=1e-5)
+        wanted = {"min": min(chances), "last": chances[-1], "product": math.prod(chances)}
+        assert row["reward"] == pytest.approx(wanted.get(how, sum(chances) / len(chances)), abs=1e-5)
+
+
+def test_settings_of_the_other_kind_of_reward_model_are_refused(judge: Path, reward_model_dir: Path) -> None:
+    config = RLConfig(reward=RewardConfig(model_name_or_path=str(judge), normalize=Normalise.MODEL))
+    with pytest.raises(ConfigurationError, match=r"has no mean and std: leave --reward\.normalize out"):
+        make_reward_model(config)
+    config.reward = RewardConfig(model_name_or_path=str(reward_model_dir), step_separator=". ")
+    with pytest.raises(ConfigurationError, match=r"is no process reward model: leave --reward.step_separator out"):
+        make_reward_model(config)
+
+
+def test_a_text_that_is_too_long_loses_its_beginning(judge: Path) -> None:
+    """Its steps behind what is left are judged, and it counts as cut."""
+    model = make_reward_model(
+        RLConfig(actor=ActorConfig(dtype=DType.FLOAT32), reward=RewardConfig(model_name_or_path=str(judge)))
+    )
+    steps = [f"So it is {number}." for number in range(200)]
+    ((_, cut, found), (_, whole, every)) = model.judge(
+        [RewardInput(text="Why? " + "\n".join(part), reply="\n".join(part)) for part in (steps, steps[:3])]
+    )
+    assert (cut, whole, len(every)) == (True, False, 3)
+    assert 3 < len(found) < len(steps)
+
+
+def test_special_tokens_are_no_part_of_a_step(judge: Path) -> None:
+    """One that was sampled in a reply, or whose name has the reply in it, changes nothing of the judgement."""
+    model = make_reward_model(
+        RLConfig(actor=ActorConfig(dtype=DType.FLOAT32), reward=RewardConfig(model_name_or_path=str(judge)))
+    )
+    prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    sampled = {"im": "im<|im_end|>\n", "One.\nTwo.": "One.<|im_start|>\nTwo.<|im_end|>"}
+    for reply, text in sampled.items():
+        ((*_, found), (*_, wanted)) = model.judge(
+            [RewardInput(text=prompt + read, reply=reply) for read in (text, reply)]
+        )
+        assert found == pytest.approx(wanted, abs=1e-6)
+
+
 def test_labels_are_right_wrong_or_between(tiny_model_dir: Path, rows: Path, tmp_path: Path) -> None:
     def first_loss(name: str, **of_rows: Any) -> float:
         labelled = [
@@ -140,17 +199,6 @@ def test_placeholders_mark_the_ends_of_steps(tiny_model_dir: Path, tmp_path: Pat
     assert losses(shepherd) == pytest.approx(wanted, rel=1e-5)
 
 
-class Stopping(MetricSink):
-    """Ends the run, as a full disk would, after some steps."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step == 4 and "train/loss" in metrics:
-            raise CheckpointError("The disk is full.")
-
-    def close(self) -> None:
-        """Has nothing to flush."""
-
-
 def test_adapters_and_a_run_that_ended_early(tiny_model_dir: Path, rows: Path, tmp_path: Path) -> None:
     def run_in(name: str) -> PRMRun:
         run = settings(tiny_model_dir, rows, tmp_path / name)
@@ -161,7 +209,7 @@ def test_adapters_and_a_run_that_ended_early(tiny_model_dir: Path, rows: Path, t
     whole = rollgrad.train_prm(run_in("whole"))
     run = run_in("run")
     with pytest.raises(CheckpointError, match="disk is full"):
-        rollgrad.train_prm(run, sink=Stopping())
+        rollgrad.train_prm(run, sink=Stopping(after=4))
     run.ckpt.resume = Resume.ALWAYS
     result = rollgrad.train_prm(run)
     one, other = (load_file(each.model / "model.safetensors") for each in (whole, result))

@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ from structlog.testing import capture_logs
 import rollgrad
 from rollgrad.adapters.models.torch.loading import load_critic
 from rollgrad.adapters.models.torch.reward_model import RewardModel
-from rollgrad.application.settings.rm import PairwiseRewardConfig, RewardAdamConfig, RewardModelConfig, RMRun
-from rollgrad.application.settings.sections.actor import DType, LoraConfig
-from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
-from rollgrad.application.settings.sections.examples import ExampleEvalConfig, ExampleTrainConfig, PairDataConfig
-from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.application.settings.rm import PairwiseRewardConfig, RMRun
+from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.application.settings.sections.ckpt import Resume
+from rollgrad.application.settings.sections.examples import ExampleEvalConfig
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, DataError
-from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.entrypoints.cli.main import main
+from tests.example_runs import Stopping, logged, small, weights, written
 from tests.tiny_models import make_tiny_tokenizer, tiny_llama
 
 PAIRS, BATCH, STEPS = 18, 6, 6
@@ -41,11 +39,6 @@ def pair(number: int, **more: Any) -> dict[str, Any]:
     return {"prompt": f"What is {number} plus {number}?", "chosen": chosen, "rejected": "I do not know.", **more}
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
     return written(tmp_path / "pairs.jsonl", [pair(number) for number in range(PAIRS)])
@@ -57,22 +50,8 @@ def held_out(tmp_path: Path) -> Path:
 
 
 def settings(model: Path, data: Path, output: Path, held_out: Path | None = None) -> RMRun:
-    return RMRun(
-        actor=RewardModelConfig(model_name_or_path=str(model), dtype=DType.FLOAT32, adam=RewardAdamConfig(lr=3e-3)),
-        data=PairDataConfig(dataset=str(data)),
-        train=ExampleTrainConfig(batch_size=BATCH, num_epochs=2),
-        eval=ExampleEvalConfig(dataset=None if held_out is None else str(held_out)),
-        ckpt=CheckpointConfig(output_dir=str(output)),
-        logger=LoggerConfig(console=False),
-    )
-
-
-def logged(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(output: Path) -> dict[str, torch.Tensor]:
-    return load_file(output / "model" / "model.safetensors")
+    run = RMRun(eval=ExampleEvalConfig(dataset=None if held_out is None else str(held_out)))
+    return small(run, model, data, output, lr=3e-3, batch_size=BATCH)
 
 
 def same(first: Path, second: Path) -> bool:
@@ -170,20 +149,6 @@ def test_a_reward_model_learns_what_is_preferred(
     further = rollgrad.train_rm(again)
     assert torch.equal(weights(further.output_dir)["score.weight"], weights(result.output_dir)["score.weight"])
     assert "mean" not in json.loads((further.model / "config.json").read_text())
-
-
-class Stopping(MetricSink):
-    """Ends the run, as a full disk would, after some steps."""
-
-    def __init__(self, after: int) -> None:
-        self._after = after
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step == self._after and "train/loss" in metrics:
-            raise CheckpointError("The disk is full.")
-
-    def close(self) -> None:
-        """Has nothing to flush."""
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -289,6 +254,7 @@ def test_the_command_line(
     assert main([*words, "--dry_run", "--ckpt.output_dir", str(tmp_path / "other"), "--rm.margin"]) == 2
     assert "rm.margin is set, but no row" in capsys.readouterr().err
     wrong = ["--rm.centring", "-1", "--data.overlong", "cut", "--actor.float32_head", "--actor.aux_loss_coef", "0.1"]
+    wrong += ["--actor.router_z_loss_coef", "0.1"]
     assert main([*words, *wrong]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in errors if line.startswith("error:")] == [
@@ -296,4 +262,5 @@ def test_the_command_line(
         "data.overlong",
         "actor.float32_head",
         "actor.aux_loss_coef",
+        "actor.router_z_loss_coef",
     ]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
@@ -22,6 +21,7 @@ from rollgrad.application.settings.sft import SFTRun, SupervisedAdamConfig, Supe
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition.sft import sft_container
+from tests.example_runs import logged, weights
 
 ROWS = 20
 
@@ -65,14 +65,6 @@ def settings(model: Path, data: Path, output: Path, **train: Any) -> SFTRun:
     )
 
 
-def weights(output: Path) -> dict[str, torch.Tensor]:
-    return load_file(output / "model" / "model.safetensors")
-
-
-def logged(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_model_learns_its_conversations(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
     run = settings(tiny_model_dir, conversations, tmp_path / "run", num_epochs=4)
     run.eval = ExampleEvalConfig(dataset=str(conversations), steps=5)
@@ -83,6 +75,7 @@ def test_a_model_learns_its_conversations(tiny_model_dir: Path, conversations: P
     assert [row["step"] for row in rows if "eval/loss" in row] == [0, 5, 10]
     assert result.before["eval/accuracy"] < 0.1  # 320 tokens
     assert result.after["eval/accuracy"] > result.before["eval/accuracy"] + 0.2
+    assert 0 < result.after["eval/bits_per_byte"] < 0.7 * result.before["eval/bits_per_byte"]
     trained = [row for row in rows if "train/loss" in row]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]
     assert trained[-1]["train/epoch"] == pytest.approx(4.0)

@@ -1,6 +1,5 @@
 """Whole runs of the command line and the library on the tiny model."""
 
-import asyncio
 import json
 import math
 import subprocess
@@ -22,6 +21,7 @@ from rollgrad.entrypoints.cli.main import main
 from rollgrad.testing.clock import FakeClock
 from rollgrad.testing.metric_sink import FakeMetricSink
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.fakes.hub import hub_double
 
 REWARD = """
 def reward_func(queries, prompts, labels):
@@ -87,7 +87,7 @@ def metrics(output: str = "out") -> list[dict[str, float]]:
 
 
 def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+    return [{key: value for key, value in row.items() if not key.startswith(("time/", "memory/"))} for row in rows]
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -292,6 +292,22 @@ def test_evaluation_and_checkpoints_on_schedule(workspace: Path, capsys: pytest.
 
 
 @pytest.mark.slow
+def test_the_model_is_on_the_hub_when_the_run_has_finished(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_a-token-of-nobody")
+    with hub_double() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        hub.broken = True
+        assert train("--train.max_steps", "1", "--ckpt.push_to_hub", "me/name") == 0
+        assert Path("out/report.html").is_file(), "nothing waits for the hub"
+        hub.broken = False
+        assert train("--train.max_steps", "1", "--ckpt.push_to_hub", "me/name", "--ckpt.resume") == 0
+    assert hub.files == {path.name: path.read_bytes() for path in Path("out/model").iterdir()}
+    assert b"rollgrad" in hub.files["README.md"]
+
+
 def test_one_pass_over_the_prompts_by_default(workspace: Path) -> None:
     assert train("--train.max_steps", "None") == 0
     assert len(metrics()) == 3  # 9 prompts, 4 a rollout
@@ -305,19 +321,18 @@ def test_reasoning_gym_tasks_bring_prompts_and_reward(workspace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_as_a_process(workspace: Path, tiny_model_dir: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *arguments]
+def test_the_command_line_as_a_process(workspace: Path, rollgrad_command: list[str]) -> None:
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=400)
 
-    trained = run("train", "rl", "--config", "run.yaml")
+    trained = run(sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl", "--config", "run.yaml")
     assert trained.returncode == 0, trained.stderr
     assert trained.stdout == "out/report.html\n"
     assert "Traceback" not in trained.stderr
     warnings = [line for line in trained.stderr.splitlines() if "arning" in line]
     assert all("were cut off" in line for line in warnings), "a finding of this run, and none of a library"
     flags = "--actor.model_name_or_path out/model --eval.dataset prompts.jsonl --json"
-    evaluated = run("eval", "--config", "run.yaml", *flags.split())
+    evaluated = run(*rollgrad_command, "eval", "--config", "run.yaml", *flags.split())
     assert evaluated.returncode == 0, evaluated.stderr
     found = json.loads(evaluated.stdout)
     assert {
@@ -368,11 +383,8 @@ def test_the_library_takes_rewards_and_adapters(
     assert result.report is None, "without metrics.jsonl there is nothing to report"
 
 
-def test_the_library_inside_a_running_loop(workspace: Path) -> None:
-    async def notebook() -> "rollgrad.TrainResult":
-        return rollgrad.train(library_config(), reward=vowels)
-
-    result = asyncio.run(notebook())
+async def test_the_library_inside_a_running_loop(workspace: Path) -> None:
+    result = rollgrad.train(library_config(), reward=vowels)
     assert result.steps == 2
     assert result.report is not None
     assert result.report.exists()

@@ -2,16 +2,16 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from rollgrad.adapters.tracking.trajectory_files import rows, trajectory_files
-from rollgrad.adapters.tracking.trajectory_table import schema
+from rollgrad.adapters.tracking.trajectory_schema import schema
 from rollgrad.entrypoints import training
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.run_record import RunStatus, read_run
@@ -74,7 +74,8 @@ def loss_of(step: Sequence[dict[str, Any]]) -> float:
 
 
 def test_a_run_leaves_all_rollouts_whose_tokens_sum_to_the_logged_loss(workspace: Path) -> None:
-    assert train() == 0
+    assert train("--train.profile_steps", "1") == 0
+    assert [str(path) for path in Path("out/profile").rglob("*.gz")] == ["out/profile/step-000002/run.json.gz"]
     assert names() == ["eval-000000", "step-000001", "step-000002", "step-000003", "eval-000003"]
     logged = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     for metrics in logged:
@@ -82,18 +83,30 @@ def test_a_run_leaves_all_rollouts_whose_tokens_sum_to_the_logged_loss(workspace
             continue
         step = [row for row in kept() if (row["kind"], row["step"]) == ("update", metrics["step"])]
         assert len(step) == 6
+        learned = [row for row in step if row["advantage"] != 0]
+        if learned:
+            pairs = [pair for row in learned for pair in zip(row["token_weight"], row["token_entropy"], strict=True)]
+            mean = sum(weight * entropy for weight, entropy in pairs) / sum(weight for weight, _ in pairs)
+            assert mean == pytest.approx(metrics["policy/entropy"], rel=1e-4)
+        assert not any(any(row["token_clipped"]) for row in step), "ratios are 1"
         assert loss_of(step) == pytest.approx(metrics["policy/policy_loss"], abs=1e-5)
         assert sum(row["reward"] for row in step) / 6 == pytest.approx(metrics["reward/mean"])
         assert {row["version_first"] for row in step} == {metrics["step"] - 1}
         assert all(row["seconds"] > 0 for row in step)
         for row in step:
             assert sum(row["token_reward"]) == pytest.approx(row["reward"])
+            trainers = row["token_trainer_logprob"]
+            if row["advantage"] == 0:  # the update leaves out groups without spread
+                assert set(trainers) == set(row["token_entropy"]) == {None}
+            else:
+                assert trainers == pytest.approx(row["token_logprob"], abs=1e-4)
             assert "".join(row["token_text"]) == row["prompt"] + "".join(row["token_text"][row["prompt_tokens"] :])
     found = read_run(Path("out"))
     assert found is not None
     assert (found["status"], found["steps"], found["continued_from"]) == (RunStatus.FINISHED, 3, None)
     assert train("--ckpt.overwrite", "--logger.trajectories_max_gib", "0") == 0
     assert names() == []
+    assert not Path("out/profile").exists()
 
 
 def test_several_optimizer_steps_have_the_weights_of_each(workspace: Path) -> None:
@@ -109,11 +122,11 @@ def test_several_optimizer_steps_have_the_weights_of_each(workspace: Path) -> No
 
 
 def test_a_killed_run_leaves_whole_files_and_a_continued_one_no_later_ones(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, rollgrad_command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is killed while it rolls out its third step; the second is then repeated from an older state."""
     monkeypatch.setenv("KILLED_AT", "14")  # of 6 in each step
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl", "--config", "run.yaml"]
+    command = [*rollgrad_command, "train", "rl", "--config", "run.yaml"]
     killed = subprocess.run(
         [*command, "--eval.dataset", "None"], capture_output=True, timeout=WAIT_SECONDS, check=False
     )
@@ -147,10 +160,28 @@ def test_an_error_is_in_the_record(workspace: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.startswith("out: failed after 0 of 3 steps (")
 
 
+def test_reports_on_the_way_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = 0.0, list[float]()
+
+    def report(*_: Any) -> None:
+        nonlocal now
+        now += 20.0  # of a run with very many rollouts
+        written.append(now)
+
+    monkeypatch.setattr(training, "report_run", report)
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: now))
+    save = training._reporting(Path("out"), "a run")
+    while now < 20_000.0:
+        now += 10.0
+        save()
+    assert len(written) == 10
+    assert sum(20.0 for _ in written) <= 0.011 * now
+
+
 def test_a_report_is_written_when_a_state_is_saved(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed later has one, too."""
     seen: list[bool] = []
-    monkeypatch.setattr(training, "_report", lambda *_: seen.append(True))
+    monkeypatch.setattr(training, "report_run", lambda *_: seen.append(True))
     monkeypatch.setattr(training, "REPORT_SECONDS", 0.0)
     assert train("--train.max_steps", "3", "--eval.dataset", "None") == 0
     assert len(seen) == 3  # after the first and the second step, and at the end

@@ -6,22 +6,31 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import psutil
 import torch
 from attrs import evolve
 from torch import Tensor
 
+from rollgrad.adapters.models.deepspeed.forward_only import forward_only
 from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
+from rollgrad.adapters.models.fsdp.division import divide
+from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
 from rollgrad.adapters.models.ray.sharded import RankPolicy
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch import models
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchReference, TorchValue
+from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchReference
 from rollgrad.adapters.models.torch.muon import MuonSettings
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
+from rollgrad.adapters.models.torch.step_reward import StepRewardModel
+from rollgrad.adapters.models.torch.together import Divide
+from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.weight_shards import Shard, shard_rows
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores, ValueModel
@@ -58,28 +67,54 @@ def policy(
     settings: OptimizerSettings = SETTINGS,
     dtype: torch.dtype = torch.float32,
     aux_loss_coef: float = 0.0,
+    shard: Shard | None = None,
 ) -> TorchPolicy:
-    model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=FLAG)
+    model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=FLAG, shard=shard)
     tokenizer = load_tokenizer(path, flag=FLAG)
-    return TorchPolicy(model, tokenizer, settings, aux_loss_coef=aux_loss_coef, optimize=optimize)
+    return TorchPolicy(
+        model,
+        tokenizer,
+        settings,
+        aux_loss_coef=aux_loss_coef,
+        router_z_loss_coef=aux_loss_coef,
+        optimize=optimize,
+    )
 
 
-def value(path: str, optimize: Optimize = MasterOptimizer) -> TorchValue:
-    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+def value(
+    path: str,
+    optimize: Optimize = MasterOptimizer,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard: Shard | None = None,
+) -> TorchValue:
+    model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=FLAG, shard=shard)
     return TorchValue(model, load_tokenizer(path, flag=FLAG), SETTINGS, optimize=optimize)
 
 
 def rank_policy(
     path: str,
-    stage: int,
+    stage: int | str,
     offload: bool = False,
     settings: OptimizerSettings = SETTINGS,
     dtype: torch.dtype = torch.float32,
 ) -> RankPolicy:
-    return RankPolicy(policy(path, divided(stage, offload), settings=settings, dtype=dtype))
+    return RankPolicy(policy(path, divided(stage, offload), settings=settings, dtype=dtype, shard=loading(stage)))
 
 
-def rank_policy_in_float16(path: str, stage: int, supported: bool) -> RankPolicy:
+def rank_policy_on_gpu(path: str, stage: int | str) -> "GPUPolicy":
+    model = load_causal_lm(path, dtype=torch.bfloat16, device=torch.device("cuda"), flag=FLAG, shard=loading(stage))
+    return GPUPolicy(TorchPolicy(model, load_tokenizer(path, flag=FLAG), SETTINGS, optimize=divided(stage)))
+
+
+class GPUPolicy(RankPolicy):
+    """Says how many bytes its process has of the GPU's memory."""
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated()
+
+
+def rank_policy_in_float16(path: str, stage: int | str, supported: bool) -> RankPolicy:
     """DeepSpeed is told whether the machine computes float16; torch does, on any."""
     from deepspeed.accelerator import get_accelerator
 
@@ -87,19 +122,19 @@ def rank_policy_in_float16(path: str, stage: int, supported: bool) -> RankPolicy
     return rank_policy(path, stage, dtype=torch.float16)
 
 
-def rank_mixture(path: str, stage: int) -> RankPolicy:
-    return RankPolicy(policy(path, divided(stage), aux_loss_coef=AUX_LOSS_COEF))
+def rank_mixture(path: str, stage: int | str) -> RankPolicy:
+    return RankPolicy(policy(path, divided(stage), aux_loss_coef=AUX_LOSS_COEF, shard=loading(stage)))
 
 
-def rank_policy_with_a_spare(path: str, stage: int) -> RankPolicy:
+def rank_policy_with_a_spare(path: str, stage: int | str) -> RankPolicy:
     """Its model has a weight that it does not compute with."""
     model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
     model.spare = torch.nn.Linear(4, 4)
     return RankPolicy(TorchPolicy(model, load_tokenizer(path, flag=FLAG), SETTINGS, optimize=divided(stage)))
 
 
-def doomed_policy(path: str, stage: int) -> "DoomedPolicy":
-    return DoomedPolicy(policy(path, divided(stage)))
+def doomed_policy(path: str, stage: int | str) -> "DoomedPolicy":
+    return DoomedPolicy(policy(path, divided(stage), shard=loading(stage)))
 
 
 class DoomedPolicy(RankPolicy):
@@ -146,8 +181,14 @@ class MeasuredPolicy(RankPolicy, Idle):
     """Says what its process holds."""
 
 
-def measured_policy(path: str, stage: int) -> MeasuredPolicy:
-    return MeasuredPolicy(policy(path, divided(stage)))
+def idle() -> Idle:
+    """Leaves a group as it was when it had started."""
+    join_sequence_group(1, timeout=300)
+    return Idle()
+
+
+def measured_policy(path: str, stage: int | str) -> MeasuredPolicy:
+    return MeasuredPolicy(policy(path, divided(stage), shard=loading(stage)))
 
 
 def weighing(scores: TokenScores, part: PackedBatch) -> LossOutput:
@@ -156,15 +197,23 @@ def weighing(scores: TokenScores, part: PackedBatch) -> LossOutput:
     return evolve(likelihood(scores, part), metrics={"held": held})
 
 
-def rank_value(path: str, stage: int) -> TorchValue:
-    return value(path, divided(stage))
+def rank_value(path: str, stage: int | str) -> TorchValue:
+    return value(path, divided(stage), shard=loading(stage))
 
 
-def rank_reference(path: str) -> TorchReference:
-    return TorchReference(load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG))
+def rank_reference(path: str, stage: int | str = 0, offload: bool = False) -> TorchReference:
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG, shard=loading(stage))
+    return TorchReference(model, divide=dividing(stage, offload))
 
 
-def reward_model(path: str) -> RewardModel:
+def dividing(stage: int | str, offload: bool) -> Divide:
+    """Divides a frozen model."""
+    if stage == FSDP:
+        return partial(divide, offload=offload)
+    return partial(forward_only, division=DeepSpeedSettings(zero_stage=int(stage), param_offload=offload))
+
+
+def reward_model(path: str, **division: Any) -> RewardModel:
     flag = "--reward.model_name_or_path"
     return RewardModel.load(
         path,
@@ -172,11 +221,37 @@ def reward_model(path: str) -> RewardModel:
         device=torch.device("cpu"),
         flag=flag,
         policy_tokenizer=load_tokenizer(path, flag=flag),
+        **division,
     )
 
 
-def divided(stage: int, offload: bool = False) -> Optimize:
+def rank_reward_model(path: str, stage: int | str, offload: bool) -> RewardModel:
+    """Its passes have a text or two."""
+    return reward_model(path, batch_tokens=8, shard=loading(stage), divide=dividing(stage, offload))
+
+
+def step_model(path: str, divide: Divide | None = None, shard: Shard | None = None) -> StepRewardModel:
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG, shard=shard)
+    return StepRewardModel(model, load_tokenizer(path, flag=FLAG), (7, 8), batch_tokens=8, divide=divide)
+
+
+def rank_step_model(path: str, stage: int | str, offload: bool) -> StepRewardModel:
+    return step_model(path, dividing(stage, offload), loading(stage))
+
+
+FSDP = "fsdp2"
+"""In the place of a stage of ZeRO."""
+
+
+def loading(stage: int | str) -> Shard | None:
+    """As a run's processes load: at ZeRO-3 and for FSDP2 each reads its own share alone."""
+    return shard_rows if stage in (3, FSDP) else None
+
+
+def divided(stage: int | str, offload: bool = False) -> Optimize:
     """`offload` keeps everything that the stage can spare in the CPU's memory."""
+    if stage == FSDP:
+        return partial(FSDPTrainedModule, offload=offload)
     division = DeepSpeedSettings(zero_stage=stage, adam_offload=offload, param_offload=offload and stage == 3)
     return partial(DeepSpeedModule, division=division)
 
@@ -234,9 +309,14 @@ def broken(scores: TokenScores, part: PackedBatch) -> LossOutput:
     return LossOutput(loss=likelihood(scores, part).loss + poison)
 
 
+kept_pids: set[int] = set()
+"""Worker processes that outlive the tests that use them."""
+
+
 def processes(title: str) -> list[psutil.Process]:
-    """Ray's processes whose title begins with `title`, oldest first."""
-    found = [p for p in psutil.Process().children(recursive=True) if title_of(p).startswith(title)]
+    """Ray's processes whose title begins with `title`, oldest first, without those that are kept."""
+    children = psutil.Process().children(recursive=True)
+    found = [p for p in children if p.pid not in kept_pids and title_of(p).startswith(title)]
     return sorted(found, key=lambda p: p.create_time())
 
 

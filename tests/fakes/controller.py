@@ -1,4 +1,5 @@
-"""A controller that halts in a phase of its run, to be killed: `python -m tests.fakes.controller CONFIG PHASE`."""
+"""A controller that halts in a phase of its run, to be killed: `python -m tests.fakes.controller CONFIG PHASE`. It is
+generating, syncing, training or saving."""
 
 import asyncio
 import sys
@@ -18,7 +19,6 @@ from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.entrypoints.config_io import load_config
 from rollgrad.testing.reward_source import FakeRewardSource
 
-PHASES = ("generating", "syncing", "training", "saving")
 HALTED = "halted"
 """The file in `ckpt.output_dir` that says that the phase was reached."""
 

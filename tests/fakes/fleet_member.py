@@ -1,7 +1,8 @@
-"""A `FleetMember` around the fake engine, which can be killed, frozen and kept from starting."""
+"""A `FleetMember` around an engine, which can be killed, frozen and kept from starting."""
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from rollgrad.application.engines.fleet_member import FleetMember
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest
@@ -12,10 +13,12 @@ from rollgrad.testing.rollout_engine import FakeRolloutEngine
 
 class FakeFleetMember(FleetMember):
     """`kill` ends the process: all that wait for it get an error, as does everything until `restart`. `freeze` makes it
-    silent: nothing is ever answered again until `restart`. `fail_starts`: so many of the next restarts fail."""
+    silent: nothing is ever answered again until `restart`. `fail_starts`: so many of the next restarts fail. `make`:
+    makes its engine, also after a death."""
 
-    def __init__(self) -> None:
-        self.engine = FakeRolloutEngine()
+    def __init__(self, make: Callable[[], Any] = FakeRolloutEngine) -> None:
+        self._make = make
+        self.engine = make()
         self.restarts = 0
         self.pings = 0
         self.fail_starts = 0
@@ -85,9 +88,9 @@ class FakeFleetMember(FleetMember):
         if self.fail_starts:
             self.fail_starts -= 1
             raise EngineError("There is no room for the engine.")
-        latency = self.engine.latency
-        self.engine = FakeRolloutEngine()
-        self.engine.latency = latency
+        former, self.engine = self.engine, self._make()
+        if isinstance(former, FakeRolloutEngine):
+            self.engine.latency = former.latency
         self._frozen = False
         self._dead = asyncio.Event()
 

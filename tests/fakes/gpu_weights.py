@@ -1,7 +1,7 @@
 """A policy and engines on GPUs, for the contract of weight channels: what a machine must have for it is said there."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.weight_channel import WeightChannel
-from tests.event_loop import run
 from tests.fakes.cluster import FLAG, divided
 
 SHARE = 0.3
@@ -45,8 +44,8 @@ def gpu_rank_policy(path: str, stage: int) -> RankPolicy:
     return RankPolicy(TorchPolicy(model, tokenizer, OptimizerSettings(lr=0.1), optimize=divided(stage)))
 
 
-@contextmanager
-def within_a_gpu(path: Path) -> Iterator[Parts]:
+@asynccontextmanager
+async def within_a_gpu(path: Path) -> AsyncIterator[Parts]:
     """One process trains and samples on one GPU."""
     engine = VLLMEngine(
         str(path),
@@ -62,8 +61,8 @@ def within_a_gpu(path: Path) -> Iterator[Parts]:
         engine.close()
 
 
-@contextmanager
-def between_gpus(path: Path) -> Iterator[Parts]:
+@asynccontextmanager
+async def between_gpus(path: Path) -> AsyncIterator[Parts]:
     """Two training processes at ZeRO's stage 3 and one engine, each on a GPU of its own."""
     import ray
 
@@ -80,11 +79,11 @@ def between_gpus(path: Path) -> Iterator[Parts]:
     fleet = None
     try:
         group.build(gpu_rank_policy, str(path), 3)
-        fleet = EngineFleet(run(start_engines(1, settings, options=[{"num_gpus": 1}], seconds=SECONDS)))
+        fleet = EngineFleet(await start_engines(1, settings, options=[{"num_gpus": 1}], seconds=SECONDS))
         yield FleetWeights(fleet, backend=NCCLBackend()), fleet, ShardedPolicy(group)
     finally:
         if fleet is not None:
-            run(fleet.aclose())
+            await fleet.aclose()
         group.close()
         placement.remove()
         ray.shutdown()

@@ -10,10 +10,11 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenize
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.weight_shards import Shard
 from rollgrad.application.settings.sections.actor import LoraConfig
-from tests.fakes.cluster import FLAG, SETTINGS, divided
+from tests.fakes.cluster import FLAG, SETTINGS, divided, loading
 
-LORA = LoraConfig(rank=4, alpha=8)
+LORA = LoraConfig(rank=4, alpha=8, dropout=0.1)
 
 QLORA = evolve(LORA, load_in_4bit=True)
 
@@ -25,13 +26,14 @@ def policy(
     lora: LoraConfig = LORA,
     settings: OptimizerSettings = SETTINGS,
     device: str = "cpu",
+    shard: Shard | None = None,
     **options: Any,
 ) -> TorchPolicy:
     place = torch.device(device)
-    model = load_causal_lm(path, dtype=dtype, device=place, flag=FLAG, load_in_4bit=lora.load_in_4bit)
+    model = load_causal_lm(path, dtype=dtype, device=place, flag=FLAG, load_in_4bit=lora.load_in_4bit, shard=shard)
     add_lora(model, lora, seed=1)
     return TorchPolicy(model, load_tokenizer(path, flag=FLAG), settings, optimize=optimize, **options)
 
 
-def rank_policy(path: str, stage: int, dtype: torch.dtype = torch.float32, lora: LoraConfig = LORA) -> RankPolicy:
-    return RankPolicy(policy(path, divided(stage), dtype, lora))
+def rank_policy(path: str, stage: int | str, dtype: torch.dtype = torch.float32, lora: LoraConfig = LORA) -> RankPolicy:
+    return RankPolicy(policy(path, divided(stage), dtype, lora, shard=loading(stage)))

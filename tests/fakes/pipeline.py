@@ -1,7 +1,7 @@
 """A run over fakes, synchronous or asynchronous, and everything that it was built from."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,11 +11,12 @@ from rollgrad.application.engines.resuming import ContinuingEngine
 from rollgrad.application.episodes.single_turn import SingleTurnExecutor
 from rollgrad.application.learning.experience import ExperienceService
 from rollgrad.application.learning.update import UpdateService
-from rollgrad.application.pipelines.alternating import Alternating
+from rollgrad.application.pipelines.alternating import Alternating, Resting
 from rollgrad.application.pipelines.learner import RLLearner
 from rollgrad.application.pipelines.overlapping import Overlapping
 from rollgrad.application.pipelines.run import Run as WholeRun
-from rollgrad.application.pipelines.run import RunOutcome, Schedule, StepSource
+from rollgrad.application.pipelines.run import RunOutcome, Schedule
+from rollgrad.application.pipelines.step_source import StepSource
 from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
 from rollgrad.application.rollouts.sampler import GroupSampler, SamplingPlan
@@ -29,7 +30,7 @@ from rollgrad.domain.algorithms.settings import AdvantageSettings, Aggregation, 
 from rollgrad.domain.control.entropy_weight import EntropyController
 from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.kl_weight import KLController
-from rollgrad.domain.control.signs import LearningSettings
+from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.control.staleness import StalenessBound
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
@@ -100,12 +101,15 @@ def make_run(
     bound: StalenessBound | None = None,
     pause: PauseMode = PauseMode.WAIT,
     in_flight: int = GROUPS,
+    sleeper: FakeRolloutEngine | None = None,
+    resting: Sequence[Resting] = (),
 ) -> Run:
-    """Two groups of three samples an update; asynchronous where there is a `bound`."""
+    """Two groups of three samples an update; asynchronous where there is a `bound`. `sleeper`: the engine, if it is to
+    sleep while models train; `resting`: models whose optimizers sleep while it samples."""
     controller = kl or KLController(coef=0.0)
     policy = policy or FakePolicy(torch.linspace(-0.5, 0.5, VOCABULARY))
     engine, rewards, prompts, clock = (
-        FakeRolloutEngine(),
+        sleeper or FakeRolloutEngine(),
         FakeRewardSource(value),
         FakePromptSource(PROMPTS),
         FakeClock(),
@@ -158,7 +162,7 @@ def make_run(
     if bound is None:
         sampler = GroupSampler(rollout, prompts, params, plan, curriculum)
         made: StepSource[RolloutGroup] = Alternating(
-            learner=learner, sampler=sampler, sleeper=None, steps=steps, clock=clock
+            learner=learner, sampler=sampler, sleeper=sleeper, steps=steps, clock=clock, resting=resting
         )
     else:
         plan = evolve(plan, in_flight=GROUPS * (bound.max_staleness + 1))

@@ -1,20 +1,24 @@
 """Forward and backward passes that several processes make together: importable there."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import Factory, evolve, frozen
+from attrs import Factory, evolve, fields, frozen
 from torch import Tensor, distributed, nn
 
 from rollgrad.adapters.models.ray.sharded import RankPolicy
 from rollgrad.adapters.models.torch.attention import install_attention
+from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue, scatter
 from rollgrad.adapters.models.torch.lora import add_lora
-from rollgrad.adapters.models.torch.models import TorchReference, TorchValue
+from rollgrad.adapters.models.torch.models import TorchReference
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
+from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.domain.batches.examples import DemonstrationBatch
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
@@ -159,11 +163,41 @@ def passes(case: Case) -> dict[str, Any]:
     result: dict[str, Any] = {"logprobs": logprobs_A.detach(), "entropy": entropy_A.detach()}
     for name, objective in OBJECTIVES.items():
         result[name] = _gradients(lm, objective(scores, packed).loss)
+    for kept in (False, True):
+        name = "of_kept_teacher" if kept else "of_teacher"
+        result[name], divergence_A = taught(case, packed, kept)
+        result[f"divergence_{name}"] = divergence_A
     value = PackedValue(model(case), {"weight": torch.linspace(-1, 1, SIZES["hidden_size"])[None]})
     values_A = value(packed)
     result["values"] = values_A.detach()
     result["of_values"] = _gradients(value, of_values(scatter(values_A, packed), packed).loss)
     return result
+
+
+def taught(case: Case, packed: PackedBatch, kept: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of the divergence from a teacher, which predicts now or has predicted before, and that divergence."""
+    settings = DistillationSettings(beta=0.5, temperature=0.7, top_k=5 if kept else None)
+    other = model(evolve(case, checkpointing=False, lora=False))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.8)
+    teacher: Teacher | KeptTeacher = Teacher(other, settings)
+    if kept:
+        generator = torch.Generator().manual_seed(case.seed)
+        ids_NK = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:5] for _ in range(packed.token_count)])
+        logprobs_NB = torch.randn(packed.token_count, 6, generator=generator).log_softmax(1)
+        columns = {field.name: getattr(packed, field.name) for field in fields(PackedBatch) if field.init}
+        packed = DemonstrationBatch(
+            **columns,
+            sample_ids_S=torch.zeros(len(packed)),
+            teacher_ids_NK=ids_NK.int(),
+            teacher_logprobs_NK=logprobs_NB.half(),
+        )
+        teacher = KeptTeacher(settings)
+    lm = PackedLM(model(case), teacher=teacher)
+    *_, divergence_A = lm(packed)
+    weights_A = packed.filled("loss_weights_N")[packed.action_mask_N]
+    return _gradients(lm, (weights_A * divergence_A).sum()), divergence_A.detach()
 
 
 def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
@@ -173,7 +207,7 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return gradients
 
 
-def work(rank: int, processes: int, folder: Path, names: list[str], timeout: float) -> None:
+def work(folder: Path, timeout: float, rank: int, processes: int, names: list[str]) -> None:
     """One of the processes: its results go to the file `<rank>` of `folder`."""
     from datetime import timedelta
 
@@ -211,3 +245,7 @@ def rank_value(path: str, stage: int) -> TorchValue:
 def rank_reference(path: str) -> TorchReference:
     join_sequence_group(2, timeout=TIMEOUT)
     return cluster.rank_reference(path)
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

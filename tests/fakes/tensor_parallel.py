@@ -1,6 +1,7 @@
 """Models whose layers two processes divide among them: importable there."""
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -8,8 +9,14 @@ from rollgrad.adapters.models.deepspeed import tensor_parallel
 from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.models.ray.sharded import RankPolicy
-from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.models import Optimize, TorchReference, TorchValue
+from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchReference
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
+from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.weight_shards import shard_rows
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes import cluster
 
 SIZE = 2
@@ -20,13 +27,47 @@ def divided(stage: int) -> Optimize:
 
 
 def rank_policy(path: str, stage: int, dtype: torch.dtype = torch.float32) -> RankPolicy:
-    return RankPolicy(cluster.policy(path, divided(stage), dtype=dtype))
+    return RankPolicy(cluster.policy(path, divided(stage), dtype=dtype, shard=shard_rows))
+
+
+def taught_policy(path: str, optimize: Optimize = MasterOptimizer, **loading: Any) -> TorchPolicy:
+    """It learns from another model of the same size, over the whole vocabulary."""
+    load = partial(load_causal_lm, path, dtype=torch.float32, device=torch.device("cpu"), flag=cluster.FLAG)
+    other = load()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.8)
+    teacher = Teacher(other, DistillationSettings(beta=1.0, temperature=0.7))
+    tokenizer = load_tokenizer(path, flag=cluster.FLAG)
+    return TorchPolicy(load(**loading), tokenizer, cluster.SETTINGS, teacher=teacher, optimize=optimize)
+
+
+def judging_policy(path: str, optimize: Optimize = MasterOptimizer, **loading: Any) -> TorchPolicy:
+    """It compares two tokens, as a process reward model does; its processes have one each."""
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=cluster.FLAG, **loading)
+    outcomes = (5, model.config.vocab_size - 2)
+    tokenizer = load_tokenizer(path, flag=cluster.FLAG)
+    return TorchPolicy(model, tokenizer, cluster.SETTINGS, outcomes=outcomes, optimize=optimize)
+
+
+POLICIES = {"taught": taught_policy, "judging": judging_policy}
+
+
+def rank_own_policy(name: str, path: str, stage: int) -> RankPolicy:
+    return RankPolicy(POLICIES[name](path, divided(stage), shard=shard_rows))
+
+
+def by_divergence(scores: TokenScores, part: PackedBatch) -> LossOutput:
+    """The divergence from a teacher, or the log-prob of the first of two tokens."""
+    values_N = -scores.logprobs_N if scores.divergence_N is None else scores.divergence_N
+    mean = (part.filled("loss_weights_N") * values_N).sum()
+    return LossOutput(loss=mean, metrics={"mean": mean.detach()})
 
 
 def rank_value(path: str, stage: int) -> TorchValue:
-    return cluster.value(path, divided(stage))
+    return cluster.value(path, divided(stage), shard=shard_rows)
 
 
 def rank_reference(path: str, dtype: torch.dtype) -> TorchReference:
-    model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=cluster.FLAG)
+    model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=cluster.FLAG, shard=shard_rows)
     return TorchReference(model, divide=partial(tensor_parallel.divided, size=SIZE))

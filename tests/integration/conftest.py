@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ NEEDS = {
     "test_vllm_engine.py": ("vllm",),
     "test_vllm_starting.py": ("vllm",),
     "test_served_engine.py": ("vllm",),
+    "test_cluster_images.py": ("vllm", "deepspeed", "ray"),
     "test_engine_fleet.py": ("vllm", "ray"),
     "test_lora_cluster.py": ("vllm", "deepspeed", "ray"),
     "test_sequence_parallel.py": ("deepspeed", "ray"),
@@ -34,13 +36,31 @@ def _rays_end() -> Iterator[None]:
         sys.modules["ray"].shutdown()
 
 
+@pytest.fixture(scope="session")
+def kept_groups(_rays_end: None) -> Iterator[Any]:
+    """The `KeptGroups` of the Ray that the fixture `ray` starts."""
+    from tests.fakes.kept_groups import KeptGroups
+
+    groups = KeptGroups()
+    yield groups
+    groups.close()
+
+
+@pytest.fixture
+def runs_share_processes(ray: None, kept_groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs take their worker processes from `kept_groups`."""
+    from rollgrad.entrypoints.composition import cluster
+
+    monkeypatch.setattr(cluster, "WorkerGroup", lambda name, slots, **_: kept_groups.group(len(slots), name))
+
+
 @pytest.fixture(scope="module")
 def ray(_rays_end: None) -> None:
     """A Ray on this machine, which runs find and leave: all modules share it, for it takes longer to start than many of
     their tests."""
     from rollgrad.adapters.ray.session import RaySession
 
-    RaySession(None, cpus=8)
+    RaySession(None, cpus=10)
 
 
 @pytest.fixture

@@ -234,10 +234,10 @@ def test_errors_are_the_sdks_own(play: Play) -> None:
             await client(served, **root).chat.completions.create(model=MODEL, messages=question)
         with pytest.raises(anthropic.AuthenticationError, match="session's key"):
             await claude(served, base_url=served.url).messages.create(model=MODEL, messages=question, max_tokens=5)
-        with pytest.raises(openai.BadRequestError, match="n is 2") as refused:
-            await client(served).chat.completions.create(model=MODEL, messages=question, n=2)
+        with pytest.raises(openai.BadRequestError, match="n is 1000") as refused:
+            await client(served).chat.completions.create(model=MODEL, messages=question, n=1000)
         assert refused.value.code == "invalid_value"
-        with pytest.raises(anthropic.BadRequestError, match="tool_choice") as also_refused:
+        with pytest.raises(anthropic.BadRequestError, match="cannot be prescribed while the model is") as also_refused:
             await claude(served).messages.create(
                 model=MODEL, messages=question, max_tokens=5, tools=[TOOL_A], tool_choice={"type": "any"}
             )
@@ -328,42 +328,37 @@ def test_without_sessions_nothing_is_recorded(play: Play) -> None:
     assert engine.requests[0].params.temperature == 0.5
 
 
-def test_a_real_model_is_recorded_token_by_token(tiny_model_dir: Path) -> None:
+async def test_a_real_model_is_recorded_token_by_token(tiny_model_dir: Path) -> None:
     import torch
 
     from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
     from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 
-    async def body() -> None:
-        tokenizer = load_tokenizer(str(tiny_model_dir), flag="model")
-        model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
-        codec = TemplateCodec(tokenizer)
-        engine = EmbeddedEngine(model, eos_token_ids=[tokenizer.eos_token_id], decode=codec.decode)
-        async with serving(engine, codec) as served:
-            messages: Any = list(GO)
-            said = []
-            for turn in range(3):
-                reply = await client(served).chat.completions.create(
-                    model=MODEL,
-                    messages=messages,
-                    max_tokens=12,
-                    logprobs=True,
-                    extra_body={"return_token_ids": True},
-                )
-                (choice,) = reply.choices
-                said.append((reply.prompt_token_ids, choice.token_ids))  # type: ignore[attr-defined]
-                assert choice.logprobs is not None
-                messages += [choice.message.to_dict(), {"role": "user", "content": f"and {turn}?"}]
-            (trajectory,) = served.session.ledger.trajectories(
-                group_id=0, sample_id=0, stop_reason=StopReason.ENVIRONMENT
+    tokenizer = load_tokenizer(str(tiny_model_dir), flag="model")
+    model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
+    codec = TemplateCodec(tokenizer)
+    engine = EmbeddedEngine(model, eos_token_ids=[tokenizer.eos_token_id], decode=codec.decode)
+    async with serving(engine, codec) as served:
+        messages: Any = list(GO)
+        said = []
+        for turn in range(3):
+            reply = await client(served).chat.completions.create(
+                model=MODEL,
+                messages=messages,
+                max_tokens=12,
+                logprobs=True,
+                extra_body={"return_token_ids": True},
             )
-            prompt, last = said[-1]
-            assert trajectory.token_ids_T.tolist() == prompt + last
-            for earlier_prompt, earlier in said:
-                place = len(earlier_prompt)
-                assert trajectory.token_ids_T[place : place + len(earlier)].tolist() == earlier
-
-    asyncio.run(body())
+            (choice,) = reply.choices
+            said.append((reply.prompt_token_ids, choice.token_ids))  # type: ignore[attr-defined]
+            assert choice.logprobs is not None
+            messages += [choice.message.to_dict(), {"role": "user", "content": f"and {turn}?"}]
+        (trajectory,) = served.session.ledger.trajectories(group_id=0, sample_id=0, stop_reason=StopReason.ENVIRONMENT)
+        prompt, last = said[-1]
+        assert trajectory.token_ids_T.tolist() == prompt + last
+        for earlier_prompt, earlier in said:
+            place = len(earlier_prompt)
+            assert trajectory.token_ids_T[place : place + len(earlier)].tolist() == earlier
 
 
 def test_openai_agents_plays_an_episode(play: Play) -> None:

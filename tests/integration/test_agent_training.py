@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 import rollgrad
+from rollgrad.adapters.tracking.trajectory_files import read_trajectories, trajectory_files
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.reward import Verifier
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.errors import EngineError
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.composition.forms import unprescribed
 from rollgrad.testing.reward_source import FakeRewardSource
 
 OPENAI = """
@@ -105,6 +108,74 @@ def with_program(tiny_model_dir: Path, folder: Path, source: str) -> RLConfig:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+FORM = """
+import json
+
+import openai
+
+WORD = {"type": "string", "pattern": "^[a-z]{4}$"}
+SCHEMA = {"type": "object", "properties": {"w": WORD}, "required": ["w"], "additionalProperties": False}
+
+def run_agent(task):
+    with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        messages = list(task.prompt.messages)
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+        reply = client.chat.completions.create(model=task.model, messages=messages, response_format=form)
+        text = reply.choices[0].message.content
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and then?"}]
+        client.chat.completions.create(model=task.model, messages=messages, max_tokens=4)
+        return float(ord(json.loads(text)["w"][0]) % 7)
+"""
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["a reference", "its own weights without adapters"])
+def test_replies_of_a_prescribed_form_are_learned_from(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], adapters: bool
+) -> None:
+    """The trainer's log-probs and the reference's are of the distribution that was sampled, also when an update is
+    replayed from its kept rollouts."""
+    made = with_file(tiny_model_dir, tmp_path, FORM)
+    made.rollout.max_new_tokens, made.rollout.stop_strings, made.rollout.temperature = 24, (), 0.8
+    made.algo.kl.init_coef = 0.1
+    made.actor.lora.rank = 4 if adapters else 0
+    made.actor.adam.lr = 1e-2
+    rollgrad.train(made)
+    first, second = rows(tmp_path)
+    assert {first["reward/branches"], second["reward/branches"]} == {1}
+    assert abs(first["policy/ref_kl"]) < 1e-6, "both are of the same weights and the same allowed tokens"
+    assert second["policy/ref_kl"] != 0
+    kept = [read_trajectories(path).to_pylist() for path in trajectory_files(tmp_path / "out")]
+    for row in (row for step in kept for row in step):
+        assert len(json.loads(row["grammars"])) == 1, "the second turn was free"
+        assert row["token_trainer_logprob"] == pytest.approx(row["token_logprob"], abs=1e-5)
+        sampled = [p for p, turn in zip(row["token_logprob"], row["token_turn"], strict=True) if turn == 0]
+        assert 0.0 in sampled, "some token of the form had to come"
+    capsys.readouterr()
+    assert main(["replay", str(tmp_path / "out"), "--step", "1"]) == 0
+    _, *told = capsys.readouterr().out.splitlines()
+    assert told
+    for name, logged, now in map(str.split, told):
+        assert float(now) == pytest.approx(float(logged), rel=1e-4, abs=1e-6), name
+
+
+def test_a_form_that_the_loss_could_not_follow_is_refused(tiny_model_dir: Path) -> None:
+    def refusal(*brought: str, **settings: object) -> str | None:
+        made = RLConfig()
+        for name, value in settings.items():
+            section, _, setting = name.partition("_")
+            setattr(getattr(made, section), setting, value)
+        return unprescribed(made, brought)
+
+    assert refusal() is None
+    for told, reason in (
+        (refusal(rollout_engine=Engine.VLLM), "rollout.engine vllm"),
+        (refusal(cluster_enable=True), "cluster.enable"),
+        (refusal("policy"), "an adapter of one's own (policy)"),
+    ):
+        assert told is not None
+        assert f"cannot be prescribed while the model is trained with {reason}: the loss" in told
 
 
 @pytest.mark.parametrize("source", [OPENAI, ANTHROPIC], ids=["openai", "anthropic"])

@@ -1,26 +1,47 @@
 """Every script under benchmarks/ starts, does its smallest work (`--smoke`) and prints its result."""
 
+import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+from benchmarks.results import keep
 
 pytestmark = [pytest.mark.demo, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def documented(page: str, head: str) -> str:
+    """The table of a page of docs/ that begins with `head`."""
+    rest = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"\n{head}")[2]
+    return head + rest.partition("\n\n")[0]
+
+
 RESULTS = {
     "advantages.py": r"^ratio \d+\.\d+$",
     "agents_learn.py": r"a program \(openai SDK\)\s*│ \d\.\d\d",
     "async_overlap.py": r"partial rollout, recomputed │\s+\d+\.\d\d",
     "cluster_learns.py": r"colocated │ \d+%",
     "controller.py": r"^growth \d+\.\d+$",
+    "data_plane.py": r"^idle \d+ ns, \d+\.\d bytes$",
     "first_light.py": r"(?s:gpu_equals_cpu +ok$.*attention_is_right +ok$.*deepspeed +ok$)",
     "judges.py": r"^reasoning-gym: \d+ verdicts/s, without walls \d+: \d+\.\d+ times$",
     "learning_curves.py": r"on_policy_distill │\s+\d+%",
-    "loops_learn.py": r"iter_dpo │ 1 +│ +-\d+\.\d\d",
+    "load_memory.py": r"^│ \d+\.\d\d GB .*│ \d+%",
+    "loops_learn.py": r"csft +│ 1 +│ +-\d+\.\d\d",
+    "prompt_sharing.py": r"^work \d+\.\d+$",
+    "memory_plan.py": r"^planned over measured: (0\.9|1\.0)\d to 1\.[0-2]\d$",
+    "real_clients.py": re.escape(documented("agents.md", "| client |")),
+    "run_page.py": r"(?s:^one of \d+ tokens .*^memory of the server +\d+ MB$.*^50 trajectories$"
+    r".* [+-]\d+\.\d% \(pairs: 1, from [+-]\S+ to [+-]\S+; .* \d+\.\d%\)$.*, \d+\.\d+% of a step of the demo$)",
     "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",
+    "trainers_learn.py": r"kd +│ tokens right +│ \d\.\d+ +│ \d\.\d+",
     "versus_trl.py": r"(?s:^ratio .*^ratio .*)^ratio \d+\.\d+$",
     "weight_sync.py": r"tokens/s, 2 rows +\d+",
 }
@@ -42,10 +63,10 @@ def test_each_script_is_started_here() -> None:
 
 @pytest.mark.parametrize("script", scripts())
 def test_a_script_does_its_smallest_work(script: str, run_script: Callable[..., str]) -> None:
-    before = pictures()
+    before = kept()
     printed = run_script(f"benchmarks/{script}", "--smoke")
     assert re.search(RESULTS[script], printed, re.MULTILINE), printed
-    assert pictures() == before, "figures of the smallest work are not for the docs"
+    assert kept() == before, "figures of the smallest work are not for the docs"
 
 
 def test_the_suites_do_their_smallest_work(run_script: Callable[..., str]) -> None:
@@ -53,6 +74,17 @@ def test_the_suites_do_their_smallest_work(run_script: Callable[..., str]) -> No
     assert re.search(r"^\d+ passed", printed, re.MULTILINE), printed
 
 
-def pictures() -> dict[str, bytes]:
-    """Files that the docs show, by name."""
-    return {file.name: file.read_bytes() for file in (ROOT / "docs" / "images").iterdir()}
+def test_a_result_says_on_what_machine_it_was_measured(tmp_path: Path) -> None:
+    measured = json.loads(keep("work", {"ratio": 2.0}, tmp_path / "results").read_text())
+    assert measured["ratio"] == 2.0
+    machine = measured["machine"]
+    assert machine["processor"]
+    assert machine["cores"] == os.cpu_count()
+    assert machine["memory_gib"] >= 1
+    assert machine["versions"]["torch"] == torch.__version__
+
+
+def kept() -> dict[str, bytes]:
+    """Files that the docs show, and results of benchmarks, by name."""
+    folders = (ROOT / "docs" / "images", ROOT / "benchmarks" / "results")
+    return {file.name: file.read_bytes() for folder in folders if folder.exists() for file in folder.iterdir()}

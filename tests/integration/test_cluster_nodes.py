@@ -19,7 +19,6 @@ from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError, WorkerError
 from rollgrad.testing.reward_source import FakeRewardSource
-from tests.event_loop import run
 from tests.fakes import cluster as cluster_models
 from tests.fakes.cluster import processes
 
@@ -27,10 +26,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(autouse=True)
-def _no_other_ray() -> Iterator[None]:
+def _no_other_ray(kept_groups: Any) -> Iterator[None]:
     """A process is in one Ray cluster at a time."""
     import ray
 
+    kept_groups.close()
     ray.shutdown()
     yield
     ray.shutdown()  # which a test that failed has not done
@@ -78,7 +78,7 @@ def test_a_job_trains_on_two_nodes(cluster: Any, tiny_model_dir: Path, tmp_path:
         rollgrad.train(config, reward=reward)
 
 
-def test_weights_reach_an_engine_on_another_machine(cluster: Any, wide_headed_model_dir: Path) -> None:
+async def test_weights_reach_an_engine_on_another_machine(cluster: Any, wide_headed_model_dir: Path) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -101,7 +101,7 @@ def test_weights_reach_an_engine_on_another_machine(cluster: Any, wide_headed_mo
         finally:
             await fleet.aclose()
 
-    generation = run(scenario())
+    generation = await scenario()
     session.close()
     trajectory = TrajectoryBuilder([5, 6, 7], group_id=0, sample_id=0)
     trajectory.add_action(generation)

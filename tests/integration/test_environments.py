@@ -110,11 +110,8 @@ def bisect(transcript: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "make"), environment_factories, ids=[name for name, _ in environment_factories])
-def test_episodes_of_a_group_start_alike(name: str, make: Callable[[], Environment]) -> None:
-    async def scenario() -> list[Any]:
-        return await asyncio.gather(*(play(make(), lambda text: "[2] 1", label) for label in (7, 7, 7, 8, 8)))
-
-    groups = asyncio.run(scenario())
+async def test_episodes_of_a_group_start_alike(name: str, make: Callable[[], Environment]) -> None:
+    groups = await asyncio.gather(*(play(make(), lambda text: "[2] 1", label) for label in (7, 7, 7, 8, 8)))
     courses = [(shown, [(one.reward, one.terminated, one.truncated) for one in results]) for shown, results in groups]
     assert courses[0] == courses[1] == courses[2]
     assert courses[3] == courses[4]
@@ -122,27 +119,27 @@ def test_episodes_of_a_group_start_alike(name: str, make: Callable[[], Environme
     assert results[-1].terminated or results[-1].truncated or len(results) == TURN_LIMIT
 
 
-def test_frozen_lake_is_crossed() -> None:
+async def test_frozen_lake_is_crossed() -> None:
     moves = iter(["1", "1", "2", "2", "1", "2"])
-    _, results = asyncio.run(play(dict(environment_factories)["frozen_lake"](), lambda text: f"I take {next(moves)}."))
+    _, results = await play(dict(environment_factories)["frozen_lake"](), lambda text: f"I take {next(moves)}.")
     assert [result.reward for result in results] == [0.0] * 5 + [1.0]
     assert results[-1].terminated
 
 
-def test_a_time_limit_truncates() -> None:
-    _, results = asyncio.run(play(dict(environment_factories)["cliff"](), lambda text: "0"))
+async def test_a_time_limit_truncates() -> None:
+    _, results = await play(dict(environment_factories)["cliff"](), lambda text: "0")
     assert [result.truncated for result in results] == [False] * 19 + [True]
     assert sum(result.reward for result in results) == -20.0
 
 
 @pytest.mark.parametrize("name", ["guess_the_number", "guess_the_number_raw"])
-def test_the_number_is_found_by_bisection_in_concurrent_games(name: str) -> None:
+async def test_the_number_is_found_by_bisection_in_concurrent_games(name: str) -> None:
     make = dict(environment_factories)[name]
 
     async def scenario() -> list[Any]:
         return await asyncio.gather(*(play(make(), bisect, label) for label in range(6) for _ in range(3)))
 
-    games = asyncio.run(scenario())
+    games = await scenario()
     assert all(results[-1].terminated and results[-1].reward == 1.0 for _, results in games)
     lengths = [len(results) for _, results in games]
     assert all(len(set(lengths[group : group + 3])) == 1 for group in range(0, 18, 3))
@@ -151,19 +148,19 @@ def test_the_number_is_found_by_bisection_in_concurrent_games(name: str) -> None
     assert set(rules) == {1}, "what the conversation has already is not repeated"
 
 
-def test_tic_tac_toe_is_won_and_lost_against_a_script() -> None:
+async def test_tic_tac_toe_is_won_and_lost_against_a_script() -> None:
     make = dict(environment_factories)["tic_tac_toe"]
     row = iter(["[0]", "[1]", "[2]"])
-    _, won = asyncio.run(play(make(), lambda text: next(row)))
+    _, won = await play(make(), lambda text: next(row))
     assert (won[-1].reward, len(won)) == (1.0, 3)
-    _, forfeited = asyncio.run(play(make(), lambda text: "no idea"))
+    _, forfeited = await play(make(), lambda text: "no idea")
     assert (forfeited[-1].reward, forfeited[-1].metrics["invalid_move"]) == (-1.0, 1.0)
 
 
-def test_gsm8k_is_judged() -> None:
+async def test_gsm8k_is_judged() -> None:
     make = dict(environment_factories)["gsm8k_multi_turn"]
     replies = iter(["#### 3", "#### 7"])
-    _, results = asyncio.run(play(make(), lambda text: next(replies), label=7))
+    _, results = await play(make(), lambda text: next(replies), label=7)
     assert [result.terminated for result in results] == [False, True]
     assert results[-1].reward == 1.0
     assert results[-1].metrics == {"steps": 2.0}

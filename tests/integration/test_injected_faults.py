@@ -16,9 +16,12 @@ import pytest
 import torch
 
 from rollgrad.adapters.engines.embedded import engine as embedded
+from rollgrad.adapters.engines.embedded import rows
 from rollgrad.adapters.engines.embedded.decoding import Decoder
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.engines.embedded.kv_cache import KeptSequences, KVCache
+from rollgrad.adapters.engines.embedded.kept import KeptSequences
+from rollgrad.adapters.engines.embedded.kv_cache import KVCache
+from rollgrad.adapters.engines.embedded.rows import Row
 from rollgrad.adapters.environments.episode_thread import EpisodeThread
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.rewards import http as http_reward
@@ -42,10 +45,10 @@ from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.reward_server import RewardServer
 from tests.fakes.scripted_engine import ScriptedEngine, serving
 
-pytestmark = pytest.mark.chaos
-
 DEADLINE = 120.0
 """Seconds for a whole scenario: far more than any takes, so that only a wait for nobody reaches it."""
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(DEADLINE)]
 
 
 class UnspeakableError(BaseException):
@@ -95,14 +98,6 @@ class Trap:
         self.calls, self.at, self.fault = 0, at, fault
 
 
-def bounded(work: Awaitable[Any]) -> Any:
-    async def scenario() -> Any:
-        async with asyncio.timeout(DEADLINE):
-            return await work
-
-    return asyncio.run(scenario())
-
-
 async def outcomes(calls: Sequence[Awaitable[Any]], *allowed: type[Exception]) -> list[bool]:
     """Returns whether each call succeeded; those that did not, raised one of rollgrad's errors that tells something."""
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -125,18 +120,18 @@ def model(tiny_model_dir: Path) -> Any:
 
 ENGINE_PLACES = [
     *((Decoder, name) for name in ("prefill", "extend", "step")),
-    *((KVCache, name) for name in ("reserve", "move", "copy_out", "copy_in")),
+    *((KVCache, name) for name in ("reserve", "free", "copy_out", "copy_in")),
     *((KeptSequences, name) for name in ("take", "keep")),
     (embedded, "sample"),
-    (embedded, "Generation"),
+    (rows, "Generation"),
     (EmbeddedEngine, "_stop_reason"),
-    (embedded._Row, "tell"),
+    (Row, "tell"),
 ]
 
 
 @each_fault
 @pytest.mark.parametrize(("place", "name"), ENGINE_PLACES, ids=[name for _, name in ENGINE_PLACES])
-def test_the_embedded_engine(
+async def test_the_embedded_engine(
     model: Any, fault: Callable[[], BaseException], place: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trap = Trap(monkeypatch, place, name)
@@ -151,29 +146,29 @@ def test_the_embedded_engine(
         first = await outcomes([engine.generate(sampled(n)) for n in range(5)], EngineError)
         return first + await outcomes([engine.generate(sampled(n, (20, 21))) for n in range(2)], EngineError)
 
-    expected = [g.token_ids for g in bounded(play())]
+    expected = [g.token_ids for g in await play()]
     calls = trap.calls
     assert calls, "the scenario reaches the place"
     for at in sorted({0, calls // 2}):
         engine._kept.clear()
         trap.arm(fault, at)
-        bounded(faulty())
+        await faulty()
         if trap.calls > at:
             trap.arm(fault, -1)
-            assert [g.token_ids for g in bounded(play())] == expected, "it goes on as if nothing had been"
+            assert [g.token_ids for g in await play()] == expected, "it goes on as if nothing had been"
 
 
 @each_fault
-def test_a_listener_of_the_embedded_engine(model: Any, fault: Callable[[], BaseException]) -> None:
+async def test_a_listener_of_the_embedded_engine(model: Any, fault: Callable[[], BaseException]) -> None:
     engine = EmbeddedEngine(model, eos_token_ids=(), decode=lambda ids: "text")
 
     def listen(token: int) -> None:
         raise fault()
 
-    async def play() -> list[bool]:
-        return await outcomes([engine.generate(sampled(0), on_token=listen), engine.generate(sampled(1))], Exception)
-
-    assert bounded(play()) == [False, True]
+    assert (await outcomes([engine.generate(sampled(0), on_token=listen), engine.generate(sampled(1))], Exception)) == [
+        False,
+        True,
+    ]
 
 
 def asked(number: int) -> RewardRequest:
@@ -201,7 +196,7 @@ def reward_server() -> Iterator[RewardServer]:
 
 @each_fault
 @pytest.mark.parametrize(("place", "name"), REWARD_PLACES, ids=[name for _, name in REWARD_PLACES])
-def test_the_client_of_reward_servers(
+async def test_the_client_of_reward_servers(
     fault: Callable[[], BaseException],
     place: Any,
     name: str,
@@ -225,12 +220,12 @@ def test_the_client_of_reward_servers(
             finally:
                 await source.aclose()
 
-        first = bounded(play())
+        first = await play()
         assert trap.calls > 1, "the scenario reaches the place"
         assert any(first), "the other batches have their rewards"
 
 
-def test_closing_ends_waits_for_rewards() -> None:
+async def test_closing_ends_waits_for_rewards() -> None:
     hang = threading.Event()
     server = RewardServer(lambda body: (200, {"rewards": [0.0]}) if hang.wait(DEADLINE) else (500, ""))
 
@@ -243,7 +238,7 @@ def test_closing_ends_waits_for_rewards() -> None:
         return None if all(wait.cancelled() for wait in waits) else AssertionError("a wait went on")
 
     try:
-        assert bounded(play()) is None
+        assert await play() is None
     finally:
         hang.set()
         server.close()
@@ -267,7 +262,9 @@ class Seen(str):
 
 @each_fault
 @pytest.mark.parametrize("name", ["encode", "score_encoded", "count"])
-def test_the_reward_server(fault: Callable[[], BaseException], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_reward_server(
+    fault: Callable[[], BaseException], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scorer = Scorer()
     real = scorer.encode if name == "encode" else scorer.score_encoded
 
@@ -294,36 +291,35 @@ def test_the_reward_server(fault: Callable[[], BaseException], name: str, monkey
             await server.stop()
             queue.close()
 
-    assert bounded(play()) == [200, 500, 200, 500, 200, 200]
+    assert await play() == [200, 500, 200, 500, 200, 200]
 
 
 @each_fault
-def test_a_reward_model(fault: Callable[[], BaseException]) -> None:
+async def test_a_reward_model(fault: Callable[[], BaseException]) -> None:
     def judge(replies: Sequence[Any]) -> list[tuple[float, bool]]:
         if any(reply.text == "Say:" for reply in replies):
             raise fault()
         return [(float(len(reply.text)), False) for reply in replies]
 
-    async def play() -> list[bool]:
-        source = ModelReward([judge, judge], timeout=DEADLINE / 2)
-        first = await outcomes([source.score([asked(0)])], RewardError)
-        return first + await outcomes([source.score([asked(n)]) for n in range(1, 4)], RewardError)
-
-    assert bounded(play()) == [False, True, True, True]
+    source = ModelReward([judge, judge], timeout=DEADLINE / 2)
+    first = await outcomes([source.score([asked(0)])], RewardError)
+    assert (first + await outcomes([source.score([asked(n)]) for n in range(1, 4)], RewardError)) == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 @each_fault
-def test_an_environment_in_its_thread(fault: Callable[[], BaseException]) -> None:
+async def test_an_environment_in_its_thread(fault: Callable[[], BaseException]) -> None:
     def fail() -> None:
         raise fault()
 
-    async def play() -> list[bool]:
-        thread = EpisodeThread("The game", timeout=DEADLINE / 2)
-        first = await outcomes([thread.call("a step", fail), thread.call("a step", lambda: 1)], Exception)
-        await thread.close(fail)
-        return first
-
-    assert bounded(play()) == [False, True]
+    thread = EpisodeThread("The game", timeout=DEADLINE / 2)
+    first = await outcomes([thread.call("a step", fail), thread.call("a step", lambda: 1)], Exception)
+    await thread.close(fail)
+    assert first == [False, True]
 
 
 CHAT = "/v1/chat/completions"
@@ -340,7 +336,7 @@ SERVER_PLACES = [
 
 @each_fault
 @pytest.mark.parametrize(("place", "name"), SERVER_PLACES, ids=[name for _, name in SERVER_PLACES])
-def test_the_agent_server(fault: Callable[[], BaseException], place: Any, name: str) -> None:
+async def test_the_agent_server(fault: Callable[[], BaseException], place: Any, name: str) -> None:
     codec = FakeChatCodec()
     engine = ScriptedEngine(codec, EOS, lambda prompt: "yes")
     body = {"messages": [{"role": "user", "content": "go"}]}
@@ -362,7 +358,7 @@ def test_the_agent_server(fault: Callable[[], BaseException], place: Any, name: 
 
     with pytest.MonkeyPatch.context() as patch:
         trap = Trap(patch, place, name)
-        bounded(play())
+        await play()
 
 
 FLEET_PLACES = ["generate", "ping", "pause", "resume", "sleep", "wake", "restart"]
@@ -370,30 +366,27 @@ FLEET_PLACES = ["generate", "ping", "pause", "resume", "sleep", "wake", "restart
 
 @each_fault
 @pytest.mark.parametrize("name", FLEET_PLACES)
-def test_a_fleet_of_engines(fault: Callable[[], BaseException], name: str) -> None:
-    async def play() -> None:
-        members = [FakeFleetMember(), FakeFleetMember()]
-        fleet = EngineFleet(
-            members, ping_seconds=0.01, call_seconds=DEADLINE, wait_seconds=DEADLINE, restart_seconds=DEADLINE
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            trap = Trap(patch, FakeFleetMember, name)
-            trap.arm(fault, 1 if name == "generate" else 0)
-            if name == "restart":
-                members[0].kill()
-            await outcomes([fleet.generate(sampled(n)) for n in range(6)], RollgradError)
-            for round_ in (lambda: fleet.pause(embedded.PauseMode.WAIT), fleet.sleep, fleet.wake, fleet.resume):
-                await outcomes([round_()], RollgradError)
-            while not trap.calls:
-                await asyncio.sleep(0.01)
-            await outcomes([fleet.generate(sampled(n)) for n in range(6)], RollgradError)
-        await fleet.aclose()
-
-    bounded(play())
+async def test_a_fleet_of_engines(fault: Callable[[], BaseException], name: str) -> None:
+    members = [FakeFleetMember(), FakeFleetMember()]
+    fleet = EngineFleet(
+        members, ping_seconds=0.01, call_seconds=DEADLINE, wait_seconds=DEADLINE, restart_seconds=DEADLINE
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        trap = Trap(patch, FakeFleetMember, name)
+        trap.arm(fault, 1 if name == "generate" else 0)
+        if name == "restart":
+            members[0].kill()
+        await outcomes([fleet.generate(sampled(n)) for n in range(6)], RollgradError)
+        for round_ in (lambda: fleet.pause(embedded.PauseMode.WAIT), fleet.sleep, fleet.wake, fleet.resume):
+            await outcomes([round_()], RollgradError)
+        while not trap.calls:
+            await asyncio.sleep(0.01)
+        await outcomes([fleet.generate(sampled(n)) for n in range(6)], RollgradError)
+    await fleet.aclose()
 
 
 @each_fault
-def test_what_watches_a_fleet(fault: Callable[[], BaseException]) -> None:
+async def test_what_watches_a_fleet(fault: Callable[[], BaseException]) -> None:
     """An engine that falls silent is found by nobody once the watch is dead: who waits for it learns that."""
 
     async def play() -> list[bool]:
@@ -407,4 +400,4 @@ def test_what_watches_a_fleet(fault: Callable[[], BaseException]) -> None:
             trap.arm(fault, 0)
             return await outcomes(waits, EngineError)
 
-    assert bounded(play()) == [False, False]
+    assert await play() == [False, False]

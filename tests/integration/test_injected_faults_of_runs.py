@@ -19,7 +19,7 @@ from rollgrad.testing.reward_source import FakeRewardSource
 from rollgrad.testing.rollout_engine import FakeRolloutEngine
 from rollgrad.testing.weight_channel import FakeWeightChannel
 from tests.fakes.pipeline import GROUPS, make_run
-from tests.integration.test_injected_faults import Trap, bounded, each_fault
+from tests.integration.test_injected_faults import DEADLINE, Trap, each_fault
 
 STEPS = 3
 RUN_PLACES = [
@@ -35,8 +35,13 @@ RUN_PLACES = [
 
 def result(work: Awaitable[Any]) -> Any:
     """Returns its result or its error, within the deadline."""
+
+    async def bounded() -> Any:
+        async with asyncio.timeout(DEADLINE):
+            return await work
+
     try:
-        return bounded(work)
+        return asyncio.run(bounded())
     except BaseException as error:
         return error
 

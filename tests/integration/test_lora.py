@@ -3,11 +3,12 @@
 import asyncio
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 
 import rollgrad
@@ -35,10 +36,10 @@ from rollgrad.entrypoints.composition.engines import vllm_settings, weight_backe
 from rollgrad.entrypoints.composition.models import make_actor_model, make_reference_model, make_trained_actor
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.reward_source import FakeRewardSource
-from tests.event_loop import run
 from tests.integration.test_vllm_engine import kept_scores
 from tests.tiny_models import LONG
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # vLLM serves all tests
 FLAG = "--actor.model_name_or_path"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "vllm_4bit", "vllm_adapter") if HAS_VLLM]
@@ -74,6 +75,25 @@ def adapter_engine(wide_headed_model_dir: Path) -> Iterator[Any]:
     engine.close()
 
 
+@pytest_asyncio.fixture(loop_scope="session")
+async def running_adapter_engine(adapter_engine: Any) -> AsyncIterator[Any]:
+    """Requests that a test left have ended afterwards."""
+    yield adapter_engine
+    await adapter_engine.pause(PauseMode.ABORT)
+    await adapter_engine.resume()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def channel(vllm_engine: Any, wide_headed_model_dir: Path) -> AsyncIterator[Any]:
+    """Afterwards the engine has the weights of the checkpoint again."""
+    from rollgrad.adapters.weights.channel import EngineWeights
+
+    channel = EngineWeights(vllm_engine)
+    yield channel
+    tokenizer = load_tokenizer(str(wide_headed_model_dir), flag=FLAG)
+    await channel.push(TorchPolicy(loaded(wide_headed_model_dir), tokenizer, OptimizerSettings(lr=0.0)), 0)
+
+
 @pytest.fixture(params=["shared", "shared_4bit", "copied", "copied_4bit", *VLLM])
 def parts(request: pytest.FixtureRequest, wide_headed_model_dir: Path) -> Iterator[Parts]:
     """A policy with adapters, whose head is tied, and an engine. Afterwards the engine has the checkpoint's weights."""
@@ -85,18 +105,11 @@ def parts(request: pytest.FixtureRequest, wide_headed_model_dir: Path) -> Iterat
     if way == "vllm_adapter":
         from rollgrad.adapters.weights.channel import EngineWeights
 
-        with_adapter = request.getfixturevalue("adapter_engine")
+        with_adapter = request.getfixturevalue("running_adapter_engine")
         yield policy, with_adapter, EngineWeights(with_adapter, backend=shared_memory_adapter)
-        run(with_adapter.pause(PauseMode.ABORT))
-        run(with_adapter.resume())
-        return
-    if way == "vllm":
-        from rollgrad.adapters.weights.channel import EngineWeights
-
-        engine = request.getfixturevalue("vllm_engine")
-        channel = EngineWeights(engine)
-        yield policy, engine, channel
-        run(channel.push(TorchPolicy(loaded(wide_headed_model_dir), tokenizer, OptimizerSettings(lr=0.0)), 0))
+    elif way == "vllm":
+        channel = request.getfixturevalue("channel")
+        yield policy, request.getfixturevalue("vllm_engine"), channel
     elif way == "copied":
         copied = EmbeddedEngine(loaded(wide_headed_model_dir), eos_token_ids=())
         yield policy, copied, CopiedWeights(copied)
@@ -124,27 +137,26 @@ def scores(policy: TorchPolicy, prompt: tuple[int, ...], generation: Generation)
     return policy.score(pack([make_trajectory(prompt, generation.token_ids)])).logprobs_N[len(prompt) :].tolist()
 
 
-def gaps(policy: TorchPolicy, engine: RolloutEngine, version: int, prompt: tuple[int, ...] = PROMPT) -> list[float]:
+async def gaps(
+    policy: TorchPolicy, engine: RolloutEngine, version: int, prompt: tuple[int, ...] = PROMPT
+) -> list[float]:
     """Trainer's log-probs less the engine's, of what the engine samples for several requests at once."""
 
-    async def sample() -> Any:
-        return await asyncio.gather(*(engine.generate(ask(seed, 16, prompt)) for seed in range(4)))
-
     found: list[float] = []
-    for generation in run(sample()):
+    for generation in await asyncio.gather(*(engine.generate(ask(seed, 16, prompt)) for seed in range(4))):
         assert set(generation.versions) == {version}
         found += (torch.tensor(scores(policy, prompt, generation)) - torch.tensor(generation.logprobs)).tolist()
     return found
 
 
-def test_the_engine_samples_what_the_trainer_computes(parts: Parts) -> None:
+async def test_the_engine_samples_what_the_trainer_computes(parts: Parts) -> None:
     policy, engine, channel = parts
     before = policy.score(pack([make_trajectory(PROMPT, [7, 8, 9])])).logprobs_N
     for version in (1, 2, 3):
         if version > 1:  # fresh adapters first
             learn(policy)
-        run(channel.push(policy, version))
-        assert max(map(abs, gaps(policy, engine, version))) < TOLERANCE
+        await channel.push(policy, version)
+        assert max(map(abs, await gaps(policy, engine, version))) < TOLERANCE
     after = policy.score(pack([make_trajectory(PROMPT, [7, 8, 9])])).logprobs_N
     assert (after - before).abs().max() > 0.5, "the adapters have learnt"
 
@@ -154,7 +166,7 @@ needs_vllm = pytest.mark.parametrize("parts", VLLM[2:], indirect=True)
 
 
 @needs_vllm
-def test_what_is_sent_is_the_adapter_and_no_old_keys_are_used(
+async def test_what_is_sent_is_the_adapter_and_no_old_keys_are_used(
     parts: Parts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The prompt fills blocks of the prefix cache."""
@@ -163,33 +175,30 @@ def test_what_is_sent_is_the_adapter_and_no_old_keys_are_used(
     long = tuple(20 + index % 200 for index in range(300))
     for version in (11, 12):
         learn(policy)
-        moved = run(channel.push(policy, version))
+        moved = await channel.push(policy, version)
         assert moved["bytes"] == sum(tensor.nbytes for _, tensor in policy.adapter())  # B and A of 14 layers
-        assert max(map(abs, gaps(policy, engine, version, long))) < TOLERANCE
+        assert max(map(abs, await gaps(policy, engine, version, long))) < TOLERANCE
     assert 0 < moved["bytes"] < sum(tensor.nbytes for _, tensor in policy.weights()) / 2
     assert not list(tmp_path.iterdir())
 
 
 @needs_vllm
-def test_a_frozen_request_goes_on_under_the_new_adapter_with_its_keys_and_values(
+async def test_a_frozen_request_goes_on_under_the_new_adapter_with_its_keys_and_values(
     parts: Parts, wide_headed_model_dir: Path
 ) -> None:
     policy, engine, channel = parts
 
-    async def scenario() -> Generation:
-        await channel.push(policy, 21)
-        task = asyncio.create_task(engine.generate(ask(0, LONG)))
-        await asyncio.sleep(0)  # it is asked first
-        await engine.generate(ask(1, 40))
-        await engine.pause(PauseMode.KEEP)
-        learn(policy)
-        await channel.push(policy, 22)
-        await engine.resume()
-        return await task
-
     learn(policy)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
-    generation = run(scenario())
+    await channel.push(policy, 21)
+    task = asyncio.create_task(engine.generate(ask(0, LONG)))
+    await asyncio.sleep(0)  # it is asked first
+    await engine.generate(ask(1, 40))
+    await engine.pause(PauseMode.KEEP)
+    learn(policy)
+    await channel.push(policy, 22)
+    await engine.resume()
+    generation = await task
     after = {name: tensor.clone() for name, tensor in policy.weights()}
     versions = list(generation.versions)
     switch = versions.index(22)
@@ -220,7 +229,7 @@ class Strange(TorchPolicy):
         ("nothing", "No adapter came from the trainer"),
     ],
 )
-def test_an_adapter_that_does_not_arrive_is_noticed_and_the_next_push_heals(
+async def test_an_adapter_that_does_not_arrive_is_noticed_and_the_next_push_heals(
     parts: Parts, fault: str, message: str
 ) -> None:
     policy, engine, channel = parts
@@ -228,21 +237,21 @@ def test_an_adapter_that_does_not_arrive_is_noticed_and_the_next_push_heals(
     policy.__class__ = Strange
     policy.fault = fault  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match=message):
-        run(channel.push(policy, 31))
+        await channel.push(policy, 31)
     with pytest.raises(EngineError):
-        run(engine.generate(ask(0, 4)))
+        await engine.generate(ask(0, 4))
     policy.fault = ""  # type: ignore[attr-defined]
-    run(channel.push(policy, 32))
-    assert max(map(abs, gaps(policy, engine, 32))) < TOLERANCE
+    await channel.push(policy, 32)
+    assert max(map(abs, await gaps(policy, engine, 32))) < TOLERANCE
 
 
 @needs_vllm
-def test_a_full_shared_memory_is_one_sentence(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_shared_memory_is_one_sentence(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, _, channel = parts
     full = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: full)
     with pytest.raises(ConfigurationError, match=r"/dev/shm has no room .* the adapter.*--shm-size"):
-        run(channel.push(policy, 41))
+        await channel.push(policy, 41)
 
 
 @pytest.fixture
@@ -304,7 +313,7 @@ def test_the_reference_is_that_of_a_model_of_its_own(make: Callable[..., RLConfi
     own = make("own")
     own.ref.model_name_or_path = str(tiny_model_dir)
     (model, steps), (other, same) = train(make("adapterless")), train(own)
-    kept = [key for key in steps[0] if not key.startswith(("time/", "policy/mismatch"))]
+    kept = [key for key in steps[0] if not key.startswith(("time/", "memory/", "policy/mismatch"))]
     for mine, theirs in zip(steps, same, strict=True):
         assert {key: mine[key] for key in kept} == pytest.approx({key: theirs[key] for key in kept}, rel=1e-5, abs=1e-7)
     ours, theirs = parameters(model), parameters(other)

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,15 +37,18 @@ BFLOAT16_TOLERANCE = 0.02
 twice."""
 
 
-@pytest.fixture(scope="module")
-def group(ray: None) -> Iterator[WorkerGroup]:
-    with cluster.worker_group(2) as group:
-        yield group
+@pytest.fixture
+def group(ray: None, kept_groups: Any) -> Iterator[WorkerGroup]:
+    group = kept_groups.group(2)
+    yield group
+    group.close()
 
 
-@pytest.mark.parametrize(("stage", "adapters"), [(0, lora.LORA), (2, lora.LORA), (3, lora.LORA), (2, lora.QLORA)])
+@pytest.mark.parametrize(
+    ("stage", "adapters"), [(0, lora.LORA), (2, lora.LORA), (3, lora.LORA), (cluster.FSDP, lora.LORA), (2, lora.QLORA)]
+)
 def test_every_division_trains_the_adapters_of_one_process(
-    group: WorkerGroup, stage: int, adapters: LoraConfig, tiny_model_dir: Path, tmp_path: Path
+    group: WorkerGroup, stage: int | str, adapters: LoraConfig, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file
 
@@ -137,9 +141,8 @@ def run_of(path: Path, output: Path, *, processes: int) -> list[dict[str, float]
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_whole_run_in_two_processes_is_the_run_in_one(
-    group: WorkerGroup, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("runs_share_processes")
+def test_a_whole_run_in_two_processes_is_the_run_in_one(tiny_model_dir: Path, tmp_path: Path) -> None:
     """In one process the reference is the actor without adapters, in the cluster a model of its own."""
     expected = run_of(tiny_model_dir, tmp_path / "lone", processes=1)
     found = run_of(tiny_model_dir, tmp_path / "divided", processes=2)
@@ -153,7 +156,7 @@ def test_a_whole_run_in_two_processes_is_the_run_in_one(
     assert (tmp_path / "divided" / "model" / "adapter" / "adapter_model.safetensors").exists()
 
 
-def test_adapters_reach_vllm_without_weights_from_every_division_and_an_engine_that_is_replaced(
+async def test_adapters_reach_vllm_without_weights_from_every_division_and_an_engine_that_is_replaced(
     group: WorkerGroup, wide_headed_model_dir: Path
 ) -> None:
     """One engine serves all divisions: adapters are all that they leave in it."""
@@ -189,8 +192,5 @@ def test_adapters_reach_vllm_without_weights_from_every_division_and_an_engine_t
         await agrees(fleet, policy, 3)
         await fleet.aclose()
 
-    async def bounded() -> None:
-        async with asyncio.timeout(1200):
-            await scenario()
-
-    asyncio.run(bounded())
+    async with asyncio.timeout(1200):
+        await scenario()

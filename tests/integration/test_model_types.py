@@ -34,6 +34,8 @@ REPRESENTATIVES = (
     "bloom",
     "stablelm",
     "roberta",
+    "deepseek_v32",
+    "reformer",
     "musicgen",
 )
 """For each way to be exact, and each reason for a refusal."""

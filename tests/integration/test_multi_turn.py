@@ -1,6 +1,5 @@
 """An episode of several turns on a real (tiny) model, and training on it."""
 
-import asyncio
 import json
 import string
 from pathlib import Path
@@ -60,7 +59,7 @@ class Broken(CountDown):
         raise ValueError("no such door")
 
 
-def play(model_dir: Path, environment: type[CountDown], max_turns: int = 8, **limits: Any) -> Any:
+async def play(model_dir: Path, environment: type[CountDown], max_turns: int = 8, **limits: Any) -> Any:
     import torch
 
     tokenizer = load_tokenizer(str(model_dir), flag="model")
@@ -73,11 +72,11 @@ def play(model_dir: Path, environment: type[CountDown], max_turns: int = 8, **li
     params = SamplingParams(max_new_tokens=4, stop_token_ids=tuple(range(len(tokenizer))), seed=5)
     prompt = Prompt(token_ids=tuple(tokenizer("go")["input_ids"]), text="go")
     request = EpisodeRequest(prompt=prompt, params=params, group_id=0, sample_id=0)
-    return asyncio.run(executor.run(request))
+    return await executor.run(request)
 
 
-def test_turns_keep_tokens_and_rewards_apart(tiny_model_dir: Path) -> None:
-    (trajectory,) = play(tiny_model_dir, CountDown)
+async def test_turns_keep_tokens_and_rewards_apart(tiny_model_dir: Path) -> None:
+    (trajectory,) = await play(tiny_model_dir, CountDown)
     kinds = [segment.kind for segment in trajectory.segments]
     action, observation = SegmentKind.ACTION, SegmentKind.OBSERVATION
     assert kinds == [SegmentKind.PROMPT, action, observation, action, observation, action]
@@ -89,15 +88,15 @@ def test_turns_keep_tokens_and_rewards_apart(tiny_model_dir: Path) -> None:
     assert [tokenizer.decode(ids) for ids in remarks] == [" turn 1 ", " turn 2 "]
 
 
-def test_too_many_turns_are_a_truncation(tiny_model_dir: Path) -> None:
-    (trajectory,) = play(tiny_model_dir, CountDown, max_turns=2)
+async def test_too_many_turns_are_a_truncation(tiny_model_dir: Path) -> None:
+    (trajectory,) = await play(tiny_model_dir, CountDown, max_turns=2)
     assert trajectory.stop_reason is StopReason.TURN_LIMIT
     assert trajectory.segments[-1].kind is SegmentKind.ACTION
 
 
-def test_a_broken_environment_costs_its_own_episode_and_is_closed(tiny_model_dir: Path) -> None:
+async def test_a_broken_environment_costs_its_own_episode_and_is_closed(tiny_model_dir: Path) -> None:
     closed = CountDown.closed
-    failure = play(tiny_model_dir, Broken)
+    failure = await play(tiny_model_dir, Broken)
     assert isinstance(failure, RolloutFailure)
     assert failure.kind is FailureKind.ENVIRONMENT
     assert "ValueError: no such door" in failure.message

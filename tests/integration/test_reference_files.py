@@ -1,6 +1,5 @@
 """Files as users of OpenRLHF and OpenRLHF-Agent write them train a real (tiny) model unchanged."""
 
-import asyncio
 import json
 import string
 import subprocess
@@ -385,7 +384,7 @@ def test_other_files_are_refused(tmp_path: Path, source: str, message: str) -> N
         load_agent_file(str(path))
 
 
-def play(result: str, *, max_length: int = 50) -> list[Trajectory] | RolloutFailure:
+async def play(result: str, *, max_length: int = 50) -> list[Trajectory] | RolloutFailure:
     """An episode of an executor that samples four tokens after two, with keys of its answer replaced by `result`."""
 
     class Executor:
@@ -410,7 +409,7 @@ def play(result: str, *, max_length: int = 50) -> list[Trajectory] | RolloutFail
     request = EpisodeRequest(
         prompt=Prompt(token_ids=(1, 2), text="ab"), params=SamplingParams(max_new_tokens=4), group_id=5, sample_id=6
     )
-    return asyncio.run(executor.run(request))
+    return await executor.run(request)
 
 
 @pytest.mark.parametrize(
@@ -435,47 +434,47 @@ def play(result: str, *, max_length: int = 50) -> list[Trajectory] | RolloutFail
         ("{**answer, 'extra_logs': {'note': 'text'}}", r"extra_logs\['note'\] is 'text'"),
     ],
 )
-def test_a_wrong_result_costs_its_own_episode(result: str, message: str) -> None:
+async def test_a_wrong_result_costs_its_own_episode(result: str, message: str) -> None:
     import re
 
-    failure = play(result)
+    failure = await play(result)
     assert isinstance(failure, RolloutFailure)
     assert failure.kind is FailureKind.ENVIRONMENT
     assert re.search(message, failure.message), failure.message
 
 
-def test_results_become_trajectories() -> None:
-    (whole,) = played("answer")
+async def test_results_become_trajectories() -> None:
+    (whole,) = await played("answer")
     assert [(s.kind.value, s.start, s.stop, s.reward) for s in whole.segments] == [
         ("prompt", 0, 2, 0.0),
         ("action", 2, 6, 1.0),
     ]
     assert (whole.score, whole.stop_reason, whole.group_id, whole.sample_id) == (1.0, StopReason.ENVIRONMENT, 5, 6)
     assert whole.versions_T.tolist() == [-1, -1, 3, 3, 3, 3]
-    (filled,) = played("{**answer, 'rollout_log_probs': None}")
+    (filled,) = await played("{**answer, 'rollout_log_probs': None}")
     assert filled.logprobs_T.tolist() == whole.logprobs_T.tolist(), "the engine's own"
-    (cut,) = played("{**answer, 'scores': 0.5}", max_length=4)
+    (cut,) = await played("{**answer, 'scores': 0.5}", max_length=4)
     assert (len(cut), cut.stop_reason, cut.score) == (4, StopReason.LENGTH, 0.5)
-    (reaching,) = played("{**answer, 'action_ranges': [(2, 9)]}", max_length=6)
+    (reaching,) = await played("{**answer, 'action_ranges': [(2, 9)]}", max_length=6)
     assert reaching.action_length == 4, "the tokens were cut at the episode's length, the range was not"
 
 
-def test_the_rewards_of_segments_add_up() -> None:
-    first, second = played("[{**answer, 'reward': None}, {**answer, 'reward': 2.0, 'scores': 0.25}]")
+async def test_the_rewards_of_segments_add_up() -> None:
+    first, second = await played("[{**answer, 'reward': None}, {**answer, 'reward': 2.0, 'scores': 0.25}]")
     assert (first.reward, second.reward) == (0.0, 2.0)
     assert first.score == second.score == 0.25
     assert first.sample_id == second.sample_id
-    both = played("[answer, answer]")
+    both = await played("[answer, answer]")
     assert [trajectory.score for trajectory in both] == [2.0, 2.0]
 
 
-def played(result: str, **limits: int) -> list[Trajectory]:
-    answer = play(result, **limits)
+async def played(result: str, **limits: int) -> list[Trajectory]:
+    answer = await play(result, **limits)
     assert isinstance(answer, list), answer
     return answer
 
 
-def test_a_setting_that_no_engine_knows_is_refused() -> None:
+async def test_a_setting_that_no_engine_knows_is_refused() -> None:
     class Executor:
         async def execute(self, sampling_params: Any, llm_engine: Any, **others: Any) -> Any:
             sampling_params.repetition_penalty = 1.2
@@ -483,7 +482,7 @@ def test_a_setting_that_no_engine_knows_is_refused() -> None:
 
     executor = CustomAgentExecutor(Executor(), FakeRolloutEngine(), FakeChatCodec(), None, max_length=9)
     request = EpisodeRequest(prompt=Prompt(token_ids=(1,), text="a"), params=SamplingParams(), group_id=0, sample_id=0)
-    failure = asyncio.run(executor.run(request))
+    failure = await executor.run(request)
     assert isinstance(failure, RolloutFailure)
     assert "repetition_penalty=1.2" in failure.message
 

@@ -41,7 +41,9 @@ def smollm2() -> Path:
     return path
 
 
-def play(model: Any, prompts: list[tuple[int, ...]], *, samples: int, temperature: float, length: int) -> PackedBatch:
+async def play(
+    model: Any, prompts: list[tuple[int, ...]], *, samples: int, temperature: float, length: int
+) -> PackedBatch:
     """Two turns each: the second continues after an observation, so that the engine prefills what it sampled."""
     engine = EmbeddedEngine(model, eos_token_ids=(), max_batch_size=8)
 
@@ -57,17 +59,16 @@ def play(model: Any, prompts: list[tuple[int, ...]], *, samples: int, temperatur
                 builder.add_observation([40 + sample, 41])
         return builder.build(stop_reason=generation.stop_reason)
 
-    async def everyone() -> list[Trajectory]:
-        return list(await asyncio.gather(*(one(g, s) for g in range(len(prompts)) for s in range(samples))))
-
-    return pack(asyncio.run(everyone()))
+    return pack(list(await asyncio.gather(*(one(g, s) for g in range(len(prompts)) for s in range(samples)))))
 
 
-def gaps(path: Path, dtype: torch.dtype, temperature: float, prompts: list[tuple[int, ...]], length: int) -> Tensor:
+async def gaps(
+    path: Path, dtype: torch.dtype, temperature: float, prompts: list[tuple[int, ...]], length: int
+) -> Tensor:
     model = load_causal_lm(str(path), dtype=dtype, device=torch.device("cpu"), flag=FLAG)
     tokenizer = load_tokenizer(str(path), flag=FLAG)
     policy = TorchPolicy(model, tokenizer, OptimizerSettings(lr=1e-3), temperature=temperature)
-    batch = play(model, prompts, samples=4, temperature=temperature, length=length)
+    batch = await play(model, prompts, samples=4, temperature=temperature, length=length)
     scores = policy.score(batch)
     assert (batch.rollout_logprobs_N[batch.action_mask_N] < 0).any()
     return (scores.logprobs_N - batch.rollout_logprobs_N)[batch.action_mask_N].abs()
@@ -77,33 +78,33 @@ TINY_PROMPTS = [tuple(range(10, 50)), (60,), (61, 62, 63, 64, 65, 66, 67)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_tiny_model_in_float32(tiny_model_dir: Path, temperature: float) -> None:
-    assert gaps(tiny_model_dir, torch.float32, temperature, TINY_PROMPTS, 20).max() < FLOAT32_TOLERANCE
+async def test_tiny_model_in_float32(tiny_model_dir: Path, temperature: float) -> None:
+    assert (await gaps(tiny_model_dir, torch.float32, temperature, TINY_PROMPTS, 20)).max() < FLOAT32_TOLERANCE
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_tiny_model_in_bfloat16(tiny_model_dir: Path, temperature: float) -> None:
-    found = gaps(tiny_model_dir, torch.bfloat16, temperature, TINY_PROMPTS, 20)
+async def test_tiny_model_in_bfloat16(tiny_model_dir: Path, temperature: float) -> None:
+    found = await gaps(tiny_model_dir, torch.bfloat16, temperature, TINY_PROMPTS, 20)
     assert found.mean() < BFLOAT16_MEAN
     assert found.max() < BFLOAT16_MAX
 
 
-def test_tiny_model_in_float16(tiny_model_dir: Path) -> None:
-    found = gaps(tiny_model_dir, torch.float16, 1.0, TINY_PROMPTS, 20)
+async def test_tiny_model_in_float16(tiny_model_dir: Path) -> None:
+    found = await gaps(tiny_model_dir, torch.float16, 1.0, TINY_PROMPTS, 20)
     assert found.mean() < BFLOAT16_MEAN / 8
     assert found.max() < BFLOAT16_MAX / 8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.7), (torch.bfloat16, 1.0)], ids=str)
-def test_smollm2(smollm2: Path, dtype: torch.dtype, temperature: float) -> None:
+async def test_smollm2(smollm2: Path, dtype: torch.dtype, temperature: float) -> None:
     tokenizer = load_tokenizer(str(smollm2), flag=FLAG)
     texts = ["What is 3 plus 4?", "Name three rivers of Europe, with the seas that they flow into."]
     prompts = [
         tuple(tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True)["input_ids"])
         for t in texts
     ]
-    found = gaps(smollm2, dtype, temperature, prompts, 16)
+    found = await gaps(smollm2, dtype, temperature, prompts, 16)
     if dtype == torch.float32:
         assert found.max() < 5e-4  # 30 layers instead of two
     else:
@@ -111,11 +112,11 @@ def test_smollm2(smollm2: Path, dtype: torch.dtype, temperature: float) -> None:
         assert found.max() < 3 * BFLOAT16_MAX
 
 
-def test_after_an_update_both_see_the_new_weights(tiny_model_dir: Path) -> None:
+async def test_after_an_update_both_see_the_new_weights(tiny_model_dir: Path) -> None:
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
     policy = TorchPolicy(model, load_tokenizer(str(tiny_model_dir), flag=FLAG), OptimizerSettings(lr=1e-2))
     for _ in range(2):
-        batch = play(model, TINY_PROMPTS, samples=3, temperature=1.0, length=8)
+        batch = await play(model, TINY_PROMPTS, samples=3, temperature=1.0, length=8)
         gap = (policy.score(batch).logprobs_N - batch.rollout_logprobs_N).abs().max()
         assert gap < FLOAT32_TOLERANCE
         mask = batch.action_mask_N

@@ -29,10 +29,11 @@ EVERYWHERE = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module")
-def group(ray: None, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    with cluster.worker_group(request.param) as group:
-        yield group
+@pytest.fixture
+def group(ray: None, kept_groups: Any, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+    group = kept_groups.group(request.param)
+    yield group
+    group.close()
 
 
 @pytest.fixture(scope="module")

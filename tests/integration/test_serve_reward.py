@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -70,23 +69,20 @@ def scorer() -> FakeScorer:
 Scenario = Callable[[httpx2.AsyncClient, ScoreQueue], Awaitable[Any]]
 
 
-def serve(scorer: Any, scenario: Scenario, *, capacity: int = 4096, token: str | None = None) -> Any:
+async def serve(scorer: Any, scenario: Scenario, *, capacity: int = 4096, token: str | None = None) -> Any:
     """Runs `scenario` with a client of a server of its own."""
 
-    async def run() -> Any:
-        queue = ScoreQueue(scorer, capacity=capacity)
-        server = Server(create_reward_app(queue, model="tiny"), token=token, name="reward server")
-        url = await server.start()
-        try:
-            async with httpx2.AsyncClient(base_url=url, timeout=None) as client:
-                return await scenario(client, queue)
-        finally:
-            if isinstance(scorer, FakeScorer):
-                scorer.free.set()
-            await server.stop()
-            queue.close()
-
-    return asyncio.run(run())
+    queue = ScoreQueue(scorer, capacity=capacity)
+    server = Server(create_reward_app(queue, model="tiny"), token=token, name="reward server")
+    url = await server.start()
+    try:
+        async with httpx2.AsyncClient(base_url=url, timeout=None) as client:
+            return await scenario(client, queue)
+    finally:
+        if isinstance(scorer, FakeScorer):
+            scorer.free.set()
+        await server.stop()
+        queue.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -120,21 +116,21 @@ async def by_client(url: str, responses: Sequence[str], **options: Any) -> list[
 
 
 @pytest.mark.parametrize("path", ["", "/", "/get_reward"])
-def test_two_hundred_requests_each_get_their_own_answer(reward_model: RewardModel, path: str) -> None:
+async def test_two_hundred_requests_each_get_their_own_answer(reward_model: RewardModel, path: str) -> None:
     responses = [f"The answer is {n * n}. " + "so " * (n % 40) for n in range(200)]
     expected = [reward_model.score([request(response).query])[0] for response in responses]
 
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> list[Reward]:
         return await by_client(f"{client.base_url}".rstrip("/") + path, responses, batch_size=1)
 
-    rewards = serve(reward_model, scenario)
+    rewards = await serve(reward_model, scenario)
     assert [reward.value for reward in rewards] == pytest.approx(expected, abs=1e-5)
     assert [reward.score for reward in rewards] == [reward.value for reward in rewards]
     assert len({round(value, 4) for value in expected}) > 150, "answers that are alike would show nothing"
     assert {reward.metrics["query_truncated"] for reward in rewards} == {0.0, 1.0}
 
 
-def test_the_client_sends_its_token(scorer: FakeScorer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_client_sends_its_token(scorer: FakeScorer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> None:
         monkeypatch.setenv(CLIENT_TOKEN_VARIABLE, "wrong")
         with pytest.raises(RewardError, match="answered 401"):
@@ -144,10 +140,10 @@ def test_the_client_sends_its_token(scorer: FakeScorer, monkeypatch: pytest.Monk
         assert reward.value == len(request("a").query)
         assert (await client.get("/health")).json() == {"status": "ok", "model": "tiny", "queued": 0}
 
-    serve(scorer, scenario, token="secret")
+    await serve(scorer, scenario, token="secret")
 
 
-def test_the_answer_is_openrlhf_s(scorer: FakeScorer) -> None:
+async def test_the_answer_is_openrlhf_s(scorer: FakeScorer) -> None:
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> None:
         whole = await client.post("/get_reward", json=ask(["abc", "a long one"]))
         assert whole.status_code == 200
@@ -159,7 +155,7 @@ def test_the_answer_is_openrlhf_s(scorer: FakeScorer) -> None:
         only_query = await client.post("/get_reward", json={"query": ["abc"], "prompts": None})
         assert only_query.json()["rewards"] == [3.0]
 
-    serve(scorer, scenario)
+    await serve(scorer, scenario)
 
 
 @pytest.mark.parametrize(
@@ -177,13 +173,15 @@ def test_the_answer_is_openrlhf_s(scorer: FakeScorer) -> None:
         ({"query": ["a"] * 9}, "query has 9 texts; at most 8 fit a request"),
     ],
 )
-def test_requests_that_break_the_protocol_are_400s(scorer: FakeScorer, body: dict[str, Any], message: str) -> None:
+async def test_requests_that_break_the_protocol_are_400s(
+    scorer: FakeScorer, body: dict[str, Any], message: str
+) -> None:
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> None:
         response = await client.post("/get_reward", json=body)
         assert response.status_code == 400
         assert message in response.json()["error"]["message"]
 
-    serve(scorer, scenario, capacity=8)
+    await serve(scorer, scenario, capacity=8)
     assert scorer.rounds == []
 
 
@@ -192,17 +190,17 @@ def test_requests_that_break_the_protocol_are_400s(scorer: FakeScorer, body: dic
     [(b"junk", 400), (b'{"query":' + b"[" * 100_000, 400), (b'{"query":["' + b"x" * (17 * 2**20) + b'"]}', 413)],
     ids=["junk", "deep", "oversized"],
 )
-def test_bodies_that_are_refused(scorer: FakeScorer, content: bytes, status: int) -> None:
+async def test_bodies_that_are_refused(scorer: FakeScorer, content: bytes, status: int) -> None:
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> None:
         response = await client.post("/get_reward", content=content)
         assert response.status_code == status
         assert response.json()["error"]["message"]
         assert (await client.post("/get_reward", json=ask(["a"]))).status_code == 200
 
-    serve(scorer, scenario)
+    await serve(scorer, scenario)
 
 
-def test_what_waits_together_is_scored_together(scorer: FakeScorer) -> None:
+async def test_what_waits_together_is_scored_together(scorer: FakeScorer) -> None:
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> None:
         scorer.hold()
         first = asyncio.create_task(client.post("/", json=ask(["first"])))
@@ -217,10 +215,10 @@ def test_what_waits_together_is_scored_together(scorer: FakeScorer) -> None:
         assert answers == [[n, n + 100] for n in range(1, 11)]
         assert [len(texts) for texts in scorer.rounds] == [1, 20]
 
-    serve(scorer, scenario)
+    await serve(scorer, scenario)
 
 
-def test_a_large_request_is_scored_whole_and_delays_nobody_else_s_round(scorer: FakeScorer) -> None:
+async def test_a_large_request_is_scored_whole_and_delays_nobody_else_s_round(scorer: FakeScorer) -> None:
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> None:
         scorer.hold()
         jobs = [queue.submit(["x"])]
@@ -232,10 +230,10 @@ def test_a_large_request_is_scored_whole_and_delays_nobody_else_s_round(scorer: 
             await asyncio.wrap_future(job.answer)
         assert [len(texts) for texts in scorer.rounds] == [1, ROUND_TEXTS - 1, 2, ROUND_TEXTS + 1, 1]
 
-    serve(scorer, scenario)
+    await serve(scorer, scenario)
 
 
-def test_a_full_queue_is_a_429_and_then_recovers(scorer: FakeScorer) -> None:
+async def test_a_full_queue_is_a_429_and_then_recovers(scorer: FakeScorer) -> None:
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> None:
         scorer.hold()
         first = asyncio.create_task(client.post("/", json=ask(["first"])))
@@ -252,10 +250,10 @@ def test_a_full_queue_is_a_429_and_then_recovers(scorer: FakeScorer) -> None:
         assert [response.status_code for response in await asyncio.gather(first, second, fits)] == [200, 200, 200]
         assert [reward.value for reward in await by_patience] == [len(request("d").query)] * 2
 
-    serve(scorer, scenario, capacity=4)
+    await serve(scorer, scenario, capacity=4)
 
 
-def test_who_hangs_up_before_its_turn_gives_its_place_back(scorer: FakeScorer) -> None:
+async def test_who_hangs_up_before_its_turn_gives_its_place_back(scorer: FakeScorer) -> None:
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> None:
         scorer.hold()
         first = asyncio.create_task(client.post("/", json=ask(["first"])))
@@ -269,10 +267,10 @@ def test_who_hangs_up_before_its_turn_gives_its_place_back(scorer: FakeScorer) -
         assert (await client.post("/", json=ask(["next"]))).status_code == 200
         assert scorer.rounds == [["first"], ["next"]]
 
-    serve(scorer, scenario)
+    await serve(scorer, scenario)
 
 
-def test_who_hangs_up_during_its_turn_disturbs_nobody(scorer: FakeScorer) -> None:
+async def test_who_hangs_up_during_its_turn_disturbs_nobody(scorer: FakeScorer) -> None:
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> None:
         scorer.hold()
         leaver = asyncio.create_task(client.post("/", json=ask(["leaver"])))
@@ -282,10 +280,10 @@ def test_who_hangs_up_during_its_turn_disturbs_nobody(scorer: FakeScorer) -> Non
         scorer.free.set()
         assert (await client.post("/", json=ask(["next"]))).json()["rewards"] == [4.0]
 
-    serve(scorer, scenario)
+    await serve(scorer, scenario)
 
 
-def test_a_text_that_breaks_the_model_fails_alone(scorer: FakeScorer) -> None:
+async def test_a_text_that_breaks_the_model_fails_alone(scorer: FakeScorer) -> None:
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> None:
         scorer.hold()
         first = asyncio.create_task(client.post("/", json=ask(["first"])))
@@ -301,10 +299,10 @@ def test_a_text_that_breaks_the_model_fails_alone(scorer: FakeScorer) -> None:
         assert nan.status_code == 422
         assert "query[0] is nan" in nan.json()["error"]["message"]
 
-    serve(scorer, scenario)
+    await serve(scorer, scenario)
 
 
-def test_a_queue_that_closes_tells_those_who_wait(scorer: FakeScorer) -> None:
+async def test_a_queue_that_closes_tells_those_who_wait(scorer: FakeScorer) -> None:
     async def scenario(client: httpx2.AsyncClient, queue: ScoreQueue) -> None:
         scorer.hold()
         first = asyncio.create_task(client.post("/", json=ask(["first"])))
@@ -318,7 +316,7 @@ def test_a_queue_that_closes_tells_those_who_wait(scorer: FakeScorer) -> None:
         await closing
         assert (await client.post("/", json=ask(["late"]))).status_code == 503
 
-    serve(scorer, scenario)
+    await serve(scorer, scenario)
 
 
 @pytest.mark.parametrize(
@@ -354,23 +352,17 @@ def test_bad_settings_are_one_sentence(
     assert message in error
 
 
-def heed_interrupts() -> None:
-    """A suite that a shell started in the background ignores SIGINT, and its children inherit that."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 @pytest.fixture
-def start() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+def start(rollgrad_command: list[str]) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     processes: list[subprocess.Popen[str]] = []
 
     def begin(*words: str, token: str) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
-            [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *words],
+            [*rollgrad_command, *words],
             env={**os.environ, TOKEN_VARIABLE: token},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=heed_interrupts,
         )
         processes.append(process)
         return process

@@ -1,5 +1,6 @@
 """A real `vllm serve`, started as the docs say, on a small model: it keeps an engine's promises, and trains."""
 
+import asyncio
 import json
 import os
 import shlex
@@ -8,23 +9,30 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+import torch
 
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
+from rollgrad.adapters.engines.vllm_server.teacher import ServedTeacher
+from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
 from rollgrad.adapters.models.torch.loading import load_tokenizer
-from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.models import TorchPolicy, TorchTeacher
 from rollgrad.adapters.weights.channel import EngineWeights
+from rollgrad.domain.batches.examples import pack_sequences
+from rollgrad.domain.episodes.examples import WeightedTokens
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from tests.contract import test_rollout_engine, test_weight_channel
-from tests.event_loop import run
 from tests.integration import test_vllm_engine
-from tests.integration.test_vllm_engine import FLAG, TOLERANCE, channel, policy
+from tests.integration.test_vllm_engine import FLAG, TOLERANCE, channel, learn, policy
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
 START_SECONDS = 900.0
@@ -85,26 +93,22 @@ def answers(address: str) -> bool:
     return False
 
 
-@pytest.fixture(scope="module")
-def served(url: str, wide_headed_model_dir: Path) -> Iterator[ServedEngine]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def served(url: str, wide_headed_model_dir: Path) -> AsyncIterator[ServedEngine]:
     vocabulary = len(load_tokenizer(str(wide_headed_model_dir), flag=FLAG))
     engine = ServedEngine(url, eos_token_ids=(), vocabulary=vocabulary)
-    run(engine.ready())
-    run(engine.require_weights())
+    await engine.ready()
+    await engine.require_weights()
     yield engine
-    run(engine.close())
+    await engine.close()
 
 
-@pytest.fixture
-def vllm_engine(served: ServedEngine) -> ServedEngine:
+@pytest_asyncio.fixture(loop_scope="session")
+async def vllm_engine(served: ServedEngine) -> ServedEngine:
     """Awake, running, at version 0."""
-
-    async def ready() -> None:
-        await served.wake()
-        await served.resume()
-        served.set_version(0)
-
-    run(ready())
+    await served.wake()
+    await served.resume()
+    served.set_version(0)
     return served
 
 
@@ -145,6 +149,34 @@ globals().update(PROMISES | AS_WITHOUT_A_SERVER)
 
 def test_every_promise_is_looked_at() -> None:
     assert len(PROMISES) > 15
+
+
+async def test_the_server_teaches_what_the_model_itself_teaches(
+    url: str, vllm_engine: ServedEngine, policy: TorchPolicy, channel: EngineWeights
+) -> None:
+    """Its most likely tokens at trained places, of sequences of different lengths; the weights are not the file's."""
+    learn(policy)
+    await channel.push(policy, 1)
+    top_k, size = 8, policy.module.config.vocab_size
+    generator = torch.Generator().manual_seed(1)
+    sequences = [
+        WeightedTokens(
+            token_ids_T=torch.randint(3, 300, (length,), generator=generator),
+            weights_T=(torch.arange(length) >= 3).float(),
+            prompt_length=3,
+        )
+        for length in (5, 24, 9)
+    ]
+    batch = pack_sequences(sequences, group_ids=range(3), sample_ids=[0] * 3)
+    live = Teacher(policy.module, DistillationSettings(top_k=top_k))
+    expected = TorchTeacher(live, size).predict(batch)
+    teacher = partial(ServedTeacher, url, name="the only one", size=size, complete=asyncio.run)  # not in this loop
+    found = await asyncio.to_thread(teacher(top_k=top_k).predict, batch)
+    assert found.ids_AK.shape == (2 + 21 + 6, top_k)
+    assert torch.equal(found.ids_AK, expected.ids_AK)
+    torch.testing.assert_close(found.logprobs_AB, expected.logprobs_AB, rtol=2e-3, atol=2e-3)  # float16
+    with pytest.raises(ConfigurationError, match="--max-logprobs 64"):
+        await asyncio.to_thread(teacher(top_k=64).predict, batch)
 
 
 ASYNC = {"train.async_enable": "True"}

@@ -21,7 +21,8 @@ from rollgrad.adapters.servers.agent_server import BYTES_PER_TOKEN, SMALLEST_BOD
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES
 from rollgrad.adapters.servers.server import Server, Tls, create_app, health_route
 from rollgrad.application.episodes.assistant import Assistant
-from rollgrad.application.episodes.chat_service import CHARACTERS_PER_TOKEN, ChatRequest, ChatService, RefusedError
+from rollgrad.application.episodes.chat_request import CHARACTERS_PER_TOKEN, ChatRequest, RefusedError
+from rollgrad.application.episodes.chat_service import ChatService
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.errors import ConfigurationError, DataError
@@ -55,66 +56,56 @@ def plain_server(**options: Any) -> Server:
     [b"", b"GET /health HT", b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nhalf"],
     ids=["nothing", "half a header", "half a body"],
 )
-def test_slow_clients_are_hung_up_on(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_clients_are_hung_up_on(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
     monkeypatch.setattr(connections, "BODY_SECONDS", 0.3)
 
-    async def body() -> None:
-        server = plain_server()
-        url = await server.start()
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        writer.write(sent)
+    server = plain_server()
+    url = await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(sent)
 
-        async def drip() -> None:
-            while sent and not reader.at_eof():  # a byte now and then buys no time
-                await asyncio.sleep(0.05)
-                writer.write(b"x")
+    async def drip() -> None:
+        while sent and not reader.at_eof():  # a byte now and then buys no time
+            await asyncio.sleep(0.05)
+            writer.write(b"x")
 
-        dripping = asyncio.ensure_future(drip())
-        await ends(reader)
-        dripping.cancel()
-        writer.close()
-        async with httpx2.AsyncClient(timeout=WAIT_SECONDS) as http:
-            assert (await http.get(f"{url}/health")).status_code == 200
-        await server.stop()
-
-    asyncio.run(body())
+    dripping = asyncio.ensure_future(drip())
+    await ends(reader)
+    dripping.cancel()
+    writer.close()
+    async with httpx2.AsyncClient(timeout=WAIT_SECONDS) as http:
+        assert (await http.get(f"{url}/health")).status_code == 200
+    await server.stop()
 
 
 @pytest.mark.parametrize("filler", [b"X-A: b\r\n", b"a" * 8], ids=["many headers", "one header"])
-def test_endless_headers_end(filler: bytes) -> None:
-    async def body() -> bytes:
-        server = plain_server()
-        url = await server.start()
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        writer.write(b"GET /health HTTP/1.1\r\nX-Long: " + filler * (4 * connections.HEADER_BYTES // len(filler)))
-        said = await ends(reader)
-        writer.close()
-        await server.stop()
-        return said
-
-    said = asyncio.run(body())
+async def test_endless_headers_end(filler: bytes) -> None:
+    server = plain_server()
+    url = await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(b"GET /health HTTP/1.1\r\nX-Long: " + filler * (4 * connections.HEADER_BYTES // len(filler)))
+    said = await ends(reader)
+    writer.close()
+    await server.stop()
     assert not said or said.startswith(b"HTTP/1.1 400"), said
 
 
-def test_more_connections_than_the_process_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_connections_than_the_process_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "connection_limit", lambda: 2)
 
-    async def body() -> None:
-        server = plain_server()
-        url = await server.start()
-        port = int(url.rpartition(":")[2])
-        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await ends(reader) == b""
-        for _, each in [*held, (reader, writer)]:
-            each.close()
-        await server.stop()
-
-    asyncio.run(body())
+    server = plain_server()
+    url = await server.start()
+    port = int(url.rpartition(":")[2])
+    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert await ends(reader) == b""
+    for _, each in [*held, (reader, writer)]:
+        each.close()
+    await server.stop()
 
 
-def test_what_no_model_could_read_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_no_model_could_read_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max_body_bytes(None) == MAX_BODY_BYTES == max_body_bytes(10**9)
     assert max_body_bytes(100) == SMALLEST_BODY + 100 * BYTES_PER_TOKEN
     codec = FakeChatCodec()
@@ -122,51 +113,45 @@ def test_what_no_model_could_read_is_refused_before_it_is_tokenised(monkeypatch:
     monkeypatch.setattr(FakeChatCodec, "render", None)
     long = [{"role": "user", "content": "x" * (100 * CHARACTERS_PER_TOKEN + 1)}]
 
-    async def body() -> None:
-        service = ChatService(engine, codec, max_tokens=100)
-        for call in (
-            service.reply(ChatRequest(messages=long), SamplingParams()),
-            service.count_tokens(ChatRequest(messages=long)),
-        ):
-            with pytest.raises(RefusedError, match="characters"):
-                await call
-        assert service.in_flight == 0
-        async with serving(engine, codec, max_tokens=100) as served, httpx2.AsyncClient(base_url=served.url) as http:
-            answer = await http.post(f"/s/{served.session.key}{CHAT}", json={"messages": long})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-
-    asyncio.run(body())
+    service = ChatService(engine, codec, max_tokens=100)
+    for call in (
+        service.reply(ChatRequest(messages=long), SamplingParams()),
+        service.count_tokens(ChatRequest(messages=long)),
+    ):
+        with pytest.raises(RefusedError, match="characters"):
+            await call
+    assert service.in_flight == 0
+    async with serving(engine, codec, max_tokens=100) as served, httpx2.AsyncClient(base_url=served.url) as http:
+        answer = await http.post(f"/s/{served.session.key}{CHAT}", json={"messages": long})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_requests_for_the_servers_own_tools_are_in_flight() -> None:
+async def test_requests_for_the_servers_own_tools_are_in_flight() -> None:
     codec = FakeChatCodec()
     engine = ScriptedEngine(codec, EOS, lambda prompt: "yes")
 
     async def tools() -> list[Any]:
         return [FakeTool()]
 
-    async def body() -> None:
-        assistant = Assistant(engine, codec, tools, params=SamplingParams(max_new_tokens=20))
-        assistant.service._max_waiting = 2
-        server = Server(AgentServer(assistant.service, codec, model="m", answer=assistant.answer).app(), name="server")
-        engine.free.clear()
-        async with httpx2.AsyncClient(base_url=await server.start(), timeout=WAIT_SECONDS) as http:
-            asked = {"messages": [{"role": "user", "content": "go"}]}
-            first = [asyncio.ensure_future(http.post(CHAT, json=asked)) for _ in range(2)]
-            async with asyncio.timeout(WAIT_SECONDS):
-                while (await http.get("/health")).json()["in_flight"] < 2:
-                    await asyncio.sleep(0.01)
-            assert (await http.post(CHAT, json=asked)).status_code == 429
-            engine.free.set()
-            assert [answer.status_code for answer in await asyncio.gather(*first)] == [200, 200]
-            assert (await http.get("/health")).json()["in_flight"] == 0
-        await server.stop()
-
-    asyncio.run(body())
+    assistant = Assistant(engine, codec, tools, params=SamplingParams(max_new_tokens=20))
+    assistant.service._max_waiting = 2
+    server = Server(AgentServer(assistant.service, codec, model="m", answer=assistant.answer).app(), name="server")
+    engine.free.clear()
+    async with httpx2.AsyncClient(base_url=await server.start(), timeout=WAIT_SECONDS) as http:
+        asked = {"messages": [{"role": "user", "content": "go"}]}
+        first = [asyncio.ensure_future(http.post(CHAT, json=asked)) for _ in range(2)]
+        async with asyncio.timeout(WAIT_SECONDS):
+            while (await http.get("/health")).json()["in_flight"] < 2:
+                await asyncio.sleep(0.01)
+        assert (await http.post(CHAT, json=asked)).status_code == 429
+        engine.free.set()
+        assert [answer.status_code for answer in await asyncio.gather(*first)] == [200, 200]
+        assert (await http.get("/health")).json()["in_flight"] == 0
+    await server.stop()
 
 
 @pytest.mark.parametrize("own_tools", [[], [FakeTool()]], ids=["no tools", "the server's own tools"])
-def test_who_tokenises_a_conversation_lets_others_be_answered(
+async def test_who_tokenises_a_conversation_lets_others_be_answered(
     own_tools: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as it takes: here until another request was answered."""
@@ -183,19 +168,16 @@ def test_who_tokenises_a_conversation_lets_others_be_answered(
     async def tools() -> list[Any]:
         return own_tools
 
-    async def body() -> None:
-        engine = ScriptedEngine(codec, EOS, lambda prompt: "yes")
-        assistant = Assistant(engine, codec, tools, params=SamplingParams(max_new_tokens=20))
-        server = Server(AgentServer(assistant.service, codec, model="m", answer=assistant.answer).app(), name="server")
-        async with httpx2.AsyncClient(base_url=await server.start(), timeout=2 * WAIT_SECONDS) as http:
-            asked = asyncio.ensure_future(http.post(CHAT, json={"messages": [{"role": "user", "content": "go"}]}))
-            await asyncio.to_thread(entered.wait, WAIT_SECONDS)
-            assert (await http.get("/health")).json()["in_flight"] == 1
-            other_answered.set()
-            assert (await asked).status_code == 200
-        await server.stop()
-
-    asyncio.run(body())
+    engine = ScriptedEngine(codec, EOS, lambda prompt: "yes")
+    assistant = Assistant(engine, codec, tools, params=SamplingParams(max_new_tokens=20))
+    server = Server(AgentServer(assistant.service, codec, model="m", answer=assistant.answer).app(), name="server")
+    async with httpx2.AsyncClient(base_url=await server.start(), timeout=2 * WAIT_SECONDS) as http:
+        asked = asyncio.ensure_future(http.post(CHAT, json={"messages": [{"role": "user", "content": "go"}]}))
+        await asyncio.to_thread(entered.wait, WAIT_SECONDS)
+        assert (await http.get("/health")).json()["in_flight"] == 1
+        other_answered.set()
+        assert (await asked).status_code == 200
+    await server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -208,17 +190,14 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return cert, key
 
 
-def test_tls(certificate: tuple[Path, Path]) -> None:
-    async def body() -> None:
-        server = plain_server(tls=Tls.of(*certificate))
-        url = await server.start()
-        assert url.startswith("https://")
-        trusted = ssl.create_default_context(cafile=str(certificate[0]))
-        async with httpx2.AsyncClient(verify=trusted, timeout=WAIT_SECONDS) as http:
-            assert (await http.get(f"{url}/health")).json() == {"status": "ok"}
-        await server.stop()
-
-    asyncio.run(body())
+async def test_tls(certificate: tuple[Path, Path]) -> None:
+    server = plain_server(tls=Tls.of(*certificate))
+    url = await server.start()
+    assert url.startswith("https://")
+    trusted = ssl.create_default_context(cafile=str(certificate[0]))
+    async with httpx2.AsyncClient(verify=trusted, timeout=WAIT_SECONDS) as http:
+        assert (await http.get(f"{url}/health")).json() == {"status": "ok"}
+    await server.stop()
 
 
 def test_files_that_are_no_certificate(certificate: tuple[Path, Path], tmp_path: Path) -> None:

@@ -52,9 +52,10 @@ in_two_pairs = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def group(ray: None, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    with cluster.worker_group(request.param) as group:
-        yield group
+def group(ray: None, kept_groups: Any, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+    group = kept_groups.group(request.param)
+    yield group
+    kept_groups.end(group)  # DeepSpeed does not forget how layers were divided
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +124,33 @@ def test_in_bfloat16_too(group: WorkerGroup, stage: int, model_dir: str) -> None
         # A key's bias moves all scores of a query nearly alike: what is left of its gradient is mostly rounding.
         rounding = (wanted[name] - exact[name]).norm()
         assert gap <= BFLOAT16_TOLERANCE * way + rounding, (name, gap / way, rounding / way)
+
+
+@pytest.mark.parametrize(
+    ("group", "model_dir", "stage", "kind"),
+    [(TWO_PAIRS, "Qwen2", 2, "taught"), (TWO_PAIRS, "Qwen3", 2, "judging")],
+    indirect=["group", "model_dir"],
+)
+def test_what_compares_distributions_or_two_tokens_trains_as_one_process(
+    group: WorkerGroup, stage: int, model_dir: str, kind: str
+) -> None:
+    """A policy with a teacher, or with a whole KL divergence from its reference; and a process reward model."""
+    group.build(tensor_parallel.rank_own_policy, kind, model_dir, stage)
+    policy, lone = ShardedPolicy(group, width=tensor_parallel.SIZE), tensor_parallel.POLICIES[kind](model_dir)
+    batch, before = cluster.batch(), cluster.weights(lone)
+    scores, expected = policy.score(batch), lone.score(batch)
+    for column in ("logprobs_N", "entropy_N", "divergence_N" if kind == "taught" else "odds_N"):
+        assert getattr(expected, column).abs().max() > 1e-4
+        torch.testing.assert_close(getattr(scores, column), getattr(expected, column), rtol=0.01, atol=1e-5)
+    for _ in range(2):
+        found, wanted = (
+            model.update([batch.select([0, 1, 4]), batch.select([2, 3])], tensor_parallel.by_divergence)
+            for model in (policy, lone)
+        )
+        assert found == pytest.approx(wanted, rel=1e-3)
+    trained = cluster.weights(policy)
+    for name, tensor in cluster.weights(lone).items():  # AdamW makes much of gradients that are almost 0
+        assert (trained[name] - tensor).norm() <= 0.01 * (tensor - before[name]).norm(), name
 
 
 @pytest.mark.parametrize("stage", [2])

@@ -136,12 +136,12 @@ def engine_for(codec: ChatCodec, vocabulary: int, replies: Sequence[str | int], 
     return RecordingEngine(reply)
 
 
-def play(
+async def play(
     codec: ChatCodec, engine: RecordingEngine, environment: Any, prompt: Prompt, max_tokens: int | None
 ) -> list[Trajectory] | RolloutFailure:
     executor = MultiTurnExecutor(engine, codec, lambda params: environment, max_turns=20, max_tokens=max_tokens)
     request = EpisodeRequest(prompt=prompt, params=SamplingParams(max_new_tokens=4096), group_id=3, sample_id=4)
-    return asyncio.run(executor.run(request))
+    return await executor.run(request)
 
 
 def script(data: st.DataObject, turns: int, observation: st.SearchStrategy[Any]) -> list[StepResult]:
@@ -158,7 +158,7 @@ REPLIES = st.lists(st.one_of(SAID, SAID, st.integers(1, 12)), min_size=1, max_si
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data(), replies=REPLIES, seed=st.integers(0, 2**32))
 @SETTINGS
-def test_episodes_in_messages(
+async def test_episodes_in_messages(
     family: str, tiny_tokenizer: Any, data: st.DataObject, replies: list[str | int], seed: int
 ) -> None:
     tokenizer = tokenizer_with(family, tiny_tokenizer)
@@ -171,7 +171,7 @@ def test_episodes_in_messages(
     results = script(data, len(replies), users)
     kind = data.draw(st.sampled_from([Chatty, Answers]))
     limit = data.draw(st.sampled_from([None, None, None, 700]))
-    played = play(codec, engine, kind(results, greeting=opening), Prompt(token_ids=(1,), text=""), limit)
+    played = await play(codec, engine, kind(results, greeting=opening), Prompt(token_ids=(1,), text=""), limit)
     if isinstance(played, RolloutFailure):
         assert not engine.exchanges or "template refuses" in played.message
         return
@@ -187,7 +187,7 @@ def test_episodes_in_messages(
 @pytest.mark.parametrize("family", ["smollm2", "llama3_1", "qwen3"])
 @given(data=st.data(), replies=REPLIES, seed=st.integers(0, 2**32))
 @SETTINGS
-def test_episodes_in_text(
+async def test_episodes_in_text(
     family: str, tiny_tokenizer: Any, data: st.DataObject, replies: list[str | int], seed: int
 ) -> None:
     tokenizer = tokenizer_with(family, tiny_tokenizer)
@@ -196,7 +196,7 @@ def test_episodes_in_text(
     results = script(data, len(replies), st.one_of(st.just(""), TEXTS))
     greeting = data.draw(st.one_of(st.just(""), TEXTS))
     prompt = Prompt(token_ids=codec.encode("What?"), text="What?")
-    played = play(codec, engine, FakeEnvironment(results, greeting=greeting), prompt, None)
+    played = await play(codec, engine, FakeEnvironment(results, greeting=greeting), prompt, None)
     assert isinstance(played, list)
     assert len(played) == 1  # text only ever continues
     check(played, engine.exchanges, [result.reward for result in results])
@@ -206,7 +206,7 @@ def test_episodes_in_text(
     assert [tuple(tokens[s.start : s.stop]) for s in between] == [codec.encode(str(text)) for text in written]
 
 
-def test_a_template_that_drops_thinking_opens_a_branch_a_question(tiny_tokenizer: Any) -> None:
+async def test_a_template_that_drops_thinking_opens_a_branch_a_question(tiny_tokenizer: Any) -> None:
     codec = TemplateCodec(tokenizer_with("qwen3", tiny_tokenizer))
     replies = [
         f"<think>\nhm\n</think>\n\n{CALL}<|im_end|>",
@@ -219,7 +219,7 @@ def test_a_template_that_drops_thinking_opens_a_branch_a_question(tiny_tokenizer
         for text, reward in (("x", 1.0), ("And?", 2.0), ("", 4.0))
     ]
     environment = Answers(results, greeting=[{"role": "user", "content": "3+4?"}])
-    played = play(codec, engine, environment, Prompt(token_ids=(1,), text=""), None)
+    played = await play(codec, engine, environment, Prompt(token_ids=(1,), text=""), None)
     assert isinstance(played, list)
     check(played, engine.exchanges, [1.0, 2.0, 4.0])
     assert len(played) == 2

@@ -27,7 +27,7 @@ from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import pairwise_reward_loss
 from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
 from rollgrad.domain.batches.examples import (
     ExampleBatch,
     mismatched,
@@ -165,27 +165,29 @@ def agree(found: tuple[float, dict[str, Tensor]], loss: Tensor, theirs: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "theirs", "smoothing"),
+    ("name", "theirs", "smoothing", "divergence"),
     [
-        ("sigmoid", "sigmoid", 0.0),
-        ("robust", "robust", SMOOTHING),
-        ("ipo", "ipo", 0.0),
-        ("hinge", "hinge", 0.0),
-        ("sigmoid_norm", "sigmoid_norm", 0.0),
-        ("apo_zero", "apo_zero", 0.0),
-        ("apo_down", "apo_down", 0.0),
-        ("nca_pair", "nca_pair", 0.0),
-        ("bco_pair", "bco_pair", 0.0),
-        ("exo_pair", "exo_pair", SMOOTHING),
-        ("sppo_hard", "sppo_hard", 0.0),
-        ("discopop", "discopop", 0.0),
-        ("sft", "sft", 0.0),
+        *(("sigmoid", "sigmoid", 0.0, divergence) for divergence in FDivergence),
+        ("hinge", "hinge", 0.0, FDivergence.JS),
+        ("robust", "robust", SMOOTHING, FDivergence.REVERSE_KL),
+        ("ipo", "ipo", 0.0, FDivergence.REVERSE_KL),
+        ("hinge", "hinge", 0.0, FDivergence.REVERSE_KL),
+        ("sigmoid_norm", "sigmoid_norm", 0.0, FDivergence.REVERSE_KL),
+        ("apo_zero", "apo_zero", 0.0, FDivergence.REVERSE_KL),
+        ("apo_down", "apo_down", 0.0, FDivergence.REVERSE_KL),
+        ("nca_pair", "nca_pair", 0.0, FDivergence.REVERSE_KL),
+        ("bco_pair", "bco_pair", 0.0, FDivergence.REVERSE_KL),
+        ("exo_pair", "exo_pair", SMOOTHING, FDivergence.REVERSE_KL),
+        ("sppo_hard", "sppo_hard", 0.0, FDivergence.REVERSE_KL),
+        ("discopop", "discopop", 0.0, FDivergence.REVERSE_KL),
+        ("sft", "sft", 0.0, FDivergence.REVERSE_KL),
     ],
 )
 def test_dpo(
     name: str,
     theirs: str,
     smoothing: float,
+    divergence: FDivergence,
     pairs: list[Preference],
     policy: Any,
     reference: Any,
@@ -194,7 +196,9 @@ def test_dpo(
     from trl import DPOTrainer
 
     with_reference = scored(reference, pairs)
-    settings = PreferenceSettings(loss=(name,), beta=BETA, label_smoothing=smoothing)
+    settings = PreferenceSettings(
+        loss=(name,), beta=BETA, label_smoothing=smoothing, f_divergence=divergence, f_alpha=0.3
+    )
     found = ours(policy, pack_preferences(with_reference), PreferenceObjective(settings=settings))
     model = unpacked(policy, tiny_model_dir)
     sums = [torch.split(pair.ref_logprobs_A, [pair.chosen.trained_length, pair.rejected.trained_length])
@@ -209,7 +213,8 @@ def test_dpo(
         args=SimpleNamespace(discopop_tau=settings.discopop_tau),
         ld_alpha=None,
         precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
+        f_divergence_type=str(divergence),
+        f_alpha_divergence_coef=0.7,
         loss_types=[theirs],
         loss_weights=[1.0],
         beta=BETA,

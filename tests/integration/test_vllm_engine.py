@@ -1,11 +1,14 @@
 """vLLM itself on a small model in float32 and float16: what it says of its tokens is what the trainer computes."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import gzip
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
@@ -16,16 +19,15 @@ from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.adapters.weights.disk import Disk
 from rollgrad.domain.batches.packed import PackedBatch, pack
-from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.testing.agent_executor import make_trajectory
-from tests.event_loop import run
 from tests.kept_scores import kept_scores
 from tests.tiny_models import LONG
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 FLAG = "--actor.model_name_or_path"
 PROMPT = (65, 66, 67)
@@ -50,8 +52,8 @@ def policy(wide_headed_model_dir: Path) -> TorchPolicy:
     return TorchPolicy(model, load_tokenizer(path, flag=FLAG), OptimizerSettings(lr=0.02))
 
 
-@pytest.fixture
-def channel(vllm_engine: VLLMEngine, policy: TorchPolicy) -> Iterator[EngineWeights]:
+@pytest_asyncio.fixture(loop_scope="session")
+async def channel(vllm_engine: VLLMEngine, policy: TorchPolicy) -> AsyncIterator[EngineWeights]:
     """Afterwards the engine has the weights of the checkpoint again."""
     original = {name: tensor.clone() for name, tensor in policy.weights()}
     channel = EngineWeights(vllm_engine)
@@ -59,8 +61,8 @@ def channel(vllm_engine: VLLMEngine, policy: TorchPolicy) -> Iterator[EngineWeig
     with torch.no_grad():
         for name, tensor in policy.weights():
             tensor.copy_(original[name])
-    run(vllm_engine.pause(PauseMode.ABORT))
-    run(channel.push(policy, 0))
+    await vllm_engine.pause(PauseMode.ABORT)
+    await channel.push(policy, 0)
 
 
 def learn(policy: TorchPolicy, steps: int = 5) -> None:
@@ -90,10 +92,10 @@ def scores(policy: TorchPolicy, prompt: Sequence[int], reply: Sequence[int]) -> 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("top_k", [0, 5])
-def test_logprobs_are_of_the_distribution_that_was_sampled(
+async def test_logprobs_are_of_the_distribution_that_was_sampled(
     vllm_engine: VLLMEngine, wide_headed_model_dir: Path, temperature: float, top_k: int
 ) -> None:
-    generation = run(vllm_engine.generate(ask(temperature=temperature, top_k=top_k)))
+    generation = await vllm_engine.generate(ask(temperature=temperature, top_k=top_k))
     logits = plain_logits(wide_headed_model_dir, [*PROMPT, *generation.token_ids])[len(PROMPT) - 1 : -1] / temperature
     if top_k:
         least = logits.topk(top_k).values[:, -1:]
@@ -102,8 +104,8 @@ def test_logprobs_are_of_the_distribution_that_was_sampled(
     assert generation.logprobs == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
-def test_logprobs_within_a_nucleus_are_renormalised(vllm_engine: VLLMEngine, wide_headed_model_dir: Path) -> None:
-    generation = run(vllm_engine.generate(ask(top_p=0.5)))
+async def test_logprobs_within_a_nucleus_are_renormalised(vllm_engine: VLLMEngine, wide_headed_model_dir: Path) -> None:
+    generation = await vllm_engine.generate(ask(top_p=0.5))
     probs = plain_logits(wide_headed_model_dir, [*PROMPT, *generation.token_ids])[len(PROMPT) - 1 : -1].softmax(-1)
     for row, token, logprob in zip(probs, generation.token_ids, generation.logprobs, strict=True):
         ordered = row.sort(descending=True).values
@@ -112,44 +114,54 @@ def test_logprobs_within_a_nucleus_are_renormalised(vllm_engine: VLLMEngine, wid
         assert logprob == pytest.approx(float((row[token] / ordered[:size].sum()).log()), abs=1e-3)
 
 
-def test_greedy_tokens_are_the_likeliest_with_logprobs_of_temperature_one(
+async def test_greedy_tokens_are_the_likeliest_with_logprobs_of_temperature_one(
     vllm_engine: VLLMEngine, wide_headed_model_dir: Path
 ) -> None:
-    async def beside_a_sampled_one() -> Generation:
-        greedy, _ = await asyncio.gather(
-            vllm_engine.generate(ask(temperature=0.0)), vllm_engine.generate(ask(temperature=0.3, top_k=2))
-        )
-        return greedy
-
-    greedy = run(beside_a_sampled_one())
+    greedy, _ = await asyncio.gather(
+        vllm_engine.generate(ask(temperature=0.0)), vllm_engine.generate(ask(temperature=0.3, top_k=2))
+    )
+    greedy = greedy
     rows = plain_logits(wide_headed_model_dir, [*PROMPT, *greedy.token_ids])[len(PROMPT) - 1 : -1].log_softmax(-1)
     assert list(greedy.token_ids) == rows.argmax(-1).tolist()
     assert greedy.logprobs == pytest.approx(rows.max(-1).values.tolist(), abs=TOLERANCE)
 
 
-def test_sixty_four_requests_at_once(vllm_engine: VLLMEngine, policy: TorchPolicy) -> None:
-    async def together() -> list[Generation]:
-        return await asyncio.gather(*(vllm_engine.generate(ask(s, prompt=(*PROMPT, s))) for s in range(64)))
-
-    for seed, generation in enumerate(run(together())):
+async def test_sixty_four_requests_at_once(vllm_engine: VLLMEngine, policy: TorchPolicy) -> None:
+    for seed, generation in enumerate(
+        await asyncio.gather(*(vllm_engine.generate(ask(s, prompt=(*PROMPT, s))) for s in range(64)))
+    ):
         assert len(generation.token_ids) == 24
         expected = scores(policy, (*PROMPT, seed), generation.token_ids)
         assert generation.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_each_token_is_heard_once_and_in_order(vllm_engine: VLLMEngine) -> None:
+async def test_each_token_is_heard_once_and_in_order(vllm_engine: VLLMEngine) -> None:
     heard: list[int] = []
-    silent = run(vllm_engine.generate(ask()))
-    generation = run(vllm_engine.generate(ask(), on_token=heard.append))
+    silent = await vllm_engine.generate(ask())
+    generation = await vllm_engine.generate(ask(), on_token=heard.append)
     assert heard == list(generation.token_ids) == list(silent.token_ids)
     assert len(generation.logprobs) == len(generation.versions) == 24
 
 
-def test_a_stop_string_is_part_of_the_reply(vllm_engine: VLLMEngine, wide_headed_model_dir: Path) -> None:
+async def test_the_work_of_each_of_its_processes_is_recorded(vllm_engine: VLLMEngine) -> None:
+    async def profiled() -> Mapping[str, bytes]:
+        await vllm_engine.begin_profile()
+        await vllm_engine.generate(ask(max_new_tokens=3))
+        return await vllm_engine.end_profile()
+
+    for _ in range(2):
+        (trace,) = (await profiled()).items()
+        assert trace[0] == "vllm-0"
+        events = json.loads(gzip.decompress(trace[1]))["traceEvents"]
+        assert any(event["name"].startswith("aten::") for event in events)
+    await vllm_engine.generate(ask(max_new_tokens=3))
+
+
+async def test_a_stop_string_is_part_of_the_reply(vllm_engine: VLLMEngine, wide_headed_model_dir: Path) -> None:
     tokenizer = load_tokenizer(str(wide_headed_model_dir), flag=FLAG)
-    full = list(run(vllm_engine.generate(ask())).token_ids)
+    full = list((await vllm_engine.generate(ask())).token_ids)
     stop = next(text for token in full[6:] if (text := tokenizer.decode([token])).isascii() and text)
-    generation = run(vllm_engine.generate(ask(stop_strings=(stop,))))
+    generation = await vllm_engine.generate(ask(stop_strings=(stop,)))
     assert generation.stop_reason is StopReason.STOP
     assert list(generation.token_ids) == full[: len(generation.token_ids)]
     assert stop in tokenizer.decode(generation.token_ids)
@@ -157,9 +169,9 @@ def test_a_stop_string_is_part_of_the_reply(vllm_engine: VLLMEngine, wide_headed
     assert len(generation.logprobs) == len(generation.versions) == len(generation.token_ids)
 
 
-def test_no_stop_token_before_the_minimum(vllm_engine: VLLMEngine, wide_headed_model_dir: Path) -> None:
-    stop = tuple(run(vllm_engine.generate(ask())).token_ids[:3])
-    generation = run(vllm_engine.generate(ask(stop_token_ids=stop, min_new_tokens=10)))
+async def test_no_stop_token_before_the_minimum(vllm_engine: VLLMEngine, wide_headed_model_dir: Path) -> None:
+    stop = tuple((await vllm_engine.generate(ask())).token_ids[:3])
+    generation = await vllm_engine.generate(ask(stop_token_ids=stop, min_new_tokens=10))
     assert not set(generation.token_ids[:10]) & set(stop)
     logits = plain_logits(wide_headed_model_dir, [*PROMPT, *generation.token_ids])[len(PROMPT) - 1 : -1]
     end = load_tokenizer(
@@ -170,39 +182,33 @@ def test_no_stop_token_before_the_minimum(vllm_engine: VLLMEngine, wide_headed_m
     assert generation.logprobs == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
-def test_what_is_longer_than_the_engine_holds_is_refused(vllm_engine: VLLMEngine) -> None:
+async def test_what_is_longer_than_the_engine_holds_is_refused(vllm_engine: VLLMEngine) -> None:
     assert vllm_engine.max_tokens == 512
     with pytest.raises(ConfigurationError, match=r"513 tokens.*holds 512"):
-        run(vllm_engine.generate(ask(max_new_tokens=510)))
-    assert len(run(vllm_engine.generate(ask(prompt=(65,) * 510, max_new_tokens=2))).token_ids) == 2
+        await vllm_engine.generate(ask(max_new_tokens=510))
+    assert len((await vllm_engine.generate(ask(prompt=(65,) * 510, max_new_tokens=2))).token_ids) == 2
 
 
-def test_a_cancelled_call_leaves_nothing_in_vllm(vllm_engine: VLLMEngine) -> None:
-    async def scenario() -> int:
-        tasks = [asyncio.create_task(vllm_engine.generate(ask(s, max_new_tokens=400))) for s in range(8)]
-        await vllm_engine.generate(ask(max_new_tokens=2))
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return vllm_engine.llm.get_num_unfinished_requests()
-
-    assert run(scenario()) == 0
+async def test_a_cancelled_call_leaves_nothing_in_vllm(vllm_engine: VLLMEngine) -> None:
+    tasks = [asyncio.create_task(vllm_engine.generate(ask(s, max_new_tokens=400))) for s in range(8)]
+    await vllm_engine.generate(ask(max_new_tokens=2))
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert vllm_engine.llm.get_num_unfinished_requests() == 0
 
 
-def test_an_abort_returns_the_tokens_so_far_and_refuses_those_who_wait(
+async def test_an_abort_returns_the_tokens_so_far_and_refuses_those_who_wait(
     vllm_engine: VLLMEngine, policy: TorchPolicy
 ) -> None:
-    async def scenario() -> tuple[Generation, Generation]:
-        begun = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=LONG)))
-        await asyncio.sleep(0)  # it is asked first
-        await vllm_engine.generate(ask(max_new_tokens=20))
-        await vllm_engine.pause(PauseMode.KEEP)
-        waiting = asyncio.create_task(vllm_engine.generate(ask()))
-        await asyncio.sleep(0)
-        await vllm_engine.pause(PauseMode.ABORT)
-        return await begun, await waiting
-
-    begun, waiting = run(scenario())
+    begun = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=LONG)))
+    await asyncio.sleep(0)  # it is asked first
+    await vllm_engine.generate(ask(max_new_tokens=20))
+    await vllm_engine.pause(PauseMode.KEEP)
+    waiting = asyncio.create_task(vllm_engine.generate(ask()))
+    await asyncio.sleep(0)
+    await vllm_engine.pause(PauseMode.ABORT)
+    begun, waiting = await begun, await waiting
     assert begun.stop_reason is waiting.stop_reason is StopReason.ABORTED
     assert list(waiting.token_ids) == []
     assert 0 < len(begun.token_ids) < LONG
@@ -210,65 +216,62 @@ def test_an_abort_returns_the_tokens_so_far_and_refuses_those_who_wait(
     assert set(begun.versions) == {0}
 
 
-def test_after_a_push_the_engine_computes_what_the_trainer_computes(
+async def test_after_a_push_the_engine_computes_what_the_trainer_computes(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
-    before = run(vllm_engine.generate(ask()))
+    before = await vllm_engine.generate(ask())
     learn(policy)
     assert before.logprobs != pytest.approx(scores(policy, PROMPT, before.token_ids), abs=0.01)
-    moved = run(channel.push(policy, 3))
+    moved = await channel.push(policy, 3)
     assert moved["bytes"] == sum(tensor.nbytes for _, tensor in policy.weights())
-    after = run(vllm_engine.generate(ask()))
+    after = await vllm_engine.generate(ask())
     assert after.logprobs == pytest.approx(scores(policy, PROMPT, after.token_ids), abs=TOLERANCE)
     assert set(after.versions) == {3}
 
 
-def test_an_engine_in_another_number_format_takes_float16(
+async def test_an_engine_in_another_number_format_takes_float16(
     vllm_engine: VLLMEngine, channel: EngineWeights, wide_headed_model_dir: Path
 ) -> None:
     path = str(wide_headed_model_dir)
     model = load_causal_lm(path, dtype=torch.float16, device=torch.device("cpu"), flag=FLAG)
     half = TorchPolicy(model, load_tokenizer(path, flag=FLAG), OptimizerSettings(lr=0.02))
     learn(half)
-    assert run(channel.push(half, 3))["bytes"] == sum(2 * tensor.numel() for _, tensor in half.weights())
-    after = run(vllm_engine.generate(ask()))
+    assert (await channel.push(half, 3))["bytes"] == sum(2 * tensor.numel() for _, tensor in half.weights())
+    after = await vllm_engine.generate(ask())
     assert after.logprobs == pytest.approx(scores(half, PROMPT, after.token_ids), abs=HALF_TOLERANCE)
 
 
-def test_the_checkpoint_pushed_again_gives_its_very_logprobs(
+async def test_the_checkpoint_pushed_again_gives_its_very_logprobs(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
-    first = run(vllm_engine.generate(ask()))
+    first = await vllm_engine.generate(ask())
     original = {name: tensor.clone() for name, tensor in policy.weights()}
     learn(policy)
-    run(channel.push(policy, 1))
-    assert list(run(vllm_engine.generate(ask())).logprobs) != list(first.logprobs)
+    await channel.push(policy, 1)
+    assert list((await vllm_engine.generate(ask())).logprobs) != list(first.logprobs)
     with torch.no_grad():
         for name, tensor in policy.weights():
             tensor.copy_(original[name])
-    run(channel.push(policy, 2))
-    again = run(vllm_engine.generate(ask()))
+    await channel.push(policy, 2)
+    again = await vllm_engine.generate(ask())
     assert list(again.token_ids) == list(first.token_ids)
     assert list(again.logprobs) == list(first.logprobs)
 
 
-def test_a_frozen_request_goes_on_under_the_new_weights_with_its_keys_and_values(
+async def test_a_frozen_request_goes_on_under_the_new_weights_with_its_keys_and_values(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights, wide_headed_model_dir: Path
 ) -> None:
     """Its recorded log-probs are those of the distribution it was drawn from: new weights on old keys and values."""
 
-    async def scenario() -> Generation:
-        task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=LONG)))
-        await asyncio.sleep(0)  # it is asked first
-        await vllm_engine.generate(ask(max_new_tokens=40))
-        await vllm_engine.pause(PauseMode.KEEP)
-        learn(policy)
-        await channel.push(policy, 1)
-        await vllm_engine.resume()
-        return await task
-
     untrained = {name: tensor.clone() for name, tensor in policy.weights()}
-    generation = run(scenario())
+    task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=LONG)))
+    await asyncio.sleep(0)  # it is asked first
+    await vllm_engine.generate(ask(max_new_tokens=40))
+    await vllm_engine.pause(PauseMode.KEEP)
+    learn(policy)
+    await channel.push(policy, 1)
+    await vllm_engine.resume()
+    generation = await task
     trained = {name: tensor.clone() for name, tensor in policy.weights()}
     versions = list(generation.versions)
     switch = versions.index(1)
@@ -280,26 +283,23 @@ def test_a_frozen_request_goes_on_under_the_new_weights_with_its_keys_and_values
     assert max(abs(a - b) for a, b in zip(generation.logprobs[switch:], recomputed, strict=True)) > 10 * TOLERANCE
 
 
-def test_what_is_asked_after_a_push_reads_no_keys_and_values_of_the_old_weights(
+async def test_what_is_asked_after_a_push_reads_no_keys_and_values_of_the_old_weights(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
     """Also while a frozen request with the same prompt goes on with the old ones, and after it has ended."""
     prompt = (*PROMPT, *(10 + token % 200 for token in range(300)))  # some blocks of the prefix cache
 
-    async def scenario() -> list[Generation]:
-        frozen = asyncio.create_task(vllm_engine.generate(ask(prompt=prompt, max_new_tokens=150)))
-        await asyncio.sleep(0)
-        await vllm_engine.generate(ask(prompt=prompt, max_new_tokens=10))
-        await vllm_engine.pause(PauseMode.KEEP)
-        learn(policy)
-        await channel.push(policy, 1)
-        await vllm_engine.resume()
-        beside = await vllm_engine.generate(ask(1, prompt=prompt))
-        assert not frozen.done()
-        await frozen
-        return [beside, await vllm_engine.generate(ask(2, prompt=prompt))]
-
-    for generation in run(scenario()):
+    frozen = asyncio.create_task(vllm_engine.generate(ask(prompt=prompt, max_new_tokens=150)))
+    await asyncio.sleep(0)
+    await vllm_engine.generate(ask(prompt=prompt, max_new_tokens=10))
+    await vllm_engine.pause(PauseMode.KEEP)
+    learn(policy)
+    await channel.push(policy, 1)
+    await vllm_engine.resume()
+    beside = await vllm_engine.generate(ask(1, prompt=prompt))
+    assert not frozen.done()
+    await frozen
+    for generation in [beside, await vllm_engine.generate(ask(2, prompt=prompt))]:
         assert generation.logprobs == pytest.approx(scores(policy, prompt, generation.token_ids), abs=TOLERANCE)
 
 
@@ -327,7 +327,7 @@ class Lossy(TorchPolicy):
         ("breaks off", "lost a rank"),
     ],
 )
-def test_weights_that_do_not_arrive_are_noticed_and_the_next_push_heals(
+async def test_weights_that_do_not_arrive_are_noticed_and_the_next_push_heals(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights, fault: str, message: str
 ) -> None:
     policy.__class__ = Lossy
@@ -335,36 +335,33 @@ def test_weights_that_do_not_arrive_are_noticed_and_the_next_push_heals(
     learn(policy)
     policy.fault = fault
     with pytest.raises((EngineError, OSError), match=message):
-        run(channel.push(policy, 1))
+        await channel.push(policy, 1)
     with pytest.raises(EngineError, match="weights"):
-        run(vllm_engine.generate(ask()))
+        await vllm_engine.generate(ask())
     policy.fault = ""
-    run(channel.push(policy, 2))
-    generation = run(vllm_engine.generate(ask()))
+    await channel.push(policy, 2)
+    generation = await vllm_engine.generate(ask())
     assert generation.logprobs == pytest.approx(scores(policy, PROMPT, generation.token_ids), abs=TOLERANCE)
     assert set(generation.versions) == {2}
 
 
-def test_a_wrong_model_is_noticed_when_frozen_requests_go_on(
+async def test_a_wrong_model_is_noticed_when_frozen_requests_go_on(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
-    async def scenario() -> None:
-        task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=LONG)))
-        await asyncio.sleep(0)
-        await vllm_engine.generate(ask(max_new_tokens=2))
-        await vllm_engine.pause(PauseMode.KEEP)
-        policy.__class__ = Lossy
-        policy.fault = "wrong numbers"  # type: ignore[attr-defined]
-        await channel.push(policy, 1)
-        with pytest.raises(EngineError, match="differ from the trainer's"):
-            await vllm_engine.resume()
-        await task
-        policy.fault = ""  # type: ignore[attr-defined]
-
-    run(scenario())
+    task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=LONG)))
+    await asyncio.sleep(0)
+    await vllm_engine.generate(ask(max_new_tokens=2))
+    await vllm_engine.pause(PauseMode.KEEP)
+    policy.__class__ = Lossy
+    policy.fault = "wrong numbers"  # type: ignore[attr-defined]
+    await channel.push(policy, 1)
+    with pytest.raises(EngineError, match="differ from the trainer's"):
+        await vllm_engine.resume()
+    await task
+    policy.fault = ""
 
 
-def test_weights_through_files_are_the_trainer_s(
+async def test_weights_through_files_are_the_trainer_s(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file
@@ -372,8 +369,8 @@ def test_weights_through_files_are_the_trainer_s(
     through_files = EngineWeights(vllm_engine, backend=Disk(tmp_path / "weights", shard_bytes=2**15))
     for version in (3, 4):
         learn(policy)
-        moved = run(through_files.push(policy, version))
-        generation = run(vllm_engine.generate(ask()))
+        moved = await through_files.push(policy, version)
+        generation = await vllm_engine.generate(ask())
         assert generation.logprobs == pytest.approx(scores(policy, PROMPT, generation.token_ids), abs=TOLERANCE)
         assert set(generation.versions) == {version}
         (own,) = (tmp_path / "weights").iterdir()
@@ -387,11 +384,11 @@ def test_weights_through_files_are_the_trainer_s(
     policy.__class__ = Lossy
     policy.fault = "lacks a tensor"  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match="did not come from the trainer"):
-        run(through_files.push(policy, 5))
+        await through_files.push(policy, 5)
     policy.fault = ""  # type: ignore[attr-defined]
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="does not take the weights for the engines"):
-        run(EngineWeights(vllm_engine, backend=Disk(tmp_path / "file")).push(policy, 5))
+        await EngineWeights(vllm_engine, backend=Disk(tmp_path / "file")).push(policy, 5)
 
 
 def test_files_that_the_engine_does_not_see_are_told(tmp_path: Path) -> None:
@@ -399,7 +396,7 @@ def test_files_that_the_engine_does_not_see_are_told(tmp_path: Path) -> None:
         read_shard(str(tmp_path / "00000.safetensors"), "cpu")
 
 
-def test_keys_and_values_sleep_until_new_weights_have_come(
+async def test_keys_and_values_sleep_until_new_weights_have_come(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
@@ -416,22 +413,19 @@ def test_keys_and_values_sleep_until_new_weights_have_come(
     for name in ("sleep", "wake_up", "finish_weight_update", "reset_prefix_cache"):
         monkeypatch.setattr(vllm_engine.llm, name, noted(name))
 
-    async def scenario() -> Generation:
-        await vllm_engine.sleep()
-        await vllm_engine.wake()
-        await channel.push(policy, 1)
-        await vllm_engine.generate(ask())
-        await vllm_engine.sleep()
-        await vllm_engine.wake()  # and no weights come
-        await vllm_engine.sleep()  # vLLM cannot put to sleep what sleeps in part
-        await vllm_engine.pause(PauseMode.KEEP)
-        await vllm_engine.wake()
-        await channel.push(policy, 2)
-        waiting = asyncio.create_task(vllm_engine.generate(ask()))
-        await vllm_engine.resume()
-        return await waiting
-
-    assert set(run(scenario()).versions) == {2}
+    await vllm_engine.sleep()
+    await vllm_engine.wake()
+    await channel.push(policy, 1)
+    await vllm_engine.generate(ask())
+    await vllm_engine.sleep()
+    await vllm_engine.wake()  # and no weights come
+    await vllm_engine.sleep()  # vLLM cannot put to sleep what sleeps in part
+    await vllm_engine.pause(PauseMode.KEEP)
+    await vllm_engine.wake()
+    await channel.push(policy, 2)
+    waiting = asyncio.create_task(vllm_engine.generate(ask()))
+    await vllm_engine.resume()
+    assert set((await waiting).versions) == {2}
     weights, cache = ["weights"], ["kv_cache"]
     assert calls == [
         *("sleep", weights, "finish_weight_update", cache, "reset_prefix_cache"),
@@ -440,25 +434,22 @@ def test_keys_and_values_sleep_until_new_weights_have_come(
     ]
 
 
-def test_a_sleeping_engine_takes_no_weights(
+async def test_a_sleeping_engine_takes_no_weights(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
-    run(vllm_engine.sleep())
+    await vllm_engine.sleep()
     with pytest.raises(EngineError, match="wake it first"):
-        run(channel.push(policy, 1))
-    run(vllm_engine.wake())
-    run(channel.push(policy, 1))
+        await channel.push(policy, 1)
+    await vllm_engine.wake()
+    await channel.push(policy, 1)
 
 
-def test_requests_made_during_a_push_wait_for_it(
+async def test_requests_made_during_a_push_wait_for_it(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
-    async def scenario() -> list[Generation]:
-        pushing = asyncio.create_task(channel.push(policy, 1))
-        while not vllm_engine._changing.locked():  # the push has not come to the engine
-            await asyncio.sleep(0)
-        generations = await asyncio.gather(*(vllm_engine.generate(ask(seed)) for seed in range(4)))
-        await pushing
-        return generations
-
-    assert {version for generation in run(scenario()) for version in generation.versions} == {1}
+    pushing = asyncio.create_task(channel.push(policy, 1))
+    while not vllm_engine._changing.locked():  # the push has not come to the engine
+        await asyncio.sleep(0)
+    generations = await asyncio.gather(*(vllm_engine.generate(ask(seed)) for seed in range(4)))
+    await pushing
+    assert {version for generation in generations for version in generation.versions} == {1}

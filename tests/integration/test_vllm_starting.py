@@ -18,7 +18,6 @@ from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.errors import EngineError, MissingExtraError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.cli.main import main
-from tests.event_loop import run
 from tests.fakes import cluster
 from tests.integration.test_vllm_engine import HALF_TOLERANCE, PROMPT, TOLERANCE, ask, learn, policy, scores
 from tests.tiny_models import LONG
@@ -94,7 +93,7 @@ def test_on_gpus_processes_share_a_model_without_ray_and_steps_are_as_large_as_a
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_it_is_killed(
+async def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_it_is_killed(
     wide_headed_model_dir: Path, policy: TorchPolicy, divided: str
 ) -> None:
     size: Any = {divided: 2}
@@ -105,24 +104,21 @@ def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_it_is_k
     assert engine.max_tokens == 500
     started = set(psutil.Process().children(recursive=True)) - before
     learn(policy)
-    run(EngineWeights(engine).push(policy, 1))
-    generation = run(engine.generate(ask()))
+    await EngineWeights(engine).push(policy, 1)
+    generation = await engine.generate(ask())
     assert set(generation.versions) == {1}
     expected = scores(policy, PROMPT, generation.token_ids)
     assert list(generation.logprobs) == pytest.approx(expected, abs=TOLERANCE)
 
-    async def everyone_hears() -> None:
-        tasks = [asyncio.create_task(engine.generate(ask(s, max_new_tokens=LONG))) for s in range(4)]
-        await asyncio.sleep(0)
-        await engine.generate(ask(max_new_tokens=2))
-        cluster.kill(started)
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(result, EngineError)
-        for work in (engine.generate(ask()), engine.pause(PauseMode.KEEP), engine.resume(), engine.ping()):
-            with pytest.raises(EngineError):
-                await work
-
-    run(everyone_hears())
+    tasks = [asyncio.create_task(engine.generate(ask(s, max_new_tokens=LONG))) for s in range(4)]
+    await asyncio.sleep(0)
+    await engine.generate(ask(max_new_tokens=2))
+    cluster.kill(started)
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(result, EngineError)
+    for work in (engine.generate(ask()), engine.pause(PauseMode.KEEP), engine.resume(), engine.ping()):
+        with pytest.raises(EngineError):
+            await work
     engine.close()
 
 

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = ("domain", "application", "adapters", "entrypoints", "rollgrad/testing", "tests", "examples", "scripts")
+LAYERS = (
+    "domain",
+    "application",
+    "adapters",
+    "entrypoints",
+    "rollgrad/testing",
+    "tests",
+    "examples",
+    "scripts",
+    "benchmarks",
+)
 RIDDLES = ("What ", "Of ", "The same", "See ", "Where ", "Whose ", "Whatever ")
 """Beginnings of fragments, of references instead of sentences, and of questions that leave the subject to the
 reader."""

@@ -59,7 +59,7 @@ def load_dataset(
     parts = []
     for name in names:
         with foreign_code(lambda words, name=name: DataError(f"The dataset {name[:200]} cannot be used: {words}")):  # type: ignore[misc]
-            parts.append(_with_datasource(_read(name, split, split_flag), _origin(name)))
+            parts.append(_with_datasource(_read(name, split, split_flag), origin(name)))
     merged = parts[0] if len(parts) == 1 else _mix(parts, names, probs, seed)
     return merged if max_samples is None else merged.select(range(min(max_samples, len(merged))))
 
@@ -76,7 +76,7 @@ def check_probs(probs: Sequence[float], names: Sequence[str], *, flag: str = "--
         raise DataError(f"{flag} is {tuple(probs)}: each must be positive and together they must be 1.")
 
 
-def _origin(name: str) -> str:
+def origin(name: str) -> str:
     """Returns the name of a dataset in metrics: the stem of a file, else its name without data directory."""
     path = Path(name)
     if path.suffix in FILE_FORMATS:

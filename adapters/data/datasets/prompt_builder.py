@@ -11,6 +11,8 @@ from typing import Any
 import structlog
 from attrs import frozen
 
+from rollgrad.adapters.chat.image_marks import listed_images, placed_images
+from rollgrad.adapters.chat.pictures import image_count
 from rollgrad.adapters.chat.template_codec import TemplateCodec, WrittenPrompt
 from rollgrad.adapters.data.datasets.columns import Columns, find_columns, has_value, value_at
 from rollgrad.application.foreign import shown
@@ -18,6 +20,7 @@ from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, DataError
+from rollgrad.domain.ports.chat_codec import RenderedPrompt
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +51,11 @@ class Draft:
     written: WrittenPrompt | str
     label: Any
     messages: tuple[Message, ...]
+
+    @property
+    def has_images(self) -> bool:
+        """Whether there are images in it."""
+        return not isinstance(self.written, str) and bool(self.written.images)
 
 
 class PromptBuilder:
@@ -122,13 +130,19 @@ class PromptBuilder:
         """
         draft = self.draft(row, datasource)
         written = draft.written
+        rendered = (
+            RenderedPrompt(text=written, token_ids=self._codec.encode_prompt(written))
+            if isinstance(written, str)
+            else self._codec.encoded(written)
+        )
         return Prompt(
-            token_ids=self._codec.encode_prompt(written) if isinstance(written, str) else self._codec.tokens(written),
-            text=written if isinstance(written, str) else written.text,
+            token_ids=rendered.token_ids,
+            text=rendered.text,
             label=draft.label,
             datasource=datasource,
             metadata=dict(row),
             messages=draft.messages,
+            images=rendered.images,
         )
 
     def draft(self, row: Mapping[str, Any], datasource: str) -> Draft:
@@ -144,7 +158,7 @@ class PromptBuilder:
         if problem is not None:
             raise DataError(problem)
         if self.data.apply_chat_template:
-            messages = self._messages(value, datasource)
+            messages = self._with_images(self._messages(value, datasource), row, datasource)
             return Draft(self._codec.write(messages), label, tuple(messages))
         return Draft(self._plain(value, datasource), label, ())
 
@@ -177,6 +191,20 @@ class PromptBuilder:
         if self.data.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
         return self._with_suffix(messages, datasource)
+
+    def _with_images(self, messages: list[Message], row: Mapping[str, Any], datasource: str) -> list[Message]:
+        """Puts the images of data.image_key in the place of the marks in messages."""
+        key, most = self.data.image_key, self.data.max_images_per_prompt
+        if key is None:
+            return messages
+        placed = placed_images(messages, listed_images(self._value(row, key, datasource)))
+        count = sum(map(image_count, placed))
+        if most is not None and count > most:
+            raise DataError(
+                f"The row of {datasource!r} has {count} images, but data.max_images_per_prompt is {most}: raise "
+                "--data.max_images_per_prompt."
+            )
+        return placed
 
     def _with_suffix(self, messages: list[Message], datasource: str) -> list[Message]:
         """Puts data.prompt_suffix behind the text of the last user message."""

@@ -14,6 +14,7 @@ import structlog
 from attrs import frozen
 
 from rollgrad.adapters.data.datasets.prompt_builder import Draft, PromptBuilder
+from rollgrad.application.foreign import foreign_code
 from rollgrad.application.settings.sections.data import DataConfig, Overlong
 from rollgrad.domain.errors import DataError
 
@@ -79,24 +80,32 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     Raises:
         DataError: rows cannot become prompts (the first is named), all are too long, or one is and that is an error.
     """
-    builder.columns(rows[0], datasource_of(rows[0]))
-    lengths: list[int] = []
+    with foreign_code(lambda words: DataError(f"Row 1 of {setting} cannot be read: {words}")):
+        first = rows[0]
+    builder.columns(first, datasource_of(first))
+    measured: dict[int, int] = {}
     broken: list[str] = []
     content = hashlib.sha256()
     for start in _batches(size, setting):
-        drafts: list[Draft] = []
+        drafts: dict[int, Draft] = {}
         for index in range(start, min(start + BATCH, size)):
-            row = rows[index]
-            content.update(_stable_text({key: value for key, value in row.items() if key != "datasource"}).encode())
             try:
-                drafts.append(builder.draft(row, datasource_of(row)))
+                with foreign_code(DataError):  # a data set decodes its pictures when a row is read
+                    row = rows[index]
+                content.update(_stable_text({key: value for key, value in row.items() if key != "datasource"}).encode())
+                draft = builder.draft(row, datasource_of(row))
+                if draft.has_images:  # at once: their files are large, and the processor may refuse them
+                    (measured[index],) = builder.lengths([draft])
+                else:
+                    drafts[index] = draft
             except DataError as error:
                 broken.append(f"Row {index + 1} of {setting} cannot be used: {error}")
-        lengths += builder.lengths(drafts)
+        measured |= zip(drafts, builder.lengths([*drafts.values()]), strict=True)
     if broken:
         others = f" ({len(broken)} of {size} rows cannot be used.)" if len(broken) > 1 else ""
         raise DataError(broken[0] + others)
-    found = Survey(setting, tuple(lengths), builder.data.prompt_limit, content.hexdigest())
+    lengths = tuple(measured[index] for index in range(size))
+    found = Survey(setting, lengths, builder.data.prompt_limit, content.hexdigest())
     _report(found, builder.data)
     return found
 

@@ -5,9 +5,10 @@ not own: which format a data set has (`recognition`), what a message may be (`ro
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rollgrad.adapters.data.examples.images import seen
 from rollgrad.adapters.data.examples.ranked import best_and_worst, ranked_column
 from rollgrad.adapters.data.examples.recognition import LABEL_COLUMN, REPLY_COLUMN, ReadingSettings, step_columns
 from rollgrad.adapters.data.examples.rows import (
@@ -38,8 +39,6 @@ from rollgrad.domain.episodes.messages import Message
 
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 """Columns that say which of `input_ids` are trained."""
-PICTURES = ("images", "image")
-"""Columns with pictures, which texts alone cannot stand for."""
 
 
 def read_row(row: Mapping[str, Any], kind: ExampleFormat, settings: ReadingSettings) -> tuple[Sample, float]:
@@ -49,12 +48,8 @@ def read_row(row: Mapping[str, Any], kind: ExampleFormat, settings: ReadingSetti
         RowError: it cannot be used.
     """
     weight = 1.0 if row.get("weight") is None else read_weight(row["weight"], "weight")
-    for column in PICTURES:
-        value = row.get(column)
-        if value is not None and not (isinstance(value, Sized) and len(value) == 0):
-            raise broken(f"The row has {column}, but text alone is trained: leave out such rows, or the column.")
     try:
-        return READERS[kind](row, settings), weight
+        return seen(READERS[kind](row, settings), row, settings.image_key), weight
     except RecursionError as error:
         raise broken("A value of the row is nested too deeply.") from error
 

@@ -21,16 +21,17 @@ from typing import Any
 
 import numpy
 import structlog
-import torch
-from attrs import asdict, field, frozen
+from attrs import asdict
 
-from rollgrad.adapters.chat.training_text import shared_prompt
+from rollgrad.adapters.chat.pictures import ImageRenderer
+from rollgrad.adapters.chat.training_text import TokenBranch, shared_prompt
+from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, PreparedRow, Preparer, Refusal
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import Reason, RowError, overlong_row
 from rollgrad.adapters.data.examples.sources import Mixture
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
-from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, WeightedTokens
+from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.errors import DataError
 
 log = structlog.get_logger(__name__)
@@ -45,118 +46,6 @@ ARRAYS = ("tokens", "weights", "lengths", "prompt_lengths", "branch_counts", "ro
 REPORT_FILE = "report.json"
 
 
-@frozen(eq=False)
-class PreparedExamples:
-    """The examples of a data set as arrays, by index; `rows` is the place of each in the data.
-
-    `fingerprint` is that of the tokens. `origin` is that of the rows, the template and the settings, whatever the day;
-    `written_on` the date that a template wrote which writes it.
-
-    `tokens` int32 and `weights` float32 of all branches end to end, `lengths` and `prompt_lengths` int64 of each
-    branch, `branch_counts` int64, `row_weights` and `margins` float32 of each example; `labels` bool of each branch,
-    true for a good reply (the chosen one of a pair), false for all where rows have no labels.
-    """
-
-    tokens: Any
-    weights: Any
-    lengths: Any
-    prompt_lengths: Any
-    branch_counts: Any
-    rows: Any
-    row_weights: Any
-    margins: Any
-    labels: Any
-    report: DataReport
-    fingerprint: str
-    origin: str
-    written_on: str | None = None
-
-    def __len__(self) -> int:
-        return len(self.branch_counts)
-
-    def __getitem__(self, index: int) -> Demonstration:
-        branches = []
-        first = int(self._firsts[index])
-        for branch in range(first, first + int(self.branch_counts[index])):
-            start = int(self._starts[branch])
-            stop = start + int(self.lengths[branch])
-            branches.append(
-                WeightedTokens(
-                    token_ids_T=torch.from_numpy(self.tokens[start:stop].astype(numpy.int64)),
-                    weights_T=torch.from_numpy(numpy.array(self.weights[start:stop])),
-                    prompt_length=int(self.prompt_lengths[branch]),
-                )
-            )
-        return Demonstration(branches=tuple(branches), row=int(self.rows[index]), weight=float(self.row_weights[index]))
-
-    def length(self, index: int) -> int:
-        """Returns the number of tokens of an example, all branches together."""
-        return int(self._totals[index])
-
-    _firsts: Any = field(init=False, repr=False)
-    _starts: Any = field(init=False, repr=False)
-    _totals: Any = field(init=False, repr=False)
-
-    @_firsts.default
-    def _first_branches(self) -> Any:
-        return numpy.cumsum(self.branch_counts) - self.branch_counts
-
-    @_starts.default
-    def _first_tokens(self) -> Any:
-        return numpy.cumsum(self.lengths) - self.lengths
-
-    @_totals.default
-    def _tokens_of_examples(self) -> Any:
-        return numpy.add.reduceat(numpy.asarray(self.lengths), self._firsts) if len(self) else self.lengths
-
-
-@frozen(eq=False)
-class PreparedPairs:
-    """The preference pairs of a data set, by index: of each example the branches are its chosen and rejected reply."""
-
-    examples: PreparedExamples
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int) -> Preference:
-        example = self.examples[index]
-        chosen, rejected = example.branches
-        margin = float(self.examples.margins[index])
-        return Preference(chosen=chosen, rejected=rejected, row=example.row, weight=example.weight, margin=margin)
-
-
-@frozen(eq=False)
-class PreparedLabels:
-    """The labelled replies of a data set, by index: the reply of each row, of a pair the chosen one, and after them the
-    rejected replies, so that neighbours answer different prompts."""
-
-    examples: PreparedExamples
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> Label:
-        place, number = int(self._places[index]), int(index >= len(self.examples))
-        example = self.examples[place]
-        branch = int(self.examples._firsts[place]) + number
-        return Label(
-            reply=example.branches[number],
-            desirable=bool(self.examples.labels[branch]),
-            row=example.row,
-            weight=example.weight,
-            place=index,
-        )
-
-    _places: Any = field(init=False, repr=False)
-
-    @_places.default
-    def _rows_of_replies(self) -> Any:
-        return numpy.concatenate(
-            [numpy.arange(len(self.examples)), numpy.flatnonzero(self.examples.branch_counts == 2)]
-        )
-
-
 def prepare_examples(
     mixture: Mixture,
     tokenizer: Any,
@@ -165,8 +54,9 @@ def prepare_examples(
     cache_dir: Path | None,
     num_workers: int = 1,
     setting: str = "data.dataset",
+    images: ImageRenderer | None = None,
 ) -> PreparedExamples:
-    """Prepares all rows, or finds them prepared.
+    """Prepares all rows, or finds them prepared. Rows with images are never found, for their files may have changed.
 
     Args:
         mixture: the rows.
@@ -175,6 +65,7 @@ def prepare_examples(
         cache_dir: where prepared data are kept; None keeps none.
         num_workers: processes; 1 is this one.
         setting: names the data in errors.
+        images: renders the images of rows, in this process; None where no row has any.
 
     Raises:
         DataError: rows are too long, and that is an error; or a process died.
@@ -183,10 +74,13 @@ def prepare_examples(
     day = date.today().isoformat() if writes_date(tokenizer) else None
     origin = cache_key(mixture, tokenizer, settings)
     key = origin if day is None else cache_key(mixture, tokenizer, settings, day=day)
+    if images is not None:
+        return _with_images(mixture, Preparer(tokenizer, settings, images), settings, setting, (origin, key, day))
     place = None if cache_dir is None else cache_dir / key
     if place is not None and (found := _load(place)) is not None:
         return PreparedExamples(**found, fingerprint=key, origin=origin, written_on=day)
-    arrays, report = _prepare_all(mixture, tokenizer, settings, num_workers, setting)
+    results = _results(mixture, tokenizer, settings, num_workers)
+    arrays, report = _prepare_all(mixture, results, settings, setting)
     if place is not None:
         _save(arrays, report, place)
     return PreparedExamples(**arrays, report=report, fingerprint=key, origin=origin, written_on=day)
@@ -217,8 +111,52 @@ def cache_key(mixture: Mixture, tokenizer: Any, settings: PreparationSettings, *
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
+def _with_images(
+    mixture: Mixture,
+    preparer: Preparer,
+    settings: PreparationSettings,
+    setting: str,
+    keys: tuple[str, str, str | None],
+) -> PreparedExamples:
+    """Returns the examples of rows with images. Their fingerprints are of the images, too, which are not kept: they are
+    read again when an example is taken."""
+    digests: list[str] = []
+
+    def results() -> Iterator[PreparedRow | Refusal]:
+        for index in range(len(mixture)):  # one at a time, for the tensors of images take megabytes
+            (result,) = _prepared(preparer, [_read(mixture, index)])
+            digests.append("" if isinstance(result, Refusal) else _digest(result.branches))
+            yield result
+
+    def read_again(index: int) -> Sequence[PlacedImages]:
+        row, kind = _read(mixture, index)
+        if isinstance(row, RowError):
+            raise row
+        branches = preparer.prepare(row, kind).branches
+        if _digest(branches) != digests[index]:
+            source, number = mixture.source(index)
+            raise DataError(
+                f"{source.place(number)}: the files of its images have changed since the run began. Start again."
+            )
+        return [branch.images for branch in branches]
+
+    arrays, report = _prepare_all(mixture, results(), settings, setting)
+    origin, key, day = keys
+    fingerprint, origin = (hashlib.sha256(f"{each} {digests}".encode()).hexdigest()[:32] for each in (key, origin))
+    return PreparedExamples(
+        **arrays, report=report, fingerprint=fingerprint, origin=origin, written_on=day, read_again=read_again
+    )
+
+
+def _digest(branches: Sequence[TokenBranch]) -> str:
+    """Returns a hash of all images of a row."""
+    return hashlib.sha256(
+        " ".join(placed.image.digest for branch in branches for placed in branch.images).encode()
+    ).hexdigest()
+
+
 def _prepare_all(
-    mixture: Mixture, tokenizer: Any, settings: PreparationSettings, num_workers: int, setting: str
+    mixture: Mixture, results: Iterable[PreparedRow | Refusal], settings: PreparationSettings, setting: str
 ) -> tuple[dict[str, Any], DataReport]:
     report = DataReport(max_tokens=settings.max_tokens)
     tokens: list[Any] = []
@@ -231,7 +169,6 @@ def _prepare_all(
     margins: list[float] = []
     labels: list[bool] = []
     row_lengths: list[int] = []
-    results = _results(mixture, tokenizer, settings, num_workers)
     for index, result in enumerate(_with_bar(results, len(mixture), setting)):
         report.rows += 1
         report.over_limit += result.overlong

@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.chat.training_text import Anomaly, TokenBranch, TrainingText, TrainingTokens
 from rollgrad.adapters.data.examples.formats import read_row
@@ -64,10 +65,11 @@ class Refusal:
 
 
 class Preparer:
-    """Turns rows into tokens with `tokenizer` (a transformers tokenizer) as `settings` say."""
+    """Turns rows into tokens with `tokenizer` (a transformers tokenizer) as `settings` say; `images` renders those of
+    rows, without which rows with images are refused."""
 
-    def __init__(self, tokenizer: Any, settings: PreparationSettings) -> None:
-        self._codec = TemplateCodec(tokenizer, settings.template_kwargs)
+    def __init__(self, tokenizer: Any, settings: PreparationSettings, images: ImageRenderer | None = None) -> None:
+        self._codec = TemplateCodec(tokenizer, settings.template_kwargs, images)
         self._vocabulary = len(tokenizer)
         self._settings = evolve(settings, reading=evolve(settings.reading, known_role=self._codec.mentions))
         self._texts: dict[str, TrainingText] = {"{}": TrainingText(self._codec)}
@@ -98,8 +100,10 @@ class Preparer:
             return PreparedRow(
                 branches=made.branches, anomalies=made.anomalies, weight=weight, margin=margin, labels=labels
             )
-        if self._settings.overlong is not LongRows.CUT:
-            raise RowError(Reason.OVERLONG, f"It has {longest} tokens, more than --data.max_tokens {limit}.")
+        pictured = any(branch.images for branch in made.branches)
+        if self._settings.overlong is not LongRows.CUT or pictured:
+            why = ", and no image is cut" if pictured else ""
+            raise RowError(Reason.OVERLONG, f"It has {longest} tokens, more than --data.max_tokens {limit}{why}.")
         cut = [TokenBranch(token_ids=b.token_ids[:limit], weights=b.weights[:limit]) for b in made.branches]
         left = tuple(branch for branch in cut if branch.trained)
         if not left or (isinstance(sample, Pair) and len(left) < len(cut)):

@@ -40,16 +40,17 @@ OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
 
 @frozen(kw_only=True)
 class ReadingSettings:
-    """Settings of parsing rows: the format, the columns by name where they are not the format's own, whether texts
-    become messages of the chat template, a system message before every conversation, a text with {} around plain
-    prompts, and what is trained. The formats of preference pairs and of labelled replies are never told by columns
-    alone: who learns from them sets one."""
+    """Settings of parsing rows: the format, the columns by name where they are not the format's own, whether each two
+    ranked replies are a pair, whether texts become messages of the chat template, a system message before every
+    conversation, a text with {} around plain prompts, what is trained, and the column with images. The formats of
+    preference pairs and of labelled replies are never told by columns alone: who learns from them sets one."""
 
     format: ExampleFormat = ExampleFormat.AUTO
     input_key: str | None = None
     output_key: str | None = None
     chosen_key: str | None = None
     rejected_key: str | None = None
+    all_pairs: bool = False
     label_key: str | None = None
     apply_chat_template: bool = True
     system_prompt: str | None = None
@@ -58,6 +59,7 @@ class ReadingSettings:
     placeholder: str | None = None
     separator: str = "\n"
     up_to_first_error: bool = False
+    image_key: str | None = None
     known_role: Callable[[str], bool] | None = field(default=None, eq=False)
 
 

@@ -9,10 +9,11 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from attrs import field, frozen
 
+from rollgrad.adapters.chat.pictures import is_image
 from rollgrad.adapters.data.datasets.columns import has_value, value_at
 from rollgrad.adapters.data.datasets.prompt_builder import ROLES
 from rollgrad.application.foreign import shown
@@ -35,10 +36,28 @@ class Reason(StrEnum):
     """It has more tokens than data.max_tokens."""
     EQUAL = "equal_replies"
     """The chosen and the rejected reply are the same tokens."""
+    LONE = "no_other_reply"
+    """A labelled reply has no reply of the other kind to the same prompt."""
     TIED = "equal_ranks"
     """All ranked replies of the row have one rank."""
     CUT = "reply_cut_off"
     """Cut to data.max_tokens nothing that is trained would be left."""
+
+
+class Rows(Protocol):
+    """Rows by index."""
+
+    def __len__(self) -> int:
+        """Returns how many there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        """Returns row `index`.
+
+        Raises:
+            RowError: it cannot be read.
+        """
+        ...
 
 
 class RowError(DataError):
@@ -307,7 +326,13 @@ def _message(item: Any, place: str, known_role: Callable[[str], bool] | None) ->
     if content is None:
         raise RowError(Reason.EMPTY, f"{place} has no content.")
     if isinstance(content, list):  # templates that take texts write a list as Python does
-        message["content"] = "".join(_part(part, place) for part in content)
+        parts = [part if is_image(part) else _part(part, place) for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        message["content"] = (
+            "".join(texts)
+            if len(texts) == len(parts)
+            else [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        )
     elif not isinstance(content, str):
         raise broken(f"{place} has the content {shown(content)}, which is no text.")
     for key in ("reasoning_content", "name", "tool_call_id"):

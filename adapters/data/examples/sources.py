@@ -9,37 +9,25 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 from attrs import field, frozen
 
 from rollgrad.adapters.data.datasets.loading import FILE_FORMATS, check_probs, load_dataset, split_configuration
+from rollgrad.adapters.data.examples.joined import JoinedPairs, is_labelled, joined
+from rollgrad.adapters.data.examples.kept_index import kept_index
+from rollgrad.adapters.data.examples.ranked import RankedPairs, pair_ends
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
-from rollgrad.adapters.data.examples.rows import RowError, broken
+from rollgrad.adapters.data.examples.rows import RowError, Rows, broken
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.errors import DataError
 
 LOOKED_AT = 100
 """Rows whose columns tell the format."""
 JSON_SUFFIXES = (".jsonl", ".ndjson")
-
-
-class Rows(Protocol):
-    """Rows by index."""
-
-    def __len__(self) -> int:
-        """Returns how many there are."""
-        ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-        """Returns row `index`.
-
-        Raises:
-            RowError: it cannot be read.
-        """
-        ...
 
 
 @frozen(eq=False)
@@ -53,10 +41,13 @@ class Source:
 
     def place(self, index: int) -> str:
         """Returns where row `index` stands, for people: FILE:LINE, or the name and number of the row."""
-        if isinstance(self.rows, Head):
-            return self.rows.places[index]
-        if isinstance(self.rows, JsonLines):
-            return f"{self.name}:{self.rows.line(index)}"
+        rows = self.rows
+        if isinstance(rows, Head):
+            return rows.places[index]
+        if isinstance(rows, RankedPairs | JoinedPairs):
+            index, rows = rows.row(index), rows.rows
+        if isinstance(rows, JsonLines):
+            return f"{self.name}:{rows.line(index)}"
         return f"{self.name} row {index + 1}"
 
 
@@ -175,10 +166,15 @@ def open_head(name: str, head: Head, settings: ReadingSettings) -> Mixture:
     """Returns the first rows of a data set as if they were all.
 
     Raises:
-        DataError: there is none, or their format cannot be told.
+        DataError: there is none, their format cannot be told, or all have to be read.
     """
     if not len(head):
         raise DataError(f"The dataset {name} has no rows: at least one example is needed.")
+    if _makes_pairs(settings) and is_labelled(_columns(head, name).keys(), settings.input_key or "prompt"):
+        raise DataError(
+            f"The rows of {name} are labelled replies, which become pairs when all are read: leave --data.stream out, "
+            "or learn from them with rollgrad train kto."
+        )
     source = _source(name, head, hashlib.sha256(repr(head._contents).encode(errors="replace")).hexdigest(), settings)
     return Mixture((source,), [0] * len(head), range(len(head)))
 
@@ -198,6 +194,7 @@ def open_sources(
     seed: int,
     max_samples: int | None,
     settings: ReadingSettings,
+    cache_dir: Path | None = None,
 ) -> Mixture:
     """The rows of one or several comma-separated data sets.
 
@@ -209,6 +206,7 @@ def open_sources(
         seed: of these draws.
         max_samples: keeps the first rows; None keeps all.
         settings: how rows are read.
+        cache_dir: where it is kept which rows make pairs, where all have to be read for that; None keeps nothing.
 
     Raises:
         DataError: a set cannot be read, or its format cannot be told.
@@ -218,13 +216,13 @@ def open_sources(
         raise DataError("No dataset is set: --data.dataset needs a file, a saved folder or a hub name.")
     if probs is not None:
         check_probs(probs, names, flag="--data.probs")
-    parts = tuple(_open(name, split, settings) for name in names)
+    parts = tuple(_open(name, split, settings, cache_dir) for name in names)
     of, rows = _interleaved([len(part.rows) for part in parts], probs, seed)
     limit = len(of) if max_samples is None else max_samples
     return Mixture(parts, of[:limit], rows[:limit])
 
 
-def _open(name: str, split: str, settings: ReadingSettings) -> Source:
+def _open(name: str, split: str, settings: ReadingSettings, cache_dir: Path | None) -> Source:
     path = Path(name)
     rows: Rows
     if path.suffix in JSON_SUFFIXES:
@@ -233,7 +231,27 @@ def _open(name: str, split: str, settings: ReadingSettings) -> Source:
     else:
         dataset = load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split")
         rows, fingerprint = dataset, _local_hash(name, split) or str(dataset._fingerprint)
+    if _makes_pairs(settings):
+        rows = _as_pairs(rows, name, fingerprint, settings, cache_dir)
     return _source(name, rows, fingerprint, settings)
+
+
+def _makes_pairs(settings: ReadingSettings) -> bool:
+    """Returns whether rows are to be pairs, also where they do not name two replies."""
+    return settings.format is ExampleFormat.PAIRS and not (settings.chosen_key or settings.rejected_key)
+
+
+def _as_pairs(rows: Rows, name: str, fingerprint: str, settings: ReadingSettings, cache_dir: Path | None) -> Rows:
+    """Returns rows of which each is a pair, where labelled or ranked replies make them."""
+    directory = None if cache_dir is None else cache_dir / "pairs"
+    prompt_key, every = settings.input_key or "prompt", settings.all_pairs
+    if is_labelled(_columns(rows, name).keys(), prompt_key):
+        find = partial(joined, rows, prompt_key=prompt_key, image_key=settings.image_key, every=every)
+        pairs = kept_index(directory, find, "labelled", fingerprint, prompt_key, settings.image_key, every)
+        return JoinedPairs(rows, pairs, prompt_key=prompt_key)
+    if not every:
+        return rows
+    return RankedPairs(rows, kept_index(directory, partial(pair_ends, rows), "ranked", fingerprint))
 
 
 def _source(name: str, rows: Rows, fingerprint: str, settings: ReadingSettings) -> Source:

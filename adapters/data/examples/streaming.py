@@ -8,7 +8,7 @@ Does not own: what rows say (`formats`), nor their tokens (`preparer`).
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import structlog
 import torch
@@ -16,17 +16,20 @@ from attrs import frozen
 
 from rollgrad.adapters.chat.training_text import shared_prompt
 from rollgrad.adapters.data.datasets.loading import load_dataset, stream_hub
-from rollgrad.adapters.data.examples.preparer import Preparer
+from rollgrad.adapters.data.examples.prepared import as_preference, as_steps
+from rollgrad.adapters.data.examples.preparer import PreparedRow, Preparer
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import Reason, RowError, overlong_row
 from rollgrad.adapters.data.examples.sources import JSON_SUFFIXES, is_local, json_lines, parse_line
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
-from rollgrad.domain.episodes.examples import Demonstration, WeightedTokens
+from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.example_source import ExampleStream
 
 log = structlog.get_logger(__name__)
+
+Example = TypeVar("Example")
 
 JUDGED_FROM = 1000
 """Rows from which on the share of those that cannot be used may end a run."""
@@ -65,13 +68,46 @@ def stream_rows(name: str, split: str) -> Iterator[StreamedRow]:
         yield StreamedRow(f"{name} row {number}", row)
 
 
-class StreamedExamples(ExampleStream[Demonstration]):
-    """Demonstrations of streamed rows.
+def demonstration(row: PreparedRow, position: int) -> Demonstration:
+    """Returns a row as an example to imitate."""
+    shared = shared_prompt(row.branches)
+    branches = tuple(
+        WeightedTokens(
+            token_ids_T=torch.tensor(branch.token_ids),
+            weights_T=torch.tensor(branch.weights, dtype=torch.float32),
+            prompt_length=shared,
+        )
+        for branch in row.branches
+    )
+    return Demonstration(branches=branches, row=position, weight=row.weight)
+
+
+def preference(row: PreparedRow, position: int) -> Preference:
+    """Returns a row as a pair."""
+    return as_preference(demonstration(row, position), row.margin)
+
+
+def labelled(row: PreparedRow, position: int) -> Label:
+    """Returns a row as a reply that is good or bad."""
+    example = demonstration(row, position)
+    (reply,), (desirable,) = example.branches, row.labels
+    return Label(reply=reply, desirable=desirable, row=position, weight=example.weight, place=position)
+
+
+def solution(row: PreparedRow, position: int) -> StepLabels:
+    """Returns a row as a solution with labelled steps."""
+    return as_steps(demonstration(row, position))
+
+
+class StreamedExamples(ExampleStream[Example], Generic[Example]):
+    """Examples of streamed rows.
 
     Args:
         rows: begins to read them from the first; after the last they are read again.
         kind: their format.
         preparer: makes tokens of them.
+        form: makes an example of a row's tokens and its position: `demonstration`, `preference`, `labelled` or
+            `solution`.
         buffer: rows of a block, which is held in memory and shuffled.
         seed: gives the order of each block.
         max_dropped: share of rows that may be unusable, judged from `JUDGED_FROM` rows on.
@@ -83,13 +119,14 @@ class StreamedExamples(ExampleStream[Demonstration]):
         rows: Callable[[], Iterator[StreamedRow]],
         kind: ExampleFormat,
         preparer: Preparer,
+        form: Callable[[PreparedRow, int], Example],
         *,
         buffer: int,
         seed: int,
         max_dropped: float,
         overlong: LongRows = LongRows.DROP,
     ) -> None:
-        self._rows, self._kind, self._preparer = rows, kind, preparer
+        self._rows, self._kind, self._preparer, self._form = rows, kind, preparer, form
         self._overlong = overlong
         self._buffer, self._seed, self._max_dropped = buffer, seed, max_dropped
         self._blocks = self._read()
@@ -97,7 +134,7 @@ class StreamedExamples(ExampleStream[Demonstration]):
         self.report = DataReport()
         """Counts of the rows that this process has taken."""
 
-    def at(self, position: int) -> Demonstration | None:
+    def at(self, position: int) -> Example | None:
         """Implements `ExampleStream.at`.
 
         Raises:
@@ -121,16 +158,7 @@ class StreamedExamples(ExampleStream[Demonstration]):
                 report.check(self._max_dropped, "data.dataset")
             return None
         report.used += 1
-        shared = shared_prompt(made.branches)
-        branches = tuple(
-            WeightedTokens(
-                token_ids_T=torch.tensor(branch.token_ids),
-                weights_T=torch.tensor(branch.weights, dtype=torch.float32),
-                prompt_length=shared,
-            )
-            for branch in made.branches
-        )
-        return Demonstration(branches=branches, row=position, weight=made.weight)
+        return self._form(made, position)
 
     def _row(self, position: int) -> StreamedRow:
         if position < self._start:

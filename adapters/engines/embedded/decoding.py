@@ -5,25 +5,35 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from rollgrad.adapters.engines.embedded.kv_cache import KVCache
-from rollgrad.adapters.models.torch.attention import ForestAttention, backbone
+from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place, blocks_of, table
+from rollgrad.adapters.engines.embedded.recomputing import RecomputingDecoder
+from rollgrad.adapters.models.torch.attention import AttentionPlan
 from rollgrad.adapters.models.torch.compatibility import (
     allowed_gap,
     foreign_code,
+    joint_logits,
     logit_form,
     logit_gap,
     lowered_limits,
-    packed_logits,
     probe_tokens,
 )
-from rollgrad.adapters.models.torch.kernels import dense
-from rollgrad.adapters.models.torch.layout import prefill_layout
+from rollgrad.adapters.models.torch.image_attention import make_plan
+from rollgrad.adapters.models.torch.images import has_own_positions, own_positions, run_body
+from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp
+from rollgrad.adapters.models.torch.layout import Node, prefill_layout
+from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.shape import cache_numbers
+from rollgrad.adapters.system.memory import available_memory
+from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.errors import ConfigurationError
+
+log = structlog.get_logger(__name__)
 
 FEW_ROWS = 48
 """Rows up to which `_WeightsFirst` pays: measured on AVX-512, 2.2 times faster at 32 rows, no difference at 64."""
@@ -34,7 +44,7 @@ def check_decoding(model: Any, flag: str, *, other_engine: str = "") -> None:
     tokens (see `compatibility.py`).
 
     Args:
-        model: causal language model with packed attention installed.
+        model: causal language model that `loading.py` has loaded.
         flag: command-line flag that names it.
         other_engine: flag and value that choose another engine, where there is one.
 
@@ -45,18 +55,21 @@ def check_decoding(model: Any, flag: str, *, other_engine: str = "") -> None:
     begun = [len(tokens) // 2 - 1 for tokens in sequences]
     try:
         with torch.no_grad(), foreign_code(), lowered_limits(model):
-            expected = packed_logits(model, sequences)
-            decoder = Decoder(model)
-            decoder.cache.reserve(len(sequences), max(map(len, sequences)))
+            expected = joint_logits(model, sequences)
+            decoder = decoder_of(model)
+            decoder.cache.capacity = sum(blocks_of(len(tokens)) for tokens in sequences)
+            places = [Place() for _ in sequences]
+            for place, tokens in zip(places, sequences, strict=True):
+                decoder.cache.reserve(place, len(tokens))
             prompts = [tokens[:n] for tokens, n in zip(sequences, begun, strict=True)]
-            found = [("prefill", decoder.prefill(prompts, [[0], [1]]), begun)]
+            found = [("prefill", decoder.prefill(prompts, [[place] for place in places]), begun)]
             lengths = begun
             for _ in range(3):
-                logits_AV = decoder.step([t[n] for t, n in zip(sequences, lengths, strict=True)], lengths)
+                logits_AV = decoder.step([t[n] for t, n in zip(sequences, lengths, strict=True)], places, lengths)
                 lengths = [n + 1 for n in lengths]
                 found.append(("decoding", logits_AV, lengths))
             suffixes = [tokens[n:] for tokens, n in zip(sequences, lengths, strict=True)]
-            found.append(("extension", decoder.extend(suffixes, 0, lengths), [*map(len, sequences)]))
+            found.append(("extension", decoder.extend(suffixes, places, lengths), [*map(len, sequences)]))
             for kind in ("prefill", "decoding", "extension"):
                 rows = [
                     (mine_V, theirs_TV[end - 1])
@@ -76,6 +89,14 @@ def check_decoding(model: Any, flag: str, *, other_engine: str = "") -> None:
             f"{flag} names a {type(model).__name__}, from which the embedded engine cannot sample exactly "
             f"({str(error).rstrip('.')}): choose another {flag}{other}."
         ) from error
+    if is_padded(model):
+        remedy = f": {other_engine} is faster" if other_engine else ""
+        log.warning(f"The embedded engine computes whole sequences of a {type(model).__name__} for each token{remedy}.")
+
+
+def decoder_of(model: Any) -> "Decoder | RecomputingDecoder":
+    """Returns what runs a causal language model that `loading.py` has loaded."""
+    return RecomputingDecoder(model) if is_padded(model) else Decoder(model)
 
 
 class Decoder:
@@ -83,72 +104,115 @@ class Decoder:
 
     def __init__(self, model: Any) -> None:
         parameter = next(model.parameters())
-        self._model, self._body, self._form = model, backbone(model), logit_form(model)
+        self._model, self._form = model, logit_form(model)
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         self.cache = KVCache()
+        self.token_bytes = cache_numbers(model.config) * self.dtype.itemsize
+        """Bytes that a token has in the cache."""
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Sequence[int]]) -> Tensor:
-        """Runs each prompt once and stores its keys in each of its rows; their common beginning is run once.
+    def free_memory(self) -> int:
+        """Returns the bytes of the device's memory that are free, what torch keeps of it given back."""
+        if self.device.type != "cuda":
+            return available_memory()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def prefill(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        places: Sequence[Sequence[Place]],
+        images: Sequence[PlacedImages] = (),
+    ) -> Tensor:
+        """Runs each prompt once and stores its keys for each of its sequences; their common beginning is run once.
 
         Args:
             prompts: distinct prompts.
-            rows: cache rows of each prompt's sequences.
+            places: room for the sequences of each prompt.
+            images: those of each prompt, or none at all.
 
         Returns:
             Float32 next-token logits [prompts, V].
         """
-        layout, leaves = prefill_layout(prompts)
-        row, position, token = [], [], []
-        for leaf, members in zip(leaves, rows, strict=True):
-            path = torch.cat([torch.arange(leaf.prefix_length), torch.arange(leaf.start, leaf.start + leaf.length)])
-            for member in members:
-                row.append(torch.full((leaf.keys,), member))
-                position.append(torch.arange(leaf.keys))
+        layout, leaves = prefill_layout(prompts, images)
+        block, offset, token = [], [], []
+        positions = layout.positions_M[None]
+        if any(images) and has_own_positions(self._model):
+            positions = self._own_positions(prompts, images, leaves, len(layout.tokens_M))
+        for leaf, members in zip(leaves, places, strict=True):
+            path = leaf.path()
+            position = torch.arange(leaf.keys)
+            for numbers_K in table(members):
+                block.append(numbers_K[position // BLOCK])
+                offset.append(position % BLOCK)
                 token.append(path)
-        forest = ForestAttention(layout.nodes, device=self.device, dtype=self.dtype)
-        index = tuple(torch.cat(part).to(self.device) for part in (row, position, token))
-        hidden_MH = self._hidden(layout.tokens_M[None], layout.positions_M[None], _Prefill(self.cache, forest, index))
+        index = (torch.cat(block).to(self.device), torch.cat(offset).to(self.device), torch.cat(token).to(self.device))
+        plan = _Prefill(self.cache, make_plan(self._model, layout), index)
+        hidden_MH = self._hidden(layout.tokens_M[None], positions, plan, layout.images)
         last = torch.tensor([leaf.start + leaf.length - 1 for leaf in leaves], device=self.device)
         return self._logits(hidden_MH[0].index_select(0, last))
 
-    def extend(self, suffixes: Sequence[Sequence[int]], first_row: int, lengths: Sequence[int]) -> Tensor:
-        """Appends several tokens each to the rows from `first_row` on; returns next-token logits [rows, V], float32.
+    def _own_positions(
+        self, prompts: Sequence[tuple[int, ...]], images: Sequence[PlacedImages], leaves: Sequence[Node], count: int
+    ) -> Tensor:
+        """Returns the model's position ids [K, 1, M] of prompts with images."""
+        parts = []
+        for prompt, own, leaf in zip(prompts, images, leaves, strict=True):
+            positions_KT = own_positions(self._model, torch.tensor(prompt), own)
+            parts.append((leaf, positions_KT))
+        positions_KM = torch.zeros(len(parts[0][1]), count, dtype=torch.int64)
+        for leaf, positions_KT in parts:
+            positions_KM[:, : leaf.prefix_length] = positions_KT[:, : leaf.prefix_length]
+            positions_KM[:, leaf.start : leaf.start + leaf.length] = positions_KT[:, leaf.prefix_length :]
+        return positions_KM[:, None]
+
+    def shift(self, prompt: tuple[int, ...], images: PlacedImages) -> int:
+        """Returns the difference between the position of the token that follows a prompt and the prompt's length, which
+        images may take fewer positions than."""
+        if not images or not has_own_positions(self._model):
+            return 0
+        return int(own_positions(self._model, torch.tensor(prompt), images).max()) + 1 - len(prompt)
+
+    def extend(self, suffixes: Sequence[Sequence[int]], places: Sequence[Place], lengths: Sequence[int]) -> Tensor:
+        """Appends several tokens each to sequences; returns next-token logits [sequences, V], float32.
 
         Args:
-            suffixes: the tokens to append, at least one a row.
-            first_row: row of the first suffix; the others follow.
-            lengths: tokens stored in each of these rows so far.
+            suffixes: the tokens to append, at least one a sequence.
+            places: where the sequences are stored, with room for them.
+            lengths: tokens stored of each so far.
         """
         added = torch.tensor([len(suffix) for suffix in suffixes], device=self.device)
         width = int(added.max())
         tokens_AT = torch.tensor([[*suffix, *[0] * (width - len(suffix))] for suffix in suffixes])
         lengths_A = torch.tensor(lengths, device=self.device)
-        plan = _Extend(self.cache, first_row, lengths_A, added, self.dtype)
+        plan = _Extend(self.cache, places, lengths_A, added, self.dtype)
         hidden_ATH = self._hidden(tokens_AT, lengths_A[:, None] + torch.arange(width, device=self.device), plan)
         return self._logits(hidden_ATH[torch.arange(len(suffixes), device=self.device), added - 1])
 
-    def step(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Appends one token to each of the first A rows; returns next-token logits [A, V], float32.
+    def step(
+        self,
+        tokens: Sequence[int],
+        places: Sequence[Place],
+        lengths: Sequence[int],
+        shifts: Sequence[int] = (),
+    ) -> Tensor:
+        """Appends one token to each of A sequences; returns next-token logits [A, V], float32.
 
         Args:
-            tokens: the token to append to each row.
-            lengths: tokens stored in each row so far.
+            tokens: the token to append to each.
+            places: where the sequences are stored, with room for it.
+            lengths: tokens stored of each so far.
+            shifts: number to add to the length of each for the token's position (`shift`); none adds nothing.
         """
-        lengths_A = torch.tensor(lengths, device=self.device)
-        plan = _Decode(self.cache, lengths_A, max(lengths) + 1, self.dtype)
+        plan = _Decode(self.cache, places, lengths, device=self.device)
         few_on_cpu = self.device.type == "cpu" and self.dtype == torch.float32 and len(tokens) <= FEW_ROWS
         with _WeightsFirst() if few_on_cpu else nullcontext():
-            hidden_A1H = self._hidden(torch.tensor(tokens)[:, None], lengths_A[:, None], plan)
+            position_A = torch.tensor(lengths) + torch.tensor(shifts or [0] * len(lengths))
+            hidden_A1H = self._hidden(torch.tensor(tokens)[:, None], position_A[:, None], plan)
             return self._logits(hidden_A1H[:, 0])
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, plan: Any) -> Tensor:
-        hidden: Tensor = self._body(
-            input_ids=tokens.to(self.device),
-            position_ids=positions.to(self.device),
-            use_cache=False,
-            attention_plan=plan,
-        ).last_hidden_state
+    def _hidden(self, tokens: Tensor, positions: Tensor, plan: Any, images: PlacedImages = ()) -> Tensor:
+        hidden: Tensor = run_body(self._model, tokens, positions, plan, images).last_hidden_state
         return hidden
 
     def _logits(self, hidden_AH: Tensor) -> Tensor:
@@ -184,80 +248,119 @@ class _Cached:
 
 
 class _Prefill(_Cached):
-    """Attends within prompts."""
+    """Attends within prompts; `index` has block, token of the block, and token of the pass of each key to store."""
 
-    def __init__(self, cache: KVCache, forest: ForestAttention, index: tuple[Tensor, ...]) -> None:
+    def __init__(self, cache: KVCache, plan: AttentionPlan, index: tuple[Tensor, Tensor, Tensor]) -> None:
         super().__init__(cache)
-        self._forest = forest
-        self._row, self._position, self._token = index
+        self._plan = plan
+        self._block, self._offset, self._token = index
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         keys, values = self._stored(key, value)
-        keys[self._row, :, self._position] = key[0].transpose(0, 1)[self._token]
-        values[self._row, :, self._position] = value[0].transpose(0, 1)[self._token]
-        return self._forest.attend(layer, query, key, value, scaling, window)
+        keys[self._block, :, self._offset] = key[0].transpose(0, 1)[self._token]
+        values[self._block, :, self._offset] = value[0].transpose(0, 1)[self._token]
+        return self._plan.attend(layer, query, key, value, scaling, window)
 
 
 class _Decode(_Cached):
-    """One query a row against everything the row has stored."""
+    """One query a row against everything the row has stored.
 
-    def __init__(self, cache: KVCache, lengths_A: Tensor, time: int, dtype: torch.dtype) -> None:
+    Every block is attended to on its own, where it lies, and a row's blocks are then combined: keys and values are read
+    once and never copied (Dao et al. 2023, Flash-Decoding).
+    """
+
+    def __init__(
+        self, cache: KVCache, places: Sequence[Place], lengths: Sequence[int], *, device: torch.device
+    ) -> None:
         super().__init__(cache)
-        self._lengths_A, self._time = lengths_A, time
-        self._rows_A = torch.arange(len(lengths_A), device=lengths_A.device)
-        self._dtype = dtype
-        self._masks: dict[int | None, Tensor] = {}
+        lengths_A = torch.tensor(lengths)
+        table_AK = table(places)
+        blocks_A = lengths_A // BLOCK + 1
+        absent_AK = torch.arange(table_AK.shape[1]) >= blocks_A[:, None]
+        row_R, index_R = (~absent_AK).nonzero(as_tuple=True)
+        number_R = table_AK[row_R, index_R]
+        row_B = torch.zeros(cache.used, dtype=torch.int64).index_put_((number_R,), row_R)
+        begin_B = torch.zeros(cache.used, dtype=torch.int64).index_put_((number_R,), index_R * BLOCK)
+        # A CPU leaves out what no row has stored where each has one block; a GPU's kernel takes masks of whole blocks.
+        width = max(lengths) + 1 if device.type == "cpu" and table_AK.shape[1] == 1 else BLOCK
+        self._blocks = (slice(cache.used), slice(None), slice(width))
+        self._place = (
+            table_AK[torch.arange(len(lengths)), lengths_A // BLOCK].to(device),
+            (lengths_A % BLOCK).to(device),
+        )
+        self._row_B, self._table_AK, self._absent_AK = row_B.to(device), table_AK.to(device), absent_AK.to(device)
+        self._position_BW = (begin_B[:, None] + torch.arange(width)).to(device)
+        self._last_B1 = lengths_A[row_B][:, None].to(device)
+        self._masks: dict[tuple[int | None, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         keys, values = self._stored(key, value)
-        keys[self._rows_A, :, self._lengths_A] = key[:, :, 0]
-        values[self._rows_A, :, self._lengths_A] = value[:, :, 0]
+        block_A, offset_A = self._place
+        keys[block_A, :, offset_A] = key[:, :, 0]
+        values[block_A, :, offset_A] = value[:, :, 0]
         count, heads, _, dim = query.shape
         # Query heads that share a key head become its queries: keys are read once.
         grouped = query.reshape(count, keys.shape[1], heads // keys.shape[1], dim)
-        stored = (part[:count, :, : self._time] for part in (keys, values))
-        out = dense(grouped, *stored, mask=self._mask(window), scaling=scaling)
+        mask, unseen_AK = self._mask(window, query.dtype)
+        out_B, logsumexp_B = dense_with_logsumexp(
+            grouped[self._row_B], keys[self._blocks], values[self._blocks], mask=mask, scaling=scaling
+        )
+        if self._table_AK.shape[1] == 1:
+            out = out_B[self._table_AK[:, 0]]
+        else:
+            unseen = unseen_AK[:, :, None, None]
+            shares_AK = logsumexp_B[self._table_AK].masked_fill(unseen, float("-inf")).softmax(1)
+            parts_AK = out_B[self._table_AK].masked_fill(unseen[..., None], 0.0)
+            out = (parts_AK * shares_AK[..., None]).sum(1).to(query.dtype)
         return out.reshape(count, 1, heads, values.shape[3])
 
-    def _mask(self, window: int | None) -> Tensor:
-        """Returns the additive mask [A, 1, 1, time]."""
-        if window not in self._masks:
-            k = torch.arange(self._time, device=self._lengths_A.device)[None]
-            hidden = k > self._lengths_A[:, None]
+    def _mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns the additive mask [blocks, 1, 1, W], and which of its blocks a row sees nothing of, [A, K]."""
+        if (window, dtype) not in self._masks:
+            hidden_BW = self._position_BW > self._last_B1
             if window is not None:
-                hidden |= k <= self._lengths_A[:, None] - window
-            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
-            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-        return self._masks[window]
+                hidden_BW |= self._position_BW <= self._last_B1 - window
+            mask = torch.zeros(hidden_BW.shape, dtype=dtype, device=hidden_BW.device)
+            unseen_AK = hidden_BW.all(1)[self._table_AK] | self._absent_AK
+            self._masks[window, dtype] = mask.masked_fill_(hidden_BW, float("-inf"))[:, None, None], unseen_AK
+        return self._masks[window, dtype]
 
 
 class _Extend(_Cached):
     """Several queries a row against what the row has stored and the queries' own tokens."""
 
-    def __init__(self, cache: KVCache, first_row: int, lengths_A: Tensor, added_A: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        places: Sequence[Place],
+        lengths_A: Tensor,
+        added_A: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__(cache)
         self._dtype = dtype
-        self._rows = slice(first_row, first_row + len(lengths_A))
+        self._table_AK = table(places).to(lengths_A.device)
         steps = torch.arange(int(added_A.max()), device=lengths_A.device)
         self._position_AT = lengths_A[:, None] + steps
         self._time = int((lengths_A + added_A).max())
         real_AT = steps < added_A[:, None]
         self._row, self._step = real_AT.nonzero(as_tuple=True)
-        self._place = self._position_AT[real_AT]
+        position = self._position_AT[real_AT]
+        self._block, self._offset = self._table_AK[self._row, position // BLOCK], position % BLOCK
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        keys, values = (stored[self._rows] for stored in self._stored(key, value))
-        keys[self._row, :, self._place] = key[self._row, :, self._step]
-        values[self._row, :, self._place] = value[self._row, :, self._step]
-        stored = (part[:, :, : self._time] for part in (keys, values))
-        return dense(query, *stored, mask=self._mask(window), scaling=scaling).transpose(1, 2)
+        keys, values = self._stored(key, value)
+        keys[self._block, :, self._offset] = key[self._row, :, self._step]
+        values[self._block, :, self._offset] = value[self._row, :, self._step]
+        joined = (part[self._table_AK].transpose(1, 2).flatten(2, 3)[:, :, : self._time] for part in (keys, values))
+        return dense(query, *joined, mask=self._mask(window), scaling=scaling).transpose(1, 2)
 
     def _mask(self, window: int | None) -> Tensor:
         """Returns the additive mask [A, 1, T, time]."""

@@ -1,9 +1,10 @@
 """The embedded rollout engine: continuous batching over a transformers model in this process.
 
 Requests wait in order; those with equal prompts are prefilled once, and one that continues a kept sequence computes its
-new tokens only; a finished row leaves the batch at once and a
-waiting request takes its place. The model may be the trainer's own module: weights are then shared, and a new
-version is a number (`set_version`). All torch work happens in one worker thread, so the event loop stays free.
+new tokens only. A finished row leaves the batch at once, and a waiting request takes its place as soon as the cache has
+room for the longest reply that it may get, so that no batch runs out of memory. The model may be the trainer's own
+module: weights are then shared, and a new version is a number (`set_version`). All torch work happens in one worker
+thread, so the event loop stays free.
 """
 
 import asyncio
@@ -13,86 +14,39 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from attrs import define, field
 
-from rollgrad.adapters.engines.embedded.decoding import Decoder
-from rollgrad.adapters.engines.embedded.kv_cache import KeptSequences, StoredKeys
-from rollgrad.adapters.engines.embedded.sampler import sample
+from rollgrad.adapters.engines.embedded.decoding import decoder_of
+from rollgrad.adapters.engines.embedded.grammars import Grammars, Matcher
+from rollgrad.adapters.engines.embedded.kept import KEPT_BYTES, KeptSequences
+from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, StoredKeys, blocks_of
+from rollgrad.adapters.engines.embedded.rows import PromptKey, Row
+from rollgrad.adapters.engines.embedded.sampler import likeliest, sample
 from rollgrad.adapters.models.torch.compatibility import usable_positions
-from rollgrad.application.foreign import foreign_code, harmless, told
-from rollgrad.domain.control.request_flow import SAMPLING, ArrivedRequest, RequestFlow
+from rollgrad.application.foreign import error_text, foreign_code
+from rollgrad.domain.control.request_flow import SAMPLING, RequestFlow
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.errors import ConfigurationError, EngineError, RollgradError
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RollgradError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens prefilled in one pass, at most (a longer prompt goes alone): bounds the memory of activations."""
-
-KEPT_BYTES = 2 * 2**30
-"""Memory for keys and values of turns that a later turn may continue; 90 episodes of 500 tokens on SmolLM2-135M in
-float32."""
+"""Prompt tokens, padding included, prefilled in one pass, at most (a longer prompt goes alone): bounds the memory of
+activations."""
 
 STOP_STRING_WINDOW = 64
 """Latest tokens decoded when looking for a stop string; a stop string must fit in them."""
-
-
-@define(eq=False)
-class _Row:
-    """A sequence in flight."""
-
-    request: GenerationRequest
-    future: "asyncio.Future[Generation]"
-    on_token: Callable[[int], None] | None = None
-    arrived: ArrivedRequest = field(init=False)
-    heard: int = 0
-    """Number of tokens for which `on_token` has been called."""
-    tokens: list[int] = field(factory=list)
-    logprobs: list[float] = field(factory=list)
-    versions: list[int] = field(factory=list)
-    stop_reason: StopReason | None = None
-    uniforms: torch.Tensor = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        begun, rest = self.request.begun, self.request.params.max_new_tokens
-        generator = torch.Generator().manual_seed(self.request.params.seed)
-        self.uniforms = torch.rand(begun + rest, dtype=torch.float64, generator=generator)[begun:]
-
-    @property
-    def length(self) -> int:
-        """Tokens whose keys are stored before the next step: all but the latest sampled one."""
-        return len(self.request.prompt_token_ids) + len(self.tokens) - 1
-
-    @property
-    def stored_tokens(self) -> tuple[int, ...]:
-        """The tokens whose keys are stored."""
-        return (*self.request.prompt_token_ids, *self.tokens[:-1])
-
-    def tell(self) -> None:
-        """Calls `on_token` for new tokens."""
-        if self.on_token is None or self.future.done():
-            return
-        try:
-            while self.heard < len(self.tokens):
-                self.heard += 1
-                self.on_token(self.tokens[self.heard - 1])
-        except BaseException as error:  # an error of one caller's `on_token` must not stop other replies
-            self.on_token = None
-            self.future.set_exception(harmless(error))
-
-    def generation(self) -> Generation:
-        """Returns the generation for the caller."""
-        reason = self.stop_reason or StopReason.ABORTED
-        return Generation(token_ids=self.tokens, logprobs=self.logprobs, versions=self.versions, stop_reason=reason)
 
 
 class EmbeddedEngine(RolloutEngine):
     """A `RolloutEngine` in this process.
 
     Args:
-        model: causal language model with packed attention installed, which `check_decoding` accepts.
+        model: causal language model that `loading.py` has loaded, which `check_decoding` accepts.
         eos_token_ids: tokens that end every reply.
-        max_batch_size: sequences decoded together.
+        max_batch_size: sequences decoded together at most.
         decode: token ids to text; needed for stop strings only.
+        memory_share: share of the device's free memory that keys and values may take, from the first request after
+            the engine was made, or was woken, until it is put to sleep.
+        grammars: follows the grammars of requests; needed for those only.
     """
 
     def __init__(
@@ -102,18 +56,24 @@ class EmbeddedEngine(RolloutEngine):
         eos_token_ids: Sequence[int],
         max_batch_size: int = 128,
         decode: Callable[[Sequence[int]], str] | None = None,
+        memory_share: float = 0.5,
+        grammars: Grammars | None = None,
     ) -> None:
-        self._decoder = Decoder(model)
+        self._decoder = decoder_of(model)
+        self._memory_share = memory_share
+        self._block_bytes = BLOCK * self._decoder.token_bytes
+        self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._parameters = dict(model.named_parameters())
         self._eos = frozenset(eos_token_ids)
         self._max_batch_size = max_batch_size
         self._decode = decode
+        self._grammars = grammars
         self.max_tokens: int | None = usable_positions(model.config)
         """Tokens of a prompt and its reply at most; None if the model does not say."""
-        self._unanswered: set[_Row] = set()
+        self._unanswered: set[Row] = set()
         """Rows whose callers wait, in whatever state; a failure is reported to all of them."""
-        self._waiting: deque[_Row] = deque()
-        self._active: list[_Row] = []
+        self._waiting: deque[Row] = deque()
+        self._active: list[Row] = []
         self._kept = KeptSequences(KEPT_BYTES)
         self._version = 0
         self._flow = RequestFlow()
@@ -169,7 +129,7 @@ class EmbeddedEngine(RolloutEngine):
     ) -> Generation:
         """Implements `RolloutEngine.generate`."""
         self._check(request)
-        row = _Row(request, asyncio.get_running_loop().create_future(), on_token)
+        row = Row(request, asyncio.get_running_loop().create_future(), on_token, await self._matcher(request))
         row.arrived = self._flow.arrive()
         try:
             self._unanswered.add(row)
@@ -179,6 +139,15 @@ class EmbeddedEngine(RolloutEngine):
         finally:
             self._unanswered.discard(row)
             self._flow.end(row.arrived)
+
+    async def _matcher(self, request: GenerationRequest) -> Matcher | None:
+        if request.params.grammar is None:
+            return None
+        if self._grammars is None:
+            raise EngineError("Grammars need a tokenizer: build the engine with `grammars`.")
+        begun = request.prompt_token_ids[len(request.prompt_token_ids) - request.begun :]
+        # In another thread than the model's: a large grammar takes a second to read.
+        return await asyncio.to_thread(self._grammars.begin, request.params.grammar, begun)
 
     async def pause(self, mode: PauseMode) -> None:
         """Implements `RolloutEngine.pause`."""
@@ -196,6 +165,7 @@ class EmbeddedEngine(RolloutEngine):
         if mode is PauseMode.ABORT:
             ended = [row for row in (*self._active, *self._waiting) if flow.aborted(row.arrived)]
             self._active.clear()  # nothing begins between an abort and `resume`
+            self._decoder.cache.clear()
             self._waiting = deque(row for row in self._waiting if not flow.aborted(row.arrived))
             self._resolve(ended)
 
@@ -227,6 +197,11 @@ class EmbeddedEngine(RolloutEngine):
                 f"A prompt of {len(request.prompt_token_ids)} tokens plus {request.params.max_new_tokens} new ones is "
                 f"{total} tokens, but the model has {self.max_tokens} positions: shorten the prompt, or lower "
                 "--rollout.max_new_tokens."
+            )
+        largest = max(*request.prompt_token_ids, *request.params.stop_token_ids, 0)
+        if largest >= self._vocabulary:
+            raise DataError(
+                f"The request has the token id {largest}, but those of the model end at {self._vocabulary - 1}."
             )
         if request.params.stop_strings and self._decode is None:
             raise EngineError("Stop strings need a tokenizer: build the engine with `decode`.")
@@ -260,116 +235,147 @@ class EmbeddedEngine(RolloutEngine):
         except BaseException as error:  # whoever waits for a reply is told, not this task's owner
             self._fail(error)
 
-    def _resolve(self, rows: Sequence[_Row]) -> None:
+    def _resolve(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._flow.end(row.arrived)
-            if not row.future.done():
-                row.future.set_result(row.generation())
+            row.answer()
 
     def _fail(self, error: BaseException) -> None:
         """Fails every request in flight; the engine is empty afterwards."""
         self._active.clear()
         self._waiting.clear()
+        self._decoder.cache.release()  # it may be what the memory was too little for
         self._kept.clear()  # the step may have failed in the middle of a copy
         for row in self._unanswered:
             if not row.future.done():
-                failure = EngineError(f"Generation failed: {told(error)}")
+                failure = EngineError(f"Generation failed: {error_text(error)}")
                 failure.__cause__ = error
                 row.future.set_exception(error if isinstance(error, RollgradError) else failure)
 
-    def _safe_step(self) -> list[_Row]:
+    def _safe_step(self) -> list[Row]:
         """Runs `_step`; a StopIteration, which a future does not accept, becomes another error."""
         with foreign_code(lambda words: EngineError(f"Generation failed: {words}")):
             return self._step()
 
     @torch.inference_mode()
-    def _step(self) -> list[_Row]:
+    def _step(self) -> list[Row]:
         """Admits waiting requests that fit, then appends one token to every active row; returns the finished rows."""
-        self._drop_cancelled()
+        self._drop_unheard()
         finished = self._admit()
         if self._active:
-            self._decoder.cache.reserve(len(self._active), max(row.length for row in self._active) + 1)
-            logits = self._decoder.step([row.tokens[-1] for row in self._active], [r.length for r in self._active])
+            for row in self._active:
+                self._decoder.cache.reserve(row.place, row.length + 1)
+            tokens, lengths = [row.tokens[-1] for row in self._active], [row.length for row in self._active]
+            shifts = [row.shift for row in self._active]
+            logits = self._decoder.step(tokens, [row.place for row in self._active], lengths, shifts)
             finished += self._append(self._active, logits)
         return finished
 
-    def _drop_cancelled(self) -> None:
+    def _drop_unheard(self) -> None:
+        """Ends rows that nobody waits for: the request was cancelled, or its `on_token` failed."""
         for row in self._active:
-            if row.future.cancelled():
+            if row.future.done():
                 row.stop_reason = StopReason.ABORTED
         self._remove_finished()
 
-    def _admit(self) -> list[_Row]:
-        """Computes the prompts of waiting requests into free rows and samples their first token."""
-        prompts: dict[tuple[int, ...], list[_Row]] = {}
-        continued: list[tuple[_Row, StoredKeys]] = []
-        tokens = taken = 0
+    def _set_capacity(self) -> None:
+        """Sets how many blocks the cache may have, where it holds none, by the memory that is free now."""
+        cache = self._decoder.cache
+        if cache.nbytes:
+            return
+        free = self._decoder.free_memory()
+        cache.capacity = int(self._memory_share * free) // self._block_bytes
+        if self.max_tokens is not None:
+            cache.capacity = min(cache.capacity, self._max_batch_size * blocks_of(self.max_tokens))
+
+    def _admit(self) -> list[Row]:
+        """Computes the prompts of waiting requests into the room there is and samples their first token."""
+        prompts: dict[PromptKey, list[Row]] = {}
+        continued: list[tuple[Row, StoredKeys]] = []
+        refused: list[Row] = []
+        fresh = widest = taken = 0
+        if self._waiting:
+            self._set_capacity()
+        blocks = sum(row.blocks for row in self._active)
         while self._waiting and self._flow.may_begin and len(self._active) + taken < self._max_batch_size:
             row = self._waiting[0]
             if row.future.cancelled():
                 self._waiting.popleft()
                 continue
+            if row.blocks > self._decoder.cache.capacity:
+                row.refusal = row.too_long(self._decoder.cache.capacity, self._block_bytes)
+                refused.append(self._waiting.popleft())
+                continue
+            if blocks + row.blocks > self._decoder.cache.capacity:
+                break
             ids = row.request.prompt_token_ids
-            stored = self._kept.take(ids) if ids not in prompts else None
-            new = 0 if ids in prompts else len(ids) - (0 if stored is None else stored.length)
-            if taken and tokens + new > PREFILL_TOKENS:
+            known = row.prompt in prompts
+            stored = None if known or row.request.images else self._kept.take(ids)  # tokens do not tell images apart
+            new = 0 if known else len(ids) - (0 if stored is None else stored.length)
+            # Those that continue are padded to the longest of them.
+            width = widest if stored is None else max(widest, new)
+            whole = fresh + new if stored is None else fresh
+            if taken and whole + width * (len(continued) + (stored is not None)) > PREFILL_TOKENS:
                 if stored is not None:
                     self._kept.keep(ids[: stored.length], stored)
                 break
             self._waiting.popleft()
             self._flow.begin(row.arrived)
-            tokens, taken = tokens + new, taken + 1
+            fresh, widest, taken, blocks = whole, width, taken + 1, blocks + row.blocks
             if stored is None:
-                prompts.setdefault(ids, []).append(row)
+                prompts.setdefault(row.prompt, []).append(row)
             else:
                 continued.append((row, stored))
         finished = self._prefill(prompts) if prompts else []
-        return finished + (self._continue(continued) if continued else [])
+        return refused + finished + (self._continue(continued) if continued else [])
 
-    def _prefill(self, prompts: dict[tuple[int, ...], list[_Row]]) -> list[_Row]:
+    def _prefill(self, prompts: dict[PromptKey, list[Row]]) -> list[Row]:
         members = [row for rows in prompts.values() for row in rows]
-        first = len(self._active)
-        slots = {id(row): first + offset for offset, row in enumerate(members)}
-        self._decoder.cache.reserve(first + len(members), max(len(ids) for ids in prompts) + 1)
-        logits = self._decoder.prefill(list(prompts), [[slots[id(r)] for r in rows] for rows in prompts.values()])
+        for prompt, rows in prompts.items():
+            shift = self._decoder.shift(*prompt)
+            for row in rows:
+                self._decoder.cache.reserve(row.place, len(row.request.prompt_token_ids))
+                row.shift = shift
+        ids, images = zip(*prompts, strict=True)
+        logits = self._decoder.prefill(ids, [[row.place for row in rows] for rows in prompts.values()], images)
         repeats = torch.tensor([len(rows) for rows in prompts.values()], device=logits.device)
         self._active.extend(members)
         return self._append(members, logits.repeat_interleave(repeats, dim=0))
 
-    def _continue(self, continued: Sequence[tuple[_Row, StoredKeys]]) -> list[_Row]:
+    def _continue(self, continued: Sequence[tuple[Row, StoredKeys]]) -> list[Row]:
         """Continues sequences whose beginning is stored."""
-        first, rows = len(self._active), [row for row, _ in continued]
-        prompts = [row.request.prompt_token_ids for row in rows]
-        lengths = [stored.length for _, stored in continued]
-        self._decoder.cache.reserve(first + len(rows), max(len(ids) for ids in prompts) + 1)
-        for offset, (_, stored) in enumerate(continued):
-            self._decoder.cache.copy_in(first + offset, stored)
-        suffixes = [ids[length:] for ids, length in zip(prompts, lengths, strict=True)]
-        logits = self._decoder.extend(suffixes, first, lengths)
+        rows, lengths = [row for row, _ in continued], [stored.length for _, stored in continued]
+        for row, stored in continued:
+            self._decoder.cache.reserve(row.place, len(row.request.prompt_token_ids))
+            self._decoder.cache.copy_in(row.place, stored)
+        suffixes = [row.request.prompt_token_ids[stored.length :] for row, stored in continued]
+        logits = self._decoder.extend(suffixes, [row.place for row in rows], lengths)
         self._active.extend(rows)
         return self._append(rows, logits)
 
-    def _append(self, rows: Sequence[_Row], logits_AV: torch.Tensor) -> list[_Row]:
+    def _append(self, rows: Sequence[Row], logits_AV: torch.Tensor) -> list[Row]:
         """Samples a token for each of `rows`; removes and returns those that are done."""
         for index, row in enumerate(rows):
-            if len(row.tokens) < row.request.params.min_new_tokens:
-                logits_AV[index, sorted(self._eos.union(row.request.params.stop_token_ids))] = float("-inf")
+            row.restrict(logits_AV[index], self._eos)
         params: list[SamplingParams] = [row.request.params for row in rows]
         uniforms = torch.stack([row.uniforms[len(row.tokens)] for row in rows])
         tokens, logprobs = sample(logits_AV, params, uniforms)
         finished = []
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+        for index, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.versions.append(self._version)
-            row.stop_reason = self._stop_reason(row)
+            if row.request.params.top_logprobs:
+                row.top_logprobs.append(likeliest(logits_AV[index], row.request.params.top_logprobs))
+            if row.matcher is not None:
+                row.matcher.advance(token)
+            row.stop_reason = StopReason.ABORTED if row.refusal is not None else self._stop_reason(row)
             if row.stop_reason is not None:
                 finished.append(row)
-        if finished:
-            self._remove_finished()
+        self._remove_finished()
         return finished
 
-    def _stop_reason(self, row: _Row) -> StopReason | None:
+    def _stop_reason(self, row: Row) -> StopReason | None:
         params = row.request.params
         if row.tokens[-1] in self._eos or row.tokens[-1] in params.stop_token_ids:
             return StopReason.STOP
@@ -381,26 +387,13 @@ class EmbeddedEngine(RolloutEngine):
         return StopReason.LENGTH if len(row.tokens) >= params.max_new_tokens else None
 
     def _remove_finished(self) -> None:
-        """Fills the places of finished rows with the last active ones, so that active rows stay contiguous.
-
-        For example, of rows [a, b, c, d] a and c finish: 2 rows stay, b at its place, and d is copied to row 0.
-        """
-        sources, targets = [], []
-        remaining = len(self._active)
-        for index, row in enumerate(self._active):
-            if row.stop_reason is not None and row.request.keep and not row.future.cancelled():
-                self._kept.keep(row.stored_tokens, self._decoder.cache.copy_out(index, row.length))
-        for index in range(len(self._active)):
-            if index >= remaining:
-                break
-            if self._active[index].stop_reason is None:
-                continue
-            while remaining - 1 > index and self._active[remaining - 1].stop_reason is not None:
-                remaining -= 1
-            remaining -= 1
-            if remaining > index:
-                self._active[index] = self._active[remaining]
-                sources.append(remaining)
-                targets.append(index)
-        del self._active[remaining:]
-        self._decoder.cache.move(sources, targets)
+        """Gives back the room of finished rows; keys and values that a later request may continue are kept."""
+        finished = [row for row in self._active if row.stop_reason is not None]
+        if not finished:
+            return
+        cache = self._decoder.cache
+        for row in finished:
+            if row.request.keep and not row.request.images and not row.future.done():
+                self._kept.keep(row.stored_tokens, cache.copy_out(row.place, row.length))
+        cache.free([row.place for row in finished])
+        self._active = [row for row in self._active if row.stop_reason is None]

@@ -1,16 +1,33 @@
-"""Keys and values of the sequences being decoded, in slots that are always filled from the front.
+"""Keys and values of the sequences being decoded, in blocks of a fixed number of tokens.
 
-Invariants: rows 0..A-1 are the active sequences; a row that finishes is overwritten by a later one, so decoding
-never reads a hole. Grows on demand; `release` gives everything back.
+Invariants: the blocks in use are always the first ones, because those of a sequence that ends are filled with the last
+ones, so decoding reads no hole; a sequence's blocks may lie anywhere among them. What is stored is never copied to make
+room for more: all blocks that the memory has room for are allocated at once, which on a CPU takes no memory until they
+are used. `release` gives everything back.
 """
 
-from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
-from attrs import frozen
+import torch
+from attrs import define, field, frozen
 from torch import Tensor
 
-LENGTH_STEP = 64
-"""Capacity along time grows in multiples of this."""
+from rollgrad.domain.errors import EngineError
+
+BLOCK = 128
+"""Tokens of a block."""
+
+
+def blocks_of(tokens: int) -> int:
+    """Returns the number of blocks that so many tokens take."""
+    return -(-tokens // BLOCK)
+
+
+@define(eq=False)
+class Place:
+    """The blocks of one sequence, in the order of its tokens."""
+
+    blocks: list[int] = field(factory=list)
 
 
 @frozen(eq=False)
@@ -27,103 +44,110 @@ class StoredKeys:
 
 
 class KVCache:
-    """Keys and values of each attention of a forward pass, in the order in which the model calls them, both [rows,
-    heads, time, width]. Heads and widths are those of the first that are seen: they may differ from attention
+    """Keys and values of each attention of a forward pass, in the order in which the model calls them, both [blocks,
+    heads, BLOCK, width]. Heads and widths are those of the first that are seen: they may differ from attention
     to attention, and keys may be wider than values."""
 
     def __init__(self) -> None:
+        self.capacity = 0
+        """Blocks at most; may change while there are no pairs."""
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._rows = self._length = 0
+        self._owners: list[tuple[Place, int]] = []
+        """The sequence of each block in use, and the index of the block in it."""
+        self._written = 0
+        """Blocks that hold numbers; what lies in the others is arbitrary, and may be no number."""
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Makes room for `rows` sequences of `length` tokens, keeping what is stored."""
-        if rows <= self._rows and length <= self._length:
-            return
-        self._rows = max(rows, self._rows)
-        self._length = max(-(-length // LENGTH_STEP) * LENGTH_STEP, self._length)
-        self._pairs = [(self._grown(keys), self._grown(values)) for keys, values in self._pairs]
+    @property
+    def used(self) -> int:
+        """Number of blocks in use."""
+        return len(self._owners)
 
-    def _grown(self, stored: Tensor) -> Tensor:
-        grown = self._room(stored)
-        grown[: stored.shape[0], :, : stored.shape[2]] = stored
-        return grown
+    def reserve(self, place: Place, tokens: int) -> None:
+        """Makes room for `tokens` tokens of a sequence, keeping what is stored.
 
-    def _room(self, like: Tensor) -> Tensor:
-        """Returns zeros for tensors with the heads and the width of `like`, [.., heads, .., width]."""
-        return like.new_zeros(self._rows, like.shape[1], self._length, like.shape[3])
+        Raises:
+            EngineError: no block is left.
+        """
+        if self.used + blocks_of(tokens) - len(place.blocks) > self.capacity:
+            raise EngineError(f"The engine's cache of {self.capacity} blocks is full.")
+        while len(place.blocks) < blocks_of(tokens):
+            self._owners.append((place, len(place.blocks)))
+            place.blocks.append(len(self._owners) - 1)
+        if self.used > self._written:
+            for part in (part for pair in self._pairs for part in pair):
+                part[self._written : self.used] = 0.0
+            self._written = self.used
 
     def pair(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of the `index`-th attention of a pass, which is called with `key` and `value`,
         each [.., heads, .., width]."""
         if index == len(self._pairs):
-            self._pairs.append((self._room(key), self._room(value)))
+            made = [x.new_empty(self.capacity, x.shape[1], BLOCK, x.shape[3]) for x in (key, value)]
+            for part in made:
+                part[: self._written] = 0.0
+            self._pairs.append((made[0], made[1]))
         return self._pairs[index]
 
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copies rows `sources` over rows `targets`."""
-        if sources:
-            for pair in self._pairs:
-                for part in pair:
-                    part[targets] = part[sources]
+    def free(self, places: Iterable[Place]) -> None:
+        """Ends sequences; the last blocks are copied to where theirs were.
 
-    def copy_out(self, row: int, length: int) -> StoredKeys:
-        """Returns a copy of the first `length` tokens of a row."""
-        pairs = tuple((k[row, :, :length].clone(), v[row, :, :length].clone()) for k, v in self._pairs)
+        For example, blocks [a0, b0, a1, c0, b1] lose those of a: b1 is copied to block 0, and c0 to block 2.
+        """
+        holes = set()
+        for place in places:
+            holes.update(place.blocks)
+            place.blocks = []
+        left = self.used - len(holes)
+        targets = sorted(hole for hole in holes if hole < left)
+        sources = [number for number in range(left, self.used) if number not in holes]
+        for source, target in zip(sources, targets, strict=True):
+            place, index = self._owners[target] = self._owners[source]
+            place.blocks[index] = target
+        del self._owners[left:]
+        if sources:
+            for part in (part for pair in self._pairs for part in pair):
+                part[targets] = part[sources]
+
+    def clear(self) -> None:
+        """Ends all sequences."""
+        for place, _ in self._owners:
+            place.blocks = []
+        self._owners.clear()
+
+    def copy_out(self, place: Place, length: int) -> StoredKeys:
+        """Returns a copy of the first `length` tokens of a sequence."""
+        numbers = place.blocks[: blocks_of(length)]
+        pairs = tuple(
+            (_joined(keys, numbers, length), _joined(values, numbers, length)) for keys, values in self._pairs
+        )
         return StoredKeys(pairs, length)
 
-    def copy_in(self, row: int, stored: StoredKeys) -> None:
-        """Copies the result of `copy_out` to the beginning of a row."""
-        for index, pair in enumerate(stored.pairs):
-            places = self.pair(index, *(part[None] for part in pair))
-            for place, part in zip(places, pair, strict=True):
-                place[row, :, : stored.length] = part
+    def copy_in(self, place: Place, stored: StoredKeys) -> None:
+        """Copies the result of `copy_out` to the beginning of a sequence, which has room for it."""
+        for call, pair in enumerate(stored.pairs):
+            for room, part in zip(self.pair(call, *(part[None] for part in pair)), pair, strict=True):
+                for index, number in enumerate(place.blocks[: blocks_of(stored.length)]):
+                    tokens = part[:, index * BLOCK : (index + 1) * BLOCK]
+                    room[number, :, : tokens.shape[1]] = tokens
 
     def release(self) -> None:
-        """Frees the memory."""
-        self._pairs, self._rows, self._length = [], 0, 0
+        """Ends all sequences and frees the memory."""
+        self.clear()
+        self._pairs, self._written = [], 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes allocated, on a CPU more than are held."""
         return sum(part.nbytes for pair in self._pairs for part in pair)
 
 
-class KeptSequences:
-    """Keys and values of finished sequences that another request is expected to continue.
+def table(places: Sequence[Place]) -> Tensor:
+    """Returns the blocks of sequences [A, K]; a shorter one's row is filled up with its own first block."""
+    longest = max(len(place.blocks) for place in places)
+    return torch.tensor([place.blocks + place.blocks[:1] * (longest - len(place.blocks)) for place in places])
 
-    Args:
-        max_bytes: memory for them; the longest unused go first.
-    """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._kept: OrderedDict[tuple[int, ...], StoredKeys] = OrderedDict()
-
-    def keep(self, tokens: tuple[int, ...], stored: StoredKeys) -> None:
-        """Keeps the result of `KVCache.copy_out` for `tokens`."""
-        self._remove(tokens)
-        self._kept[tokens] = stored
-        self._bytes += stored.nbytes
-        while self._bytes > self._max_bytes:
-            self._remove(next(iter(self._kept)))
-
-    def take(self, prompt: tuple[int, ...]) -> StoredKeys | None:
-        """Removes and returns the longest kept sequence that `prompt` begins with and goes on after; None if there is
-        none."""
-        for length in sorted({len(tokens) for tokens in self._kept if len(tokens) < len(prompt)}, reverse=True):
-            stored = self._remove(prompt[:length])
-            if stored is not None:
-                return stored
-        return None
-
-    def clear(self) -> None:
-        """Forgets everything: the weights have changed, or memory is needed."""
-        self._kept.clear()
-        self._bytes = 0
-
-    def _remove(self, tokens: tuple[int, ...]) -> StoredKeys | None:
-        stored = self._kept.pop(tokens, None)
-        if stored is not None:
-            self._bytes -= stored.nbytes
-        return stored
+def _joined(part: Tensor, numbers: list[int], length: int) -> Tensor:
+    """Returns a copy of the first `length` tokens in blocks, [heads, length, width]."""
+    heads, width = part.shape[1], part.shape[3]
+    return part[numbers].transpose(0, 1).reshape(heads, -1, width)[:, :length].contiguous()

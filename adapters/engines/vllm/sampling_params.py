@@ -31,12 +31,14 @@ def plain_parameters(request: GenerationRequest, eos_token_ids: frozenset[int]) 
 def parameters(request: GenerationRequest, eos_token_ids: frozenset[int], *, streamed: bool) -> Any:
     """Returns vLLM's `SamplingParams`; outputs are whole replies, or, if `streamed`, their parts as they come."""
     from vllm import SamplingParams as Params
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    grammar = request.params.grammar
     return Params(
         **plain_parameters(request, eos_token_ids),
         detokenize=bool(request.params.stop_strings),
-        logprobs=0,
+        logprobs=request.params.top_logprobs,
+        structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from rollgrad.adapters.engines.vllm.async_llm import cache_salt
 from rollgrad.adapters.engines.vllm.core import Core
@@ -41,9 +42,11 @@ class ServedCore(Core):
         url: of the server.
         vocabulary: token ids below it are tokens.
         max_requests: that the server is given at once; others wait here.
+        flag: setting that names the server.
     """
 
-    def __init__(self, url: str, *, vocabulary: int, max_requests: int) -> None:
+    def __init__(self, url: str, *, vocabulary: int, max_requests: int, flag: str) -> None:
+        self._flag = flag
         self.http = ServerClient(url)
         """Client of the server."""
         self.max_tokens = None
@@ -53,7 +56,11 @@ class ServedCore(Core):
         self._health = "/health"
         self._version = self._part = 0
         self._aborts = 0
-        self._processed = self._controlled = False
+        self.names: tuple[str, ...] = ()
+        """Names that the server has for its model: what requests call it and, where it tells, its directory."""
+        self.processed = False
+        """Whether log-probs are of the distribution that is sampled, not of the logits alone."""
+        self._controlled = False
 
     async def probe(self) -> None:
         """Finds out how the server samples. A pause that a run left behind is ended.
@@ -66,6 +73,7 @@ class ServedCore(Core):
         with foreign_code(lambda _: EngineError(f"The server {self.http.url} lists no model under /v1/models.")):
             card = models["data"][0]
             self.max_tokens = card.get("max_model_len")
+            self.names = tuple(str(card[key]) for key in ("id", "root") if card.get(key))
             wires: tuple[Wire, ...] = (TokensWire(), CompletionsWire(card["id"]))
         status, _ = await self.http.ask(self._health, seconds=PROBE_SECONDS)
         self._health = "/v1/models" if status in NO_SUCH_PATH else self._health
@@ -91,11 +99,11 @@ class ServedCore(Core):
             generation = self._read(wire, answer, 0)
         except EngineError as error:
             raise ConfigurationError(
-                f"rollout.server_urls names {self.http.url}, which does not tell what it samples in token ids with "
+                f"{self._flag} names {self.http.url}, which does not tell what it samples in token ids with "
                 f"their log-probs ({error}), and text cannot be turned back into the tokens it was: start a server "
                 "that does, vLLM's with --enable-scale-out."
             ) from error
-        self._processed = all(logprob == 0 for logprob in generation.logprobs)  # of one token out of one
+        self.processed = all(logprob == 0 for logprob in generation.logprobs)  # of one token out of one
         return True
 
     async def require_weights(self) -> None:
@@ -108,7 +116,7 @@ class ServedCore(Core):
         lacking = []
         if not isinstance(self._wire, TokensWire):
             lacking.append("the endpoint /inference/v1/generate (vllm serve --enable-scale-out)")
-        if not self._processed:
+        if not self.processed:
             lacking.append("log-probs of the distribution it samples from (--logprobs-mode processed_logprobs)")
         status, info = await self.http.ask(SERVER_INFO)
         if status not in (200, *NO_SUCH_PATH):
@@ -179,6 +187,10 @@ class ServedCore(Core):
             # No deadline: a frozen reply takes as long as the pause. Who waits looks after the server (`ping`).
             answer = await self.http.call(self._wire.path, body, seconds=None, repeat=True)
         generation = self._read(self._wire, answer, self._version)
+        count = request.params.top_logprobs
+        generation = evolve(
+            generation, top_logprobs=[each[:count] for each in generation.top_logprobs] if count else ()
+        )
         if on_token is not None:
             for token in generation.token_ids:
                 on_token(token)

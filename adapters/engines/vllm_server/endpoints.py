@@ -12,7 +12,12 @@ from attrs import frozen
 from rollgrad.adapters.engines.vllm.async_llm import STOP_REASONS
 from rollgrad.adapters.engines.vllm.sampling_params import plain_parameters
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest
-from rollgrad.domain.errors import EngineError
+from rollgrad.domain.errors import DataError, EngineError
+
+MOST_LOGPROBS = 20
+"""Log-probs of a place that vLLM's server gives at most, unless it is started with another --max-logprobs."""
+IMPOSSIBLE = -9999.0
+"""Log-prob that vLLM's server writes for minus infinity."""
 
 
 class Wire(Protocol):
@@ -42,19 +47,28 @@ class TokensWire(Wire):
     def body(self, name: str, request: GenerationRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
         """Implements `Wire.body`."""
         params = plain_parameters(request, eos_token_ids)
+        grammar = request.params.grammar
+        likeliest = request.params.top_logprobs  # the token that is drawn comes first, and as many in all as asked for
+        if grammar is not None:
+            params["structured_outputs"] = {"grammar": grammar}
         return {
             "request_id": name,
             "token_ids": list(request.prompt_token_ids),
-            "sampling_params": {**params, "logprobs": 0, "detokenize": bool(request.params.stop_strings)},
+            "sampling_params": {
+                **params,
+                "logprobs": likeliest and min(likeliest + 1, MOST_LOGPROBS),
+                "detokenize": bool(request.params.stop_strings),
+            },
         }
 
     def read(self, answer: Any, version: int) -> Generation:
         """Implements `Wire.read`."""
         choice = _choice(answer)
-        logprobs = [one["logprob"] for one in (choice.get("logprobs") or {}).get("content") or ()]
+        content = (choice.get("logprobs") or {}).get("content") or ()
+        logprobs = [one["logprob"] for one in content]
         spans = choice.get("weight_versions") or ()
         versions = [_version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-        return _generation(choice, logprobs, versions)
+        return _generation(choice, logprobs, versions, [_likeliest(one.get("top_logprobs") or ()) for one in content])
 
     def probe_body(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> dict[str, Any]:
         """Returns the body of a request for the log-prob of `token` after `prompt`."""
@@ -93,6 +107,12 @@ class CompletionsWire(Wire):
 
     def body(self, name: str, request: GenerationRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
         """Implements `Wire.body`."""
+        if request.params.grammar is not None or request.params.top_logprobs:
+            raise DataError(
+                "The server that samples has OpenAI's completions alone, which follow no grammar and tell no other "
+                "tokens' log-probs: leave response_format, tool_choice and top_logprobs out, or start vLLM with "
+                "--enable-scale-out."
+            )
         return {
             "model": self.model,
             "prompt": list(request.prompt_token_ids),
@@ -120,7 +140,18 @@ def _version(label: str) -> int:
     return int(label) if label.isdecimal() else 0
 
 
-def _generation(choice: Mapping[str, Any], logprobs: Sequence[float], versions: Sequence[int]) -> Generation:
+def _likeliest(given: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Returns the possible tokens of a place, the likeliest first."""
+    pairs = [(one["token_id"], one["logprob"]) for one in given if one["logprob"] > IMPOSSIBLE]
+    return sorted(pairs, key=lambda pair: -pair[1])
+
+
+def _generation(
+    choice: Mapping[str, Any],
+    logprobs: Sequence[float],
+    versions: Sequence[int],
+    likeliest: Sequence[Sequence[tuple[int, float]]] = (),
+) -> Generation:
     tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
     if reason not in STOP_REASONS:
         raise EngineError(f"Generation failed: the server ended the request with {reason!r}.")
@@ -129,4 +160,10 @@ def _generation(choice: Mapping[str, Any], logprobs: Sequence[float], versions: 
             f"The server gave {'no' if tokens is None else len(tokens)} token ids, {len(logprobs)} log-probs and "
             f"{len(versions)} versions of one reply, but each of its tokens has all three."
         )
-    return Generation(token_ids=tokens, logprobs=logprobs, versions=versions, stop_reason=STOP_REASONS[reason])
+    return Generation(
+        token_ids=tokens,
+        logprobs=logprobs,
+        versions=versions,
+        stop_reason=STOP_REASONS[reason],
+        top_logprobs=likeliest,
+    )

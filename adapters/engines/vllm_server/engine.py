@@ -30,10 +30,19 @@ class ServedEngine(CoreEngine, FleetMember):
         eos_token_ids: tokens that end every reply.
         vocabulary: token ids below it are tokens.
         max_requests: that the server is given at once; others wait here.
+        flag: setting that names the server.
     """
 
-    def __init__(self, url: str, *, eos_token_ids: Sequence[int], vocabulary: int, max_requests: int = 128) -> None:
-        self._server = ServedCore(url, vocabulary=vocabulary, max_requests=max_requests)
+    def __init__(
+        self,
+        url: str,
+        *,
+        eos_token_ids: Sequence[int],
+        vocabulary: int,
+        max_requests: int = 128,
+        flag: str = "rollout.server_urls",
+    ) -> None:
+        self._server = ServedCore(url, vocabulary=vocabulary, max_requests=max_requests, flag=flag)
         super().__init__(self._server, eos_token_ids=eos_token_ids)
         self._trains = False
 
@@ -56,6 +65,16 @@ class ServedEngine(CoreEngine, FleetMember):
         """
         await self._server.require_weights()
         self._trains = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that the server has for its model."""
+        return self._server.names
+
+    @property
+    def processed(self) -> bool:
+        """Whether its log-probs are of the distribution that is sampled, not of the logits alone."""
+        return self._server.processed
 
     async def restart(self) -> None:
         """Waits for the server to answer again; the caller sets the deadline.

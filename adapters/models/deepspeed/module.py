@@ -5,15 +5,14 @@ whole step before it is divided. A gradient that is not finite anywhere changes 
 `MasterOptimizer`, whole and by parameter name, whatever the stage and the number of processes, so that a run can
 continue on other ones. For example, 4 processes that each have the sum of 8 tokens' gradients, weighted 1/32, give
 DeepSpeed 4 x that loss; its mean over the processes is then the sum, the gradient of the mean over 32 tokens.
-Does not own: the process group (`start_process_group`), nor which samples a process gets.
+Does not own: the process group (`processes.py`), nor which samples a process gets.
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,63 +21,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rollgrad.adapters.models.deepspeed import tensor_parallel
+from rollgrad.adapters.models.deepspeed.partition import fetch_heads, partition
+from rollgrad.adapters.models.deepspeed.processes import deepspeed_library
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, engine_config, make_adam
 from rollgrad.adapters.models.torch.ema import MovingAverage
-from rollgrad.adapters.models.torch.forward import Scorer
 from rollgrad.adapters.models.torch.loss_scaling import Scaling
 from rollgrad.adapters.models.torch.muon import MOMENTUM, orthogonal, whole_directions
 from rollgrad.adapters.models.torch.optimizer import (
     MOMENTS,
     OptimizerSettings,
-    TrainedModule,
     check_state,
     moment_keys,
     set_rates,
+    sleeping,
     stepping,
 )
+from rollgrad.adapters.models.torch.sleeping import SleepingTensors
+from rollgrad.adapters.models.torch.stored_state import StoredTensor, whole_tensor, write_parts
+from rollgrad.adapters.models.torch.trained_module import TrainedModule, Whole, as_it_is
 from rollgrad.adapters.models.torch.untrained_parameters import GradientProof
+from rollgrad.adapters.models.torch.weight_shards import whole_shape
 from rollgrad.application.settings.sections.ds import GRADIENTS, PARAMETERS
 from rollgrad.domain.batches.metrics import Common
-from rollgrad.domain.errors import MissingExtraError
-
-
-def start_process_group(*, rank: int, size: int, host: str, port: int, local_rank: int, timeout: float) -> None:
-    """Joins the processes of a group, which wait for each other `timeout` seconds at most, now and later. They meet at
-    an existing `torch.distributed.TCPStore`, like torchrun's.
-
-    Raises:
-        MissingExtraError: DeepSpeed is not installed.
-    """
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(local_rank),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    deepspeed = _deepspeed()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # compiling this inference kernel would take a minute
-    )
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    deepspeed.init_distributed(
-        backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout), rank=rank, world_size=size
-    )
-
-
-def _deepspeed() -> Any:
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise MissingExtraError(
-            "Training in several processes needs DeepSpeed: pip install rollgrad[deepspeed,ray]."
-        ) from error
-    from deepspeed.utils import logger
-
-    logger.setLevel("ERROR")
-    return deepspeed
 
 
 class DeepSpeedModule(TrainedModule):
@@ -96,45 +60,56 @@ class DeepSpeedModule(TrainedModule):
     divided = True
 
     def __init__(self, module: nn.Module, settings: OptimizerSettings, *, division: DeepSpeedSettings) -> None:
-        deepspeed = _deepspeed()
+        deepspeed = deepspeed_library()
         self._settings = settings
         self.first = deepspeed.comm.get_rank() == 0
-        self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        parameters = [p for _, p in self._named]
-        self._sizes = {p: p.nbytes for p in module.parameters()}
-        self._device, dtype = parameters[0].device, parameters[0].dtype
+        dtype = next(parameter.dtype for parameter in module.parameters() if parameter.requires_grad)
         if dtype != torch.float32:  # below this stage DeepSpeed keeps no float32 masters, or in another optimizer
             division = evolve(division, zero_stage=max(division.zero_stage, GRADIENTS))
+        plain = division.zero_stage == 0 and dtype == torch.float32  # DeepSpeed then steps torch's own optimizer
+        config = engine_config(settings, division, [p for p in module.parameters() if p.requires_grad], clips=not plain)
+        if division.tensor_parallel_size == 1:
+            partition(module, config)
+        else:
+            tensor_parallel.make_rest_whole(module)
+        sizes = {name: math.prod(whole_shape(p)) * p.element_size() for name, p in module.named_parameters()}
         self._stage = division.zero_stage
-        self._largest: dict[str, Tensor] = {}
-        self._proof = GradientProof([name for name, _ in self._named], tells=self.first)
-        self._scaling = Scaling(module, tells=self.first)
-        for name, parameter in self._named:
-            parameter.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
         if self._stage == PARAMETERS:
             mixtures = {type(part) for part in module.modules() if hasattr(part, "experts")}
             if mixtures:  # processes send tokens to different experts, but must fetch the same parameters
                 deepspeed.utils.set_z3_leaf_modules(module, list(mixtures))
-            for scorer in (part for part in module.modules() if isinstance(part, Scorer)):
-                for weight in (scorer.head.weight, scorer.head.bias):
-                    if weight is not None:
-                        deepspeed.zero.register_external_parameter(scorer, weight)
-        self._keys = moment_keys(module, settings)
-        adam = partial(make_adam, settings=settings, division=division)
-        self._stepping = stepping(module, {p: p for p in parameters}, settings, adam, self._directions)
-        plain = self._stage == 0 and dtype == torch.float32  # DeepSpeed then steps torch's own optimizer
+            fetch_heads(module)
         self._norm: float | None = None
-        if plain:
-            self._stepping.register_step_pre_hook(self._clip)
-        config = engine_config(settings, division, parameters, clips=not plain)
         self._engine = tensor_parallel.initialize(
-            module, config, size=division.tensor_parallel_size, optimizer=self._stepping
+            module,
+            config,
+            size=division.tensor_parallel_size,
+            optimizer=lambda _: self._make_stepping(module, division, clips=plain),
         )
+        self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._sizes = {p: sizes[name] for name, p in module.named_parameters()}
+        self._device = self._named[0][1].device
+        self._largest: dict[str, Tensor] = {}
+        self._proof = GradientProof([name for name, _ in self._named], tells=self.first)
+        self._scaling = Scaling(module, tells=self.first)
+        self._keys = moment_keys(module, settings)
+        for name, parameter in self._named:
+            parameter.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
         self._optimizer, self._size = self._engine.optimizer, self._engine.dp_world_size
         self.steps = 0
         self._make_moments()
         masters = [master for master, _ in self._masters()]
         self._average = None if settings.ema_beta is None else MovingAverage(masters, settings.ema_beta)
+        self._sleeping = SleepingTensors(self._sleepers, self._device, self._relink)
+
+    def _make_stepping(self, module: nn.Module, division: DeepSpeedSettings, *, clips: bool) -> torch.optim.Optimizer:
+        """Makes the optimizer of the parameters that tensor parallelism has left in the module."""
+        adam = partial(make_adam, settings=self._settings, division=division)
+        trained = {parameter: parameter for parameter in module.parameters() if parameter.requires_grad}
+        self._stepping = stepping(module, trained, self._settings, adam, self._directions)
+        if clips:
+            self._stepping.register_step_pre_hook(self._clip)
+        return self._stepping
 
     def __call__(self, *inputs: Any) -> Any:
         """Returns the module's forward pass."""
@@ -152,8 +127,33 @@ class DeepSpeedModule(TrainedModule):
         torch.distributed.all_reduce(total)
         return total
 
+    def sleep(self) -> None:
+        """Implements `TrainedModule.sleep`; at stage 0 in float32 the parameters themselves are stepped, and stay.
+        Nothing may be offloaded for good."""
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
+
+        if self._stage == PARAMETERS and not self._sleeping.asleep:
+            buffers = (States.lp_grads, States.contiguous_grad_buffer)
+            self._engine.offload_states(include=buffers, pin_memory=self._device.type == "cuda")
+        self._sleeping.sleep()
+
+    def _sleepers(self) -> Iterator[Tensor]:
+        weights = [getattr(parameter, "ds_tensor", parameter) for parameter in self._engine.parameters()]
+        return sleeping((master for master, _ in self._masters()), self._stepping.state, weights)
+
+    def _relink(self) -> None:
+        """Makes the parts of masters and moments that ZeRO below stage 3 has noted of each parameter anew."""
+        if hasattr(self._optimizer, "_lazy_init_hp_params_optimizer_state"):
+            self._optimizer._link_all_hp_params()
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+
     def backward(self, loss: Tensor) -> None:
         """Implements `TrainedModule.backward`."""
+        if self._sleeping.asleep:
+            self._sleeping.wake()
+            if self._stage == PARAMETERS:
+                self._engine.reload_states()
         if self._scaling.active:
             # DeepSpeed multiplies each process's loss by this scale, and divides the reduced gradient by it.
             self._optimizer.override_loss_scale(self._scaling.factor / self._size)
@@ -192,11 +192,11 @@ class DeepSpeedModule(TrainedModule):
         return self._sizes[parameter]
 
     @contextmanager
-    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[Whole]:
         """Implements `TrainedModule.gathered`."""
-        zero = _deepspeed().zero.GatheredParameters(list(parameters), enabled=self._stage == PARAMETERS)
+        zero = deepspeed_library().zero.GatheredParameters(list(parameters), enabled=self._stage == PARAMETERS)
         with zero, tensor_parallel.gathered(parameters):
-            yield
+            yield as_it_is
 
     def averaged(self) -> AbstractContextManager[None]:
         """Implements `TrainedModule.averaged`."""
@@ -205,18 +205,37 @@ class DeepSpeedModule(TrainedModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Implements `TrainedModule.state_dict`: whole in the first process, empty in the others."""
-        state: dict[str, Any] = {"steps": self.steps, "masters": self._whole_masters(), "moments": {}}
-        state |= self._scaling.state_dict()
+        state: dict[str, Any] = {**self._numbers(), "masters": {}, "moments": {}}
+        for part in self._state_parts():
+            for section, tensors in part.items():
+                state.setdefault(section, {}).update(tensors)
+        return state
+
+    def write_state(self, directory: Path) -> None:
+        """Implements `TrainedModule.write_state`: the first process writes all, and has one file at a time in
+        memory."""
+        write_parts(self._numbers(), self._state_parts(), directory)
+
+    def _numbers(self) -> dict[str, Any]:
+        """Returns the numbers of the state."""
+        return {"steps": self.steps, **self._scaling.state_dict()}
+
+    def _state_parts(self) -> Iterator[dict[str, dict[str, Any]]]:
+        """Yields copies on the CPU of what the state has of one parameter, by section, in the first process, and
+        nothing in the others; all must go through it."""
         for name, parameter in self._named:
+            master = self._whole(parameter)
             moments = {key: self._whole(parameter, key) for key in self._keys[name]}
             if self.first:
-                state["moments"][name] = {key: moment.to("cpu", copy=True) for key, moment in moments.items()}
-                if MOMENTUM not in moments:
-                    state["moments"][name]["step"] = torch.tensor(float(self.steps))
+                copies = {key: moment.to("cpu", copy=True) for key, moment in moments.items()}
+                step = {} if MOMENTUM in moments else {"step": torch.tensor(float(self.steps))}
+                yield {"masters": {name: master.to("cpu", copy=True)}, "moments": {name: copies | step}}
         if self._average is not None:
             with self._average.in_place():
-                state["averages"] = self._whole_masters()
-        return state
+                for name, parameter in self._named:
+                    average = self._whole(parameter)
+                    if self.first:
+                        yield {"averages": {name: average.to("cpu", copy=True)}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,15 +255,6 @@ class DeepSpeedModule(TrainedModule):
                 for name, parameter in self._named:
                     self._set_whole(parameter, state["averages"][name])
         self._publish()
-
-    def _whole_masters(self) -> dict[str, Tensor]:
-        """Returns copies on the CPU, by name, in the first process; every process must call it."""
-        masters = {}
-        for name, parameter in self._named:
-            master = self._whole(parameter)
-            if self.first:
-                masters[name] = master.to("cpu", copy=True)
-        return masters
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -277,7 +287,9 @@ class DeepSpeedModule(TrainedModule):
         """Gathers the parameters inside the block; values that the first process writes are sent to all."""
         if self._stage < PARAMETERS:
             return nullcontext()
-        written: AbstractContextManager[None] = _deepspeed().zero.GatheredParameters(list(parameters), modifier_rank=0)
+        written: AbstractContextManager[None] = deepspeed_library().zero.GatheredParameters(
+            list(parameters), modifier_rank=0
+        )
         return written
 
     def _masters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -329,12 +341,12 @@ class DeepSpeedModule(TrainedModule):
             value = safe_get_full_fp32_param(parameter)
         else:
             value = safe_get_full_optimizer_state(parameter, key)
-        return tensor_parallel.whole(parameter, value)
+        return tensor_parallel.whole(parameter, value.to(self._device))
 
-    def _set_whole(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
+    def _set_whole(self, parameter: nn.Parameter, value: Tensor | StoredTensor, key: str | None = None) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        value = tensor_parallel.share(parameter, value.to(self._device))
+        value = tensor_parallel.share(parameter, whole_tensor(value).to(self._device))
         if self._optimizer is self._stepping:
             (parameter if key is None else self._stepping.state[parameter][key]).copy_(value)
             return

@@ -1,16 +1,17 @@
 """DeepSpeed's configuration, and the optimizer that it steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import Factory, frozen
 from torch import Tensor, nn
 
+from rollgrad.adapters.models.deepspeed.extra import config_problems, merged
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.application.settings.sections.ds import BUCKET_NUMBERS, PARAMETERS
 from rollgrad.domain.control.loss_scale import FIRST
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, raise_together
 
 ALIGNMENT = 1024
 """Buckets are a multiple of this, as DeepSpeed requires."""
@@ -32,6 +33,8 @@ class DeepSpeedSettings:
     adam_offload: bool = False
     param_offload: bool = False
     tensor_parallel_size: int = 1
+    extra: Mapping[str, Any] = Factory(dict)
+    """Further keys of DeepSpeed's configuration."""
 
 
 def number_format(parameter: Tensor) -> dict[str, Any]:
@@ -66,7 +69,18 @@ def make_adam(groups: list[dict[str, Any]], *, settings: OptimizerSettings, divi
 def engine_config(
     settings: OptimizerSettings, division: DeepSpeedSettings, parameters: Sequence[nn.Parameter], *, clips: bool
 ) -> dict[str, Any]:
-    """Returns DeepSpeed's configuration for trained `parameters`; `clips`: whether DeepSpeed clips gradients itself."""
+    """Returns DeepSpeed's configuration for trained `parameters`; `clips`: whether DeepSpeed clips gradients itself.
+
+    Raises:
+        ConfigurationError: `division.extra` has keys that DeepSpeed does not read, or that are set here.
+    """
+    raise_together([ConfigurationError(problem) for problem in config_problems(division.extra)])
+    whole_group = division.zero_stage == PARAMETERS and settings.muon is not None
+    if whole_group and "sub_group_size" in division.extra.get("zero_optimization", {}):
+        raise ConfigurationError(
+            "ds.extra.zero_optimization.sub_group_size is set, but at ds.zero_stage 3 Muon steps all matrices "
+            "together: leave --ds.extra.zero_optimization.sub_group_size out, or set --actor.optim adam."
+        )
     offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     numbers = sum(parameter.numel() for parameter in parameters)
     bucket = min(BUCKET_NUMBERS, -(-numbers // ALIGNMENT) * ALIGNMENT)  # DeepSpeed allocates it at once
@@ -79,9 +93,9 @@ def engine_config(
         zero["offload_optimizer"] = offload
     if division.param_offload:
         zero["offload_param"] = offload
-    if division.zero_stage == PARAMETERS and settings.muon is not None:
+    if whole_group:
         zero["sub_group_size"] = WHOLE_GROUP
-    return {
+    config = {
         "train_micro_batch_size_per_gpu": 1,
         "managed_gradient_accumulation": False,  # any number of backward passes, then a step
         "gradient_clipping": settings.max_norm if clips else 0.0,
@@ -93,3 +107,4 @@ def engine_config(
         "steps_per_print": NEVER,
         **number_format(parameters[0]),
     }
+    return merged(config, division.extra)

@@ -12,7 +12,7 @@ Does not own: ZeRO, which divides each process's share over the groups (`module.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor, distributed, nn
 from rollgrad.adapters.models.deepspeed.settings import NEVER, number_format
 from rollgrad.adapters.models.torch.chunked_logprobs import VocabularyShare
 from rollgrad.adapters.models.torch.forward import PackedLM
+from rollgrad.adapters.models.torch.padded import require_undivided
+from rollgrad.adapters.models.torch.weight_shards import layer_parts, make_whole
 from rollgrad.domain.errors import ConfigurationError
 
 
@@ -29,6 +31,7 @@ def divided(module: nn.Module, *, size: int) -> Callable[..., Any]:
     if size == 1:
         return module
     config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": NEVER, **number_format(next(module.parameters()))}
+    make_rest_whole(module)
     module.requires_grad_(True)  # AutoTP registers gradient hooks, and fails without gradients
     engine: Callable[..., Any] = initialize(module, config, size=size)
     module.requires_grad_(False)
@@ -53,13 +56,44 @@ def initialize(module: Any, config: dict[str, Any], *, size: int, optimizer: Any
         config = config | {
             "tensor_parallel": {"autotp_size": size, "vocab_parallel_lm_head": isinstance(module, PackedLM)}
         }
-    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    with _whole_when_divided() if size > 1 else nullcontext():
+        engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
     if size > 1:
         engine.first_dataloader_check.remove()  # it can compare only tensors and lists
         if isinstance(module, PackedLM):
             head = module.model.get_output_embeddings()
             module.scorer.vocabulary = VocabularyShare(first=head.vocab_start_index, group=head.mp_group)
     return engine
+
+
+def make_rest_whole(module: nn.Module) -> None:
+    """Puts together what this process has loaded a share of, but for the linear layers, which `initialize` puts
+    together one after the other."""
+    make_whole(module, but={part for part in layer_parts(module) if isinstance(part, nn.Linear)})
+
+
+@contextmanager
+def _whole_when_divided() -> Iterator[None]:
+    """Makes AutoTP put a linear layer together, of which this process has loaded a share, only when it divides that
+    layer: until then it is a share of all processes, afterwards one of the group."""
+    from deepspeed.module_inject.auto_tp import AutoTP
+
+    dividing = {name: getattr(AutoTP, name) for name in ("_replace", "_replace_with_config")}
+
+    def whole_first(divide: Callable[..., Any]) -> Callable[..., Any]:
+        def made_whole(self: Any, child: nn.Module, *arguments: Any) -> Any:
+            make_whole(child)
+            return divide(self, child, *arguments)
+
+        return made_whole
+
+    try:
+        for name, divide in dividing.items():
+            setattr(AutoTP, name, whole_first(divide))
+        yield
+    finally:
+        for name, divide in dividing.items():
+            setattr(AutoTP, name, divide)
 
 
 def is_divided(parameter: Tensor) -> bool:
@@ -117,6 +151,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
 def _require_divisible(model: Any, size: int) -> None:
     from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 
+    require_undivided(model, "ds.tensor_parallel_size", size)
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads < size:

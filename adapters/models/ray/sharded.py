@@ -1,28 +1,31 @@
 """Policy, critic and reference whose parts are in the processes of a group, behind the ports of models.
 
 A batch is divided by tokens (`domain.batches.sharding`) over the processes, or over groups of neighbouring ranks: all
-of a group get one part, and divide its tokens among them (`adapters.models.torch.sequence_parallel`). Weights are sent
-by the processes themselves and cross no pipe.
+of a group get one part (`wire.py`), and divide its tokens among them (`adapters.models.torch.sequence_parallel`).
+Weights are sent by the processes themselves and cross no pipe.
 Does not own: how a process computes its part (`adapters.models.torch`, `adapters.models.deepspeed`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollgrad.adapters.models.ray.group_state import GroupState
+from rollgrad.adapters.models.ray.wire import LOGPROBS, SCORE, VALUES, Recording, divided, merged
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.ray.session import ray_module
 from rollgrad.adapters.rewards.model import Judge
 from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory, fill_at
 from rollgrad.adapters.weights.transfer import Send
+from rollgrad.application.learning.update import Listening
 from rollgrad.domain.batches.metrics import joined
 from rollgrad.domain.batches.packed import Batch, PackedBatch
-from rollgrad.domain.batches.sharding import Shards, shards
+from rollgrad.domain.batches.passes import Passes
+from rollgrad.domain.batches.sharding import sequences_of_shares
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.ports.models import (
     PolicyModel,
@@ -86,18 +89,26 @@ class _Trained:
         self._group = group
         self._parts = _Parts(group, width)
 
+    def padded(self) -> bool:
+        """Returns what the port says."""
+        return self._parts.padded
+
     def save(self, path: Path) -> None:
         """Saves the model as its port says; the first process writes."""
-        self._group.all("save", path)
+        self._group.all("save", path.absolute())  # processes have working directories of their own
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state as the port says; the first process has it whole."""
-        state: dict[str, Any] = self._group.all("state_dict")[0]
-        return state
+    def sleep(self) -> None:
+        """Moves what optimizer steps alone need to the CPU's memory, until the next update."""
+        self._group.all("sleep")
+
+    def state_dict(self) -> GroupState:
+        """Returns the state as the port says, until the next update; its processes have it."""
+        return GroupState(self._group, lambda: self._parts.updates)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state as the port says."""
-        self._group.all("load_state_dict", state)
+        self._parts.updates += 1
+        self._group.all("load_state_dict", state.whole() if isinstance(state, GroupState) else state)
 
 
 class ShardedPolicy(_Trained, PolicyModel):
@@ -112,6 +123,10 @@ class ShardedPolicy(_Trained, PolicyModel):
     def score(self, batch: PackedBatch) -> TokenScores:
         """Implements `PolicyModel.score`."""
         return self._parts.score(batch)
+
+    def logprobs(self, passes: Passes[Any]) -> Tensor:
+        """Implements `PolicyModel.logprobs`."""
+        return self._parts.logprobs(passes)
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Implements `PolicyModel.update`."""
@@ -154,7 +169,11 @@ class ShardedValue(_Trained, ValueModel):
 
     def values(self, batch: PackedBatch) -> Tensor:
         """Implements `ValueModel.values`."""
-        return self._parts.values(batch)
+        return self._parts.values(self._parts.pass_of(batch))
+
+    def all_values(self, passes: Passes[Any]) -> Tensor:
+        """Implements `ValueModel.all_values`."""
+        return self._parts.values(passes)
 
     def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
         """Implements `ValueModel.update`."""
@@ -177,9 +196,17 @@ class ShardedReference(ReferenceModel):
     def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
         self._parts = _Parts(group, width)
 
+    def padded(self) -> bool:
+        """Implements `ReferenceModel.padded`."""
+        return self._parts.padded
+
     def score(self, batch: PackedBatch) -> TokenScores:
         """Implements `ReferenceModel.score`."""
         return self._parts.score(batch)
+
+    def logprobs(self, passes: Passes[Any]) -> Tensor:
+        """Implements `ReferenceModel.logprobs`."""
+        return self._parts.logprobs(passes)
 
 
 def reward_copies(group: WorkerGroup) -> list[Judge]:
@@ -192,49 +219,98 @@ def reward_copies(group: WorkerGroup) -> list[Judge]:
     return [partial(judge, rank) for rank in range(group.size)]
 
 
+def divided_reward(group: WorkerGroup) -> list[Judge]:
+    """Returns the only function that calls the `RewardModel` which the processes of `group` divide: each scores a share
+    of the replies, all at the same time."""
+
+    def judge(replies: Sequence[RewardInput]) -> list[Any]:
+        longest_first = sorted(range(len(replies)), key=lambda i: (len(replies[i].text), i), reverse=True)
+        shares = [longest_first[rank :: group.size] for rank in range(group.size)]
+        found = group.each("judge", [[[replies[index] for index in own]] for own in shares])
+        judged = {
+            i: verdict for own, part in zip(shares, found, strict=True) for i, verdict in zip(own, part, strict=True)
+        }
+        return [judged[index] for index in range(len(replies))]
+
+    return [judge]
+
+
 class _Parts:
     """Calls in which each `width` neighbouring processes get one part of a batch, and return equal results."""
 
     def __init__(self, group: WorkerGroup, width: int) -> None:
         self._group = group
         self._width = width
+        self.updates = 0
+        """How often the model has changed."""
 
     def score(self, batch: PackedBatch) -> TokenScores:
-        """Returns the log-probs and entropy of the whole batch."""
-        divided = self._divided(batch)
-        scores = self._each("score", [[part] for part in divided.parts])
-        correct = [s.correct_N for s in scores if s.correct_N is not None]
-        means = [s.mean_logprobs_N for s in scores if s.mean_logprobs_N is not None]
-        odds = [s.odds_N for s in scores if s.odds_N is not None]
-        divergences = [s.divergence_N for s in scores if s.divergence_N is not None]
-        return TokenScores(
-            logprobs_N=divided.merged([s.logprobs_N for s in scores]),
-            entropy_N=divided.merged([s.entropy_N for s in scores]),
-            correct_N=divided.merged(correct) if len(correct) == len(scores) else None,
-            mean_logprobs_N=divided.merged(means) if len(means) == len(scores) else None,
-            divergence_N=divided.merged(divergences) if len(divergences) == len(scores) else None,
-            odds_N=divided.merged(odds) if len(odds) == len(scores) else None,
-        )
+        """Returns the log-probs and entropy of the whole batch, in one pass."""
+        return TokenScores(**self._columns(SCORE, self._planned(batch)))
 
-    def values(self, batch: PackedBatch) -> Tensor:
-        """Returns the values of the whole batch."""
-        divided = self._divided(batch)
-        return divided.merged(self._each("values", [[part] for part in divided.parts]))
+    def logprobs(self, passes: Passes[Any]) -> Tensor:
+        """Returns the log-probs of the whole batch; one call for all passes."""
+        return self._columns(LOGPROBS, passes)["logprobs_N"]
+
+    def values(self, passes: Passes[Any]) -> Tensor:
+        """Returns the values of the whole batch; one call for all passes."""
+        return self._columns(VALUES, passes)[VALUES]
+
+    def pass_of(self, batch: Batch) -> Passes[Batch]:
+        """Returns a batch as one pass."""
+        return self._planned(batch)
 
     def update(
         self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch] | ValueObjective[Batch]
     ) -> dict[str, float]:
         """Takes one optimizer step, in which every process has a part of each micro-batch."""
-        divided = [self._divided(batch).parts for batch in micro_batches]
-        loss = ray_module().put(objective)
-        count = self._group.size // self._width
-        results = self._each("update", [[[parts[index] for parts in divided], loss] for index in range(count)])
-        return joined(results)
+        self.updates += 1
+        if isinstance(micro_batches, Passes) and micro_batches.shares == self._count:
+            passes = [micro_batches]
+        else:
+            passes = [self._planned(batch) for batch in micro_batches]
+        parts = [divided(each, self._count) for each in passes]
+        listening = objective if isinstance(objective, Listening) else None
+        loss = self._group.put(objective if listening is None else Recording(listening.objective))
+        results = self._each("update", [[[own[part] for own in parts], loss] for part in range(self._count)])
+        if listening is None:
+            return joined(results)
+        for number, each in enumerate(passes):
+            _tell(listening, each, [told[number] for _, told in results])
+        return joined([metrics for metrics, _ in results])
 
-    def _divided(self, batch: Batch) -> Shards[Batch]:
-        return shards(batch, self._group.size // self._width)
+    @cached_property
+    def padded(self) -> bool:
+        """Whether the processes compute sequences padded."""
+        return bool(self._group.all("padded")[0])
+
+    @property
+    def _count(self) -> int:
+        return self._group.size // self._width
+
+    def _planned(self, batch: Batch) -> Passes[Batch]:
+        return Passes(batch, [[own.tolist() for own in sequences_of_shares(batch, self._count)]])
+
+    def _columns(self, method: str, passes: Passes[Any]) -> dict[str, Tensor]:
+        if passes.shares != self._count:
+            found = [self._columns(method, self._planned(batch)) for batch in passes]
+            return {name: passes.merged([columns[name] for columns in found]) for name in found[0]}
+        results = self._each(method, [[[part]] for part in divided(passes, self._count)])
+        return {name: merged(passes, [columns[name] for columns in results]) for name in results[0]}
 
     def _each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns the results by part, from one process of each."""
+        if self._width > 1:
+            put = self._group.put
+            arguments = [
+                [put(argument) if isinstance(argument, list) else argument for argument in a] for a in arguments
+            ]
         own = [arguments[rank // self._width] for rank in range(self._group.size)]
         return self._group.each(method, own)[:: self._width]
+
+
+def _tell(listening: Listening, passes: Passes[Any], told: Sequence[Mapping[str, Any]]) -> None:
+    """Tells an objective what its parts were told in their processes."""
+    columns = {name: merged(passes, [part[name] for part in told]) for name in told[0]}
+    clipped_N = columns.pop("clipped_N", None)
+    listening.hear(passes.whole, TokenScores(**columns), None if clipped_N is None else clipped_N.bool())

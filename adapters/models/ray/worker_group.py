@@ -30,19 +30,20 @@ NO_MEMORY = (
     "model more processes; --dry_run says what each of them holds"
 )
 
-PASSES = frozenset({"score", "values", "update"})
-"""Methods of models that go through all layers, after which much memory is free."""
+PASSES = frozenset({"score", "logprobs", "values", "update", "sleep"})
+"""Methods of models after which much memory is free: those that go through all layers, and sleep."""
 
 
 class RankWorker:
-    """Worker in each process of a group of `size`, with `threads` threads of torch."""
+    """Worker in each process of a group of `size`, with `threads` threads of torch. `own_gpu`: whether it shares its
+    GPU with no other process."""
 
-    def __init__(self, rank: int, size: int, threads: int) -> None:
+    def __init__(self, rank: int, size: int, threads: int, *, own_gpu: bool) -> None:
         gc.disable()  # imports leave no garbage, and would take a quarter longer with collection
         import torch
 
         torch.set_num_threads(threads)
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._own_gpu = rank, size, own_gpu
         self._model: Any = None
         self._store: Any = None
         """Store made by `listen`; it ends with this process."""
@@ -69,34 +70,58 @@ class RankWorker:
         """Returns the id of this process."""
         return os.getpid()
 
-    def join(self, host: str, port: int, timeout: float) -> None:
-        """Joins the process group."""
-        from rollgrad.adapters.models.deepspeed.module import start_process_group
-
+    def join(self, host: str, port: int, timeout: float, start: Callable[..., None]) -> None:
+        """Joins the process group by `start`."""
         local = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") else self._rank
-        start_process_group(rank=self._rank, size=self._size, host=host, port=port, local_rank=local, timeout=timeout)
+        start(rank=self._rank, size=self._size, host=host, port=port, local_rank=local, timeout=timeout)
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Makes the model that later calls are made on."""
+        import torch
+
+        from rollgrad.adapters.models.torch.allocator import keep_freed_memory
+
         try:
             self._model = make(*arguments)
         finally:
             gc.enable()
         self._release_memory()
+        if not torch.cuda.is_available():
+            keep_freed_memory()  # of passes, not of loading
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the model; returns its result."""
+        from rollgrad.adapters.models.ray.wire import called
+
         try:
-            return getattr(self._model, method)(*arguments)
+            return called(self._model, method, arguments)
         finally:
             if method in PASSES:
                 self._release_memory()
 
+    def begin_profile(self) -> None:
+        """Begins to record what this process computes."""
+        from rollgrad.adapters.system.profile import begin_profile
+
+        self._end_profile = begin_profile()
+
+    def end_profile(self) -> bytes:
+        """Returns what was recorded, as a Chrome trace."""
+        return self._end_profile()
+
     def _release_memory(self) -> None:
-        """Gives freed memory back to the system: models take turns on a machine, and others need it."""
+        """Gives freed memory back to the system: models take turns on a machine, and others need it. On a GPU of its
+        own the next pass needs it again, and to allocate it anew takes time."""
         from rollgrad.adapters.models.torch.allocator import give_back_freed_memory
 
-        give_back_freed_memory()
+        give_back_freed_memory(of_gpu=not self._own_gpu)
+
+
+def start_by_deepspeed(**place: Any) -> None:
+    """Calls `start_process_group` of DeepSpeed's room, which is imported in the processes alone."""
+    from rollgrad.adapters.models.deepspeed.processes import start_process_group
+
+    start_process_group(**place)
 
 
 class WorkerGroup:
@@ -107,12 +132,21 @@ class WorkerGroup:
         slots: place of each process.
         threads: of torch in each.
         timeout: seconds that any call may take.
+        start: importable function by which each process joins the group.
 
     Raises:
         WorkerError: a process did not start.
     """
 
-    def __init__(self, name: str, slots: Sequence[Slot], *, threads: int, timeout: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        slots: Sequence[Slot],
+        *,
+        threads: int,
+        timeout: float,
+        start: Callable[..., None] = start_by_deepspeed,
+    ) -> None:
         ray = ray_module()
         self.name = name
         self.size = len(slots)
@@ -128,13 +162,13 @@ class WorkerGroup:
         """Calls by which the other processes take part in the reading, by rank."""
         remote = ray.remote(RankWorker)
         self._workers = [
-            remote.options(**slot.options(), max_restarts=0).remote(rank, self.size, threads)
+            remote.options(**slot.options(), max_restarts=0).remote(rank, self.size, threads, own_gpu=slot.gpus >= 1)
             for rank, slot in enumerate(slots)
         ]
         with self._waiting("start"):
             host, port = self._gather({0: self._workers[0].listen.remote()}, "answering")[0]
         with self._waiting("join one group"):
-            self._call_all("finding each other", lambda worker: worker.join.remote(host, port, timeout))
+            self._call_all("finding each other", lambda worker: worker.join.remote(host, port, timeout, start))
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Makes the model, by an importable function, in all processes."""
@@ -165,9 +199,12 @@ class WorkerGroup:
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method with the same arguments, which are sent once, in all processes; results by rank."""
-        ray = ray_module()
-        shared = [ray.put(argument) for argument in arguments]
+        shared = [self.put(argument) for argument in arguments]
         return self.each(method, [shared] * self.size)
+
+    def put(self, argument: Any) -> Any:
+        """Returns an argument for several processes, which is sent once."""
+        return ray_module().put(argument)
 
     def begin(self, method: str, ranks: Sequence[int], *arguments: Any) -> Callable[[], list[Any]]:
         """Starts a call in some processes; returns a function that waits for the results."""
@@ -213,6 +250,15 @@ class WorkerGroup:
                 with self._turn:
                     if self._reading is reading:
                         self._stop_reading()
+
+    def begin_profile(self) -> None:
+        """Begins to record what the processes compute."""
+        self._call_all("beginning a profile", lambda worker: worker.begin_profile.remote())
+
+    def end_profile(self) -> dict[str, bytes]:
+        """Returns what was recorded by the name of each process, as Chrome traces."""
+        traces = self._call_all("ending a profile", lambda worker: worker.end_profile.remote())
+        return {f"{self.name}-{rank}": trace for rank, trace in enumerate(traces)}
 
     def close(self) -> None:
         """Ends the processes; may be called again."""

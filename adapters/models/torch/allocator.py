@@ -11,23 +11,24 @@ from typing import Any
 
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Names of glibc's `mallopt` parameters."""
 KEEP = 2**31 - 1
 """Bytes of free memory that are kept, and size from which blocks are mapped separately: the largest possible value."""
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed blocks of any size; does nothing on other systems."""
+    """Makes glibc reuse freed blocks of any size, in all threads; does nothing on other systems."""
     if (mallopt := _glibc_function("mallopt")) is not None:
+        mallopt(M_ARENA_MAX, 1)  # others give back what has more than 64 MiB, and an update has a thread of its own
         mallopt(M_MMAP_THRESHOLD, KEEP)
         mallopt(M_TRIM_THRESHOLD, KEEP)
 
 
-def give_back_freed_memory() -> None:
-    """Returns freed memory to the GPU and to the system, for other processes: an engine that wakes in a GPU's memory
-    takes what was free when it started. Systems other than Linux get none back."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def give_back_freed_memory(*, of_gpu: bool = True) -> None:
+    """Returns freed memory to the GPU, if `of_gpu`, and to the system, for other processes: an engine that wakes in a
+    GPU's memory takes what was free when it started. Systems other than Linux get none back."""
+    if of_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     if (malloc_trim := _glibc_function("malloc_trim")) is not None:
         malloc_trim(0)

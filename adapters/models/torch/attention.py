@@ -7,7 +7,7 @@ of a training pass or a prefill; the decoding plan lives with the engine.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -80,20 +80,29 @@ def attention_forward(
     Raises:
         ConfigurationError: the model sets a keyword that changes the result and that no plan supports.
     """
-    unknown = [name for name in RESULT_CHANGING if kwargs.get(name) is not None]
-    if kwargs.get("is_causal") is False:
-        unknown.append("is_causal=False")
-    if unknown:
-        raise ConfigurationError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which packed training does not "
-            "compute."
-        )
+    check_keywords(module, kwargs)
     if attention_plan is None:
         raise ConfigurationError("its code does not hand keywords on to its attention, which packed training needs.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     masked = None if attention_mask is None else attention_mask.window
     window = masked if sliding_window is None else min(sliding_window, masked or sliding_window)
     return attention_plan.attend(int(module.layer_idx), query, key, value, scale, window), None  # type: ignore[arg-type]
+
+
+def check_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Checks what a model hands to transformers' attention interface beside queries, keys and values.
+
+    Raises:
+        ConfigurationError: it sets a keyword that changes the result.
+    """
+    unknown = [name for name in RESULT_CHANGING if keywords.get(name) is not None]
+    if keywords.get("is_causal") is False:
+        unknown.append("is_causal=False")
+    if unknown:
+        raise ConfigurationError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which packed training does not "
+            "compute."
+        )
 
 
 def check_layers(model: Any) -> None:
@@ -126,7 +135,20 @@ def install_attention(model: Any) -> None:
     check_layers(model)
     AttentionInterface.register(ATTENTION, attention_forward)
     AttentionMaskInterface.register(ATTENTION, layer_mask)
-    model.set_attn_implementation(ATTENTION)
+    use_attention(model, ATTENTION)
+
+
+def use_attention(model: Any, name: str) -> None:
+    """Switches a language model to the attention that transformers knows by `name`; a tower of images keeps its own."""
+    text = model.config.get_text_config()
+    parts = {part: getattr(model.config, part, None) for part in model.config.sub_configs}
+    others = {part: config for part, config in parts.items() if config is not None and config is not text}
+    kept = {part: config._attn_implementation for part, config in others.items()}
+    model.set_attn_implementation({"": name, **dict.fromkeys(parts, name), **kept})
+
+
+Kernel = Callable[..., Tensor]
+"""`dense` or `varlen`."""
 
 
 class ForestAttention:
@@ -138,8 +160,15 @@ class ForestAttention:
     differ in width.
     """
 
+    dense, varlen = staticmethod(dense), staticmethod(varlen)
+    """The kernels."""
+
     def __init__(self, nodes: Sequence[Node], *, device: torch.device, dtype: torch.dtype) -> None:
         self._nodes, self._device, self._dtype = nodes, device, dtype
+
+    def has_varlen(self, query: Tensor) -> bool:
+        """Returns whether one variable-length call computes these queries."""
+        return has_varlen(query.device, query.dtype, query.shape[-1])
 
     @cached_property
     def _flat(self) -> "_FlatIndex":
@@ -160,10 +189,10 @@ class ForestAttention:
     ) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout."""
         q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        if has_varlen(query.device, query.dtype, query.shape[-1]):
-            return self._flat.attend(q_M, k_M, v_M, scaling, window).unsqueeze(0)
+        if self.has_varlen(query):
+            return self._flat.attend(self.varlen, q_M, k_M, v_M, scaling, window).unsqueeze(0)
         buckets, inverse_M = self._padded
-        outputs = [bucket.attend(q_M, k_M, v_M, scaling, window) for bucket in buckets]
+        outputs = [bucket.attend(self.dense, q_M, k_M, v_M, scaling, window) for bucket in buckets]
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return flat.index_select(0, inverse_M)[None]
 
@@ -175,18 +204,17 @@ class _Bucket:
         self.rows = len(nodes)
         self.queries = max(node.length for node in nodes)
         self.keys = max(node.keys for node in nodes)
-        start, length, prefix_start, prefix_length = torch.tensor(
-            [[n.start, n.length, n.prefix_start, n.prefix_length] for n in nodes]
-        ).unbind(1)
+        start, length, prefix_length = torch.tensor([[n.start, n.length, n.prefix_length] for n in nodes]).unbind(1)
         q = torch.arange(self.queries)[None]
         k = torch.arange(self.keys)[None]
-        in_prefix = k < prefix_length[:, None]
-        key_token = torch.where(in_prefix, prefix_start[:, None] + k, start[:, None] + k - prefix_length[:, None])
+        key_token = start[:, None].repeat(1, self.keys)
+        for row, node in enumerate(nodes):
+            key_token[row, : node.keys] = node.path()
         real_key = k < (prefix_length + length)[:, None]
         real_query = q < length[:, None]
         query_token = torch.where(real_query, start[:, None] + q, start[:, None])
         self.query_token = query_token.flatten().to(device)
-        self.key_token = torch.where(real_key, key_token, start[:, None]).flatten().to(device)
+        self.key_token = key_token.flatten().to(device)
         self.query_position = torch.where(real_query, prefix_length[:, None] + q, 0).to(device)
         self.token_M = query_token[real_query].to(device)
         self.slot_M = real_query.flatten().nonzero()[:, 0].to(device)
@@ -196,7 +224,9 @@ class _Bucket:
         self._dtype = dtype
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
-    def attend(self, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(
+        self, kernel: Kernel, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         """Returns [rows * queries, Hq, E], padding rows included."""
         heads, dim = q_M.shape[1:]
         key_heads = k_M.shape[1]
@@ -207,10 +237,10 @@ class _Bucket:
         v = v_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, width).transpose(1, 2)
         if self._causal and window is None:
             q = q.view(self.rows, self.queries, heads, dim).transpose(1, 2)
-            out = dense(q, k, v, scaling=scaling)
+            out = kernel(q, k, v, scaling=scaling)
             return out.transpose(1, 2).reshape(self.rows * self.queries, heads, width)
         q = q.permute(0, 2, 3, 1, 4).reshape(self.rows, heads // fold, fold * self.queries, dim)
-        out = dense(q, k, v, scaling=scaling, mask=self._mask(window, fold))
+        out = kernel(q, k, v, scaling=scaling, mask=self._mask(window, fold))
         out = out.view(self.rows, heads // fold, fold, self.queries, width).permute(0, 3, 1, 2, 4)
         return out.reshape(self.rows * self.queries, heads, width)
 
@@ -257,25 +287,18 @@ class _FlatIndex:
     """Nodes end to end, as the variable-length kernel takes them."""
 
     def __init__(self, nodes: Sequence[Node], device: torch.device) -> None:
-        runs = [
-            torch.cat(
-                [
-                    torch.arange(n.prefix_start, n.prefix_start + n.prefix_length),
-                    torch.arange(n.start, n.start + n.length),
-                ]
-            )
-            for n in nodes
-        ]
-        self.key_token = torch.cat(runs).to(device)
+        self.key_token = torch.cat([node.path() for node in nodes]).to(device)
         self.max_q = max(n.length for n in nodes)
         self.max_k = max(n.keys for n in nodes)
         self.cu_q = _cumulative([n.length for n in nodes], device)
         self.cu_k = _cumulative([n.keys for n in nodes], device)
 
-    def attend(self, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(
+        self, kernel: Kernel, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         """Returns [M, Hq, E]."""
         k, v = (x.index_select(0, self.key_token) for x in (k_M, v_M))
-        return varlen(q_M, k, v, self.cu_q, self.cu_k, self.max_q, self.max_k, scaling=scaling, window=window)
+        return kernel(q_M, k, v, self.cu_q, self.cu_k, self.max_q, self.max_k, scaling=scaling, window=window)
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 from attrs import frozen
 from torch import Tensor, distributed
 
+from rollgrad.adapters.models.torch.allowed_tokens import AllowedTokens
+
 CHUNK_BYTES = 64 * 2**20
 """Float32 logits held at a time, where a GPU does not hold more."""
 GPU_SHARE = 64
@@ -46,6 +48,23 @@ class VocabularyShare:
         gathered = columns_KA.new_empty(distributed.get_world_size(self.group) * rows, count)
         distributed.all_gather_into_tensor(gathered, columns_KA, group=self.group)
         return gathered.view(-1, rows, count)
+
+    def size(self, weight_VH: Tensor) -> int:
+        """Returns the number of rows of all processes, of which this one has those of `weight_VH`."""
+        if self.group is None:
+            return len(weight_VH)
+        count = torch.tensor(len(weight_VH), device=weight_VH.device)
+        self.sum(count)
+        return int(count)
+
+    def joined(self, logits_AV: Tensor, size: int) -> Tensor:
+        """Returns the logits of all `size` rows from those of each process."""
+        if self.group is None:
+            return logits_AV
+        whole = logits_AV.new_zeros(len(logits_AV), size)
+        whole[:, self.first : self.first + logits_AV.shape[1]] = logits_AV
+        self.sum(whole)
+        return whole
 
     def sum(self, tensor: Tensor) -> None:
         """Adds the tensors of the other processes, in place."""
@@ -98,6 +117,7 @@ def token_logprobs(
     form: LogitForm = PLAIN_LOGITS,
     *,
     correct: bool = False,
+    allowed: AllowedTokens | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the log-prob of each target and the entropy (nats) of softmax(logits / temperature).
 
@@ -111,13 +131,15 @@ def token_logprobs(
         form: formula of the logits.
         correct: also finds where the target is the most likely token, and the mean log-prob over the vocabulary, which
             takes two more passes over the logits.
+        allowed: the tokens that are possible in some rows, where all others have the logit minus infinity; only of a
+            whole vocabulary.
 
     Returns:
         (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias; with `correct` also correct_A,
         float32, 1 where no token is more likely than the target, else 0, and mean_A, differentiable as well.
     """
     result: tuple[Tensor, ...] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary, form, correct
+        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary, form, correct, allowed
     )
     return result
 
@@ -141,6 +163,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         vocabulary: VocabularyShare,
         form: LogitForm,
         correct: bool,
+        allowed: AllowedTokens | None,
     ) -> tuple[Tensor, ...]:
         rows = max(1, chunk_bytes(hidden.device) // (4 * weight.shape[0]))
         index, mine = vocabulary.rows(targets, len(weight))
@@ -150,6 +173,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = form.logits(hidden[part], weight, bias)
             if temperature != 1.0:
                 logits.div_(temperature)
+            if allowed is not None:
+                allowed.restrict(logits, start)
             lse = torch.logsumexp(logits, dim=-1)
             target = torch.where(mine[part], logits.gather(1, index[part, None])[:, 0], 0.0)
             found = [logits.amax(-1)] if correct else []  # before the logits are overwritten
@@ -164,6 +189,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy = ((lse - normaliser).exp() * (own + normaliser - lse.clamp(min=NO_MASS))).sum(0)
         ctx.save_for_backward(hidden, weight, bias, index, mine, normaliser, entropy)
         ctx.temperature, ctx.rows, ctx.vocabulary, ctx.form = temperature, rows, vocabulary, form
+        ctx.allowed = allowed
         ctx.set_materialize_grads(False)
         if not correct:
             return logprobs, entropy
@@ -191,6 +217,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.rows)
             logits = ctx.form.logits(hidden[part], weight, bias)
             slope = ctx.form.slope(logits)
+            if ctx.allowed is not None:
+                ctx.allowed.restrict(logits, start)
             grad = _logit_gradient(
                 logits.div_(ctx.temperature).sub_(normaliser[part, None]),
                 index[part, None],
@@ -212,7 +240,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         ctx.vocabulary.sum(grad_hidden)
         cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 5
+        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 6
 
 
 def _logit_gradient(

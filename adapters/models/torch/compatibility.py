@@ -1,10 +1,10 @@
-"""Checks that packed training computes the same as a transformers model, and finds the formula of its logits.
+"""Checks that training computes the same as a transformers model, and finds the formula of its logits.
 
 A freshly loaded model is compared with itself: its own forward pass over one sequence at a time, and a pack of
-sequences of several lengths that share a beginning. Limits in the configuration, such as sliding windows, are lowered
-meanwhile, so that short sequences exceed them. The comparison costs three forward passes of at most 40
-tokens: each reads the weights once, which for a model of 7 billion parameters in bfloat16 takes about 10 ms on a GPU
-and 1 s on a CPU.
+sequences of several lengths that share a beginning; where that differs, padded sequences. Limits in the configuration,
+such as sliding windows, are lowered meanwhile, so that short sequences exceed them. The comparison costs three forward
+passes of at most 40 tokens: each reads the weights once, which for a model of 7 billion parameters in bfloat16 takes
+about 10 ms on a GPU and 1 s on a CPU.
 Does not own: decoding, which the engine compares itself.
 """
 
@@ -18,6 +18,15 @@ from torch import Tensor
 from rollgrad.adapters.models.torch.attention import ForestAttention, backbone, check_layers, install_attention
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
 from rollgrad.adapters.models.torch.layout import prefill_layout
+from rollgrad.adapters.models.torch.padded import (
+    check_rows,
+    is_padded,
+    mark_padded,
+    padded_hidden,
+    use_fast_attention,
+    use_own_attention,
+)
+from rollgrad.adapters.models.torch.weight_shards import together
 from rollgrad.domain.errors import ConfigurationError
 
 LONG, SHORT, SHARED = 24, 16, 3
@@ -40,26 +49,66 @@ LENGTH_DEPENDENT = ("longrope", "dynamic")
 
 
 def install_and_compare(model: Any) -> None:
-    """Installs packed attention in a causal language model and compares.
+    """Installs packed attention in a causal language model and compares; a model that cannot be packed is computed
+    padded (`padded.py`), which is compared too.
 
     Raises:
-        ConfigurationError: the model cannot be packed, or its results differ; the message is a reason, which names
-            neither the model nor a setting.
+        ConfigurationError: it cannot be computed padded either; the message is a reason, which names neither the model
+            nor a setting.
         FloatingPointError: its own logits are not finite.
     """
-    check_layers(model)
     sequences = probe_tokens(model)
+    try:
+        check_layers(model)
+        with torch.no_grad(), foreign_code(), lowered_limits(model):
+            expected = own_logits(model, sequences)
+            install_attention(model)
+            compare(model, sequences, expected)
+    except ConfigurationError as error:
+        _compare_padded(model, sequences, reason=str(error))
+
+
+def _compare_padded(model: Any, sequences: Sequence[tuple[int, ...]], *, reason: str) -> None:
+    """Has a model computed padded; `reason` is why it cannot be packed."""
+    check_rows(model)
     with torch.no_grad(), foreign_code(), lowered_limits(model):
-        expected = [plain_logits(model, tokens) for tokens in sequences]
-        if not all(bool(logits_TV.isfinite().all()) for logits_TV in expected):
-            raise FloatingPointError
-        install_attention(model)
-        found = packed_logits(model, sequences)
-        gap = max(logit_gap(f_TV, e_TV) for f_TV, e_TV in zip(found, expected, strict=True))
-        allowed = allowed_gap(model, sequences, gap)
+        use_own_attention(model)
+        expected = own_logits(model, sequences)
+        mark_padded(model, reason)
+        try:
+            with foreign_code():
+                use_fast_attention(model)
+                compare(model, sequences, expected)
+        except ConfigurationError:
+            use_own_attention(model)
+            compare(model, sequences, expected)
+
+
+def own_logits(model: Any, sequences: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Returns logits_TV of each sequence by the model's own forward pass over it alone, float32.
+
+    Raises:
+        FloatingPointError: they are not finite.
+    """
+    logits = [plain_logits(model, tokens) for tokens in sequences]
+    if not all(bool(logits_TV.isfinite().all()) for logits_TV in logits):
+        raise FloatingPointError
+    return logits
+
+
+def compare(model: Any, sequences: Sequence[tuple[int, ...]], expected: Sequence[Tensor]) -> None:
+    """Compares the logits of sequences that are computed together with the `expected` ones.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding.
+    """
+    found = joint_logits(model, sequences)
+    gap = max(logit_gap(f_TV, e_TV) for f_TV, e_TV in zip(found, expected, strict=True))
+    allowed = allowed_gap(model, sequences, gap)
     if not gap <= allowed:
+        how = "padded" if is_padded(model) else "packed"
         raise ConfigurationError(
-            f"logits of packed sequences differ from its own by {gap:.2g} of their spread, more than rounding's "
+            f"logits of {how} sequences differ from its own by {gap:.2g} of their spread, more than rounding's "
             f"{allowed:.2g}."
         )
 
@@ -70,7 +119,7 @@ def allowed_gap(model: Any, sequences: Sequence[tuple[int, ...]], gap: float) ->
     dtype = next(model.parameters()).dtype
     if gap <= TOLERANCE[dtype] or dtype == torch.float32:
         return TOLERANCE[dtype]
-    exact = packed_logits(model, sequences)
+    exact = joint_logits(model, sequences)
     step = torch.finfo(dtype).eps
 
     def disturb(module: Any, inputs: Any, output: Tensor) -> Tensor:
@@ -79,7 +128,7 @@ def allowed_gap(model: Any, sequences: Sequence[tuple[int, ...]], gap: float) ->
 
     handle = model.get_input_embeddings().register_forward_hook(disturb)
     try:
-        disturbed = packed_logits(model, sequences)
+        disturbed = joint_logits(model, sequences)
     finally:
         handle.remove()
     return max(TOLERANCE[dtype], NOISE * max(map(logit_gap, disturbed, exact)))
@@ -118,8 +167,12 @@ def logit_gap(found_TV: Tensor, expected_TV: Tensor) -> float:
     return float(gap) if bool(found_TV.isfinite().all()) else float("inf")
 
 
-def packed_logits(model: Any, sequences: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def joint_logits(model: Any, sequences: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Returns logits_TV of each sequence, by one pass over all of them, which share a beginning; float32."""
+    head, form = model.get_output_embeddings(), logit_form(model)
+    if is_padded(model):
+        hidden = dict(padded_hidden(model, [torch.tensor(tokens) for tokens in sequences]))
+        return [form.logits(hidden[index], together(head.weight), head.bias) for index in range(len(sequences))]
     layout, leaves = prefill_layout(sequences)
     weight = next(model.parameters())
     hidden_MH = backbone(model)(
@@ -128,8 +181,7 @@ def packed_logits(model: Any, sequences: Sequence[tuple[int, ...]]) -> list[Tens
         use_cache=False,
         attention_plan=ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype),
     ).last_hidden_state[0]
-    head = model.get_output_embeddings()
-    logits_MV = logit_form(model).logits(hidden_MH, head.weight, head.bias)
+    logits_MV = form.logits(hidden_MH, together(head.weight), head.bias)
     beginning = range(SHARED)
     return [logits_MV[[*beginning, *range(leaf.start, leaf.start + leaf.length)]] for leaf in leaves]
 

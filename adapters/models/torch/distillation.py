@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from rollgrad.adapters.models.torch import chunked_logprobs
-from rollgrad.adapters.models.torch.chunked_logprobs import NO_CHANCE, LogitForm
+from rollgrad.adapters.models.torch.chunked_logprobs import NO_CHANCE, WHOLE_VOCABULARY, LogitForm, VocabularyShare
 from rollgrad.adapters.models.torch.compatibility import logit_form
 from rollgrad.domain.algorithms.losses.distillation import divergence, with_rest
 from rollgrad.domain.batches.packed import PackedBatch
@@ -80,17 +80,17 @@ class KeptTeacher:
 
     settings: DistillationSettings
 
-    def targets(self, batch: PackedBatch, device: torch.device) -> Targets:
-        """Returns the targets at the action tokens of a batch.
+    def targets(self, batch: PackedBatch, actions_B: Tensor) -> Targets:
+        """Returns the targets at those action tokens of a batch that have the indices `actions_B`, on its device.
 
         Raises:
             ValueError: it has no predictions.
         """
-        mask_N = batch.action_mask_N
-        ids_AK = batch.filled("teacher_ids_NK")[mask_N].to(device, torch.int64)
+        places_B = batch.action_mask_N.nonzero()[:, 0][actions_B.to(batch.tokens_N.device)]
+        ids_BK = batch.filled("teacher_ids_NK")[places_B].to(actions_B.device, torch.int64)
         # Rounding to float16 left them without a sum of 1.
-        logprobs_AB = batch.filled("teacher_logprobs_NK")[mask_N].to(device).float().log_softmax(1)
-        return lambda part: Target(logprobs_AB=logprobs_AB[part], ids_AK=ids_AK[part])
+        logprobs_BK = batch.filled("teacher_logprobs_NK")[places_B].to(actions_B.device).float().log_softmax(1)
+        return lambda part: Target(logprobs_AB=logprobs_BK[part], ids_AK=ids_BK[part])
 
 
 def teacher_target(logits_AV: Tensor, settings: DistillationSettings) -> Target:
@@ -110,10 +110,11 @@ def distilled_logprobs(
     teacher: Targets,
     settings: DistillationSettings,
     form: LogitForm,
+    temperature: float = 1.0,
+    vocabulary: VocabularyShare = WHOLE_VOCABULARY,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (logprobs_A, entropy_A, correct_A, divergence_A), float32: the first three as `token_logprobs` does at
-    the temperature 1, and the divergence from the teacher in nats. All but correct_A are differentiable in hidden,
-    weight and bias.
+    """Returns (logprobs_A, entropy_A, correct_A, divergence_A), float32: the first three as `token_logprobs` does, and
+    the divergence from the teacher in nats. All but correct_A are differentiable in hidden, weight and bias.
 
     Args:
         hidden_AH: hidden states, in the compute dtype.
@@ -123,9 +124,12 @@ def distilled_logprobs(
         teacher: gives the teacher's log-probs, of no more tokens than the student has; those are compared.
         settings: of the divergence.
         form: formula of the student's logits.
+        temperature: of the log-probs and the entropy; `settings` has that of the divergence.
+        vocabulary: the rows of the vocabulary in `weight_VH` and `bias_V`. A chunk of logits is put together in each
+            process, because a divergence reads whole distributions.
     """
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _ChunkedDivergence.apply(  # type: ignore[no-untyped-call]
-        hidden_AH, weight_VH, bias_V, targets_A, teacher, settings, form
+        hidden_AH, weight_VH, bias_V, targets_A, teacher, settings, form, temperature, vocabulary
     )
     return result
 
@@ -141,17 +145,21 @@ class _ChunkedDivergence(torch.autograd.Function):
         teacher: Targets,
         settings: DistillationSettings,
         form: LogitForm,
+        temperature: float,
+        vocabulary: VocabularyShare,
     ) -> tuple[Tensor, ...]:
-        rows = max(1, chunked_logprobs.chunk_bytes(hidden.device) // (4 * TEMPORARIES * weight.shape[0]))
+        size = vocabulary.size(weight)
+        rows = max(1, chunked_logprobs.chunk_bytes(hidden.device) // (4 * TEMPORARIES * size))
         columns = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = form.logits(hidden[part], weight, bias)
+            logits = vocabulary.joined(form.logits(hidden[part], weight, bias), size)
             correct = (logits.gather(1, targets[part, None])[:, 0] >= logits.amax(1)).float()
-            logprobs, entropy, divergences = _columns(logits, targets[part], teacher(part), settings)
+            logprobs, entropy, divergences = _columns(logits, targets[part], teacher(part), settings, temperature)
             columns[:, part] = torch.stack([logprobs, entropy, correct, divergences])
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.rows, ctx.teacher, ctx.settings, ctx.form = rows, teacher, settings, form
+        ctx.rows, ctx.teacher, ctx.settings, ctx.form, ctx.temperature = rows, teacher, settings, form, temperature
+        ctx.vocabulary, ctx.size = vocabulary, size
         found = columns.unbind(0)
         ctx.mark_non_differentiable(found[2])
         return found
@@ -163,32 +171,37 @@ class _ChunkedDivergence(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         pulls = (grads[0], grads[1], grads[3])
+        own = slice(ctx.vocabulary.first, ctx.vocabulary.first + len(weight))
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
-            logits = ctx.form.logits(hidden[part], weight, bias).detach().requires_grad_()
+            logits = ctx.vocabulary.joined(ctx.form.logits(hidden[part], weight, bias), ctx.size)
+            logits = logits.detach().requires_grad_()
             with torch.enable_grad():
-                columns = _columns(logits, targets[part], ctx.teacher(part), ctx.settings)
+                columns = _columns(logits, targets[part], ctx.teacher(part), ctx.settings, ctx.temperature)
             (grad,) = torch.autograd.grad(columns, logits, [pull[part] for pull in pulls])
-            grad = grad.mul_(ctx.form.slope(logits.detach())).to(weight.dtype)
+            grad = grad.mul_(ctx.form.slope(logits.detach()))[:, own].to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+        ctx.vocabulary.sum(grad_hidden)
         cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 4
+        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 6
 
 
-def _columns(logits: Tensor, targets: Tensor, target: Target, settings: DistillationSettings) -> tuple[Tensor, ...]:
+def _columns(
+    logits: Tensor, targets: Tensor, target: Target, settings: DistillationSettings, temperature: float
+) -> tuple[Tensor, ...]:
     """Returns (logprobs_A, entropy_A, divergence_A) of a chunk."""
-    own = _log_softmax(logits, 1.0)
+    own = _log_softmax(logits, temperature)
     logprobs = own.gather(1, targets[:, None])[:, 0]
     entropy = -(own.exp() * own).sum(1)
     teacher = target.logprobs_AB
     if target.ids_AK is not None:
-        scaled = own if settings.temperature == 1.0 else _log_softmax(logits, settings.temperature)
+        scaled = own if settings.temperature == temperature else _log_softmax(logits, settings.temperature)
         return logprobs, entropy, divergence(teacher, with_rest(scaled.gather(1, target.ids_AK)), beta=settings.beta)
-    if settings.temperature != 1.0 or teacher.shape[1] < logits.shape[1]:
+    if settings.temperature != temperature or teacher.shape[1] < logits.shape[1]:
         own = _log_softmax(logits[:, : teacher.shape[1]], settings.temperature)
     return logprobs, entropy, divergence(teacher, own, beta=settings.beta)
 

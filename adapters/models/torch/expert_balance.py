@@ -1,31 +1,36 @@
-"""The load-balancing loss of a mixture of experts (Fedus et al. 2021, "Switch Transformers", equations 4 to 6):
-experts x sum over experts of (share of tokens sent to it) x (mean probability of sending a token to it).
+"""Two losses of a mixture's routers: the load-balancing loss (Fedus et al. 2021, "Switch Transformers", equations 4 to
+6), experts x sum over experts of (share of tokens sent to it) x (mean probability of sending a token to it); and the
+z-loss (Zoph et al. 2022, "ST-MoE", arXiv:2202.08906, equation 5), the mean of logsumexp(router logits)^2, which keeps
+logits small.
 
 Means are over the tokens of a whole optimizer step and all layers. A product of two means is not a sum over parts of a
-step; but the shares have no gradient, and once they are known the loss is a sum over tokens. So any split of the same
-samples gives the same gradient: that of transformers' `load_balancing_loss_func` for the step as one padded batch.
+step; but the shares have no gradient, and once they are known both losses are sums over tokens. So any split of the
+same samples gives the same gradient: that of transformers' `load_balancing_loss_func` and `router_z_loss_func` for the
+step as one padded batch.
 
 The shares count the experts that were chosen, whatever the rule: some routers add a correction to the probabilities or
 choose among groups. The probabilities are those of softmax(router logits).
 Does not own: routers, nor how many experts a token is sent to.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.attention import ForestAttention, backbone
 from rollgrad.adapters.models.torch.layout import Layout, Node
+from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
 
 
-def check_routers(model: Any, coef: float) -> None:
+def check_routers(model: Any, coefs: Mapping[str, float]) -> None:
     """Checks by a forward pass of two tokens that `model`, with packed attention installed, has routers whose choices
-    can be observed.
+    can be observed; `coefs` are the weights of the losses that need them, by name.
 
     Raises:
         ConfigurationError: it has no such routers.
@@ -35,19 +40,20 @@ def check_routers(model: Any, coef: float) -> None:
     if "router_logits" in recorded and hasattr(model.config, "num_experts_per_tok"):
         device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
         with torch.no_grad(), chosen_experts(model) as chosen:
+            nodes = [Node(0, 2)]
+            packed = {} if is_padded(model) else {"attention_plan": ForestAttention(nodes, device=device, dtype=dtype)}
             logits = backbone(model)(
                 input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device),
-                position_ids=torch.arange(2, device=device)[None],
                 use_cache=False,
-                attention_plan=ForestAttention([Node(0, 2)], device=device, dtype=dtype),
                 output_router_logits=True,
+                **packed,
             ).router_logits
         if chosen and len(chosen) == len(logits):
             return
         problem = "does not show which experts its routers choose"
-    raise ConfigurationError(
-        f"actor.aux_loss_coef is {coef}, but {type(model).__name__} {problem}: leave --actor.aux_loss_coef out."
-    )
+    given = " and ".join(f"actor.{name}_coef is {coef}" for name, coef in coefs.items())
+    flags = " and ".join(f"--actor.{name}_coef" for name in coefs)
+    raise ConfigurationError(f"{given}, but {type(model).__name__} {problem}: leave {flags} out.")
 
 
 @contextmanager
@@ -81,22 +87,33 @@ def token_counts(layout: Layout, batch: PackedBatch) -> Tensor:
     return torch.zeros(len(layout.tokens_M)).index_add_(0, layout.index_N, weighs_N)
 
 
-def routed(logits: Sequence[Tensor], chosen: Sequence[Tensor], counts_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns tokens_E, the number of tokens sent to each expert, and probabilities_E, the sum of the probabilities of
-    sending one there, which has a gradient; both over all layers, float32. For each layer `logits` are [M, E], and the
-    chosen experts `chosen` are [M, K]."""
+def routed(logits: Sequence[Tensor], chosen: Sequence[Tensor], counts_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tokens_E, the number of tokens sent to each expert, and with gradients probabilities_E, the sum of the
+    probabilities of sending one there, and the sum of logsumexp(logits)^2, a scalar; all over all layers, float32. For
+    each layer `logits` are [M, E], and the chosen experts `chosen` are [M, K]."""
     tokens_E = torch.zeros(logits[0].shape[-1], device=logits[0].device)
     probabilities_E = torch.zeros_like(tokens_E)
+    squares = tokens_E.new_zeros(())
     counts_M = counts_M.to(tokens_E.device)
     for layer_ME, experts_MK in zip(logits, chosen, strict=True):
-        layer_ME = layer_ME.reshape(len(counts_M), -1)
+        layer_ME = layer_ME.reshape(len(counts_M), -1).float()
         counts_MK = counts_M[:, None].expand(experts_MK.shape)
         tokens_E = tokens_E.index_add(0, experts_MK.flatten(), counts_MK.flatten())
-        probabilities_E = probabilities_E + counts_M @ layer_ME.float().softmax(-1)
-    return tokens_E, probabilities_E
+        probabilities_E = probabilities_E + counts_M @ layer_ME.softmax(-1)
+        squares = squares + counts_M @ layer_ME.logsumexp(-1).square()
+    return tokens_E, probabilities_E, squares
 
 
-def balance_weights(tokens_E: Tensor, per_token: int) -> Tensor:
-    """Returns weights_E of the whole step; the loss is the sum of weights_E x probabilities_E, for a step or a part."""
-    rows = tokens_E.sum().clamp(min=1) / per_token
-    return len(tokens_E) * (tokens_E / rows) / rows
+@frozen(eq=False)
+class StepRouting:
+    """The routing of a whole optimizer step: `tokens_E`, the number of tokens sent to each expert over all layers and
+    processes, and the number of experts `per_token`."""
+
+    tokens_E: Tensor
+    per_token: int
+
+    def losses(self, probabilities_E: Tensor, squares: Tensor) -> dict[str, Tensor]:
+        """Returns the share that a part of the step has in each loss, by name, from what `routed` says of the part."""
+        tokens = self.tokens_E.sum().clamp(min=1) / self.per_token  # each counts once a layer
+        weights_E = len(self.tokens_E) * (self.tokens_E / tokens) / tokens
+        return {"aux_loss": (weights_E * probabilities_E).sum(), "router_z_loss": squares / tokens}

@@ -1,21 +1,23 @@
 """Modules that compute a whole packed batch in one call.
 
 One forward pass takes a micro-batch as a single row of distinct tokens (`layout.py`), attends through a plan
-(`attention.py`) and evaluates the vocabulary at action positions only (`chunked_logprobs.py`). Tokens may be divided
-over several
-processes (`sequence_parallel.py`), each of which then gets the results of all.
+(`attention.py`), or has a row for each sequence where the model cannot be packed (`padded.py`), and evaluates the
+vocabulary at action positions only (`chunked_logprobs.py`). Tokens may be divided over several processes
+(`sequence_parallel.py`), each of which then gets the results of all.
 Does not own: losses, batching, nor gradients.
 """
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from rollgrad.adapters.models.torch.attention import ForestAttention, backbone
+from rollgrad.adapters.models.torch.allowed_tokens import AllowedTokens, allowed_tokens
+from rollgrad.adapters.models.torch.attention import backbone
 from rollgrad.adapters.models.torch.chunked_logprobs import PLAIN_LOGITS, WHOLE_VOCABULARY, LogitForm, token_logprobs
 from rollgrad.adapters.models.torch.compatibility import check_positions, logit_form
 from rollgrad.adapters.models.torch.distillation import (
@@ -26,15 +28,20 @@ from rollgrad.adapters.models.torch.distillation import (
     distilled_logprobs,
 )
 from rollgrad.adapters.models.torch.expert_balance import chosen_experts, routed, token_counts
-from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.image_attention import make_plan
+from rollgrad.adapters.models.torch.images import batch_positions, run_body
+from rollgrad.adapters.models.torch.layout import Layout, build_layout
+from rollgrad.adapters.models.torch.padded import is_padded, padded_layout, padded_outputs
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, sequence_group
 from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.errors import ConfigurationError
 
 
 @frozen(kw_only=True, eq=False)
 class ActionRows:
     """The action tokens that this process computes, on the model's device: `actions_B`, their indices among all
-    `count`; `hidden_BH`, the hidden states that are read for them; `targets_B`, the tokens themselves."""
+    `count`; `hidden_BH`, the hidden states that are read for them; `targets_B`, the tokens that are predicted there:
+    themselves, unless the batch asks for others."""
 
     hidden_BH: Tensor
     targets_B: Tensor
@@ -50,35 +57,57 @@ def action_hidden(
     """Returns the model's last hidden states of `batch`, which every process of `group` has.
 
     Args:
-        model: with packed attention installed.
+        model: with packed attention installed, or computed padded.
         batch: the tokens.
         group: the processes that share them.
         routing: whether the routers' choices are returned too; needs a group of one.
         back: how many tokens before an action token its hidden state is read: 1 is the state that predicts it, 0 the
             state after it.
     """
-    weight = next(model.parameters())
-    layout = group.padded(build_layout(batch))
     check_positions(model, int(batch.lengths_S.max()))
-    plan = ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype)
+    padded = is_padded(model)
+    layout = padded_layout(model, batch) if padded else group.padded(build_layout(batch))
     recorded: AbstractContextManager[list[Tensor]] = chosen_experts(model) if routing else nullcontext([])
+    settings = {"output_router_logits": True} if routing else {}
     with recorded as chosen:
-        output = backbone(model)(
-            input_ids=group.share(layout.tokens_M)[None].to(weight.device),
-            position_ids=group.share(layout.positions_M)[None].to(weight.device),
-            use_cache=False,
-            attention_plan=group.plan(plan, len(layout.tokens_M), weight.device),
-            **({"output_router_logits": True} if routing else {}),
+        outputs = (
+            [*padded_outputs(model, layout, **settings)]
+            if padded
+            else [_packed_output(model, batch, layout, group, settings)]
         )
-    hidden_CH = output.last_hidden_state[0]
+    hidden_CH = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])
     action_A = batch.action_mask_N.nonzero()[:, 0]
     actions_B, rows_B = group.actions(layout.index_N[action_A - back])
     return ActionRows(
-        hidden_BH=hidden_CH.index_select(0, rows_B.to(weight.device)),
-        targets_B=batch.tokens_N[action_A[actions_B]].to(weight.device),
-        actions_B=actions_B.to(weight.device),
+        hidden_BH=hidden_CH.index_select(0, rows_B.to(hidden_CH.device)),
+        targets_B=batch.predicted_N[action_A[actions_B]].to(hidden_CH.device),
+        actions_B=actions_B.to(hidden_CH.device),
         count=len(action_A),
-        routing=routed(output.router_logits, chosen, token_counts(layout, batch)) if routing else (),
+        routing=_routing(outputs, chosen, token_counts(layout, batch)) if routing else (),
+    )
+
+
+def _routing(outputs: Sequence[Any], chosen: Sequence[Tensor], counts_M: Tensor) -> tuple[Tensor, ...]:
+    """Returns the result of `expert_balance.routed` for all passes of a batch together."""
+    layers = len(outputs[0].router_logits)
+    logits = [torch.cat([output.router_logits[layer].flatten(0, -2) for output in outputs]) for layer in range(layers)]
+    return routed(logits, [torch.cat([*chosen[layer::layers]]) for layer in range(layers)], counts_M)
+
+
+def _packed_output(
+    model: Any, batch: PackedBatch, layout: Layout, group: SequenceGroup, settings: Mapping[str, Any]
+) -> Any:
+    """Returns the output of the model's backbone for this process's tokens of a layout, as one row."""
+    if layout.images and group.size > 1:
+        raise ConfigurationError("Images cannot be divided over processes: leave out --ds.sequence_parallel_size.")
+    positions = batch_positions(model, batch, layout)
+    return run_body(
+        model,
+        group.share(layout.tokens_M)[None],
+        group.share(layout.positions_M)[None] if positions is None else positions,
+        group.plan(make_plan(model, layout), len(layout.tokens_M), next(model.parameters()).device),
+        layout.images,
+        **settings,
     )
 
 
@@ -90,11 +119,11 @@ def scatter(values_A: Tensor, batch: PackedBatch) -> Tensor:
 
 class PackedLM(nn.Module):
     """A causal language model over packed batches. `forward(batch)` returns (logprobs_A, entropy_A) of the action
-    tokens under softmax(logits / temperature), float32; `forward(batch, True)` also (tokens_E, probabilities_E) of its
-    routers, as `expert_balance.routed` computes them. With `correct` there are two more columns of action tokens:
-    1 where the token is the most likely one, else 0, and the mean log-prob over the vocabulary. With a `teacher` the
-    columns are those of `distilled_logprobs`. With `outcomes`, two token ids, they are those of `OutcomeScorer` after
-    each action token.
+    tokens under softmax(logits / temperature), float32; `forward(batch, True)` also (tokens_E, probabilities_E,
+    squares) of its routers, as `expert_balance.routed` computes them. With `correct` there are two more columns of
+    action tokens: 1 where the token is the most likely one, else 0, and the mean log-prob over the vocabulary. With a
+    `teacher` the columns are those of `distilled_logprobs`. With `outcomes`, two token ids, they are those of
+    `OutcomeScorer` after each action token.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
@@ -113,6 +142,8 @@ class PackedLM(nn.Module):
         self.model = model
         self._teacher = teacher
         self._group = sequence_group(model)
+        if isinstance(teacher, Teacher):
+            sequence_group(teacher.model)  # refuses one with too few heads
         head, form = model.get_output_embeddings(), logit_form(model)
         self.scorer = (
             Scorer(head, temperature, form, correct=correct)
@@ -123,20 +154,22 @@ class PackedLM(nn.Module):
     def forward(self, batch: PackedBatch, routing: bool = False) -> tuple[Tensor, ...]:
         """Returns the log-probs and entropies of the action tokens, with `routing` also the routers' counts."""
         rows = action_hidden(self.model, batch, self._group, routing=routing, back=self._back)
-        taught = () if self._teacher is None else (self._targets(batch, self._teacher), self._teacher.settings)
-        columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught)
+        taught = () if self._teacher is None else (self._targets(batch, rows, self._teacher), self._teacher.settings)
+        allowed = allowed_tokens(self.model, batch, rows.hidden_BH.device)
+        columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught, allowed=allowed)
         return *self._group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
 
-    def _targets(self, batch: PackedBatch, teacher: Teacher | KeptTeacher) -> Targets:
-        """Returns what the teacher says at the batch's action tokens."""
+    def _targets(self, batch: PackedBatch, rows: ActionRows, teacher: Teacher | KeptTeacher) -> Targets:
+        """Returns what the teacher says at the action tokens that this process computes."""
         if isinstance(teacher, KeptTeacher):
-            return teacher.targets(batch, self.scorer.head.weight.device)
+            return teacher.targets(batch, rows.actions_B)
         return live_targets(teacher, batch, self._group, self.model.config.get_text_config().vocab_size)
 
 
 @torch.no_grad()
 def live_targets(teacher: Teacher, batch: PackedBatch, group: SequenceGroup, size: int) -> Targets:
-    """Returns what the teacher says at the batch's action tokens, among the first `size` tokens of the vocabulary."""
+    """Returns what the teacher says at the action tokens that this process of `group` computes, among the first `size`
+    tokens of the vocabulary."""
     return teacher.targets(action_hidden(teacher.model, batch, group).hidden_BH, size)
 
 
@@ -164,12 +197,24 @@ class Scorer(nn.Module):
         targets_A: Tensor,
         teacher: Targets | None = None,
         settings: DistillationSettings | None = None,
+        *,
+        allowed: AllowedTokens | None = None,
     ) -> tuple[Tensor, ...]:
         """Returns (logprobs_A, entropy_A), and (correct_A, mean_A) if they were asked for; with a `teacher` the columns
-        of `distilled_logprobs`."""
+        of `distilled_logprobs`. Where only some tokens were `allowed`, the first two are of these."""
         head = self.head
         if teacher is not None and settings is not None:
-            return distilled_logprobs(hidden_AH, head.weight, head.bias, targets_A, teacher, settings, self._form)
+            return distilled_logprobs(
+                hidden_AH,
+                head.weight,
+                head.bias,
+                targets_A,
+                teacher,
+                settings,
+                self._form,
+                self._temperature,
+                self.vocabulary,
+            )
         return token_logprobs(
             hidden_AH,
             head.weight,
@@ -179,6 +224,7 @@ class Scorer(nn.Module):
             self.vocabulary,
             self._form,
             correct=self._correct,
+            allowed=allowed,
         )
 
 
@@ -189,15 +235,28 @@ class OutcomeScorer(Scorer):
         super().__init__(head, 1.0, form)
         self._outcomes = outcomes
 
-    def forward(self, hidden_AH: Tensor, targets_A: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    def forward(self, hidden_AH: Tensor, targets_A: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
         """Returns (logprobs_A, entropy_A, odds_A) of the softmax of the two logits: the log-prob of the first, the
         entropy, and the difference of the logits, in float32."""
+        odds_A = self._odds(hidden_AH) if self.vocabulary.group is None else self._odds_of_shares(hidden_AH)
+        first_A, second_A = logsigmoid(odds_A), logsigmoid(-odds_A)
+        return first_A, -(first_A.exp() * first_A + second_A.exp() * second_A), odds_A
+
+    def _odds(self, hidden_AH: Tensor) -> Tensor:
         index = torch.tensor(self._outcomes, device=hidden_AH.device)
         rows, bias = self.head.weight[index].float(), self.head.bias
         logits_A2 = self._form.logits(hidden_AH.float(), rows, None if bias is None else bias[index].float())
-        odds_A = logits_A2[:, 0] - logits_A2[:, 1]
-        first_A, second_A = logsigmoid(odds_A), logsigmoid(-odds_A)
-        return first_A, -(first_A.exp() * first_A + second_A.exp() * second_A), odds_A
+        return logits_A2[:, 0] - logits_A2[:, 1]
+
+    def _odds_of_shares(self, hidden_AH: Tensor) -> Tensor:
+        """Returns the odds where processes divide the vocabulary: the difference of two log-probs, whose normaliser is
+        the same."""
+        count, form = len(hidden_AH), evolve(self._form, float32=True)
+        targets = torch.tensor(self._outcomes, device=hidden_AH.device).repeat_interleave(count)
+        logprobs, _ = token_logprobs(
+            hidden_AH.repeat(2, 1), self.head.weight, self.head.bias, targets, 1.0, self.vocabulary, form
+        )
+        return logprobs[:count] - logprobs[count:]
 
 
 class PackedValue(nn.Module):

@@ -135,3 +135,30 @@ def dense(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Te
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+def dense_with_logsumexp(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns attention [B, H, Q, E] as `dense` does where query and key have as many heads, and the log of the sum of
+    its exponentiated scores [B, H, Q], float32 or the query's format if that is wider, by which attention to parts of
+    the keys is combined. Where the mask hides all keys of a query, both are arbitrary.
+
+    The kernels are those of `scaled_dot_product_attention`, which computes this sum and does not return it.
+    """
+    if query.is_cuda and query.shape[3] % HEAD_STEP == value.shape[3] % HEAD_STEP == 0 and query.dtype != torch.float64:
+        # The mask is widened without a copy, and sums are padded to a multiple of queries.
+        shape = (*query.shape[:3], key.shape[2])
+        out, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask.expand(shape), compute_log_sumexp=True, scale=scaling
+        )
+        return out, sums.narrow(2, 0, query.shape[2])
+    if query.device.type == "cpu" and query.shape[3] == value.shape[3]:
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=mask, scale=scaling
+        )
+        return out, sums
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = scaling * (query.to(wide) @ key.to(wide).transpose(2, 3)) + mask
+    sums = scores.logsumexp(3)
+    return ((scores - sums[..., None]).exp() @ value.to(wide)).to(query.dtype), sums

@@ -1,78 +1,108 @@
-"""Layout of a packed batch for one forward pass: every prompt once, however many samples share it.
+"""Layout of a packed batch for one forward pass: what sequences of a group begin with alike once.
 
-A prompt's hidden states do not depend on what follows, so the samples of a group need one copy of it. The layout is
-a forest of depth two: a *node* is a run of tokens whose queries attend to the node's own tokens and to those of its
-prefix. The forward pass then costs sum(prompts) + sum(responses) tokens instead of sum(prompt + response), with the
-same gradient. For example, 8 samples of 100 tokens after one prompt of 300 cost 300 + 8 x 100 = 1,100 tokens, not
-3,200.
+A token's hidden state does not depend on what follows, so sequences that are equal up to some token need one copy of
+it: the prompt of n samples, or the history that branches of a rollout share. The layout is a forest of tries: a *node*
+is a run of tokens whose queries attend to the node's own tokens and to those of its prefix, wherever these lie. The
+forward pass then costs the tokens of the tries instead of the sum of the sequences' lengths, with the same gradient.
+For example, 8 samples of 100 tokens after one prompt of 300 cost 300 + 8 x 100 = 1,100 tokens, not 3,200.
 
-Does not own: attention itself (`attention.py`).
+Does not own: which tokens are shared (`domain.batches.prefixes`), nor attention itself (`attention.py`).
 """
 
 from collections.abc import Sequence
 
 from attrs import frozen
-from torch import Tensor, arange, cat, empty, equal, int64, tensor
+from torch import Tensor, arange, cat, empty_like, tensor
 
 from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.prefixes import shared_prefixes
+from rollgrad.domain.episodes.images import PlacedImage, PlacedImages
+
+Span = tuple[int, int]
+"""First token of a run of distinct tokens, and its length."""
 
 
 @frozen
 class Node:
-    """`length` queries from `start`; their keys are `prefix_length` tokens from `prefix_start`, then their own."""
+    """`length` queries from `start`; their keys are the tokens of `prefix`, in its order, then their own."""
 
     start: int
     length: int
-    prefix_start: int = 0
-    prefix_length: int = 0
+    prefix: tuple[Span, ...] = ()
+
+    @property
+    def prefix_length(self) -> int:
+        """Number of tokens of the prefix."""
+        return sum(length for _, length in self.prefix)
 
     @property
     def keys(self) -> int:
         """Length of the whole path."""
         return self.prefix_length + self.length
 
+    def path(self) -> Tensor:
+        """Returns the index in M of each key."""
+        return cat([arange(start, start + length) for start, length in (*self.prefix, (self.start, self.length))])
+
 
 @frozen(kw_only=True, eq=False)
 class Layout:
     """`M` distinct tokens standing for the `N` of a batch.
 
-    `tokens_M`, `positions_M` int64; `index_N`: index in M of each token of the batch; `nodes` tile M.
+    `tokens_M`, `positions_M` int64; `index_N`: index in M of each token of the batch; `nodes` tile M; `images` are
+    those that stand among the tokens of M.
     """
 
     tokens_M: Tensor
     positions_M: Tensor
     index_N: Tensor
     nodes: tuple[Node, ...]
+    images: PlacedImages = ()
 
 
 def build_layout(batch: PackedBatch) -> Layout:
-    """Lays out a batch; neighbouring sequences of one group share their prompt if it is the same token for token."""
-    tokens, index = [], []
-    nodes: list[Node] = []
-    size = 0
-    shared = empty(0, dtype=int64)
-    shared_group, shared_start = None, 0
+    """Lays out a batch, what sequences of one group begin with alike once."""
+    prefixes = shared_prefixes(batch)
     starts, lengths = batch.starts_S.tolist(), batch.lengths_S.tolist()
-    prompt_lengths, groups = batch.prompt_lengths_S.tolist(), batch.group_ids_S.tolist()
-    for start, length, prompt_length, group in zip(starts, lengths, prompt_lengths, groups, strict=True):
-        prompt = batch.tokens_N[start : start + prompt_length]
-        if group != shared_group or not equal(prompt, shared):
-            shared, shared_group, shared_start = prompt, group, size
-            tokens.append(prompt)
-            nodes.append(Node(size, prompt_length))
-            size += prompt_length
-        response_length = length - prompt_length
-        index.append(arange(shared_start, shared_start + prompt_length))
-        if response_length:
-            tokens.append(batch.tokens_N[start + prompt_length : start + length])
-            nodes.append(Node(size, response_length, shared_start, prompt_length))
-            index.append(arange(size, size + response_length))
-            size += response_length
-    positions = [arange(node.prefix_length, node.keys) for node in nodes]
-    return Layout(tokens_M=cat(tokens), positions_M=cat(positions), index_N=cat(index), nodes=tuple(nodes))
+    index_N = empty_like(batch.tokens_N)
+    nodes: list[Node] = []
+    tokens, positions = [], []
+    images: list[PlacedImage] = []
+    path: tuple[Span, ...] = ()
+    size = 0
+    for sequence, shared in zip(prefixes.order, prefixes.shared, strict=True):
+        start, stop = starts[sequence], starts[sequence] + lengths[sequence]
+        path = _beginning(path, shared)
+        if own := lengths[sequence] - shared:
+            nodes.append(Node(size, own, path))
+            tokens.append(batch.tokens_N[start + shared : stop])
+            positions.append(arange(shared, shared + own))
+            images += [p.moved(size - shared) for p in batch.images_of(sequence) if p.start >= shared]
+            path = (*path, (size, own))
+            size += own
+        index_N[start:stop] = cat([arange(first, first + length) for first, length in path])
+    return Layout(
+        tokens_M=cat(tokens),
+        positions_M=cat(positions),
+        index_N=index_N,
+        nodes=tuple(nodes),
+        images=tuple(images),
+    )
 
 
-def prefill_layout(prompts: Sequence[tuple[int, ...]]) -> tuple[Layout, list[Node]]:
+def _beginning(path: Sequence[Span], tokens: int) -> tuple[Span, ...]:
+    """Returns the first `tokens` of a path."""
+    spans: list[Span] = []
+    for start, length in path:
+        if tokens:
+            spans.append((start, min(length, tokens)))
+            tokens -= spans[-1][1]
+    return tuple(spans)
+
+
+def prefill_layout(
+    prompts: Sequence[tuple[int, ...]], images: Sequence[PlacedImages] = ()
+) -> tuple[Layout, list[Node]]:
     """Lays out independent prompts; their common beginning (a system prompt, a template's opening) is laid out once.
 
     Returns:
@@ -80,15 +110,23 @@ def prefill_layout(prompts: Sequence[tuple[int, ...]]) -> tuple[Layout, list[Nod
         of each prompt is its own.
     """
     shared = _common_prefix(prompts) if len(prompts) > 1 else 0
+    # Equal tokens before an image, but not equal images.
+    shared = min([shared, *(placed.start for own in images for placed in own[:1])])
     nodes = [Node(0, shared)] if shared else []
     tokens, size, leaves = list(prompts[0][:shared]), shared, []
     for prompt in prompts:
-        leaves.append(Node(size, len(prompt) - shared, 0, shared))
+        leaves.append(Node(size, len(prompt) - shared, ((0, shared),) if shared else ()))
         tokens.extend(prompt[shared:])
         size += len(prompt) - shared
     nodes.extend(leaves)
     positions = [arange(node.prefix_length, node.keys) for node in nodes]
-    layout = Layout(tokens_M=tensor(tokens), positions_M=cat(positions), index_N=arange(size), nodes=tuple(nodes))
+    layout = Layout(
+        tokens_M=tensor(tokens),
+        positions_M=cat(positions),
+        index_N=arange(size),
+        nodes=tuple(nodes),
+        images=tuple(p.moved(leaf.start - shared) for leaf, own in zip(leaves, images, strict=False) for p in own),
+    )
     return layout, leaves
 
 

@@ -1,4 +1,4 @@
-"""Loads transformers models for packed training, with errors a user can act on."""
+"""Loads transformers models for training, with errors a user can act on."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +8,10 @@ import torch
 
 from rollgrad.adapters.models.torch.allocator import keep_freed_memory
 from rollgrad.adapters.models.torch.compatibility import install_and_compare, usable_positions
+from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.quantised import finish_loading, four_bits
+from rollgrad.adapters.models.torch.saving import PROCESSOR_FILES
+from rollgrad.adapters.models.torch.weight_shards import Shard, sharded_loading, whole_layers
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 
@@ -40,8 +43,10 @@ def load_causal_lm(
     load_in_4bit: bool = False,
     float32_head: bool = False,
     headless: bool = False,
+    shard: Shard | None = None,
 ) -> Any:
-    """Returns an `AutoModelForCausalLM` in eval mode with packed attention installed.
+    """Returns a causal language model in eval mode with packed attention installed, or computed padded; it may see
+    images, too.
 
     Args:
         name_or_path: hub name or directory.
@@ -51,24 +56,26 @@ def load_causal_lm(
         load_in_4bit: its linear layers but the head are quantised (`quantised.py`), and cannot be trained.
         float32_head: its logits are computed in float32.
         headless: its files need not have an output embedding, which is not used.
+        shard: divides the weights over processes, each of which then reads its own share alone; not of a model in 4
+            bits. All processes must load it together.
 
     Raises:
         CheckpointError: there is no such model, it cannot be read, lacks weights, is quantised, or it is adapters to
             another one.
-        ConfigurationError: packed training cannot compute what the model computes, or it has no 4-bit form.
+        ConfigurationError: sequences computed together differ from the model's own results, or it has no 4-bit form.
         MissingExtraError: quantising needs a package that is not installed.
     """
-    from transformers import AutoModelForCausalLM
-
-    if device.type == "cpu":
+    if device.type == "cpu" and shard is None:  # each layer that is put together would leave memory that is kept
         keep_freed_memory()
     quantised = four_bits(dtype, device) if load_in_4bit else {}
-    model, info = _from_pretrained(
-        AutoModelForCausalLM, name_or_path, flag, dtype=dtype, output_loading_info=True, **quantised
-    )
+    factory = _factory(name_or_path, flag)
+    with sharded_loading(None if load_in_4bit else shard):
+        model, info = _from_pretrained(factory, name_or_path, flag, dtype=dtype, output_loading_info=True, **quantised)
     _require_weights(model, info["missing_keys"], name_or_path, flag, headless=headless)
     model = model.to(device).eval()
     model.float32_head = float32_head
+    if getattr(model.config, "image_token_id", None) is not None:
+        setattr(model, PROCESSOR_FILES, _processor_files(name_or_path))
     finish_loading(model, name_or_path, flag)
     if hasattr(model, "peft_config"):
         raise CheckpointError(
@@ -76,7 +83,8 @@ def load_causal_lm(
             "merged, as rollgrad saves it one directory above."
         )
     try:
-        install_and_compare(model)
+        with whole_layers(model):
+            install_and_compare(model)
     except FloatingPointError as error:
         remedy = (
             "float16 ends at 65504, so set --actor.dtype bfloat16"
@@ -88,10 +96,29 @@ def load_causal_lm(
         ) from error
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"{flag} is {name_or_path!r}, whose {type(model).__name__} packed training does not compute as it is "
+            f"{flag} is {name_or_path!r}, whose {type(model).__name__} cannot be trained exactly "
             f"({str(error).rstrip('.')}): choose another {flag}."
         ) from error
     return model
+
+
+def _factory(name_or_path: str, flag: str) -> Any:
+    """Returns the class of transformers that loads a model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        return model_factory(_from_pretrained(AutoConfig, name_or_path, flag))
+    except CheckpointError:  # adapters have no settings of their own; others are refused when they are loaded
+        return AutoModelForCausalLM
+
+
+def _processor_files(name_or_path: str) -> dict[str, bytes]:
+    """Returns the files of a model's processor, which a trained model needs as they are."""
+    from transformers.utils import cached_file
+
+    names = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    found = {name: cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False) for name in names}
+    return {name: Path(path).read_bytes() for name, path in found.items() if path is not None}
 
 
 def _require_weights(model: Any, missing: Iterable[str], name_or_path: str, flag: str, *, headless: bool) -> None:
@@ -112,7 +139,13 @@ def _require_weights(model: Any, missing: Iterable[str], name_or_path: str, flag
 
 
 def load_critic(
-    name_or_path: str, *, dtype: torch.dtype, device: torch.device, flag: str, load_in_4bit: bool = False
+    name_or_path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    flag: str,
+    load_in_4bit: bool = False,
+    shard: Shard | None = None,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Returns a model as `load_causal_lm` does, and the scalar head in its checkpoint.
 
@@ -125,7 +158,7 @@ def load_critic(
     from safetensors import SafetensorError
 
     model = load_causal_lm(
-        name_or_path, dtype=dtype, device=device, flag=flag, load_in_4bit=load_in_4bit, headless=True
+        name_or_path, dtype=dtype, device=device, flag=flag, load_in_4bit=load_in_4bit, headless=True, shard=shard
     )
     try:
         head = _scalar_head(name_or_path)
@@ -193,6 +226,18 @@ def load_vocabulary_size(name_or_path: str) -> int:
 
     config = _from_pretrained(AutoConfig, name_or_path, "--actor.model_name_or_path")
     return int(config.get_text_config().vocab_size)
+
+
+def load_reward_tokens(name_or_path: str, *, flag: str) -> tuple[str, str] | None:
+    """Returns the tokens for right and wrong in a process reward model's config.json; None of another model.
+
+    Raises:
+        CheckpointError: the model cannot be found; `flag` names it.
+    """
+    from transformers import AutoConfig
+
+    tokens = getattr(_from_pretrained(AutoConfig, name_or_path, flag), "reward_tokens", None)
+    return None if tokens is None else tuple(tokens)
 
 
 def load_positions(name_or_path: str) -> int | None:

@@ -9,7 +9,7 @@ Does not own: the optimizer, nor putting weights together that are divided over 
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.quantised import dequantised, is_quantised, is_turned
 from rollgrad.adapters.models.torch.saving import writing
-from rollgrad.application.settings.sections.actor import ALL_LINEAR, LoraConfig
-from rollgrad.domain.errors import ConfigurationError, MissingExtraError
+from rollgrad.application.settings.sections.actor import ALL_LINEAR, AdapterConfig
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
 
 ADAPTER = "default"
 """Peft's name for the only adapter of a model."""
@@ -43,42 +43,47 @@ class NamedWeight:
         """All parameters that `value` reads."""
         return [self.parameter, *(_matrices(self.layer) if self.layer is not None else ())]
 
-    def value(self) -> Tensor:
+    def value(self, whole: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Returns the weight, with its adapter, and dequantised if it is in 4 bits; otherwise the parameter's own
-        memory."""
-        weight = dequantised(self.parameter)
+        memory. `whole` returns a parameter whole."""
+        weight = dequantised(whole(self.parameter))
         if self.layer is not None:
-            a, b = (matrix.detach().float() for matrix in _matrices(self.layer))
+            a, b = (whole(matrix).detach().float() for matrix in _matrices(self.layer))
             product = self.layer.scaling[ADAPTER] * (b @ a)
             merged: Tensor = weight.float() + (product.T if self.layer.fan_in_fan_out else product)
             weight = merged.to(weight.dtype)
         return weight.T.contiguous() if is_turned(self.parameter) else weight
 
 
-def add_lora(model: Any, lora: LoraConfig, *, seed: int) -> None:
+def add_lora(model: Any, lora: AdapterConfig, *, seed: int, at: str = "actor.lora") -> None:
     """Puts adapters into `model`, in place and in its number format; nothing else of it is trainable afterwards.
 
     Args:
         model: a transformers model; for packed training, after its attention was installed.
         lora: what adapters there are; `rank` is above 0.
         seed: seed of the initial A.
+        at: the section of settings that `lora` is.
 
     Raises:
         ConfigurationError: a target module is no linear layer of the model, or its head.
         MissingExtraError: peft is not installed.
     """
-    targets = _targets(model, lora.target_modules)
+    targets = _targets(model, lora.target_modules, at)
     # peft imports bitsandbytes if it is installed, which warns that it lacks an optional kernel for CPUs
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import peft
     except ImportError as error:
         raise MissingExtraError(
-            f"actor.lora.rank is {lora.rank}, but LoRA needs peft: pip install rollgrad[lora], or leave "
-            "--actor.lora.rank out."
+            f"{at}.rank is {lora.rank}, but LoRA needs peft: pip install rollgrad[lora], or leave --{at}.rank out."
         ) from error
     settings = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, bias="none"
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,  # which `AdapterDropout` computes
+        target_modules=targets,
+        bias="none",
     )
     settings.base_model_name_or_path = model.name_or_path
     with torch.random.fork_rng(devices=[]):
@@ -91,13 +96,14 @@ def add_lora(model: Any, lora: LoraConfig, *, seed: int) -> None:
     model.eval()
 
 
-def adapter_numbers(model: Any, lora: LoraConfig) -> int:
-    """Returns the number of parameters of the adapters of `lora` in `model`, which may be on the meta device.
+def adapter_numbers(model: Any, lora: AdapterConfig, *, at: str = "actor.lora") -> int:
+    """Returns the number of parameters of the adapters of `lora`, the section `at` of settings, in `model`, which may
+    be on the meta device.
 
     Raises:
         ConfigurationError: as `add_lora`.
     """
-    weights = (model.get_submodule(name).weight for name in _targets(model, lora.target_modules))
+    weights = (model.get_submodule(name).weight for name in _targets(model, lora.target_modules, at))
     return lora.rank * sum(sum(weight.shape) for weight in weights)
 
 
@@ -148,6 +154,26 @@ def save_adapter(model: Any, weights: Mapping[str, Tensor], path: Path) -> None:
         save_file(dict(weights), path / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
+def load_adapter(model: Any, path: Path) -> None:
+    """Fills a model's adapters with those that `save_adapter` has written to the directory `path`.
+
+    Raises:
+        CheckpointError: they cannot be read, or are others.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        saved = load_file(path / "adapter_model.safetensors")
+        with torch.no_grad():
+            for weight in adapter_weights(model):
+                weight.parameter.copy_(saved[weight.name])
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"The adapters in {path} cannot be loaded ({type(error).__name__}: {error}): bring back a copy of them."
+        ) from error
+
+
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
     """Switches the adapters off inside the block, for every thread."""
@@ -180,15 +206,19 @@ def _plain(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _targets(model: Any, wanted: tuple[str, ...]) -> list[str]:
+def _targets(model: Any, wanted: tuple[str, ...], at: str = "actor.lora") -> list[str]:
     """Returns the full names of the linear layers whose names end as `wanted` says."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
+    sees = getattr(model.config, "vision_config", None) is not None
+    of_text = set((model.get_decoder() if sees else model).modules())  # what images go through gets no adapters
     linear = [
         name
         for name, part in model.named_modules()
-        if isinstance(part, (nn.Linear, Conv1D)) and part is not head  # the head's weight is read without its layer
+        if part in of_text
+        and isinstance(part, (nn.Linear, Conv1D))
+        and part is not head  # the head's weight is read without its layer
     ]
     if wanted == ALL_LINEAR:
         return linear
@@ -196,8 +226,8 @@ def _targets(model: Any, wanted: tuple[str, ...]) -> list[str]:
         if not any(_ends(name, target) for name in linear):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ConfigurationError(
-                f"actor.lora.target_modules has {target!r}, but the linear layers of {type(model).__name__} that can "
-                f"have adapters are {there}: change --actor.lora.target_modules."
+                f"{at}.target_modules has {target!r}, but the linear layers of {type(model).__name__} that can have "
+                f"adapters are {there}: change --{at}.target_modules."
             )
     return [name for name in linear if any(_ends(name, target) for target in wanted)]
 

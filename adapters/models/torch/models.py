@@ -1,23 +1,27 @@
-"""Policy, critic and reference over packed batches.
+"""Policy, reference and teacher over packed batches, and what all trained models share.
 
 A `TrainedModule` takes the optimizer's steps. It is on this process's device, or divided over processes, each of which
 then holds one of these objects and calls it at the same time with samples of its own.
 Does not own: losses (the objective is an argument), batching, nor the engines that get the weights.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollgrad.adapters.models.torch.chunked_logprobs import CHUNK_BYTES
+from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
+from rollgrad.adapters.models.torch.chunked_logprobs import chunk_bytes
 from rollgrad.adapters.models.torch.distillation import KeptTeacher, Teacher
-from rollgrad.adapters.models.torch.expert_balance import balance_weights, check_routers
-from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue, live_targets, scatter
+from rollgrad.adapters.models.torch.expert_balance import StepRouting, check_routers
+from rollgrad.adapters.models.torch.forward import PackedLM, live_targets, scatter
+from rollgrad.adapters.models.torch.gradients import optimizer_step
 from rollgrad.adapters.models.torch.lora import (
     NamedWeight,
     adapter_weights,
@@ -27,12 +31,15 @@ from rollgrad.adapters.models.torch.lora import (
     without_adapters,
 )
 from rollgrad.adapters.models.torch.neftune import EmbeddingNoise
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, TrainedModule
-from rollgrad.adapters.models.torch.saving import save_pretrained, writing
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, check_same_weights
+from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.saving import save_in_files, save_pretrained
 from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
-from rollgrad.domain.batches.metrics import Total, joined
+from rollgrad.adapters.models.torch.stored_state import opened
+from rollgrad.adapters.models.torch.trained_module import TrainedModule
+from rollgrad.adapters.models.torch.weight_shards import whole_layers
+from rollgrad.domain.batches.metrics import Total
 from rollgrad.domain.batches.packed import Batch, PackedBatch
-from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import (
     LossOutput,
     PolicyModel,
@@ -41,8 +48,6 @@ from rollgrad.domain.ports.models import (
     ReferenceModel,
     TeacherModel,
     TokenScores,
-    ValueModel,
-    ValueObjective,
 )
 
 Optimize = Callable[[nn.Module, OptimizerSettings], TrainedModule]
@@ -54,24 +59,12 @@ ADAPTER_DIRECTORY = "adapter"
 AVERAGE_DIRECTORY = "ema"
 """Directory of the model with averaged weights, below that of a saved policy."""
 
+FILE_BYTES = 5 * 10**9
+"""Bytes of the weights in one file of a model that several processes have divided, and of the memory of the one that
+writes them; a layer that is larger has a file of its own."""
+
 GATHERED_BYTES = 64 * 2**20
 """Bytes of divided weights that are gathered at a time."""
-
-
-def optimizer_step(
-    micro_batches: Sequence[Batch], loss_of: Callable[[Batch], LossOutput], trained: TrainedModule
-) -> dict[str, float]:
-    """Accumulates the micro-batches' gradients and steps once."""
-    parts: list[Mapping[str, Tensor | float]] = []
-    for batch in micro_batches:
-        output = loss_of(batch)
-        loss = float(output.loss.detach())
-        if not trained.agree(bool(torch.isfinite(output.loss))):
-            trained.clear()
-            raise NonFiniteUpdateError(f"The loss is {loss}; the optimizer step was not applied.")
-        trained.backward(output.loss)
-        parts.append(joined([{"loss": Total(loss)}, output.metrics]))
-    return joined(parts) | trained.step()
 
 
 def train_without_dropout(model: nn.Module) -> None:
@@ -81,6 +74,9 @@ def train_without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.eval()
+        for name, value in [*vars(module).items()]:
+            if "drop" in name and isinstance(value, float):  # of functional dropout, and of layers that are left out
+                setattr(module, name, 0.0)
 
 
 def save_averaged(save: Callable[[Path], None], path: Path, trained: TrainedModule | None) -> None:
@@ -102,25 +98,6 @@ def save_averaged(save: Callable[[Path], None], path: Path, trained: TrainedModu
         raise error
 
 
-def check_same_weights(
-    state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], trained: TrainedModule
-) -> None:
-    """Checks that a state is of a run that trained these parameters.
-
-    Raises:
-        CheckpointError: it is of other weights.
-    """
-    masters = state["masters"]
-    if parameters.keys() != masters.keys() or any(
-        masters[name].numel() * parameter.element_size() != trained.bytes(parameter)
-        for name, parameter in parameters.items()
-    ):
-        raise CheckpointError(
-            "The state to continue from is of a run that trained other weights: set --actor.lora.rank, "
-            "--actor.lora.target_modules and --actor.model_name_or_path to what they were."
-        )
-
-
 def weight_values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[tuple[str, Tensor]]:
     """Yields every weight once; a weight divided over processes is whole only until the next one is requested."""
     run: list[NamedWeight] = []
@@ -128,13 +105,35 @@ def weight_values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Ite
     for weight in [*weights, None]:
         size = 0 if weight is None else sum(map(trained.bytes, weight.parameters))
         if run and (weight is None or filled + size > GATHERED_BYTES):
-            with trained.gathered([parameter for member in run for parameter in member.parameters]):
+            with trained.gathered([parameter for member in run for parameter in member.parameters]) as whole:
                 for member in run:
-                    yield member.name, member.value()
+                    yield member.name, member.value(whole)
             run, filled = [], 0
         if weight is not None:
             run.append(weight)
             filled += size
+
+
+def file_parts(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[dict[str, Tensor]]:
+    """Yields copies of all weights on the CPU, as many as one file has: whole layers, because transformers makes the
+    tensors of its files from several weights of a layer. Only the first process gets them."""
+    part: list[NamedWeight] = []
+    filled = 0
+    for _, layer in groupby(weights, key=lambda weight: _layer(weight.name)):
+        members = list(layer)
+        size = sum(trained.bytes(parameter) for member in members for parameter in member.parameters)
+        if part and filled + size > FILE_BYTES:
+            yield copied_weights(weight_values(part, trained), keep=trained.first)
+            part, filled = [], 0
+        part += members
+        filled += size
+    yield copied_weights(weight_values(part, trained), keep=trained.first)
+
+
+def _layer(name: str) -> str:
+    """Returns the beginning of a weight's name up to the number of its layer; all of it outside of layers."""
+    found = re.match(r"(.*?\.\d+\.)", name)
+    return name if found is None else found[1]
 
 
 def copied_weights(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
@@ -164,8 +163,8 @@ class TorchPolicy(PolicyModel):
         settings: of the optimizer.
         temperature: of the distribution of log-probs and entropy.
         gradient_checkpointing: recompute activations in the backward pass.
-        aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`expert_balance.py`), which takes
-            another forward pass.
+        aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`expert_balance.py`).
+        router_z_loss_coef: weight of its routers' z-loss; each of the two, or both, takes another forward pass.
         correct: whether scores say which tokens are the most likely ones, and the mean log-prob over the vocabulary.
         neftune_alpha: size of the noise on embeddings in updates (`neftune.py`).
         teacher: gives scores the divergence from it, in place of that mean; None gives none.
@@ -173,7 +172,7 @@ class TorchPolicy(PolicyModel):
         optimize: puts the model under an optimizer.
 
     Raises:
-        ConfigurationError: `aux_loss_coef` is set, but the model is no mixture of experts.
+        ConfigurationError: a loss of routers has a weight, but the model is no mixture of experts.
     """
 
     def __init__(
@@ -185,28 +184,36 @@ class TorchPolicy(PolicyModel):
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
         aux_loss_coef: float = 0.0,
+        router_z_loss_coef: float = 0.0,
         correct: bool = False,
         neftune_alpha: float = 0.0,
         teacher: Teacher | KeptTeacher | None = None,
         outcomes: tuple[int, int] | None = None,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
-        if aux_loss_coef:
-            check_routers(model, aux_loss_coef)
+        coefs = {"aux_loss": aux_loss_coef, "router_z_loss": router_z_loss_coef}
+        self._coefs = {name: coef for name, coef in coefs.items() if coef}
+        if self._coefs:
+            with whole_layers(model):
+                check_routers(model, self._coefs)
         self.module = model
-        self._aux_loss_coef = aux_loss_coef
         self._tokenizer = tokenizer
         self._checkpointing = gradient_checkpointing
+        self._dropout = AdapterDropout(model)
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable(self._dropout.checkpointing)
         self._averages = settings.ema_beta is not None
         packed = PackedLM(model, temperature=temperature, correct=correct, teacher=teacher, outcomes=outcomes)
+        self._dropout.of(packed)
         self._noise = EmbeddingNoise(packed, model, neftune_alpha) if neftune_alpha else None
         self._trained = optimize(packed, settings)
         self._taught = teacher is not None
         self._compares = outcomes is not None
         self.steps = 0
-        """Optimizer steps begun."""
+
+    def padded(self) -> bool:
+        """Implements `PolicyModel.padded`."""
+        return is_padded(self.module)
 
     def _scores(self, batch: PackedBatch) -> TokenScores:
         return self._token_scores(self._trained(batch), batch)
@@ -230,31 +237,30 @@ class TorchPolicy(PolicyModel):
         self.steps += 1
         if self._checkpointing:
             train_without_dropout(self.module)
+        noise = nullcontext() if self._noise is None else self._noise.during(self._trained.steps)
         try:
-            with nullcontext() if self._noise is None else self._noise.during(self._trained.steps):
-                if not self._aux_loss_coef:
+            with noise, self._dropout.during(self._trained.steps):
+                if not self._coefs:
                     scored = self._scores
                     return optimizer_step(micro_batches, lambda batch: objective(scored(batch), batch), self._trained)
-                weights_E = self._balance_weights(micro_batches)
-                balanced = partial(self._balanced, objective=objective, weights_E=weights_E)
-                return optimizer_step(micro_batches, balanced, self._trained)
+                routed = partial(self._routed, objective=objective, step=self._routing(micro_batches))
+                return optimizer_step(micro_batches, routed, self._trained)
         finally:
             self.module.eval()
 
     @torch.no_grad()
-    def _balance_weights(self, micro_batches: Sequence[PackedBatch]) -> Tensor:
-        """Returns the balance weights of the whole step, over all processes. They come before any gradient, because
-        they depend on all choices of the routers."""
-        tokens_E = torch.stack([self._trained(batch, True)[-2] for batch in micro_batches]).sum(0)
-        return balance_weights(self._trained.summed(tokens_E), self.module.config.num_experts_per_tok)
+    def _routing(self, micro_batches: Sequence[PackedBatch]) -> StepRouting:
+        """Returns the routing of the whole step, over all processes: losses of routers depend on all their choices."""
+        tokens_E = torch.stack([self._trained(batch, True)[-3] for batch in micro_batches]).sum(0)
+        return StepRouting(self._trained.summed(tokens_E), self.module.config.num_experts_per_tok)
 
-    def _balanced(self, batch: Batch, *, objective: PolicyObjective[Batch], weights_E: Tensor) -> LossOutput:
-        """Returns the objective plus the batch's share of the load-balancing loss."""
-        *scored, _, probabilities_E = self._trained(batch, True)
+    def _routed(self, batch: Batch, *, objective: PolicyObjective[Batch], step: StepRouting) -> LossOutput:
+        """Returns the objective plus the batch's share of the losses of routers."""
+        *scored, _, probabilities_E, squares = self._trained(batch, True)
         output = objective(self._token_scores(scored, batch), batch)
-        share = (weights_E * probabilities_E).sum().to(output.loss.device)
-        loss = output.loss + self._aux_loss_coef * share
-        return LossOutput(loss=loss, metrics={**output.metrics, "aux_loss": Total(share)})
+        shares = {name: share for name, share in step.losses(probabilities_E, squares).items() if name in self._coefs}
+        loss = output.loss + sum(self._coefs[name] * share.to(output.loss.device) for name, share in shares.items())
+        return LossOutput(loss=loss, metrics={**output.metrics, **{n: Total(s.detach()) for n, s in shares.items()}})
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Implements `PolicyModel.weights`."""
@@ -274,16 +280,30 @@ class TorchPolicy(PolicyModel):
         if not trained.divided and not adapter_weights(self.module):
             save_pretrained(self.module, self._tokenizer, path)
             return
-        weights = copied_weights(self.weights(), keep=trained.first)
-        of_adapters = copied_weights(self.adapter(), keep=trained.first)
-        if trained.first:
-            save_pretrained(self.module, self._tokenizer, path, weights | plain_buffers(self.module))
-            if of_adapters:
-                save_adapter(self.module, of_adapters, path / ADAPTER_DIRECTORY)
+        of_adapters = copied_weights(self.adapter(), keep=trained.first)  # by all processes, whatever fails below
+        parts = self._with_buffers(file_parts(plain_weights(self.module), trained))
+        save_in_files(self.module, self._tokenizer, path, parts, writes=trained.first)
+        if of_adapters:
+            save_adapter(self.module, of_adapters, path / ADAPTER_DIRECTORY)
+
+    def _with_buffers(self, parts: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Yields the parts, of which the first has the model's buffers, too."""
+        buffers = plain_buffers(self.module)
+        for weights in parts:
+            yield weights | buffers
+            buffers = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Implements `PolicyModel.state_dict`."""
         return self._trained.state_dict()
+
+    def sleep(self) -> None:
+        """Leaves the GPU's memory of the optimizer to others, until the next update."""
+        self._trained.sleep()
+
+    def write_state(self, directory: Path) -> None:
+        """Writes the state, or this process's part of it, to files in `directory`."""
+        self._trained.write_state(directory)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Implements `PolicyModel.load_state_dict`.
@@ -291,6 +311,7 @@ class TorchPolicy(PolicyModel):
         Raises:
             CheckpointError: the state belongs to other weights; nothing has changed.
         """
+        state = opened(state)
         trained = {f"model.{name}": p for name, p in self.module.named_parameters() if p.requires_grad}
         check_same_weights(state, trained, self._trained)
         self._trained.load_state_dict(state)
@@ -304,6 +325,11 @@ class TorchReference(ReferenceModel):
     ) -> None:
         module = PackedLM(model.requires_grad_(False), temperature=temperature)
         self._forward = divide(module) if divide else module
+        self._padded = is_padded(model)
+
+    def padded(self) -> bool:
+        """Implements `ReferenceModel.padded`."""
+        return self._padded
 
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
@@ -322,7 +348,8 @@ class TorchTeacher(TeacherModel):
     def predict(self, batch: PackedBatch) -> Predictions:
         """Implements `TeacherModel.predict`."""
         targets = live_targets(self._teacher, batch, self._group, self._size)
-        count, rows = int(batch.action_mask_N.sum()), max(1, CHUNK_BYTES // (4 * self._size))
+        device = next(self._teacher.model.parameters()).device
+        count, rows = int(batch.action_mask_N.sum()), max(1, chunk_bytes(device) // (4 * self._size))
         found = [targets(slice(start, start + rows)) for start in range(0, count, rows)]
         return Predictions(
             ids_AK=torch.cat([each.ids_AK for each in found if each.ids_AK is not None]).int().cpu(),
@@ -336,63 +363,11 @@ class AdapterlessReference(ReferenceModel):
     def __init__(self, policy: TorchPolicy) -> None:
         self._policy = policy
 
+    def padded(self) -> bool:
+        """Implements `ReferenceModel.padded`."""
+        return self._policy.padded()
+
     def score(self, batch: PackedBatch) -> TokenScores:
         """Implements `ReferenceModel.score`."""
         with without_adapters(self._policy.module):
             return self._policy.score(batch)
-
-
-class TorchValue(ValueModel):
-    """A language model whose vocabulary head is replaced by one scalar a token.
-
-    `head`: `weight` [1, H] and, if there is one, `bias` [1] to start from (a reward model's, say); empty starts from
-    values of 0.
-    """
-
-    packed: type[PackedValue] = PackedValue
-    """Module that computes the values."""
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        settings: OptimizerSettings,
-        *,
-        head: Mapping[str, Tensor] | None = None,
-        optimize: Optimize = MasterOptimizer,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._module = self.packed(model, dict(head or {}))
-        self._trained = optimize(self._module, settings)
-
-    def _values(self, batch: PackedBatch) -> Tensor:
-        return scatter(self._trained(batch), batch)
-
-    @torch.no_grad()
-    def values(self, batch: PackedBatch) -> Tensor:
-        """Implements `ValueModel.values`."""
-        return self._values(batch)
-
-    def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
-        """Implements `ValueModel.update`."""
-        return optimizer_step(micro_batches, lambda batch: objective(self._values(batch), batch), self._trained)
-
-    def save(self, path: Path) -> None:
-        """Writes the backbone as a Hugging Face model and the head as `value_head.safetensors`."""
-        from safetensors.torch import save_file
-
-        weights = copied_weights(weight_values(plain_weights(self._module), self._trained), keep=self._trained.first)
-        if self._trained.first:
-            of_body = {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
-            save_pretrained(self._module.model, self._tokenizer, path, of_body)
-            head = {name: tensor for name, tensor in weights.items() if name.startswith("value_head.")}
-            with writing(path):
-                save_file(head, path / "value_head.safetensors")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Implements `ValueModel.state_dict`."""
-        return self._trained.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Implements `ValueModel.load_state_dict`."""
-        self._trained.load_state_dict(state)

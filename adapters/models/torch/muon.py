@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.forward import Scorer
+from rollgrad.adapters.models.torch.weight_shards import whole_shape
 
 MOMENTUM = "momentum_buffer"
 """Key of Muon's state of a matrix."""
@@ -30,7 +31,8 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     """Returns the trainable matrices of `module` that lie between embeddings and head."""
     outer = {part.weight for part in module.modules() if isinstance(part, nn.Embedding)}
     outer |= {part.head.weight for part in module.modules() if isinstance(part, Scorer)}
-    return [p for p in module.parameters() if p.requires_grad and p.ndim == 2 and min(p.shape) > 1 and p not in outer]
+    inner = (p for p in module.parameters() if p.requires_grad and p not in outer)
+    return [p for p in inner if len(whole_shape(p)) == 2 and min(whole_shape(p)) > 1]
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

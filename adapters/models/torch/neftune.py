@@ -6,15 +6,16 @@ conversation that together are longer than a pass: where they are divided, each 
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.layout import Layout, build_layout
+from rollgrad.adapters.models.torch.padded import is_padded, padded_layout
+from rollgrad.adapters.models.torch.step_tokens import StepTokens
 from rollgrad.domain.batches.packed import PackedBatch
 
 STEP_BITS = 24
@@ -32,39 +33,36 @@ class EmbeddingNoise:
 
     def __init__(self, module: nn.Module, model: Any, alpha: float) -> None:
         self._alpha = alpha
-        self._step: int | None = None
-        self._batch: PackedBatch | None = None
-        module.register_forward_pre_hook(self._remember)
+        self._model = model
+        self._tokens = StepTokens()
+        self._tokens.follow(module)
         model.get_input_embeddings().register_forward_hook(self._add)
 
-    @contextmanager
-    def during(self, step: int) -> Iterator[None]:
+    def during(self, step: int) -> AbstractContextManager[None]:
         """Adds the noise of this optimizer step inside the block."""
-        self._step = step
-        try:
-            yield
-        finally:
-            self._step = None
+        return self._tokens.during(step)
 
-    def _remember(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._batch = inputs[0]
+    def _add(self, module: nn.Module, inputs: tuple[Any, ...], embeddings_RTH: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return embeddings_RTH
 
-    def _add(self, module: nn.Module, inputs: tuple[Any, ...], embeddings_1MH: Tensor) -> Tensor:
-        if self._step is None or self._batch is None or not torch.is_grad_enabled():
-            return embeddings_1MH
-        return embeddings_1MH + sequence_noise(self._batch, self._step, self._alpha, embeddings_1MH)
+        def find(batch: PackedBatch, step: int) -> Tensor:
+            layout = padded_layout(self._model, batch) if is_padded(self._model) else build_layout(batch)
+            return sequence_noise(batch, layout, step, self._alpha, embeddings_RTH.shape[-1])
+
+        noise = self._tokens.following(embeddings_RTH[..., 0].numel(), find)
+        return embeddings_RTH if noise is None else embeddings_RTH + noise.view_as(embeddings_RTH).to(embeddings_RTH)
 
 
-def sequence_noise(batch: PackedBatch, step: int, alpha: float, embeddings_1MH: Tensor) -> Tensor:
-    """Returns the noise of the distinct tokens of `batch`, like `embeddings_1MH`. A prompt that sequences share has
+def sequence_noise(batch: PackedBatch, layout: Layout, step: int, alpha: float, size: int) -> Tensor:
+    """Returns the noise of the tokens of a batch's layout, [M, size], 0 at padding. A prompt that sequences share has
     that of the first."""
-    _, count, size = embeddings_1MH.shape
-    index_N, tokens_N = build_layout(batch).index_N, batch.tokens_N.cpu()
-    noise_MH = torch.zeros(count, size)
+    index_N, tokens_N = layout.index_N, batch.tokens_N.cpu()
+    noise_MH = torch.zeros(len(layout.tokens_M), size)
     generator = torch.Generator()
     for start, length in zip(reversed(batch.starts_S.tolist()), reversed(batch.lengths_S.tolist()), strict=True):
         own = slice(start, start + length)
         generator.manual_seed((crc32(tokens_N[own].numpy().tobytes()) << STEP_BITS) + step)
         noise_TH = torch.rand(length, size, generator=generator).mul_(2).sub_(1)
         noise_MH[index_N[own]] = noise_TH.mul_(alpha / math.sqrt(length * size))
-    return noise_MH[None].to(embeddings_1MH)
+    return noise_MH

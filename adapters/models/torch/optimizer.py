@@ -5,10 +5,10 @@ no weight, nor moment nor schedule; after `step` the compute weights equal the r
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -24,7 +24,11 @@ from rollgrad.adapters.models.torch.muon import (
     hidden_matrices,
     whole_directions,
 )
+from rollgrad.adapters.models.torch.sleeping import SleepingTensors
+from rollgrad.adapters.models.torch.stored_state import StoredTensor, whole_tensor
+from rollgrad.adapters.models.torch.trained_module import TrainedModule, Whole, as_it_is
 from rollgrad.adapters.models.torch.untrained_parameters import GradientProof, may_lack_gradient
+from rollgrad.adapters.models.torch.weight_shards import whole_shape
 from rollgrad.domain.batches.metrics import Common
 from rollgrad.domain.control.learning_rate import lr_factor
 from rollgrad.domain.errors import CheckpointError
@@ -51,76 +55,6 @@ class OptimizerSettings:
     ema_beta: float | None = None
 
 
-class TrainedModule(Protocol):
-    """A module under an optimizer. If it is `divided`, every process makes the same calls in the same order, and the
-    gradient is the sum of theirs."""
-
-    divided: bool
-    """Whether parameters, gradients or moments are divided over several processes."""
-    first: bool
-    """Whether this process writes for all of them."""
-    steps: int
-    """Optimizer steps taken, those before a run was continued included."""
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Returns the module's forward pass."""
-        ...
-
-    def agree(self, well: bool) -> bool:
-        """Returns whether `well` is true in all processes."""
-        ...
-
-    def summed(self, values: Tensor) -> Tensor:
-        """Returns the sum of `values` over all processes."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of `loss` to that of the step, scaled in float16."""
-        ...
-
-    def step(self) -> dict[str, float]:
-        """Clips and steps; returns `grad_norm` and `lr`, in float16 also `loss_scale` and `skipped_steps`.
-
-        In float16 a gradient that is not finite halves the scale, and changes nothing else: `skipped_steps` is then 1,
-        and there is no `grad_norm`.
-
-        Raises:
-            NonFiniteUpdateError: the gradient is not finite, and no scale is left to lower; nothing has changed.
-            UntrainedParameterError: a parameter has no gradient; nothing has changed.
-        """
-        ...
-
-    def clear(self) -> None:
-        """Drops accumulated gradients."""
-        ...
-
-    def bytes(self, parameter: nn.Parameter) -> int:
-        """Returns the size in bytes of a whole parameter."""
-        ...
-
-    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Gathers the parameters inside the block."""
-        ...
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Makes the module compute with the moving averages of its weights inside the block."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns `steps` taken, `masters` (float32 weights), `moments` (the optimizer's state) and, if they are kept,
-        `averages`, by parameter name; in float16 also `loss_scale`. It does not depend on how the module is divided.
-        In a divided module the first process has it; that of others may be empty."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict` of any division.
-
-        Raises:
-            CheckpointError: it is of another optimizer, or has averages and this module keeps none, or the reverse.
-        """
-        ...
-
-
 def stepping(
     module: nn.Module,
     masters: Mapping[nn.Parameter, Tensor],
@@ -137,8 +71,8 @@ def stepping(
     chosen = set(matrices)
     rest = [(parameter, master) for parameter, master in masters.items() if parameter not in chosen]
     kinds = (
-        ([master for parameter, master in rest if parameter.ndim > 1], settings.weight_decay),
-        ([master for parameter, master in rest if parameter.ndim <= 1], 0.0),
+        ([master for parameter, master in rest if len(whole_shape(parameter)) > 1], settings.weight_decay),
+        ([master for parameter, master in rest if len(whole_shape(parameter)) <= 1], 0.0),
     )
     groups = [
         {"params": members, "weight_decay": decay, "lr": settings.lr, "peak": settings.lr}
@@ -181,6 +115,16 @@ def moment_keys(module: nn.Module, settings: OptimizerSettings) -> dict[str, tup
     }
 
 
+def sleeping(masters: Iterable[Tensor], state: Mapping[Any, Any], awake: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields masters and what an optimizer's `state` has of each, but for masters in the memory of the tensors
+    `awake`."""
+    memory = {tensor.untyped_storage()._cdata for tensor in awake}
+    for master in masters:
+        if master.untyped_storage()._cdata not in memory:
+            yield master
+        yield from (kept for kept in state.get(master, {}).values() if kept.ndim)  # but for the number of steps
+
+
 def check_state(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]], settings: OptimizerSettings) -> None:
     """Checks that a `TrainedModule.state_dict` is of the same optimizer, whose `moment_keys` are `keys`, and whole.
 
@@ -212,28 +156,64 @@ def check_state(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]], set
         )
 
 
-class MasterOptimizer:
-    """A `TrainedModule` on one device: owns the master weights of `module`'s trainable parameters."""
+def check_same_weights(
+    state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], trained: TrainedModule
+) -> None:
+    """Checks that a state is of a run that trained these parameters.
+
+    Raises:
+        CheckpointError: it is of other weights.
+    """
+    masters = state["masters"]
+    if parameters.keys() != masters.keys() or any(
+        masters[name].numel() * parameter.element_size() != trained.bytes(parameter)
+        for name, parameter in parameters.items()
+    ):
+        raise CheckpointError(
+            "The state to continue from is of a run that trained other weights: set --actor.lora.rank, "
+            "--actor.lora.target_modules and --actor.model_name_or_path to what they were."
+        )
+
+
+class MasterOptimizer(TrainedModule):
+    """A `TrainedModule` on one device: owns the master weights of `module`'s trainable parameters.
+
+    Args:
+        module: the module.
+        settings: of the optimizer.
+        masters: float32 tensors that are stepped for the parameters; by default whole copies, or the parameters
+            themselves where they are float32.
+        directions: Muon's (`MuonWithAdam`).
+        scaling: of the loss; by default by the number format of the parameters.
+    """
 
     divided = False
     first = True
 
-    def __init__(self, module: nn.Module, settings: OptimizerSettings) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: OptimizerSettings,
+        *,
+        masters: Mapping[nn.Parameter, Tensor] | None = None,
+        directions: Directions = whole_directions,
+        scaling: Scaling | None = None,
+    ) -> None:
         self._module = module
         self._settings = settings
         self._names, self._params = zip(
             *((name, p) for name, p in module.named_parameters() if p.requires_grad), strict=True
         )
-        self._masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self._params]
-        for param, master in zip(self._params, self._masters, strict=True):
-            if param is not master:
-                param.register_post_accumulate_grad_hook(_move_gradient_to(master))
+        if masters is None:
+            masters = {p: p if p.dtype == torch.float32 else _own_master(p) for p in self._params}
+        self._masters = [masters[parameter] for parameter in self._params]
         self._keys = moment_keys(module, settings)
         adam = partial(torch.optim.AdamW, betas=settings.betas, eps=settings.eps, fused=True)
-        self._stepping = stepping(module, dict(zip(self._params, self._masters, strict=True)), settings, adam)
+        self._stepping = stepping(module, masters, settings, adam, directions)
         self._average = None if settings.ema_beta is None else MovingAverage(self._masters, settings.ema_beta)
-        self._proof = GradientProof(self._names)
-        self._scaling = Scaling(module)
+        self._proof = GradientProof(self._names, tells=self.first)
+        self._scaling = scaling or Scaling(module)
+        self._sleeping = SleepingTensors(self._sleepers, self._masters[0].device)
         self.steps = 0
 
     def __call__(self, *inputs: Any) -> Any:
@@ -248,8 +228,16 @@ class MasterOptimizer:
         """Implements `TrainedModule.summed`."""
         return values
 
+    def sleep(self) -> None:
+        """Implements `TrainedModule.sleep`; masters that are the parameters themselves stay."""
+        self._sleeping.sleep()
+
+    def _sleepers(self) -> Iterator[Tensor]:
+        return sleeping(self._masters, self._stepping.state, self._params)
+
     def backward(self, loss: Tensor) -> None:
         """Implements `TrainedModule.backward`."""
+        self._sleeping.wake()
         (loss * self._scaling.factor).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> dict[str, float]:
@@ -262,7 +250,7 @@ class MasterOptimizer:
         """
         gradients = [m.grad for m in self._masters if m.grad is not None]
         scale = self._scaling.factor
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / scale if gradients else 0.0
+        norm = self._norm(gradients) / scale
         lr = set_rates(self._stepping, self._settings, self.steps)
         if not math.isfinite(norm):
             self.clear()
@@ -281,6 +269,18 @@ class MasterOptimizer:
         self.steps += 1
         return {"grad_norm": Common(norm), "lr": Common(lr)} | self._scaling.applied()
 
+    def use(self, settings: OptimizerSettings) -> None:
+        """Steps with other rates, decays and clipping from now on; the moments stay.
+
+        Args:
+            settings: of the same optimizer, AdamW alone.
+        """
+        self._settings = settings
+        for group in self._stepping.param_groups:
+            matrices = all(master.ndim > 1 for master in group["params"])
+            group.update(lr=settings.lr, peak=settings.lr, betas=settings.betas, eps=settings.eps)
+            group["weight_decay"] = settings.weight_decay if matrices else 0.0
+
     def clear(self) -> None:
         """Drops accumulated gradients."""
         for param, master in zip(self._params, self._masters, strict=True):
@@ -290,9 +290,9 @@ class MasterOptimizer:
         """Implements `TrainedModule.bytes`."""
         return parameter.nbytes
 
-    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Whole]:
         """Implements `TrainedModule.gathered`."""
-        return nullcontext()
+        return nullcontext(as_it_is)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Implements `TrainedModule.averaged`."""
@@ -301,20 +301,25 @@ class MasterOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Implements `TrainedModule.state_dict`: in the CPU's memory, as a GPU has no room for two of them."""
-        named = list(zip(self._names, self._masters, strict=True))
+        return self._state(self._whole_copy)
+
+    def _state(self, copy: Callable[[nn.Parameter, Tensor], Tensor]) -> dict[str, Any]:
+        """Returns the state of copies, which `copy` makes of a parameter's master and of what the optimizer keeps of
+        it."""
+        named = list(zip(self._names, self._params, self._masters, strict=True))
         state = {
             "steps": self.steps,
-            "masters": _copies(named),
+            "masters": {name: copy(parameter, master) for name, parameter, master in named},
             "moments": {
-                name: _copies(self._stepping.state[master].items())
-                for name, master in named
+                name: {key: copy(parameter, value) for key, value in self._stepping.state[master].items()}
+                for name, parameter, master in named
                 if master in self._stepping.state
             },
             **self._scaling.state_dict(),
         }
         if self._average is not None:
             with self._average.in_place():
-                state["averages"] = _copies(named)
+                state["averages"] = {name: copy(parameter, master) for name, parameter, master in named}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -323,22 +328,36 @@ class MasterOptimizer:
         self.steps = int(state["steps"])
         self._scaling.load_state_dict(state)
         self._stepping.state.clear()
+        named = list(zip(self._names, self._masters, strict=True))
         with torch.no_grad():
-            for name, master in zip(self._names, self._masters, strict=True):
-                master.copy_(state["masters"][name])
+            for name, master in named:
+                master.copy_(self._own_part(state["masters"][name]))
                 if name in state["moments"]:
+                    parts = {key: self._own_part(value) for key, value in state["moments"][name].items()}
                     self._stepping.state[master] = {
-                        key: value.to(master.device, copy=True) for key, value in state["moments"][name].items()
+                        key: part.to(self._sleeping.place(part), copy=True) for key, part in parts.items()
                     }
             if self._average is not None:
                 with self._average.in_place():
-                    for name, master in zip(self._names, self._masters, strict=True):
-                        master.copy_(state["averages"][name])
+                    for name, master in named:
+                        master.copy_(self._own_part(state["averages"][name]))
         self._publish()
 
     def masters(self) -> dict[str, Tensor]:
         """Returns the master weights by parameter name."""
         return dict(zip(self._names, (m.detach() for m in self._masters), strict=True))
+
+    def _whole_copy(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """Returns a whole copy in the CPU's memory."""
+        return tensor.detach().to("cpu", copy=True)
+
+    def _own_part(self, whole: Tensor | StoredTensor) -> Tensor:
+        """Returns what this process keeps of a tensor of a state."""
+        return whole_tensor(whole)
+
+    def _norm(self, gradients: Sequence[Tensor]) -> float:
+        """Returns the norm of all gradients together."""
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
     def _gradient_sizes(self) -> dict[str, float]:
         """Returns the largest absolute entry of each scaled gradient."""
@@ -358,9 +377,11 @@ class MasterOptimizer:
             torch._foreach_copy_(params, masters)
 
 
-def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns copies in the CPU's memory, by name."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+def _own_master(parameter: nn.Parameter) -> Tensor:
+    """Returns a float32 copy of a parameter, to which its gradients go from now on."""
+    master = parameter.detach().float().requires_grad_()
+    parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))  # type: ignore[no-untyped-call]
+    return master
 
 
 def _move_gradient_to(master: Tensor) -> Any:

@@ -13,10 +13,14 @@ from typing import Any
 import structlog
 import torch
 from attrs import frozen
+from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.allocator import keep_freed_memory
 from rollgrad.adapters.models.torch.compatibility import usable_positions
 from rollgrad.adapters.models.torch.loading import _from_pretrained, load_tokenizer
+from rollgrad.adapters.models.torch.padded import use_exact_attention
+from rollgrad.adapters.models.torch.together import Divide, PassesTogether
+from rollgrad.adapters.models.torch.weight_shards import Shard, make_whole, sharded_loading, whole_layers
 from rollgrad.application.settings.sections.reward import REWARD_TOKENS
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
@@ -35,15 +39,22 @@ class EncodedText:
 def encode(text: str, tokenizer: Any, max_length: int) -> EncodedText:
     """Returns the tokens, at most `max_length`, that a reward model with this tokenizer reads of a text."""
     ended = text.rstrip("\n")  # templates write a line break after the end of a turn, which a model never samples
-    text = ended if ended.endswith(_special_tokens(tokenizer)) else text
+    text = ended if ended.endswith(special_tokens(tokenizer)) else text
     tokens = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     bos = tokenizer.bos_token_id
-    if bos is not None and tokens[:1] != [bos] and tokenizer("a")["input_ids"][:1] == [bos]:
+    if needs_bos(tokens, tokenizer):
         tokens.insert(0, bos)
     return _shortened(tokens, bos, max_length)
 
 
-def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
+def needs_bos(tokens: Sequence[int], tokenizer: Any) -> bool:
+    """Returns whether the tokenizer puts a beginning-of-sequence token before texts, and these tokens have none."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokens[:1] != [bos] and bool(tokenizer("a")["input_ids"][:1] == [bos])
+
+
+def special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """Returns the texts of a tokenizer's special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return tuple({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""})
 
@@ -79,6 +90,7 @@ class RewardModel:
             loses its beginning (but not the beginning-of-sequence token), because the reply is at the end.
         batch_tokens: tokens of a forward pass, padding included; a longer text has one of its own.
         moments: mean and standard deviation that scores are centred and scaled by; None leaves them as they are.
+        divide: divides the model over processes, all of which then score at the same time.
 
     Raises:
         ConfigurationError: max_length or batch_tokens is too small, or max_length beyond the model's positions.
@@ -93,6 +105,7 @@ class RewardModel:
         max_length: int | None = None,
         batch_tokens: int = REWARD_TOKENS,
         moments: tuple[float, float] | None = None,
+        divide: Divide | None = None,
     ) -> None:
         positions = usable_positions(model.config) or sys.maxsize
         if max_length is not None and not 2 <= max_length <= positions:
@@ -102,8 +115,8 @@ class RewardModel:
             )
         if batch_tokens < 1:
             raise ConfigurationError(f"--batch_tokens is {batch_tokens}, but must be at least 1: raise it.")
-        self._model = model
-        self._head = model.score.float()  # in half precision different scores would round to ties
+        # In half precision different scores would round to ties: DeepSpeed would bring it there again.
+        self._head = model.score.float()
         self._tokenizer = tokenizer
         self._max_length = max_length or positions
         self._batch_tokens = batch_tokens
@@ -112,6 +125,7 @@ class RewardModel:
         """Token ids of the policy below this number are those of the model."""
         self._mean, self._std = moments or (0.0, 1.0)
         self._device: torch.device = next(model.parameters()).device
+        self._passes = PassesTogether(_LastHidden(model.base_model.requires_grad_(False)), divide)
 
     @classmethod
     def load(
@@ -126,6 +140,8 @@ class RewardModel:
         batch_tokens: int = REWARD_TOKENS,
         normalize: bool = False,
         normalize_flag: str = "--reward.normalize model",
+        shard: Shard | None = None,
+        divide: Divide | None = None,
     ) -> "RewardModel":
         """Returns the model of a hub name or directory, which `flag` names. With `normalize`, which `normalize_flag`
         turns on, scores are centred and scaled by the `mean` and `std` in its config.json, where OpenRLHF's training of
@@ -137,17 +153,18 @@ class RewardModel:
         """
         from transformers import AutoModelForSequenceClassification
 
-        if device.type == "cpu":
+        if device.type == "cpu" and shard is None:
             keep_freed_memory()
         try:
-            model, info = _from_pretrained(
-                AutoModelForSequenceClassification,
-                name_or_path,
-                flag,
-                dtype=dtype,
-                num_labels=1,
-                output_loading_info=True,
-            )
+            with sharded_loading(shard):
+                model, info = _from_pretrained(
+                    AutoModelForSequenceClassification,
+                    name_or_path,
+                    flag,
+                    dtype=dtype,
+                    num_labels=1,
+                    output_loading_info=True,
+                )
         except CheckpointError as error:
             if not isinstance(error.__cause__, RuntimeError):  # transformers: a tensor has another shape
                 raise
@@ -158,13 +175,18 @@ class RewardModel:
             raise _not_scalar(flag, name_or_path, f"its weights lack {', '.join(sorted(info['missing_keys']))}")
         moments = _moments(model.config, name_or_path, normalize_flag, wanted=normalize)
         tokenizer = load_tokenizer(name_or_path, flag=flag)
+        model = model.to(device).eval()
+        with whole_layers(model):
+            use_exact_attention(model)
+        make_whole(model.score)  # which stays outside of what is divided: a lone process has its one row as a share
         return cls(
-            model.to(device).eval(),
+            model,
             tokenizer,
             policy_tokenizer=policy_tokenizer,
             max_length=max_length,
             batch_tokens=batch_tokens,
             moments=moments,
+            divide=divide,
         )
 
     def encode(self, text: str) -> EncodedText:
@@ -192,15 +214,17 @@ class RewardModel:
             return _shortened(tokens, self._tokenizer.bos_token_id, self._max_length)
         return self.encode(reply.text)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def score_encoded(self, texts: Sequence[EncodedText]) -> list[float]:
         """Scores texts that `encode` has encoded."""
         if not all(text.tokens for text in texts):
             raise ValueError("A text without tokens cannot be scored.")
         scores = [0.0] * len(texts)
-        for batch in self._batches(texts):
-            for index, score in zip(batch, self._forward([texts[i].tokens for i in batch]), strict=True):
-                scores[index] = (score - self._mean) / self._std
+        with self._passes.made_by_all(*self._inputs([(0,)])):
+            for batch in self._batches(texts):
+                last_SH = self._passes(*self._inputs([texts[i].tokens for i in batch]))
+                for index, score in zip(batch, self._head(last_SH.float())[:, 0].tolist(), strict=True):
+                    scores[index] = (score - self._mean) / self._std
         return scores
 
     def _batches(self, texts: Sequence[EncodedText]) -> Iterator[list[int]]:
@@ -212,18 +236,27 @@ class RewardModel:
             yield order[:count]
             order = order[count:]
 
-    def _forward(self, rows: Sequence[tuple[int, ...]]) -> list[float]:
+    def _inputs(self, rows: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns tokens_ST, padded, mask_ST and lengths_S."""
         lengths_S = torch.tensor([len(row) for row in rows])
         width = int(lengths_S.max())
         # Padding is masked and after the text, so any token serves.
         tokens_ST = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows])
         mask_ST = (torch.arange(width) < lengths_S[:, None]).long()
-        hidden_STH = self._model.base_model(
-            input_ids=tokens_ST.to(self._device), attention_mask=mask_ST.to(self._device), use_cache=False
-        ).last_hidden_state
-        last_SH = hidden_STH[torch.arange(len(rows)), lengths_S - 1]
-        scores: list[float] = self._head(last_SH.float())[:, 0].tolist()
-        return scores
+        return tokens_ST.to(self._device), mask_ST.to(self._device), lengths_S.to(self._device)
+
+
+class _LastHidden(nn.Module):
+    """The hidden state at the last token of each text [S, H]."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, tokens_ST: Tensor, mask_ST: Tensor, lengths_S: Tensor) -> Tensor:
+        output = self.body(input_ids=tokens_ST, attention_mask=mask_ST, use_cache=False)
+        last_SH: Tensor = output.last_hidden_state[torch.arange(len(lengths_S), device=lengths_S.device), lengths_S - 1]
+        return last_SH
 
 
 def _moments(config: Any, name_or_path: str, flag: str, *, wanted: bool) -> tuple[float, float] | None:

@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 
 from rollgrad.adapters.models.torch.attention import AttentionPlan
 from rollgrad.adapters.models.torch.layout import Layout, Node
+from rollgrad.adapters.models.torch.padded import is_padded, require_undivided
 from rollgrad.domain.errors import ConfigurationError
 
 
@@ -107,8 +108,11 @@ def sequence_group(model: Any) -> SequenceGroup:
     """Returns the group over which the batches of `model` are divided.
 
     Raises:
-        ConfigurationError: the model has too few key/value heads for it.
+        ConfigurationError: the model has too few key/value heads for it, or is computed padded.
     """
+    if is_padded(model):
+        require_undivided(model, "ds.sequence_parallel_size", _joined.size)
+        return _joined
     config = model.config.get_text_config()
     _joined.heads(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     return _joined

@@ -7,38 +7,33 @@ from typing import Any
 import torch
 
 from rollgrad.adapters.models.torch.attention import check_layers
+from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.lora import adapter_numbers
 from rollgrad.adapters.models.torch.quantised import quantised_numbers
-from rollgrad.application.settings.memory_plan import ModelShape
-from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.application.settings.model_shape import ModelShape
+from rollgrad.application.settings.sections.actor import AdapterConfig, LoraConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 
-def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelShape:
+def model_shape(key: str, name: str, lora: AdapterConfig | None = None) -> ModelShape:
     """Returns the shape of a model, with the adapters of `lora`, from its configuration alone: it is built without
-    memory for its weights.
+    memory for its weights. `key` is the setting that names it.
 
     Raises:
         CheckpointError: there is no such model.
         ConfigurationError: a target module of `lora` is no linear layer of it, or it has no 4-bit form.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         settings = AutoConfig.from_pretrained(str(Path(name).expanduser()))
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings)
-        check_layers(model)
+            model = model_factory(settings).from_config(settings)
         text = settings.get_text_config()
-        layers = [text.per_layer_config[index] for index in range(text.num_hidden_layers)]  # Gemma 4's are unlike
-        kv_heads, head_dim = max(map(_cache_shape, layers), key=math.prod)
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            f"--{key} is {name!r}, which packed training does not compute as it is ({str(error).rstrip('.')}): choose "
-            f"another --{key}."
-        ) from error
+        kv_heads, head_dim = max(_cache_shapes(settings), key=math.prod) if _keeps_keys(model) else (0, 0)
     except Exception as error:  # the code of a model's class and its settings may raise anything
         raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
+    section = key.partition(".")[0]
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     return ModelShape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -46,11 +41,33 @@ def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelSha
         hidden=text.hidden_size,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        adapters=adapter_numbers(model, lora) if lora is not None and lora.rank else 0,
-        quantised=quantised_numbers(model) if lora is not None and lora.load_in_4bit else 0,
+        adapters=adapter_numbers(model, lora, at=f"{section}.lora") if lora is not None and lora.rank else 0,
+        quantised=quantised_numbers(model) if isinstance(lora, LoraConfig) and lora.load_in_4bit else 0,
         embedding=embedding.numel(),
         tied=head is not None and head.weight is embedding,
+        stored=0 if settings.dtype is None else settings.dtype.itemsize,
     )
+
+
+def _keeps_keys(model: Any) -> bool:
+    """Returns whether the embedded engine keeps keys and values of a model, and does not compute all anew."""
+    try:
+        check_layers(model)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def cache_numbers(settings: Any) -> int:
+    """Returns how many numbers of keys and values a token has in the caches of all layers of a model with these
+    settings."""
+    return sum(2 * math.prod(shape) for shape in _cache_shapes(settings))
+
+
+def _cache_shapes(settings: Any) -> list[tuple[int, int]]:
+    """Returns `_cache_shape` of each layer."""
+    text = settings.get_text_config()
+    return [_cache_shape(text.per_layer_config[index]) for index in range(text.num_hidden_layers)]  # some are unlike
 
 
 def _cache_shape(text: Any) -> tuple[int, int]:

@@ -5,7 +5,7 @@ the last token of a text. Does not own: scoring texts with a saved model (`rewar
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,13 @@ from torch import Tensor
 
 from rollgrad.adapters.models.torch.forward import PackedReward
 from rollgrad.adapters.models.torch.lora import plain_buffers, plain_weights
-from rollgrad.adapters.models.torch.models import (
-    Optimize,
-    TorchValue,
-    check_same_weights,
-    copied_weights,
-    save_averaged,
-    train_without_dropout,
-    weight_values,
-)
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.saving import save_pretrained
-from rollgrad.domain.batches.packed import Batch
+from rollgrad.adapters.models.torch.models import Optimize, save_averaged
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, check_same_weights
+from rollgrad.adapters.models.torch.saving import save_in_files
+from rollgrad.adapters.models.torch.stored_state import opened
+from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.ports.models import TrainedReward, ValueObjective
+from rollgrad.domain.ports.models import TrainedReward
 
 HEAD = "score.weight"
 """Name of the head's weight in the files of sequence classifiers."""
@@ -60,10 +53,9 @@ class TorchReward(TorchValue, TrainedReward):
         gradient_checkpointing: bool = False,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        super().__init__(model, tokenizer, settings, head=head, optimize=optimize)
-        self._checkpointing = gradient_checkpointing
+        super().__init__(
+            model, tokenizer, settings, head=head, gradient_checkpointing=gradient_checkpointing, optimize=optimize
+        )
         self._averages = settings.ema_beta is not None
         self._moments: tuple[float, float] | None = None
         self._parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
@@ -72,15 +64,6 @@ class TorchReward(TorchValue, TrainedReward):
     def set_moments(self, moments: tuple[float, float] | None) -> None:
         """Implements `TrainedReward.set_moments`."""
         self._moments = moments
-
-    def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
-        """Implements `ValueModel.update`."""
-        if self._checkpointing:
-            train_without_dropout(self._module)
-        try:
-            return super().update(micro_batches, objective)
-        finally:
-            self._module.eval()
 
     def save(self, path: Path) -> None:
         """Implements `TrainedReward.save`, with adapters merged; the model of averaged weights, if they are kept, is in
@@ -92,11 +75,16 @@ class TorchReward(TorchValue, TrainedReward):
         save_averaged(write, path, self._trained if self._averages else None)
 
     def _save(self, path: Path, moments: tuple[float, float] | None) -> None:
-        trained = self._trained
-        weights = copied_weights(weight_values(plain_weights(self._module), trained), keep=trained.first)
-        if trained.first:
-            classifier = self._classifier(moments)
-            save_pretrained(classifier, self._tokenizer, path, self._named(weights, classifier))
+        head, body = self._parts()
+        classifier = self._classifier(moments)
+
+        def named() -> Iterator[dict[str, Tensor]]:
+            others = {**plain_buffers(self._module), **head}
+            for weights in body:
+                yield self._named(weights | others, classifier)
+                others = {}
+
+        save_in_files(classifier, self._tokenizer, path, named(), writes=self._trained.first)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Implements `ValueModel.load_state_dict`.
@@ -104,6 +92,7 @@ class TorchReward(TorchValue, TrainedReward):
         Raises:
             CheckpointError: the state belongs to other weights; nothing has changed.
         """
+        state = opened(state)
         check_same_weights(state, self._parameters, self._trained)
         super().load_state_dict(state)
 
@@ -123,14 +112,13 @@ class TorchReward(TorchValue, TrainedReward):
             return AutoModelForSequenceClassification.from_config(config, dtype=self._module.model.dtype)
 
     def _named(self, weights: Mapping[str, Tensor], classifier: Any) -> dict[str, Tensor]:
-        """Returns weights, and what else a checkpoint has, by their names in the classifier's files."""
+        """Returns weights and buffers by their names in the classifier's files."""
         prefix = classifier.base_model_prefix
-        named = {
-            f"{prefix}.{name.removeprefix('model.')}": tensor
-            for name, tensor in {**weights, **plain_buffers(self._module)}.items()
-            if name.startswith("model.")
+        return {
+            HEAD if name == "value_head.weight" else f"{prefix}.{name.removeprefix('model.')}": tensor
+            for name, tensor in weights.items()
+            if name.startswith(("model.", "value_head."))
         }
-        return named | {HEAD: weights["value_head.weight"]}
 
     def _check_names(self) -> None:
         """Raises `ConfigurationError` if the model cannot be saved as a sequence classifier."""
@@ -140,7 +128,7 @@ class TorchReward(TorchValue, TrainedReward):
         except ValueError as error:  # transformers knows no such class
             raise _no_classifier(kind, "transformers has no sequence classifier of it") from error
         ours = {weight.name: weight.parameter for weight in plain_weights(self._module)}
-        if self._named(ours, classifier).keys() != classifier.state_dict().keys():
+        if self._named(ours | plain_buffers(self._module), classifier).keys() != classifier.state_dict().keys():
             raise _no_classifier(kind, f"{type(classifier).__name__} has other weights")
 
 

@@ -16,6 +16,15 @@ STEPS = 2
 """Steps that are checked. A gradient may be 0 in the first, if a matrix after the parameter starts at 0 (LoRA's B after
 A, a critic's head after its body); it must not be 0 in the second."""
 
+OPTIONAL = frozenset(
+    {
+        "experts",
+        *("visual", "vision_tower", "vision_model", "vision_encoder", "image_tower"),
+        *("connector", "multi_modal_projector", "image_newline"),
+    }
+)
+"""Names of parts that take no part in every step: experts, and transformers' names of what images go through."""
+
 SHOWN = 5
 """Largest number of names in a message."""
 
@@ -43,7 +52,7 @@ class GradientProof:
         """Checks the gradients before a step; `sizes` are their largest absolute entries, finite, of parameters with
         one.
 
-        An expert to which no token was sent may have no gradient.
+        An expert to which no token was sent may have no gradient, nor what images go through.
 
         Raises:
             UntrainedParameterError: another parameter got none.
@@ -71,8 +80,9 @@ class GradientProof:
 
 
 def may_lack_gradient(name: str) -> bool:
-    """Returns whether a parameter is an expert's, to which no token may have been sent."""
-    return "experts" in name.split(".")
+    """Returns whether a parameter is an expert's, to which no token may have been sent, or makes input of images, of
+    which a step may have none (some models also leave the last layers of the tower out)."""
+    return not OPTIONAL.isdisjoint(name.split("."))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ The runtime plays the session with rollgrad's own loop and token ledger: sampled
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollgrad.adapters.openrlhf.agent_library.bridge import iterate
@@ -20,6 +20,7 @@ from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.messages import call_entry
 from rollgrad.domain.episodes.prompts import Prompt
 
+OnText = Callable[[str], None]
 NO_ANSWER = "Max steps reached without final."
 """Message to the user when the episode ends without an answer."""
 
@@ -30,10 +31,19 @@ class AgentSession:
     def __init__(self, environment: Environment, template: Template) -> None:
         self.environment = environment
         self.template = template
+        self._steps = 0
 
     def reset(self, initial_observation: str | None = None) -> None:
         """Starts an episode; `initial_observation` is its task."""
+        self._steps = 0
         self.environment.reset(initial_observation)
+
+    def initialize(self, initial_observation: str | None = None) -> str:
+        """Starts an episode; returns its prompt: the opening turn, the task as a user's turn, and the opening of the
+        first reply."""
+        self.reset(initial_observation)
+        turn = self.template.render_turn("user", initial_observation or "", add_generation_prompt=True)
+        return self.build_system_prompt() + turn
 
     def build_system_prompt(self) -> str:
         """Returns the opening turn: the environment's system prompt and its tools."""
@@ -63,6 +73,7 @@ class AgentSession:
     ) -> AgentStepResult:
         """Carries out a turn's calls; with `runtime` nothing is rewarded."""
         observations, reward, terminated = self.environment.step(actions, label=label, runtime=runtime)
+        self._steps += 1
         return AgentStepResult(
             observations=observations,
             reward=float(reward),
@@ -70,6 +81,7 @@ class AgentSession:
             rendered_observation=self.build_user_turn(self.render_observations(observations)),
             actions=actions,
             parse_error=parse_error,
+            step_index=self._steps,
         )
 
     def step_from_text(self, text: str, *, label: Any = None, runtime: bool = False) -> AgentStepResult:
@@ -94,14 +106,19 @@ class AgentRuntime:
         self.template = template
         self._params = SamplingParams(max_new_tokens=max_new_tokens_per_step)
 
-    def run_steps(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    def run_steps(
+        self, messages: Sequence[Mapping[str, Any]], *, on_text: OnText | None = None
+    ) -> Iterator[dict[str, Any]]:
         """Answers a conversation; yields messages in the OpenAI shape as they arise: replies with calls, the tools'
         answers (but no hints for the model), a reply that could not be read unchanged, and at last the answer.
+
+        `on_text` is called with each part of a reply's text, calls included, as it is sampled; it runs in another
+        thread.
 
         Raises:
             EngineError: the engine failed.
         """
-        for message, _ in self._steps(messages):
+        for message, _ in self._steps(messages, on_text):
             yield message
 
     def run_final(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
@@ -111,7 +128,9 @@ class AgentRuntime:
             answer = str(message["content"]) if is_answer else answer
         return answer
 
-    def _steps(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
+    def _steps(
+        self, messages: Sequence[Mapping[str, Any]], on_text: OnText | None = None
+    ) -> Iterator[tuple[dict[str, Any], bool]]:
         """Yields messages, each with whether it is the answer."""
         session = AgentSession(self.environment, self.template)
         session.reset(str(messages[-1]["content"]) if messages else None)
@@ -122,7 +141,8 @@ class AgentRuntime:
         )
         prompt = Prompt(token_ids=tuple(self.engine.tokenize(text)), text=text)
         codec = EngineCodec(self.engine)
-        core = CoreRuntime(ServedEngine(self.engine, codec), codec, max_turns=max(1, self.environment.max_steps))
+        engine = ServedEngine(self.engine, codec, on_text)
+        core = CoreRuntime(engine, codec, max_turns=max(1, self.environment.max_steps))
         session_of_core = CoreSession(ServedEnvironment(session))
         for turn in iterate(core.play(session_of_core, TokenLedger(codec), prompt, self._params)):
             shown, answer = _shown(turn.action.text, turn.result.info["step"])

@@ -9,7 +9,7 @@ import structlog
 
 from rollgrad.adapters.openrlhf.agent_library.tools import FinalTool, ThinkTool, ToolRegistry, call_tool, schema
 from rollgrad.adapters.openrlhf.agent_library.types import Hint, ToolCall, ToolResult
-from rollgrad.application.foreign import foreign_code, told
+from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
 
 MAX_STEPS = 66
@@ -113,7 +113,7 @@ class ReActEnvironment(Environment):
             with foreign_code(ForeignError):
                 result = call_tool(self.registry.get(name), args, context)
         except RollgradError as error:
-            log.warning("tool_failed", tool=name, error=told(error.__cause__ or error))
+            log.warning("tool_failed", tool=name, error=error_text(error.__cause__ or error))
             return ToolResult(call_id, f"The tool {name!r} failed.", is_error=True)
         return ToolResult(call_id, result.content, is_error=result.is_error)
 

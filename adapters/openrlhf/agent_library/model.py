@@ -1,8 +1,9 @@
 """Engines, which sample token ids and text after a text or token ids."""
 
+import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rollgrad.application.foreign import foreign_code
@@ -12,7 +13,13 @@ MAX_TOKENS = 10240
 """Tokens of a reply unless told otherwise."""
 TEMPERATURE = 0.6
 TIMEOUT = 600.0
-"""Seconds that a server may take for one reply."""
+"""Seconds that a server may take for one reply, or for the next part of a streamed one."""
+EVENT, END_OF_STREAM = "data: ", "data: [DONE]"
+"""Beginning of a line with an event of a stream, and the line after the last."""
+
+
+Piece = tuple[list[int], str]
+"""Token ids of a reply, or a part of it, and their text."""
 
 
 class LLMEngine(ABC):
@@ -25,8 +32,9 @@ class LLMEngine(ABC):
         max_tokens: int = MAX_TOKENS,
         temperature: float = TEMPERATURE,
         stream: bool = False,
-    ) -> tuple[list[int], str]:
-        """Returns the token ids, and their text, that follow `prompt`."""
+    ) -> Piece | Iterator[Piece]:
+        """Returns the token ids, and their text, that follow `prompt`; with `stream` an iterator of parts of them, as
+        they are sampled."""
 
     @abstractmethod
     def tokenize(self, prompt: str) -> list[int]:
@@ -65,15 +73,13 @@ class OpenAIEngine(LLMEngine):
         max_tokens: int = MAX_TOKENS,
         temperature: float = TEMPERATURE,
         stream: bool = False,
-    ) -> tuple[list[int], str]:
-        """Returns one reply of the server.
+    ) -> Piece | Iterator[Piece]:
+        """Returns one reply of the server; with `stream` its parts, as the server sends them: one that tells token ids
+        at the end alone sends them with the last part.
 
         Raises:
-            ConfigurationError: `stream` is set.
-            EngineError: the server failed, or returned no token ids.
+            EngineError: the server failed, or returned no token ids; with `stream` while parts are read.
         """
-        if stream:
-            raise ConfigurationError("OpenAIEngine.generate returns whole replies: leave stream=True out.")
         body = {
             "model": self._model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -82,14 +88,36 @@ class OpenAIEngine(LLMEngine):
             "return_token_ids": True,
         }
         url = f"{self._base_url}/completions"
-        choice = (self._post(url, body).get("choices") or [{}])[0]
-        token_ids = choice.get("token_ids")
-        if not token_ids:
-            raise EngineError(
-                f"{url} returned no token ids for return_token_ids, which agents need to continue exactly: use "
-                "a server that has them (vLLM from 0.10.2 on)."
-            )
-        return [int(token) for token in token_ids], str(choice.get("text") or "")
+        if stream:
+            return self._parts(url, {**body, "stream": True})
+        piece = _piece(self._post(url, body))
+        _require_tokens(url, piece)
+        return piece
+
+    def _parts(self, url: str, body: dict[str, Any]) -> Iterator[Piece]:
+        """Yields the parts of a streamed reply."""
+        whole: Piece = [], ""
+        with (
+            foreign_code(lambda words: EngineError(f"{url} cannot be reached: {words}")),
+            self._client.stream("POST", url, json=body) as response,
+        ):
+            if response.status_code != 200:
+                response.read()
+                raise EngineError(f"{url} answered {response.status_code} ({response.text[:200]!r}).")
+            for line in response.iter_lines():
+                if line == END_OF_STREAM:
+                    _require_tokens(url, whole)
+                    return
+                if not line.startswith(EVENT):
+                    continue  # a comment that keeps the connection alive, or the empty line after an event
+                event = _object(url, line.removeprefix(EVENT))
+                if "error" in event:
+                    raise EngineError(f"{url} broke a reply off: {event['error']}.")
+                piece = _piece(event)
+                whole = whole[0] + piece[0], whole[1] + piece[1]
+                if any(piece):
+                    yield piece
+        raise EngineError(f"{url} ended a stream before its reply was whole.")
 
     def tokenize(self, prompt: str) -> list[int]:
         """Returns the token ids of a text, with nothing added.
@@ -108,8 +136,25 @@ class OpenAIEngine(LLMEngine):
             response = self._client.post(url, json=body)
         if response.status_code != 200:
             raise EngineError(f"{url} answered {response.status_code} ({response.text[:200]!r}).")
-        try:
-            answer = response.json()
-        except (ValueError, RecursionError) as error:
-            raise EngineError(f"{url} answered something that is not JSON ({response.text[:200]!r}).") from error
-        return answer if isinstance(answer, dict) else {}
+        return _object(url, response.text)
+
+
+def _object(url: str, text: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"{url} answered something that is not JSON ({text[:200]!r}).") from error
+    return answer if isinstance(answer, dict) else {}
+
+
+def _piece(answer: dict[str, Any]) -> Piece:
+    choice = (answer.get("choices") or [{}])[0]
+    return [int(token) for token in choice.get("token_ids") or ()], str(choice.get("text") or "")
+
+
+def _require_tokens(url: str, piece: Piece) -> None:
+    if not piece[0]:
+        raise EngineError(
+            f"{url} returned no token ids for return_token_ids, which agents need to continue exactly: use a server "
+            "that has them (vLLM from 0.10.2 on)."
+        )

@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollgrad.adapters.openrlhf.agent_library.model import LLMEngine
+from rollgrad.adapters.openrlhf.agent_library.model import LLMEngine, Piece
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
-from rollgrad.domain.episodes.messages import Action, Message, ParsedReply, assistant_message
+from rollgrad.domain.episodes.messages import Action, Message, ParsedReply, ReplyForm, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ReplyStream, ToolSchema
@@ -30,6 +30,10 @@ class EngineCodec(ChatCodec):
     def encode(self, text: str) -> tuple[int, ...]:
         """Returns the token ids of a text; an empty text needs no request."""
         return tuple(self._engine.tokenize(text)) if text else ()
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Returns the token ids of a text, as the engine's tokenizer begins one."""
+        return self.encode(text)
 
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Returns the text that the engine gave with these tokens."""
@@ -55,9 +59,15 @@ class EngineCodec(ChatCodec):
         """Empty text, because it is not known."""
         return ""
 
-    def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
+    def parse(
+        self, text: str, prompt: str, tools: Sequence[ToolSchema] = (), form: ReplyForm | None = None
+    ) -> ParsedReply:
         """Returns the text unchanged, because the session parses the calls."""
         return ParsedReply(message=assistant_message(text))
+
+    def grammar(self, form: ReplyForm, prompt: str, tools: Sequence[ToolSchema] = ()) -> str:
+        """Refuses, because the engine's server is asked for a text alone."""
+        raise EngineError(_TEXT_ONLY)
 
     def stream(self, prompt: str, tools: Sequence[ToolSchema] = ()) -> ReplyStream:
         """Refuses, because the session parses whole replies."""
@@ -65,18 +75,20 @@ class EngineCodec(ChatCodec):
 
 
 class ServedEngine(RolloutEngine):
-    """Samples with `engine`, at its default temperature; log-probs are 0 and meaningless."""
+    """Samples with `engine`, at its default temperature; log-probs are 0 and meaningless. `on_text` is called with each
+    part of a reply's text as it is sampled, in a thread; None asks for whole replies."""
 
-    def __init__(self, engine: LLMEngine, codec: EngineCodec) -> None:
+    def __init__(self, engine: LLMEngine, codec: EngineCodec, on_text: Callable[[str], None] | None = None) -> None:
         self._engine = engine
         self._codec = codec
+        self._on_text = on_text
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
         """Returns one reply."""
         prompt, limit = list(request.prompt_token_ids), request.params.max_new_tokens
-        sampled, text = await asyncio.to_thread(self._engine.generate, prompt, max_tokens=limit)
+        sampled, text = await asyncio.to_thread(self._sample, prompt, limit)
         token_ids = tuple(int(token) for token in sampled)
         self._codec.texts[token_ids] = text
         if on_token is not None:
@@ -84,6 +96,18 @@ class ServedEngine(RolloutEngine):
                 on_token(token)
         zeros = [0] * len(token_ids)
         return Generation(token_ids=token_ids, logprobs=zeros, versions=zeros, stop_reason=StopReason.STOP)
+
+    def _sample(self, prompt: list[int], limit: int) -> Piece:
+        streamed = {} if self._on_text is None else {"stream": True}
+        given = self._engine.generate(prompt, max_tokens=limit, **streamed)
+        parts = [given] if isinstance(given, tuple) else given  # an engine of one's own may not stream
+        token_ids, texts = list[int](), list[str]()
+        for tokens, text in parts:
+            token_ids += tokens
+            texts.append(text)
+            if text and self._on_text is not None:
+                self._on_text(text)
+        return token_ids, "".join(texts)
 
     async def pause(self, mode: PauseMode) -> None:
         """Does nothing: weights never change."""

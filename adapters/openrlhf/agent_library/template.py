@@ -129,6 +129,12 @@ def make_template(name: str | None = None, tokenizer: Any = None) -> Template:
     return Qwen3Template(tokenizer)
 
 
+def make_chat_protocol(name: str | None = None, tokenizer: Any = None) -> Template:
+    """Returns what newer versions of OpenRLHF-Agent call a chat protocol, a template: `qwen3_instruct`, also without a
+    name, or `qwen3_thinking`; arguments and errors as of `make_template`."""
+    return make_template("qwen3" if name in ("qwen3_instruct", "qwen3_thinking") else name, tokenizer)
+
+
 def _with_mappings(message: Mapping[str, Any]) -> Message:
     """Returns the message with the arguments of its calls as a mapping; OpenAI clients write them as JSON text."""
     if not message.get("tool_calls"):

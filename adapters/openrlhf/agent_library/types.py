@@ -28,7 +28,8 @@ class AgentStepResult:
     """Result of one turn: the environment's answer to each call, and the text of these for the model.
 
     `rendered_observation` directly follows the model's reply and ends with the generation prompt; `actions` has None
-    for a call that could not be read, and is None itself without any call.
+    for a call that could not be read, and is None itself without any call. `step_index` counts the episode's turns from
+    1 on.
     """
 
     observations: list[str]
@@ -37,6 +38,12 @@ class AgentStepResult:
     rendered_observation: str
     actions: list[ToolCall | None] | None
     parse_error: bool = False
+    step_index: int = 0
+
+    @property
+    def feedback_text(self) -> str:
+        """Newer name of `rendered_observation`."""
+        return self.rendered_observation
 
 
 class Hint(str):

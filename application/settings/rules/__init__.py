@@ -16,6 +16,7 @@ from rollgrad.application.settings.rules.algorithm import (
 )
 from rollgrad.application.settings.rules.asynchrony import async_problems
 from rollgrad.application.settings.rules.cluster import cluster_problems, engine_length_problems, server_problems
+from rollgrad.application.settings.rules.images import image_problems
 from rollgrad.application.settings.rules.inputs import (
     data_problems,
     eval_problems,
@@ -85,6 +86,7 @@ def setting_errors(
         yield optimizer_problems(config)
         yield rollout_problems(config)
         yield data_problems(config)
+        yield image_problems(config)
         yield reward_problems(config, config.data.prompt_dataset, has_reward=has_reward or plays)
         yield agent_problems(config, has_environment=plays)
         yield turn_problems(config, has_environment=plays)
@@ -114,6 +116,7 @@ def evaluation_errors(
         yield server_problems(config)
         yield engine_length_problems(config, has_environment=plays)
         yield prompt_form_problems(config)
+        yield image_problems(config)
         yield reward_problems(config, config.eval.dataset or "", has_reward=has_reward or plays)
         yield agent_problems(config, has_environment=plays)
         yield turn_problems(config, has_environment=plays)

@@ -70,13 +70,12 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
             "trained: lower --critic.freezing_steps or raise --train.max_steps."
         )
     kl = config.algo.kl
-    if "teacher" in traits.needs and (
-        config.ref.model_name_or_path is None or kl.init_coef == 0 or kl.use_loss or kl.estimator is not KLEstimator.K1
-    ):
+    taught = kl.estimator is (KLEstimator.FULL if kl.use_loss else KLEstimator.K1)
+    if "teacher" in traits.needs and (config.ref.model_name_or_path is None or kl.init_coef == 0 or not taught):
         yield (
             f"algo.advantage.estimator {estimator} learns from the log-probs of a teacher: name it with "
             "--ref.model_name_or_path, set --algo.kl.init_coef above 0 (1 is usual), and leave --algo.kl.use_loss and "
-            "--algo.kl.estimator out."
+            "--algo.kl.estimator out, or turn on --algo.kl.use_loss and set --algo.kl.estimator to full."
         )
 
 
@@ -131,11 +130,19 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
             f"ref.model_name_or_path is {config.ref.model_name_or_path!r}, but algo.kl.init_coef is 0, which turns KL "
             "off: set --algo.kl.init_coef above 0, or leave --ref.model_name_or_path out."
         )
+    if config.ref.offload and config.cluster.enable and (kl.init_coef == 0 or kl.against is KLAgainst.ROLLOUT):
+        yield (
+            f"ref.offload is on, but with algo.kl.init_coef {kl.init_coef:g} and algo.kl.against {kl.against} there is "
+            "no reference: leave --ref.offload out, or set --algo.kl.init_coef above 0 and --algo.kl.against to "
+            "reference."
+        )
     if kl.use_loss and kl.estimator is KLEstimator.K1:
         yield (
             "algo.kl.use_loss is on with algo.kl.estimator k1, whose gradient is zero on average: set "
-            "--algo.kl.estimator to k2, k3 or k3_unbiased."
+            "--algo.kl.estimator to k2, k3, k3_unbiased or full."
         )
+    if kl.estimator is KLEstimator.FULL:
+        yield from _whole_kl_problems(config)
     if kl.estimator is KLEstimator.K3_UNBIASED and not kl.use_loss:
         yield (
             "algo.kl.estimator is k3_unbiased, which weighs a loss by the importance ratio, but KL is in the reward: "
@@ -152,6 +159,30 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
                 f"ref.model_name_or_path is {config.ref.model_name_or_path!r}, but algo.kl.against is rollout, which "
                 "needs no reference: leave --ref.model_name_or_path out, or set --algo.kl.against to reference."
             )
+
+
+def _whole_kl_problems(config: RLConfig) -> Iterator[str]:
+    kl = config.algo.kl
+    if not kl.use_loss:
+        yield (
+            "algo.kl.estimator is full, whose gradient is that of the divergence, but KL is in the reward: turn on "
+            "--algo.kl.use_loss, or set --algo.kl.estimator to k1, k2 or k3."
+        )
+    if kl.against is KLAgainst.ROLLOUT:
+        yield (
+            "algo.kl.estimator is full, but of the policy that sampled (algo.kl.against rollout) only the sampled "
+            "tokens' log-probs are kept: set --algo.kl.against to reference, or --algo.kl.estimator to k2 or k3."
+        )
+    if config.cluster.enable and (config.ref.num_nodes, config.ref.num_gpus_per_node) != (None, None):
+        yield (
+            "ref.num_nodes or ref.num_gpus_per_node is set, but with algo.kl.estimator full the reference is in "
+            "the policy's processes: leave --ref.num_nodes and --ref.num_gpus_per_node out."
+        )
+    if config.cluster.enable and config.ref.offload:
+        yield (
+            "ref.offload is on, but with algo.kl.estimator full the reference is whole in the policy's processes: "
+            "leave --ref.offload out, or set --algo.kl.estimator to k2 or k3."
+        )
 
 
 def correction_problems(config: RLConfig) -> Iterator[str]:

@@ -25,6 +25,12 @@ def cluster_problems(config: RLConfig) -> Iterator[str]:
             "train.colocate_all lets engines sleep while models train, but with train.async_enable they never do: "
             "leave one of --train.colocate_all and --train.async_enable out."
         )
+    for section, key in (("ds", "adam_offload"), ("ds", "param_offload"), ("cluster", "offload")):
+        if config.train.optimizer_sleeps and getattr(getattr(config, section), key):
+            yield (
+                f"train.optimizer_sleeps is on with {section}.{key}, which keeps models in the CPU's memory for good: "
+                f"leave one of --train.optimizer_sleeps and --{section}.{key} out."
+            )
     for key in ("tensor_parallel_size", "pipeline_parallel_size"):
         if config.train.colocate_all and (size := getattr(config.vllm, key)) > 1:
             yield (
@@ -98,12 +104,12 @@ def _division_problems(config: RLConfig) -> Iterator[str]:
                     f"ds.{key} is {size}, which does not divide the {ranks(config, model)} processes of the model "
                     f"{model!r}: change --ds.{key}, or --{model}.num_gpus_per_node."
                 )
-    if ds.sequence_parallel_size > 1 and config.actor.aux_loss_coef > 0:
-        yield (
-            f"actor.aux_loss_coef is {config.actor.aux_loss_coef} with ds.sequence_parallel_size "
-            f"{ds.sequence_parallel_size}, but routers are balanced over whole sequences: leave one of "
-            "--actor.aux_loss_coef and --ds.sequence_parallel_size out."
-        )
+    for name in ("aux_loss_coef", "router_z_loss_coef"):
+        if ds.sequence_parallel_size > 1 and (coef := getattr(config.actor, name)) > 0:
+            yield (
+                f"actor.{name} is {coef} with ds.sequence_parallel_size {ds.sequence_parallel_size}, but losses of "
+                f"routers are over whole sequences: leave one of --actor.{name} and --ds.sequence_parallel_size out."
+            )
     if ds.tensor_parallel_size == 1:
         return
     if ds.sequence_parallel_size > 1:
@@ -112,17 +118,28 @@ def _division_problems(config: RLConfig) -> Iterator[str]:
             f"{ds.sequence_parallel_size}, but processes share layers or tokens, not both: leave one of "
             "--ds.tensor_parallel_size and --ds.sequence_parallel_size out."
         )
+    if config.ref.offload:
+        yield (
+            f"ref.offload is on with ds.tensor_parallel_size {ds.tensor_parallel_size}, but a reference that shares "
+            "layers stays on its GPUs: leave one of --ref.offload and --ds.tensor_parallel_size out."
+        )
+    if config.reward.offload:
+        yield (
+            f"reward.offload is on with ds.tensor_parallel_size {ds.tensor_parallel_size}, beside which a reward model "
+            "is whole in each process: leave one of --reward.offload and --ds.tensor_parallel_size out."
+        )
     for model in ("actor", "critic"):
         if getattr(config, model).optim is Optim.MUON:
             yield (
                 f"ds.tensor_parallel_size is {ds.tensor_parallel_size} with {model}.optim muon, which needs matrices "
                 f"whole: leave one of --ds.tensor_parallel_size and --{model}.optim out."
             )
-    if config.actor.lora.rank:
-        yield (
-            f"ds.tensor_parallel_size is {ds.tensor_parallel_size} with actor.lora.rank {config.actor.lora.rank}, but "
-            "layers with adapters are not divided: leave one of --ds.tensor_parallel_size and --actor.lora.rank out."
-        )
+    for model in ("actor", "critic"):
+        if rank := getattr(config, model).lora.rank:
+            yield (
+                f"ds.tensor_parallel_size is {ds.tensor_parallel_size} with {model}.lora.rank {rank}, but layers with "
+                f"adapters are not divided: leave one of --ds.tensor_parallel_size and --{model}.lora.rank out."
+            )
 
 
 def _reward_model_problems(config: RLConfig) -> Iterator[str]:

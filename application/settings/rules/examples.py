@@ -1,13 +1,18 @@
 """Rules of runs that learn from examples. See `validation`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import TypeVar
+
+from attrs import evolve
 
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules.cluster import cluster_problems
+from rollgrad.application.settings.rules.images import example_image_problems
 from rollgrad.application.settings.rules.inputs import (
-    PROBABILITY_TOLERANCE,
     best_metric_problems,
     dataset_names,
+    mixture_problems,
     model_problems,
     optimizer_problems,
     prompt_form_problems,
@@ -21,27 +26,40 @@ from rollgrad.application.settings.sections.examples import (
     ExampleEvalConfig,
     ExampleFormat,
     ExampleTrainConfig,
+    PairDataConfig,
+    RankedReplies,
     RowsConfig,
 )
-from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedTrainConfig
 from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.errors import ConfigurationError
 
+Offline = TypeVar("Offline", bound=OfflineRun)
+
+UNREAD = {
+    "logger.log_samples": "nothing is sampled in this run",
+    "logger.trajectories_max_gib": "nothing is sampled in this run",
+    "actor.lora.sync": "no engine samples in this run",
+}
+"""Settings of the sections that runs over examples share with others, which they refuse, and why."""
+
+
+def example_errors(run: Offline, *own: Callable[[Offline], Iterator[str]]) -> list[ConfigurationError]:
+    """Returns every rule that the settings of a run over examples break: those of all such runs, and its `own`."""
+    return broken_rules(
+        run, lambda run: (rule(run) for rule in (example_problems, stream_problems, *own, shared_problems))
+    )
+
 
 def sft_errors(run: SFTRun) -> list[ConfigurationError]:
     """Returns every rule that the settings of a run of supervised fine-tuning break."""
-
-    def rules(run: SFTRun) -> Iterator[Iterator[str]]:
-        yield example_problems(run)
-        yield step_problems(run.train)
-        yield noise_problems(run)
-        yield stream_problems(run)
-        yield format_problems(run.data)
-        yield shared_problems(run)
-
-    return broken_rules(run, rules)
+    return example_errors(
+        run,
+        lambda run: step_problems(run.train),
+        noise_problems,
+        lambda run: format_problems(run.data),
+    )
 
 
 def example_problems(run: OfflineRun) -> Iterator[str]:
@@ -51,17 +69,7 @@ def example_problems(run: OfflineRun) -> Iterator[str]:
     if not names:
         yield "No examples are set: name a dataset with --data.dataset."
     if data.probs is not None:
-        if len(data.probs) != len(names):
-            yield (
-                f"data.probs has {len(data.probs)} numbers for {len(names)} datasets: give one for each dataset of "
-                "--data.dataset."
-            )
-        total = sum(data.probs)
-        if min(data.probs, default=0) <= 0 or abs(total - 1) > PROBABILITY_TOLERANCE:
-            yield (
-                f"data.probs is {data.probs} with sum {total:g}, but probabilities are greater than 0 and sum to 1: "
-                "change --data.probs."
-            )
+        yield from mixture_problems("data.probs", data.probs, "data.dataset", names, allows_zero=False)
     if train.max_steps is not None and train.num_epochs != ExampleTrainConfig().num_epochs:
         yield (
             f"train.max_steps is {train.max_steps} and train.num_epochs is {train.num_epochs}, but a run has one "
@@ -73,20 +81,13 @@ def example_problems(run: OfflineRun) -> Iterator[str]:
             "--eval.steps out."
         )
     yield from best_metric_problems(run.ckpt.best_metric, run.eval.dataset)
-    if run.logger.log_samples != LoggerConfig().log_samples:
-        yield (
-            f"logger.log_samples is {run.logger.log_samples}, but nothing is sampled in this run: leave "
-            "--logger.log_samples out."
-        )
-    if run.logger.trajectories_max_gib != LoggerConfig().trajectories_max_gib:
-        yield (
-            f"logger.trajectories_max_gib is {run.logger.trajectories_max_gib:g}, but nothing is sampled in this run: "
-            "leave --logger.trajectories_max_gib out."
-        )
-    if run.actor.lora.sync != LoraConfig().sync:
-        yield (
-            f"actor.lora.sync is {run.actor.lora.sync}, but no engine samples in this run: leave --actor.lora.sync out."
-        )
+    yield from example_image_problems(run)
+    default = type(run)()
+    for name, why in UNREAD.items():
+        value = attrgetter(name)(run)
+        if value != attrgetter(name)(default):
+            shown = f"{value:g}" if isinstance(value, float) else value
+            yield f"{name} is {shown}, but {why}: leave --{name} out."
 
 
 def step_problems(train: SupervisedTrainConfig) -> Iterator[str]:
@@ -108,7 +109,7 @@ def noise_problems(run: SFTRun) -> Iterator[str]:
         )
 
 
-def stream_problems(run: SFTRun) -> Iterator[str]:
+def stream_problems(run: OfflineRun) -> Iterator[str]:
     """Yields what is wrong with rows that are read while training goes on."""
     data, train = run.data, run.train
     if not data.stream:
@@ -122,7 +123,7 @@ def stream_problems(run: SFTRun) -> Iterator[str]:
             f"data.stream is on, but data.max_samples is {data.max_samples}: leave --data.max_samples out, and set "
             "--train.max_steps."
         )
-    if train.batch_tokens is not None:
+    if isinstance(train, SupervisedTrainConfig) and train.batch_tokens is not None:
         yield (
             f"data.stream is on, but train.batch_tokens is {train.batch_tokens}, which needs the lengths of all rows: "
             "leave --train.batch_tokens out, and set --train.batch_size."
@@ -131,6 +132,11 @@ def stream_problems(run: SFTRun) -> Iterator[str]:
         yield (
             f"data.stream is on, but data.num_workers is {data.num_workers}: streamed rows are prepared in the run's "
             "own process; leave --data.num_workers out."
+        )
+    if isinstance(data, PairDataConfig) and data.pairs is RankedReplies.ALL:
+        yield (
+            "data.stream is on, but data.pairs is all, and a streamed row is one pair: leave --data.pairs or "
+            "--data.stream out."
         )
 
 
@@ -169,12 +175,7 @@ def as_rl(run: OfflineRun) -> RLConfig:
     """Returns the settings of a reinforcement-learning run that has the same model, processes and chat template."""
     actor, data, train = run.actor, run.data, run.train
     names = (field for field in ModelConfig.__annotations__ if field != "lora")
-    lora = LoraConfig(
-        rank=actor.lora.rank,
-        alpha=actor.lora.alpha,
-        target_modules=actor.lora.target_modules,
-        load_in_4bit=actor.lora.load_in_4bit,
-    )
+    lora = evolve(actor.lora, sync=LoraConfig().sync)  # which is another rule's
     return RLConfig(
         actor=ActorConfig(**{name: getattr(actor, name) for name in names}, lora=lora),
         data=DataConfig(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rollgrad.application.settings.derived import first_change
 from rollgrad.application.settings.rules.cluster import engine_length_problems, server_problems
+from rollgrad.application.settings.rules.images import unseen_problems
 from rollgrad.application.settings.rules.inputs import (
     data_problems,
     model_problems,
@@ -18,7 +19,7 @@ from rollgrad.domain.errors import ConfigurationError
 
 SAMPLED = ("data.", "rollout.server_urls")
 """Beginnings of the names of settings that sampling reads, and whose conditions it checks."""
-SCORED = ("reward.remote_", "reward.judge_", "reward.format_pattern", "reward.failure_value")
+SCORED = ("reward.remote_", "reward.judge_", "reward.step_", "reward.format_pattern", "reward.failure_value")
 """Beginnings of the names of settings that scoring reads, and whose conditions it checks."""
 
 
@@ -31,6 +32,7 @@ def generation_errors(config: RLConfig) -> list[ConfigurationError]:
         yield server_problems(config)
         yield engine_length_problems(config, has_environment=False)
         yield data_problems(config)
+        yield unseen_problems(config)
         yield _single_replies(config)
 
     return broken_rules(config, rules, SAMPLED)

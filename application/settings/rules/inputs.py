@@ -1,7 +1,7 @@
 """Rules of what a run reads: models, data, rewards, evaluation."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rollgrad.application.settings.derived import first_change
 from rollgrad.application.settings.presets import traits_of
@@ -72,17 +72,9 @@ def data_problems(config: RLConfig) -> Iterator[str]:
     data = config.data
     names = dataset_names(data.prompt_dataset)
     if data.prompt_probs is not None:
-        if len(data.prompt_probs) != len(names):
-            yield (
-                f"data.prompt_probs has {len(data.prompt_probs)} numbers for {len(names)} datasets: give one for each "
-                "dataset of --data.prompt_dataset."
-            )
-        total = sum(data.prompt_probs)
-        if min(data.prompt_probs, default=0) < 0 or abs(total - 1) > PROBABILITY_TOLERANCE:
-            yield (
-                f"data.prompt_probs is {data.prompt_probs} with sum {total:g}, but probabilities are at least 0 and "
-                "sum to 1: change --data.prompt_probs."
-            )
+        yield from mixture_problems(
+            "data.prompt_probs", data.prompt_probs, "data.prompt_dataset", names, allows_zero=True
+        )
     generated = any(_is_generated(name) for name in (*names, *dataset_names(config.eval.dataset or "")))
     if data.size != type(data)().size and not generated:
         yield (
@@ -90,6 +82,21 @@ def data_problems(config: RLConfig) -> Iterator[str]:
             f"{REASONING_GYM}TASK in --data.prompt_dataset."
         )
     yield from prompt_form_problems(config)
+
+
+def mixture_problems(
+    setting: str, probs: Sequence[float], datasets: str, names: Sequence[str], *, allows_zero: bool
+) -> Iterator[str]:
+    """Yields the problems of the mixing probabilities `probs`, set by `setting`, of the data sets `names`, set by
+    `datasets`."""
+    if len(probs) != len(names):
+        yield (
+            f"{setting} has {len(probs)} numbers for {len(names)} datasets: give one for each dataset of --{datasets}."
+        )
+    total, least = sum(probs), min(probs, default=0)
+    if least < 0 or (least == 0 and not allows_zero) or abs(total - 1) > PROBABILITY_TOLERANCE:
+        rule = "at least 0" if allows_zero else "greater than 0"
+        yield f"{setting} is {probs} with sum {total:g}, but probabilities are {rule} and sum to 1: change --{setting}."
 
 
 def prompt_form_problems(config: RLConfig) -> Iterator[str]:

@@ -11,6 +11,7 @@ MAY_DIFFER = (
     # how long it goes on, what is written, and what is only looked at
     "train.max_steps",
     "train.num_episodes",
+    "train.profile_steps",
     "ckpt.*",
     "logger.*",
     "eval.*",
@@ -24,13 +25,18 @@ MAY_DIFFER = (
     "critic.num_gpus_per_node",
     "ref.num_nodes",
     "ref.num_gpus_per_node",
+    "ref.offload",
+    "reward.offload",
     "reward.num_nodes",
     "reward.num_gpus_per_node",
     "train.colocate_all",
+    "train.optimizer_sleeps",
     "train.colocate_actor_ref",
     "train.colocate_critic_reward",
     "train.max_tokens_per_micro_batch",
+    "train.max_tokens_per_scoring_pass",
     "actor.gradient_checkpointing",
+    "actor.deterministic",
     "actor.lora.sync",
     "rollout.engine",
     "rollout.server_urls",
@@ -52,8 +58,9 @@ MAY_DIFFER = (
 )
 """Settings that may change between a run's beginning and its continuation; .* stands for a whole section."""
 
-OF_EXAMPLES = ("train.num_epochs", "data.num_workers", "data.cache_dir", "data.max_dropped")
-"""Further settings of runs over examples that may change: their length, and the preparation of data."""
+OF_EXAMPLES = ("train.num_epochs", "data.num_workers", "data.cache_dir", "data.max_dropped", "teacher.url")
+"""Further settings of runs over examples that may change: their length, the preparation of data, and the address of a
+teacher."""
 
 MODELS = (
     "actor.model_name_or_path",

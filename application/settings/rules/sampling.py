@@ -40,6 +40,12 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
             "algo.old_logprobs is interpolate, but every sample is of the newest policy, so there is nothing between: "
             "set --algo.old_logprobs to rollout."
         )
+    if algo.old_logprobs is not OldLogprobs.RECOMPUTE and config.actor.lora.dropout > 0:
+        yield (
+            f"algo.old_logprobs is {algo.old_logprobs} with actor.lora.dropout {config.actor.lora.dropout}, but the "
+            "policy before an update then has to be scored without dropout: leave one of --algo.old_logprobs and "
+            "--actor.lora.dropout out."
+        )
     corrected = off_policy(config) or algo.kl.against is KLAgainst.ROLLOUT
     if corrected and (rollout.top_p < 1 or rollout.top_k > 0):
         key = (

@@ -48,18 +48,25 @@ ALL_LINEAR = ("all-linear",)
 
 WITH_ADAPTERS = Condition(
     lambda here, run: here.rank > 0,
-    "actor.lora.rank is 0, which trains all weights",
-    "set --actor.lora.rank above 0",
+    "{at}rank is 0, which trains all weights",
+    "set --{at}rank above 0",
 )
 
 
 @define(kw_only=True)
-class LoraConfig:
-    """Adapters that are trained instead of the weights. They have no dropout: the ratio of two log-probs means nothing
-    if chance decides both. The run saves the model with adapters merged, and in `adapter` below it the adapters."""
+class AdapterConfig:
+    """Adapters that are trained instead of the weights; the run saves the model with adapters merged."""
 
     rank: int = setting(0, "Rows of the adapters' narrow matrices; 0 trains all weights.", NOT_NEGATIVE)
     alpha: int = setting(32, "An adapter counts alpha / rank times.", POSITIVE, only_if=WITH_ADAPTERS)
+    dropout: float = setting(
+        0.0,
+        "Share of the inputs of adapters that updates leave out, chosen by the tokens and the step; sampling, scoring "
+        "and the saved model leave none out. In reinforcement learning the ratio of an update's log-probs to those "
+        "before it then varies by chance as well.",
+        BELOW_ONE,
+        only_if=WITH_ADAPTERS,
+    )
     target_modules: tuple[str, ...] = setting(
         ALL_LINEAR,
         "Linear layers that get adapters, by the last parts of their names (q_proj, mlp.up_proj); all-linear is all "
@@ -67,6 +74,12 @@ class LoraConfig:
         Range(lambda names: bool(names) and all(names), "at least one name, and none empty"),
         only_if=WITH_ADAPTERS,
     )
+
+
+@define(kw_only=True)
+class LoraConfig(AdapterConfig):
+    """Adapters of the model that is trained; the run saves them in `adapter` below it, too."""
+
     load_in_4bit: bool = setting(
         False,
         "QLoRA: keep the weights beside the adapters in 4 bits (NF4 with double quantisation, pip install "
@@ -105,13 +118,26 @@ class ModelConfig:
         "are then free of the rounding of logits (0.02 on average with logits of a standard deviation of 5 in "
         "bfloat16), but for those of other programs that sample.",
     )
+    deterministic: bool = setting(
+        False,
+        "Compute models with deterministic kernels, which are slower: on the same machines the same numbers give the "
+        "same bits. An operation that has no such kernel is warned of.",
+    )
     gradient_checkpointing: bool = setting(
-        False, "Recompute activations in the backward pass: less memory, about a third more compute."
+        False,
+        "Recompute activations in the backward pass: less memory, about a third more compute.",
     )
     aux_loss_coef: float = setting(
         0.0,
         "Weight of the load-balancing loss of a mixture of experts (Switch Transformers), over all tokens of an "
         "optimizer step; above 0 it takes one more forward pass.",
+        NOT_NEGATIVE,
+    )
+    router_z_loss_coef: float = setting(
+        0.0,
+        "Weight of the z-loss of a mixture's routers, the mean of logsumexp(router logits)^2 over all tokens of an "
+        "optimizer step and all layers (Zoph et al. 2022, ST-MoE; there 0.001); above 0 it takes one more forward "
+        "pass, which aux_loss_coef shares.",
         NOT_NEGATIVE,
     )
     lora: LoraConfig = section(LoraConfig, "Low-rank adapters; with a rank above 0 they alone are trained.")
@@ -138,6 +164,16 @@ class ModelConfig:
 @define(kw_only=True)
 class ActorConfig(PolicyLossSettings, ModelConfig):
     """The policy that is trained."""
+
+    freeze_visual_encoder: bool = setting(
+        False,
+        "Train the language model alone, not what makes its input of images: the tower and its projection.",
+        only_if=Condition(
+            lambda here, run: run.data.image_key is not None,
+            "data.image_key is not set, which images are read from",
+            "set --data.image_key",
+        ),
+    )
 
     def __setattr__(self, name: str, value: object) -> None:
         # Of two bases one has a __dict__, in which a misspelt setting would be kept without a word.

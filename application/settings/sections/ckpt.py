@@ -1,10 +1,19 @@
 """The section `ckpt`: what is written where."""
 
+import re
 from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.settings import COUNT, PERIOD, POSITIVE, Range, setting
+from rollgrad.domain.control.best_model import Best
+from rollgrad.domain.settings import COUNT, PERIOD, POSITIVE, Condition, Range, setting
+
+LONGEST_REPOSITORY = 96
+"""Characters of a name that the hub takes."""
+
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+KEEPS_BEST = Condition(lambda here, run: here.best_metric, "no best model is kept", "set --{at}best_metric")
 
 
 class Resume(StrEnum):
@@ -53,10 +62,32 @@ class CheckpointConfig:
         COUNT,
     )
     keep_models: int | None = setting(None, "Newest models of save_steps that are kept; None keeps all.", COUNT)
+    keep_models_gib: float | None = setting(
+        None,
+        "Most GiB that the models of save_steps take together: after one is saved the oldest are removed, but never "
+        "the newest. None sets no limit.",
+        POSITIVE,
+    )
     best_metric: str | None = setting(
         None,
         "Metric of the evaluations, such as eval/loss, by which the best model so far is kept in output_dir/best: the "
         "highest value, of a loss or divergence the lowest; none keeps no best one.",
+    )
+    best_value: Best = setting(
+        Best.AUTO,
+        "Which value of best_metric is the best: the highest, the lowest, or auto: of losses, divergences, failures "
+        "and truncated replies the lowest, of others the highest.",
+        only_if=KEEPS_BEST,
+    )
+    push_to_hub: str | None = setting(
+        None,
+        "Repository of the Hugging Face hub, as me/name, that gets the model when the run has finished. One that "
+        "is not there is made, and is private. The token is that of HF_TOKEN or of hf auth login; an upload that fails "
+        "leaves the run as it is.",
+        Range(
+            lambda name: bool(REPOSITORY.fullmatch(name)) and len(name) <= LONGEST_REPOSITORY,
+            f"a name such as me/name, of letters, digits, -, _ and ., of at most {LONGEST_REPOSITORY} characters",
+        ),
     )
     resume: Resume = setting(
         Resume.NEVER,

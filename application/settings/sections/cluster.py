@@ -1,8 +1,20 @@
 """The section `cluster`: models and engines in processes of their own."""
 
+from enum import StrEnum
+
 from attrs import define
 
 from rollgrad.domain.settings import POSITIVE, Condition, setting
+
+
+class Strategy(StrEnum):
+    """How models that are trained are divided over their processes."""
+
+    DEEPSPEED = "deepspeed"
+    """By DeepSpeed's ZeRO, as the section ds says."""
+    FSDP2 = "fsdp2"
+    """By torch's FSDP2: parameters, gradients and the optimizer's state, layer by layer."""
+
 
 IN_CLUSTER = Condition(
     lambda here, run: run.cluster.enable,
@@ -10,6 +22,17 @@ IN_CLUSTER = Condition(
     "turn on --cluster.enable",
 )
 """Condition of settings of several processes."""
+
+BY_DEEPSPEED = Condition(
+    lambda here, run: run.cluster.strategy is Strategy.DEEPSPEED,
+    "cluster.strategy is {run.cluster.strategy}",
+    "set --cluster.strategy deepspeed",
+)
+"""Condition of DeepSpeed's own settings."""
+
+BY_FSDP2 = Condition(
+    lambda here, run: here.strategy is Strategy.FSDP2, "cluster.strategy is {here.strategy}", "set --{at}strategy fsdp2"
+)
 
 
 @define(kw_only=True)
@@ -20,6 +43,17 @@ class ClusterConfig:
         False,
         "Let Ray place models, and engines of a run that samples, in processes of their own, and DeepSpeed train in "
         "them (pip install rollgrad[ray,deepspeed,vllm]); without it models are trained in this process.",
+    )
+    strategy: Strategy = setting(
+        Strategy.DEEPSPEED,
+        "How models are divided over their processes: by DeepSpeed's ZeRO (section ds), or by torch's FSDP2, which "
+        "divides parameters, gradients and the optimizer's state, and needs no DeepSpeed.",
+        only_if=IN_CLUSTER,
+    )
+    offload: bool = setting(
+        False,
+        "Keep what FSDP2 divides in the CPU's memory, and step there.",
+        only_if=(IN_CLUSTER, BY_FSDP2),
     )
     address: str | None = setting(
         None,

@@ -2,6 +2,7 @@
 
 from attrs import define
 
+from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.application.settings.sections.cluster import IN_CLUSTER
 from rollgrad.application.settings.sections.optimizer import (
     DECAYS,
@@ -31,6 +32,9 @@ class CriticConfig:
     )
     freezing_steps: int = setting(
         0, "First rollouts that train the critic alone, with the actor frozen (value warm-up).", NOT_NEGATIVE
+    )
+    lora: AdapterConfig = section(
+        AdapterConfig, "Low-rank adapters; with a rank above 0 they and the head alone are trained."
     )
     optim: Optim = setting(Optim.ADAM, "As actor.optim.")
     adam: AdamConfig = section(lambda: AdamConfig(lr=9e-6), "AdamW.")

@@ -23,6 +23,11 @@ WITH_TEMPLATE = Condition(
     "data.apply_chat_template is off",
     "turn on --data.apply_chat_template",
 )
+WITH_IMAGES = Condition(
+    lambda here, run: here.image_key is not None,
+    "data.image_key is not set, which images are read from",
+    "set --data.image_key",
+)
 WITHOUT_TEMPLATE = Condition(
     lambda here, run: not here.apply_chat_template,
     "the chat template is on",
@@ -96,6 +101,18 @@ class DataConfig:
     )
     max_samples: int | None = setting(None, "Read at most this many prompts.", COUNT)
     size: int = setting(1000, "Prompts to generate for a reasoning_gym task.", COUNT)
+    image_key: str | None = setting(
+        None,
+        "Column with the images of a prompt: one or a list of paths, data URIs or files' bytes. Marks <image> in the "
+        "prompt's text say where they stand; without marks they come before it. Rows without images are text.",
+        only_if=WITH_TEMPLATE,
+    )
+    max_images_per_prompt: int | None = setting(
+        None,
+        "Images of a prompt at most: a row with more is an error. None allows any number.",
+        COUNT,
+        only_if=WITH_IMAGES,
+    )
     curriculum_range: tuple[float, float] | None = setting(
         None,
         "Skip prompts whose latest mean score lies outside, but for every eighth time; none plays all alike.",

@@ -1,15 +1,28 @@
 """The sections `actor`, `data`, `train` and `eval` of trainers that learn from examples."""
 
+from collections.abc import Sequence
+from decimal import Decimal
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from attrs import define
+from attrs import Attribute, define, evolve
 
 from rollgrad.application.settings.sections.actor import ModelConfig
 from rollgrad.application.settings.sections.data import WITH_TEMPLATE, WITHOUT_TEMPLATE
-from rollgrad.application.settings.sections.optimizer import LRScheduler
+from rollgrad.application.settings.sections.optimizer import AdamConfig, LRScheduler
 from rollgrad.application.settings.sections.train import WITH_EMA
-from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, PERIOD, SHARE, Condition, Range, setting
+from rollgrad.domain.settings import (
+    BELOW_ONE,
+    COUNT,
+    NOT_NEGATIVE,
+    PERIOD,
+    SHARE,
+    Condition,
+    Range,
+    SettingMetadata,
+    section,
+    setting,
+)
 
 
 class ExampleFormat(StrEnum):
@@ -64,19 +77,39 @@ class LongRows(StrEnum):
 
 
 @define(kw_only=True)
+class ExampleAdamConfig(AdamConfig):
+    """AdamW of a trainer over examples; its peak learning rate has a default of its own for adapters."""
+
+    default_lrs: ClassVar[tuple[float, float]]
+    """Default peak learning rate of all weights, and of adapters."""
+
+    lr: float | None = setting(None, "Peak learning rate.", NOT_NEGATIVE)  # type: ignore[assignment] # depends on lora
+
+
+def with_default_lrs(kind: type[ExampleAdamConfig], fields: Sequence["Attribute[Any]"]) -> list["Attribute[Any]"]:
+    """Returns the fields of a subclass, `lr` first, whose text says the default learning rates; for `define`."""
+    whole, adapters = (format(Decimal(repr(lr)), "e") for lr in kind.default_lrs)  # 5e-7, where floats write 5e-07
+    doc = f"Peak learning rate; default: {whole}, with adapters (lora.rank above 0) {adapters}."
+    lr = next(field for field in fields if field.name == "lr")
+    documented = lr.evolve(metadata={SettingMetadata: evolve(SettingMetadata.of(lr), doc=doc)})
+    return [documented, *(field for field in fields if field is not lr)]
+
+
+@define(kw_only=True)
 class ExampleModelConfig(ModelConfig):
     """A model that learns from examples, and its optimizer."""
 
-    lrs: ClassVar[tuple[float, float]]
-    """Default learning rate of all weights, and of adapters."""
-
+    adam: ExampleAdamConfig = section(ExampleAdamConfig, "AdamW.")
     lr_scheduler: LRScheduler = setting(LRScheduler.COSINE_WITH_MIN_LR, "Learning rate after warm-up.")
     lr_warmup_ratio: float = setting(0.03, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
 
     @property
     def peak_lr(self) -> float:
         """Learning rate of AdamW after warm-up: by default, adapters have a higher one."""
-        return self.lrs[bool(self.lora.rank)] if self.adam.lr is None else self.adam.lr
+        return self.adam.default_lrs[bool(self.lora.rank)] if self.adam.lr is None else self.adam.lr
+
+
+STREAMED = Condition(lambda here, run: here.stream, "data.stream is off", "turn on --data.stream")
 
 
 @define(kw_only=True)
@@ -131,6 +164,14 @@ class RowsConfig:
         "Directory where prepared data, and the log-probs of references, are kept for later runs; default: rollgrad in "
         "XDG_CACHE_HOME or ~/.cache.",
     )
+    stream: bool = setting(
+        False,
+        "Read rows and make tokens of them while training goes on, for data that have no end or are too large to "
+        "prepare: without a report of all rows, and with train.max_steps.",
+    )
+    shuffle_buffer: int = setting(
+        10_000, "Rows that are held in memory and shuffled together.", COUNT, only_if=STREAMED
+    )
 
 
 @define(kw_only=True)
@@ -157,34 +198,57 @@ class DemonstrationDataConfig(RowsConfig):
     )
 
 
-STREAMED = Condition(lambda here, run: here.stream, "data.stream is off", "turn on --data.stream")
-
-
 @define(kw_only=True)
 class ExampleDataConfig(DemonstrationDataConfig):
-    """The examples, and how they become tokens; or rows that are read while training goes on."""
+    """The examples, with images where they have them, and how they become tokens."""
 
-    stream: bool = setting(
-        False,
-        "Read rows and make tokens of them while training goes on, for data that have no end or are too large to "
-        "prepare: without a report of all rows, and with train.max_steps.",
+    image_key: str | None = setting(
+        None,
+        "Column with the images of an example: one or a list of paths, data URIs or files' bytes. Marks <image> in the "
+        "messages or the prompt say where they stand; without marks they come before the user's first message. Rows "
+        "without images are text.",
+        only_if=WITH_TEMPLATE,
     )
-    shuffle_buffer: int = setting(
-        10_000, "Rows that are held in memory and shuffled together.", COUNT, only_if=STREAMED
-    )
+
+
+RANKED = Condition(
+    lambda here, run: not (here.chosen_key or here.rejected_key),
+    "each row is one pair where columns are named",
+    "leave --{at}chosen_key and --{at}rejected_key out",
+)
+
+
+class RankedReplies(StrEnum):
+    """Pairs that ranked replies to one prompt make."""
+
+    BEST_WORST = "best_worst"
+    ALL = "all"
 
 
 @define(kw_only=True)
 class PairDataConfig(RowsConfig):
     """The preference pairs, and how they become tokens. Each row has a chosen and a rejected reply, as texts or
-    messages, and a prompt, or else whole conversations; or ranked replies, whose best and worst are the pair. `weight`
-    is its weight in the loss."""
+    messages, and a prompt, or else whole conversations; or ranked replies, whose best and worst are the pair. Or rows
+    are labelled replies, whose good and bad ones to the same prompt are pairs. `weight` is its weight in the loss."""
 
     prompt_key: str | None = setting(
         None, "Column with the prompt, a text or messages; default: prompt, where rows have one."
     )
     chosen_key: str | None = setting(None, "Column with the better reply; default: chosen.")
     rejected_key: str | None = setting(None, "Column with the other reply; default: rejected.")
+    image_key: str | None = setting(
+        None,
+        "Column with the images of a prompt: one or a list of paths, data URIs or files' bytes. Marks <image> in the "
+        "prompt say where they stand; without marks they come before the user's first message. Rows without images "
+        "are text.",
+        only_if=WITH_TEMPLATE,
+    )
+    pairs: RankedReplies = setting(
+        RankedReplies.BEST_WORST,
+        "Pairs of ranked replies: the best and the worst, or all, each better one with each worse; of labelled replies "
+        "to a prompt each good one with one bad one, or all with all. data.max_samples counts pairs then.",
+        only_if=RANKED,
+    )
 
 
 @define(kw_only=True)
@@ -227,6 +291,12 @@ class ExampleTrainConfig:
     max_steps: int | None = setting(None, "Optimizer steps; default: num_epochs passes over the examples.", COUNT)
     max_tokens_per_micro_batch: int = setting(16384, "Token budget of one forward and backward pass.", COUNT)
     seed: int = setting(42, "Seeds the order of the examples.", NOT_NEGATIVE)
+    profile_steps: int = setting(
+        0,
+        "Steps of which a Chrome trace of this process and of each process of a model is written to profile/ in "
+        "output_dir, from the second on that is taken, also of a continued run; it makes them slower.",
+        NOT_NEGATIVE,
+    )
     enable_ema: bool = setting(
         False,
         "Keep a moving average of the model's weights, in the CPU's memory; every saved model has it in the "
@@ -240,7 +310,9 @@ class ExampleEvalConfig:
     """Evaluation on held-out examples, before, during and after training."""
 
     dataset: str | None = setting(
-        None, "Held-out examples, in the same forms as data.dataset; none turns evaluation off."
+        None,
+        "Held-out examples, in the same forms as data.dataset; several separated by commas are measured together and "
+        "each. None turns evaluation off.",
     )
     split: str = setting("test", "Split to read.")
     steps: int = setting(-1, "Steps between evaluations; -1 evaluates only at the start and the end.", PERIOD)

@@ -16,7 +16,12 @@ class RefConfig:
     )
     num_gpus_per_node: int | None = setting(
         None,
-        "Processes on each of them, each with the whole reference; default: as many as the actor's.",
+        "Processes on each of them; default: as many as the actor's.",
         COUNT,
+        only_if=IN_CLUSTER,
+    )
+    offload: bool = setting(
+        False,
+        "Divide the reference over its processes, in the CPU's memory: each layer is fetched when it computes.",
         only_if=IN_CLUSTER,
     )

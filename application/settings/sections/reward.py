@@ -18,6 +18,15 @@ class Verifier(StrEnum):
     FORMAT = "format"
 
 
+class StepReward(StrEnum):
+    """Ways from the probabilities that steps are right to one reward."""
+
+    MIN = "min"
+    PRODUCT = "product"
+    LAST = "last"
+    MEAN = "mean"
+
+
 class JudgeIsolation(StrEnum):
     """Isolation of judges, if parsing a reply could run it."""
 
@@ -60,7 +69,18 @@ class RewardConfig(ShapingSettings):
     model_name_or_path: str | None = setting(
         None,
         "Reward model that scores prompt and reply: Hugging Face name or directory of a sequence classifier with one "
-        "label.",
+        "label, or of a process reward model of `train prm`.",
+    )
+    step_reward: StepReward = setting(
+        StepReward.MIN,
+        "Reward of a reply from a process reward model's probabilities that its steps are right: their min, product or "
+        "mean, or the last.",
+        only_if=BY_MODEL,
+    )
+    step_separator: str = setting(
+        "\n",
+        "Text that ends a step, for a process reward model; as data.separator was when it was trained.",
+        only_if=BY_MODEL,
     )
     num_nodes: int | None = setting(
         None,
@@ -70,8 +90,14 @@ class RewardConfig(ShapingSettings):
     )
     num_gpus_per_node: int | None = setting(
         None,
-        "Processes on each of them, each with the whole reward model; default: as many as the actor's.",
+        "Processes on each of them, which divide the reward model as those of the reference do, or have it whole; "
+        "default: as many as the actor's.",
         COUNT,
+        only_if=(IN_CLUSTER, BY_MODEL),
+    )
+    offload: bool = setting(
+        False,
+        "Divide the reward model over its processes, in the CPU's memory: each layer is fetched when it computes.",
         only_if=(IN_CLUSTER, BY_MODEL),
     )
     remote_url: str | None = setting(
@@ -120,7 +146,7 @@ class RewardConfig(ShapingSettings):
     timeout: float = setting(
         10.0,
         "Seconds one judgement may take: on a reward server all attempts together; of a reward model up to 64 "
-        "replies that it scores together, their waiting not counted.",
+        "replies that each of its processes scores together, their waiting not counted.",
         POSITIVE,
     )
     weights: dict[str, float] | None = setting(

@@ -29,6 +29,11 @@ MAY_BE_STALE = Condition(
     "with train.max_staleness 0 every sample is of the newest policy and nothing is in flight when weights change",
     "raise --train.max_staleness",
 )
+COLOCATED = Condition(
+    lambda here, run: here.colocate_all,
+    "models share no GPU with engines",
+    "turn on --train.colocate_all",
+)
 WITH_EMA = Condition(lambda here, run: here.enable_ema, "no moving average is kept", "set --train.enable_ema")
 
 
@@ -51,7 +56,19 @@ class TrainConfig:
     )
     max_epochs: int = setting(1, "Passes over each rollout's samples.", COUNT)
     max_tokens_per_micro_batch: int = setting(16384, "Token budget of one forward and backward pass.", COUNT)
+    max_tokens_per_scoring_pass: int | None = setting(
+        None,
+        "Token budget of one forward pass without gradients, for log-probs before the update, the reference and the "
+        "critic; default: max_tokens_per_micro_batch.",
+        COUNT,
+    )
     seed: int = setting(42, "Seeds prompt order, sampling and shuffling.", NOT_NEGATIVE)
+    profile_steps: int = setting(
+        0,
+        "Steps of which a Chrome trace of this process and of each process of a model or of vLLM is written to "
+        "profile/ in output_dir, from the second on that is taken, also of a continued run; it makes them slower.",
+        NOT_NEGATIVE,
+    )
     async_enable: bool = setting(
         False, "Roll out while training, with a second copy of the weights; groups are trained on as they are finished."
     )
@@ -89,6 +106,12 @@ class TrainConfig:
         "Let all models and engines share the same GPUs, with cluster.enable; engines sleep while models train. "
         "Without it each has its own.",
         only_if=IN_CLUSTER,
+    )
+    optimizer_sleeps: bool = setting(
+        False,
+        "Move what the optimizers of actor and critic keep (float32 weights, moments, buffers of gradients) to the "
+        "CPU's memory while engines sample, with colocate_all; the weights that models compute with stay.",
+        only_if=(IN_CLUSTER, COLOCATED),
     )
     colocate_actor_ref: bool = setting(
         False, "Let actor and reference share the same GPUs, with cluster.enable.", only_if=IN_CLUSTER

@@ -5,7 +5,7 @@ from enum import StrEnum
 from attrs import define
 
 from rollgrad.application.settings.sections.cluster import IN_CLUSTER
-from rollgrad.domain.settings import COUNT, SOME_SHARE, setting
+from rollgrad.domain.settings import COUNT, FREE, SOME_SHARE, setting
 
 
 class SyncBackend(StrEnum):
@@ -56,6 +56,12 @@ class VLLMConfig:
         "How weights reach the engines: auto is cuda_ipc where each engine shares its GPU with the actor, nccl where "
         "none does, else shared_memory; disk goes through files below ckpt.output_dir, which all machines then "
         "share.",
+    )
+
+    extra: FREE = setting(
+        None,
+        "Further engine arguments of vLLM, by vLLM's names: --vllm.extra.kv_cache_dtype fp8. Values are YAML. Those "
+        "that other settings set are refused, as are names that vLLM does not have.",
     )
 
     @property

@@ -38,7 +38,7 @@ def estimate(
     result = ESTIMATORS[name](inputs, params, *traits.own(settings))
     if over == "none":
         return result
-    actions = Actions.of(inputs)
+    actions = Actions(inputs)
     groups_A = None
     if over == "group":
         groups_A = actions.group_R[actions.rollout_A]

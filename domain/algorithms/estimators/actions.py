@@ -1,64 +1,58 @@
 """Building blocks of the estimators: the action tokens of a batch, their turns, and whitening."""
 
+from functools import cached_property
+
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from rollgrad.domain.algorithms.equality import SAME
 from rollgrad.domain.algorithms.estimators.types import EstimatorInput
-from rollgrad.domain.batches.packed import rollout_ids
+from rollgrad.domain.batches.packed import counts, rollout_ids
 
 VARIANCE_FLOOR = 1e-8
 """Variance below which whitening stops dividing by it."""
 
 
-@frozen(kw_only=True, eq=False)
+@frozen(eq=False)
 class Actions:
     """Action tokens (A) of a batch, rollout (R) after rollout, the branches of each chained in the order of its turns.
-
-    `tokens`: tokens of the batch (N). `index_A`: index of each action token in the batch, None if all N tokens are
-    actions in this order. `lengths_R`: action tokens of each rollout. `rollout_S`: rollout of each sequence, in order
-    of first appearance. `group_R`: group of each rollout, from 0. `sequence_A`: sequence of each action token.
+    Each column is computed when it is first read.
     """
 
-    tokens: int
-    index_A: Tensor | None
-    lengths_R: Tensor
-    rollout_S: Tensor
-    group_R: Tensor
-    sequence_A: Tensor
+    inputs: EstimatorInput
 
-    @classmethod
-    def of(cls, inputs: EstimatorInput) -> "Actions":
-        """Returns the action tokens of a batch."""
-        tokens = len(inputs.action_mask_N)
-        index_A, lengths_S = None, inputs.lengths_S
-        if not bool(inputs.action_mask_N.all()):
-            index_A = inputs.action_mask_N.nonzero()[:, 0]
-            stops_S = torch.searchsorted(index_A, inputs.lengths_S.cumsum(0))
-            lengths_S = stops_S.diff(prepend=stops_S.new_zeros(1))
-        sequence_A = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
-        rollout_S = rollout_ids(inputs.group_ids_S, inputs.sample_ids_S)
-        rollouts = int(rollout_S.max()) + 1 if len(rollout_S) else 0
-        if rollouts < len(rollout_S):  # else the tokens are in this order already
-            if index_A is None:
-                index_A = torch.arange(tokens, device=lengths_S.device)
-            by_turn_A = torch.arange(len(index_A), device=lengths_S.device)
-            if inputs.turn_ids_N is not None:
-                by_turn_A = inputs.turn_ids_N[index_A].argsort(stable=True)
-            # Two stable sorts: by turn, then by rollout, so that each rollout's tokens stay in the order of their
-            # turns.
-            order_A = by_turn_A[rollout_S[sequence_A][by_turn_A].argsort(stable=True)]
-            index_A, sequence_A = index_A[order_A], sequence_A[order_A]
-        _, group_S = torch.unique(inputs.group_ids_S, return_inverse=True)
-        return cls(
-            tokens=tokens,
-            index_A=index_A,
-            lengths_R=lengths_S.new_zeros(rollouts).index_add_(0, rollout_S, lengths_S),
-            rollout_S=rollout_S,
-            group_R=group_S.new_zeros(rollouts).index_put_((rollout_S,), group_S),
-            sequence_A=sequence_A,
-        )
+    @property
+    def tokens(self) -> int:
+        """Tokens of the batch (N)."""
+        return len(self.inputs.action_mask_N)
+
+    @cached_property
+    def index_A(self) -> Tensor | None:
+        """Index of each action token in the batch; None if all N tokens are actions in this order."""
+        return self._ordered[0]
+
+    @cached_property
+    def sequence_A(self) -> Tensor:
+        """Sequence of each action token."""
+        return self._ordered[1]
+
+    @cached_property
+    def lengths_R(self) -> Tensor:
+        """Action tokens of each rollout."""
+        actions_S = self._lengths_S
+        return actions_S.new_zeros(self._rollouts).index_add_(0, self.rollout_S, actions_S)
+
+    @cached_property
+    def rollout_S(self) -> Tensor:
+        """Rollout of each sequence, in order of first appearance."""
+        return rollout_ids(self.inputs.group_ids_S, self.inputs.sample_ids_S)
+
+    @cached_property
+    def group_R(self) -> Tensor:
+        """Group of each rollout, from 0."""
+        group_S: Tensor = torch.unique(self.inputs.group_ids_S, return_inverse=True)[1]
+        return group_S.new_zeros(self._rollouts).index_put_((self.rollout_S,), group_S)
 
     @property
     def rollout_A(self) -> Tensor:
@@ -74,6 +68,30 @@ class Actions:
         if self.index_A is None:
             return values_A
         return values_A.new_zeros(self.tokens).scatter_(0, self.index_A, values_A)
+
+    @cached_property
+    def _rollouts(self) -> int:
+        return int(self.rollout_S.max()) + 1 if len(self.rollout_S) else 0
+
+    @cached_property
+    def _lengths_S(self) -> Tensor:
+        return counts(self.inputs.action_mask_N, self.inputs.lengths_S)
+
+    @cached_property
+    def _ordered(self) -> tuple[Tensor | None, Tensor]:
+        inputs, lengths_S = self.inputs, self._lengths_S
+        index_A = None if bool(inputs.action_mask_N.all()) else inputs.action_mask_N.nonzero()[:, 0]
+        sequence_A = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
+        if self._rollouts == len(lengths_S):  # the tokens are in this order already
+            return index_A, sequence_A
+        if index_A is None:
+            index_A = torch.arange(self.tokens, device=lengths_S.device)
+        by_turn_A = torch.arange(len(index_A), device=lengths_S.device)
+        if inputs.turn_ids_N is not None:
+            by_turn_A = inputs.turn_ids_N[index_A].argsort(stable=True)
+        # Two stable sorts: by turn, then by rollout, so that each rollout's tokens stay in the order of their turns.
+        order_A = by_turn_A[self.rollout_S[sequence_A][by_turn_A].argsort(stable=True)]
+        return index_A[order_A], sequence_A[order_A]
 
 
 def whiten_over(values_A: Tensor, groups_A: Tensor | None, *, std_norm: bool) -> Tensor:

@@ -22,7 +22,7 @@ def gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """
     if inputs.values_N is None:
         raise ValueError("gae needs values_N from a critic.")
-    actions = Actions.of(inputs)
+    actions = Actions(inputs)
     values_A, lengths_R = actions.take(inputs.values_N), actions.lengths_R
     rewards_A = actions.take(inputs.rewards_N) + actions.take(inputs.token_rewards_N)
     delta_A = temporal_differences(rewards_A, values_A, lengths_R, params.gamma)

@@ -14,6 +14,7 @@ from rollgrad.domain.algorithms.estimators.actions import Actions
 from rollgrad.domain.algorithms.estimators.discounting import reverse_discounted_sum
 from rollgrad.domain.algorithms.estimators.registry import estimator
 from rollgrad.domain.algorithms.estimators.types import Advantages, EstimatorInput, EstimatorParams
+from rollgrad.domain.batches.packed import nonzero, spread
 from rollgrad.domain.errors import RewardError
 
 STD_FLOOR = 1e-9
@@ -39,7 +40,7 @@ def rloo_sequence(inputs: EstimatorInput, params: EstimatorParams) -> Advantages
     al. 2024, section 2.1 and eq. 8): KL enters before the baseline."""
     rollouts = Rollouts(inputs)
     penalised_R = rollouts.outcome_R + rollouts.sum_of(inputs.token_rewards_N)
-    advantages_N = rollouts.actions.put(rollouts.to_actions(rollouts.leave_one_out(penalised_R)))
+    advantages_N = rollouts.at_actions(rollouts.leave_one_out(penalised_R))
     return Advantages(advantages_N=advantages_N, returns_N=advantages_N)
 
 
@@ -62,7 +63,7 @@ def opo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """r_i minus the variance-optimal baseline sum(l r) / sum(l), l the action tokens of a rollout (Hao et al. 2025,
     "On-Policy RL with Optimal Reward Baseline", eq. 8)."""
     rollouts = Rollouts(inputs)
-    lengths_R = rollouts.sum_of(torch.ones_like(inputs.rewards_N))
+    lengths_R = rollouts.actions.lengths_R.double()
     baseline_R = rollouts.group_sum(lengths_R * rollouts.outcome_R) / rollouts.group_sum(lengths_R).clamp(min=1)
     return broadcast(inputs, rollouts.outcome_R - baseline_R, rollouts)
 
@@ -128,18 +129,19 @@ class Rollouts:
     errors are relative to it. NaN stays NaN."""
 
     def __init__(self, inputs: EstimatorInput) -> None:
-        self.actions = Actions.of(inputs)
+        self.actions = Actions(inputs)
         self.group_R = self.actions.group_R
-        self._rollout_A = self.actions.rollout_A
         self._dtype = inputs.rewards_N.dtype
-        self.outcome_R = self.sum_of(inputs.rewards_N)
-        self.size_R = self.sum_of(inputs.rewards_N.abs())
+        index, sequences = nonzero(inputs.rewards_N, inputs.lengths_S, inputs.action_mask_N)
+        rollouts, rewards = self.actions.rollout_S[sequences], inputs.rewards_N[index].double()
+        self.outcome_R = rewards.new_zeros(len(self.group_R)).index_add_(0, rollouts, rewards)
+        self.size_R = torch.zeros_like(self.outcome_R).index_add_(0, rollouts, rewards.abs())
         self.count_R = self.group_sum(torch.ones_like(self.outcome_R))
 
     def sum_of(self, values_N: Tensor) -> Tensor:
         """Returns each rollout's total over its action tokens."""
         values_A = self.actions.take(values_N).double()
-        return values_A.new_zeros(len(self.group_R)).index_add_(0, self._rollout_A, values_A)
+        return values_A.new_zeros(len(self.group_R)).index_add_(0, self.actions.rollout_A, values_A)
 
     def group_sum(self, values_R: Tensor) -> Tensor:
         """Returns each rollout's group total."""
@@ -170,14 +172,18 @@ class Rollouts:
         )
         return ~(high - low <= SAME * size)[self.group_R]  # true for NaN
 
-    def to_actions(self, values_R: Tensor) -> Tensor:
-        """Returns the rollout's value at each of its action tokens, in the rewards' dtype."""
-        return values_R.to(self._dtype)[self._rollout_A]
+    def at_actions(self, values_R: Tensor) -> Tensor:
+        """Returns the rollout's value at each of its action tokens, [N], in the rewards' dtype; 0 elsewhere."""
+        inputs = self.actions.inputs
+        values_S = values_R.to(self._dtype)[self.actions.rollout_S]
+        return spread(values_S, inputs.lengths_S, inputs.action_mask_N)
 
 
 def broadcast(inputs: EstimatorInput, outcome_R: Tensor, rollouts: Rollouts) -> Advantages:
     """Returns each rollout's advantage at all its action tokens, plus the sum of the token rewards from there on."""
     actions = rollouts.actions
-    togo_A = reverse_discounted_sum(actions.take(inputs.token_rewards_N), actions.lengths_R, 1.0)
-    advantages_N = actions.put(rollouts.to_actions(outcome_R) + togo_A)
+    advantages_N = rollouts.at_actions(outcome_R)
+    if bool(inputs.token_rewards_N.any()):  # without a KL penalty there are none
+        token_rewards_A = actions.take(inputs.token_rewards_N)
+        advantages_N += actions.put(reverse_discounted_sum(token_rewards_A, actions.lengths_R, 1.0))
     return Advantages(advantages_N=advantages_N, returns_N=advantages_N)

@@ -11,7 +11,7 @@ from rollgrad.domain.algorithms.estimators.types import Advantages, EstimatorInp
 def reinforce(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """A_t = G_t = r_t + gamma G_{t+1} with the KL penalty in each token's reward (Hu 2025, "REINFORCE++", section 3;
     whitened over the batch's action tokens)."""
-    actions = Actions.of(inputs)
+    actions = Actions(inputs)
     rewards_A = actions.take(inputs.rewards_N) + actions.take(inputs.token_rewards_N)
     returns_N = actions.put(reverse_discounted_sum(rewards_A, actions.lengths_R, params.gamma))
     return Advantages(advantages_N=returns_N, returns_N=returns_N)

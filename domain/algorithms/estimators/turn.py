@@ -35,7 +35,7 @@ def turn_gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """
     if inputs.values_N is None:
         raise ValueError("turn_gae needs values_N from a critic.")
-    actions = Actions.of(inputs)
+    actions = Actions(inputs)
     turns = Turns.of(inputs, actions)
     values_U = actions.take(inputs.values_N)[turns.first_U]
     rewards_U = turns.rewards_U.index_add(0, turns.turn_A, actions.take(inputs.token_rewards_N))
@@ -56,7 +56,7 @@ def turn_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantag
     from turn k on, minus the mean of these sums over the group's rollouts that reached turn k, divided by their
     unbiased standard deviation. Each turn's advantages sum to 0 over the group; a turn that only one rollout reached
     teaches nothing. Turns are counted over all branches of a rollout. The paper's form is `process_group_norm`."""
-    actions = Actions.of(inputs)
+    actions = Actions(inputs)
     turns = Turns.of(inputs, actions)
     rollout_U, lengths_R = turns.rollout_U, turns.lengths_R
     togo_U = reverse_discounted_sum(turns.rewards_U.double(), lengths_R, params.gamma)
@@ -73,7 +73,7 @@ def process_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advan
     """GRPO with process supervision: each turn's reward minus the mean of the rewards of all turns in the group,
     divided by their unbiased standard deviation; a turn's advantage is the sum of these from that turn on (Shao et al.
     2024, "DeepSeekMath", section 4.1.3). A group in which all turns have the same reward teaches nothing."""
-    actions = Actions.of(inputs)
+    actions = Actions(inputs)
     turns = Turns.of(inputs, actions)
     rewards_U = turns.rewards_U.double()
     _, group_U = torch.unique(actions.group_R[turns.rollout_U], return_inverse=True)

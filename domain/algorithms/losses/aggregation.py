@@ -8,6 +8,8 @@ gradient.
 import torch
 from torch import Tensor
 
+from rollgrad.domain.batches.packed import counts, spread
+
 
 def loss_weights(
     mode: str,
@@ -35,8 +37,7 @@ def loss_weights(
     Raises:
         ValueError: unknown `mode`.
     """
-    sequence_N = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
-    actions_S = torch.zeros_like(lengths_S).index_add_(0, sequence_N, action_mask_N.to(lengths_S.dtype))
+    actions_S = counts(action_mask_N, lengths_S)
     actions_R = torch.zeros_like(actions_S).index_add_(0, rollout_ids_S, actions_S)  # 0 beyond the last rollout
     nonempty = (actions_R > 0).sum()
     match mode:
@@ -55,7 +56,7 @@ def loss_weights(
                 f"Unknown aggregation {mode!r}: use token_mean, sequence_mean, prompt_mean or constant_length."
             )
     # Rollouts without actions have infinite weights here, which the mask drops.
-    return torch.where(action_mask_N, weights_S[sequence_N], 0.0).float()
+    return spread(weights_S.float(), lengths_S, action_mask_N)
 
 
 def weighted_sum(token_loss_N: Tensor, weights_N: Tensor, action_mask_N: Tensor) -> Tensor:

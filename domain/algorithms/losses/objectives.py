@@ -35,7 +35,8 @@ class PolicyLossObjective:
     `PolicyObjective`.
 
     `loss`: key of `POLICY_LOSSES`. `settings`: of the loss's own; None takes their defaults. `correction`: None for
-    none. `bypass`: see `correction_weights`. `kl_against`: `reference`, or `rollout` for the policy that sampled.
+    none. `bypass`: see `correction_weights`. `kl_estimator`: as for `kl_estimate`, or `full` for the divergence of the
+    scores, which is exact. `kl_against`: `reference`, or `rollout` for the policy that sampled.
     `version`: the version of the policy under training; if given, the proximal log-probs are interpolated between those
     of the sampling and of the current policy.
     """
@@ -56,7 +57,8 @@ class PolicyLossObjective:
         """Returns the micro-batch's share; a missing `old_logprobs_N` means a ratio of exactly 1.
 
         Raises:
-            ValueError: the batch lacks weights, advantages, or (for a KL term) reference log-probs.
+            ValueError: the batch lacks weights, advantages, or (for a KL term) reference log-probs; or the scores lack
+                the divergence.
         """
         weights_N, mask_N = _column(batch, "loss_weights_N"), batch.action_mask_N
         sequence_N = batch.sequence_ids_N
@@ -117,8 +119,13 @@ class PolicyLossObjective:
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy
         if self.kl_coef:
-            against_N = rollout_N if self.kl_against == "rollout" else _column(batch, "ref_logprobs_N")
-            kl_N = kl_estimate(logprobs_N, against_N, self.kl_estimator, ratio(logprobs_N, old_N))
+            if self.kl_estimator == "full":
+                if scores.divergence_N is None:
+                    raise ValueError("The scores have no divergence: the model was made without a teacher.")
+                kl_N = _masked(scores.divergence_N, mask_N)
+            else:
+                against_N = rollout_N if self.kl_against == "rollout" else _column(batch, "ref_logprobs_N")
+                kl_N = kl_estimate(logprobs_N, against_N, self.kl_estimator, ratio(logprobs_N, old_N))
             reference_kl = mean(kl_N)
             metrics[REFERENCE_KL] = reference_kl
             loss = loss + self.kl_coef * reference_kl
@@ -127,7 +134,7 @@ class PolicyLossObjective:
             metrics["positive_nll"] = Total(positive_nll.detach())
             loss = loss + self.positive_nll_coef * positive_nll
         plain = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        return LossOutput(loss=loss, metrics=plain)
+        return LossOutput(loss=loss, metrics=plain, clipped_N=policy.clipped_low_N | policy.clipped_high_N)
 
     def _proximal(self, current_N: Tensor, rollout_N: Tensor, batch: RolloutBatch) -> Tensor:
         """Returns the log-probs of the proximal policy, which the loss's ratio divides by."""

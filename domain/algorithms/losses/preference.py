@@ -1,8 +1,11 @@
 """Losses of preference pairs, and the objective that sums them.
 
 With s the log-prob of a reply and s_ref its log-prob under the reference, r = s - s_ref, and h = r_chosen - r_rejected;
-a bar (s_bar, r_bar, h_bar) is the mean over the reply's trained tokens. Each docstring gives the loss of one pair. A
-function is registered under its name, which `domain.algorithms.catalogue.PAIR_LOSSES` describes.
+a bar (s_bar, r_bar, h_bar) is the mean over the reply's trained tokens. With another divergence f from the reference
+than the reverse KL, h = f'(e^r_chosen) - f'(e^r_rejected) (Wang et al. 2023, "f-DPO", arXiv:2309.16240).
+
+Each docstring gives the loss of one pair. A function is registered under its name, which
+`domain.algorithms.catalogue.PAIR_LOSSES` describes.
 """
 
 from collections.abc import Callable
@@ -14,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES, PairLossTraits
 from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
@@ -22,14 +25,22 @@ CERTAIN = -1e-6
 """Mean log-probs are held below this where log(1 - p) is needed: nearer to 0 its gradient is not finite in float32."""
 
 
+LARGEST_EXPONENT = 80.0
+"""Exponents are held below this, whose power float32 has: a reply that is e^-80 times as likely as under the reference
+has no gradient by a forward KL."""
+
+
 @frozen(kw_only=True, eq=False)
 class Pairs:
     """P pairs of replies; the last axis is (chosen, rejected): `logprobs_P2` sums of the trained tokens' log-probs,
-    `ref_logprobs_P2` those under the reference (None without one), `lengths_P2` numbers of trained tokens."""
+    `ref_logprobs_P2` those under the reference (None without one), `lengths_P2` numbers of trained tokens. `divergence`
+    and its `alpha` are those of h."""
 
     logprobs_P2: Tensor
     ref_logprobs_P2: Tensor | None
     lengths_P2: Tensor
+    divergence: FDivergence = FDivergence.REVERSE_KL
+    alpha: float = 1.0
 
     @property
     def log_ratios_P2(self) -> Tensor:
@@ -45,7 +56,7 @@ class Pairs:
     @property
     def log_ratio_gap_P(self) -> Tensor:
         """h."""
-        return _gap(self.log_ratios_P2)
+        return _gap(divergence_slope(self.log_ratios_P2, self.divergence, self.alpha))
 
     @property
     def mean_log_ratio_gap_P(self) -> Tensor:
@@ -56,6 +67,19 @@ class Pairs:
     def mean_logprobs_P2(self) -> Tensor:
         """s_bar."""
         return self.logprobs_P2 / self.lengths_P2
+
+
+def divergence_slope(log_ratios: Tensor, divergence: FDivergence, alpha: float = 1.0) -> Tensor:
+    """Returns f'(u) of a divergence at u = e^log_ratios, up to a constant: log u of the reverse KL, -1 / u of the
+    forward KL, log(u / (1 + u)) of the Jensen-Shannon divergence, (1 - u^-alpha) / alpha of the alpha-divergence."""
+    match divergence:
+        case FDivergence.REVERSE_KL:
+            return log_ratios
+        case FDivergence.JS:
+            return logsigmoid(log_ratios)
+        case FDivergence.FORWARD_KL:
+            alpha = 1.0  # of which it is the alpha-divergence
+    return -torch.expm1((-alpha * log_ratios).clamp(max=LARGEST_EXPONENT)) / alpha
 
 
 @frozen(kw_only=True)
@@ -294,6 +318,8 @@ class PreferenceObjective:
             logprobs_P2=sums(logprobs_N * shares_N),
             ref_logprobs_P2=None if ref_N is None else sums(torch.where(mask_N, ref_N, 0.0).to(logprobs_N) * shares_N),
             lengths_P2=lengths_P2.clamp(min=1),
+            divergence=self.settings.f_divergence,
+            alpha=self.settings.f_alpha,
         )
         weights_N = torch.where(mask_N, batch.filled("loss_weights_N"), 0.0)
         weights_P2 = weights_N.new_zeros(2 * count).scatter_reduce(0, cell_N, weights_N, "amax").view(count, 2)

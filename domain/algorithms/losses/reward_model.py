@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rollgrad.domain.batches.examples import ExampleBatch
-from rollgrad.domain.batches.metrics import Mean, Spread
+from rollgrad.domain.batches.metrics import CalibrationError, Mean, Spread
 from rollgrad.domain.ports.models import LossOutput
 
 
@@ -41,8 +41,9 @@ class RewardObjective:
 
     def __call__(self, values_N: Tensor, batch: ExampleBatch) -> LossOutput:
         """Returns the micro-batch's share; metrics are means over pairs: `accuracy` (the chosen reply has the higher
-        reward), `reward_gap`, `chosen_reward`, `rejected_reward`; and over replies, whatever their pairs weigh,
-        `score_mean` and the standard deviation `score_std`.
+        reward), `reward_gap`, `chosen_reward`, `rejected_reward`, and `calibration_error` of the probability
+        sigmoid(r_c - r_r); and over replies, whatever their pairs weigh, `score_mean` and the standard deviation
+        `score_std`.
 
         Raises:
             ValueError: the batch lacks weights.
@@ -64,6 +65,7 @@ class RewardObjective:
             name: (weights_P * column_P.detach()).sum() for name, column_P in columns.items()
         }
         counted = rewards_P2.detach()[weights_P > 0].flatten()  # a process without pairs has a copy that weighs nothing
+        metrics["calibration_error"] = CalibrationError.of_choices(chosen_P - rejected_P, weights_P)
         metrics |= {"score_mean": Mean(counted.double().sum(), len(counted)), "score_std": Spread.of(counted)}
         return LossOutput(loss=(weights_P * loss_P).sum(), metrics=metrics)
 

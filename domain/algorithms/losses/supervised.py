@@ -4,11 +4,14 @@ Metrics are sums of weight x value, as the loss is; `loss_weights_N` add up to 1
 sums are means.
 """
 
+import math
+
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
+from rollgrad.domain.batches.metrics import Mean
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
@@ -48,14 +51,17 @@ def smoothed_nll(logprobs_N: Tensor, mean_logprobs_N: Tensor, label_smoothing: f
 @frozen(kw_only=True)
 class SupervisedObjective:
     """Weighted sum of the tokens' losses; `loss` is from `SUPERVISED_LOSSES`, and nll may have `label_smoothing` as in
-    `smoothed_nll`; a `PolicyObjective`."""
+    `smoothed_nll`; a `PolicyObjective`. `bytes_V` is how many bytes each token of the vocabulary writes, None where
+    nobody knows."""
 
     loss: str = "nll"
     label_smoothing: float = 0.0
+    bytes_V: Tensor | None = field(default=None, eq=False, repr=False)
 
     def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
-        """Returns the micro-batch's share, and the metrics `nll` (nats a token), `entropy`, and `accuracy` (share of
-        tokens that are the most likely ones) where the scores have it.
+        """Returns the micro-batch's share, and the metrics `nll` (nats a token), `entropy`, `accuracy` (share of
+        tokens that are the most likely ones) where the scores have it, and with `bytes_V` `bits_per_byte` of the text
+        that is trained, whatever its rows weigh.
 
         Raises:
             ValueError: the batch has no `loss_weights_N`, or the scores none of what smoothing reads.
@@ -70,10 +76,16 @@ class SupervisedObjective:
             mean_logprobs_N = torch.where(mask_N, scores.mean_logprobs_N, 0.0)
             losses_N = smoothed_nll(logprobs_N, mean_logprobs_N, self.label_smoothing)
         loss = weighted_sum(losses_N, weights_N, mask_N)
-        metrics = {
+        metrics: dict[str, Tensor | float] = {
             "nll": -weighted_sum(logprobs_N.detach(), weights_N, mask_N),
             "entropy": weighted_sum(scores.entropy_N.detach(), weights_N, mask_N),
         }
         if scores.correct_N is not None:
             metrics["accuracy"] = weighted_sum(scores.correct_N, weights_N, mask_N)
+        if self.bytes_V is not None:
+            counted_N = mask_N & (weights_N > 0)  # a process without samples has a copy that weighs nothing
+            bits = -logprobs_N.detach()[counted_N].double().sum() / math.log(2)
+            tokens = batch.tokens_N[counted_N]
+            known = tokens[tokens < len(self.bytes_V)]  # a model may have more tokens than its tokenizer
+            metrics["bits_per_byte"] = Mean(bits, self.bytes_V[known].sum())
         return LossOutput(loss=loss, metrics=metrics)

@@ -34,8 +34,8 @@ TASK = AgentTask(
 )
 
 
-def call(function: Any) -> AgentResult:
-    return asyncio.run(FunctionAgent(function).run(TASK))
+async def call(function: Any) -> AgentResult:
+    return await FunctionAgent(function).run(TASK)
 
 
 @pytest.mark.parametrize(
@@ -51,43 +51,40 @@ def call(function: Any) -> AgentResult:
         ({"answer": "x", "metrics": None}, AgentResult(answer="x")),
     ],
 )
-def test_what_a_function_may_return(returned: Any, result: AgentResult) -> None:
+async def test_what_a_function_may_return(returned: Any, result: AgentResult) -> None:
     async def later(task: AgentTask) -> Any:
         return returned
 
-    assert call(lambda task: returned) == result
-    assert call(later) == result
-    assert call(lambda task: later(task)) == result, "a function that returns an awaitable"
+    assert await call(lambda task: returned) == result
+    assert await call(later) == result
+    assert await call(lambda task: later(task)) == result, "a function that returns an awaitable"
 
 
 @pytest.mark.parametrize("returned", [[1.0], float("nan"), {"rewards": 1}, {"reward": "much"}, object(), {"answer": 3}])
-def test_what_a_function_may_not_return(returned: Any) -> None:
+async def test_what_a_function_may_not_return(returned: Any) -> None:
     with pytest.raises(ForeignError, match=r"The agent raised (Type|Value)Error"):
-        call(lambda task: returned)
+        await call(lambda task: returned)
 
 
-def test_a_function_that_exits_ends_its_episode_only() -> None:
+async def test_a_function_that_exits_ends_its_episode_only() -> None:
     async def later(task: AgentTask) -> None:
         sys.exit("enough")
 
     for function in (lambda task: sys.exit(3), later):
         with pytest.raises(ForeignError, match=r"The agent raised SystemExit: (3|enough)"):
-            call(function)
+            await call(function)
 
 
-def test_blocking_functions_play_at_once_and_may_be_left_behind() -> None:
+async def test_blocking_functions_play_at_once_and_may_be_left_behind() -> None:
     together, forever = threading.Barrier(300), threading.Event()
 
-    async def body() -> None:
-        agent = FunctionAgent(lambda task: together.wait(WAIT_SECONDS))
-        await asyncio.gather(*(agent.run(TASK) for _ in range(300)))
-        task = asyncio.create_task(FunctionAgent(lambda task: forever.wait()).run(TASK))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(body())
+    agent = FunctionAgent(lambda task: together.wait(WAIT_SECONDS))
+    await asyncio.gather(*(agent.run(TASK) for _ in range(300)))
+    task = asyncio.create_task(FunctionAgent(lambda task: forever.wait()).run(TASK))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     forever.set()
 
 
@@ -97,18 +94,18 @@ def program(folder: Path, source: str) -> CommandAgent:
     return CommandAgent(shlex.join([sys.executable, str(path)]))
 
 
-def run(folder: Path, source: str) -> AgentResult:
-    return asyncio.run(program(folder, source).run(TASK))
+async def run(folder: Path, source: str) -> AgentResult:
+    return await program(folder, source).run(TASK)
 
 
-def test_a_program_is_given_the_question_and_the_address_and_no_secret(
+async def test_a_program_is_given_the_question_and_the_address_and_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "ROLLGRAD_TOKEN", "WANDB_API_KEY", "http_proxy"):
         monkeypatch.setenv(name, "the parent's secret")
     monkeypatch.setenv("OPENAI_API_KEY", "the parent's secret")
     source = "import json, os, sys\nprint(json.dumps([dict(os.environ), sys.stdin.read()]))"
-    environment, given = json.loads(run(tmp_path, source).answer or "")
+    environment, given = json.loads((await run(tmp_path, source)).answer or "")
     assert "secret" not in json.dumps(environment)
     assert "secret" not in given
     assert environment["OPENAI_BASE_URL"] == "http://127.0.0.1:1/s/key/v1"
@@ -131,16 +128,16 @@ def test_a_program_is_given_the_question_and_the_address_and_no_secret(
         ("import os, time\nprint('out', flush=True)\nos.close(1); os.close(2)\ntime.sleep(0.3)", "out"),
     ],
 )
-def test_the_last_line_is_the_answer(tmp_path: Path, source: str, answer: str | None) -> None:
-    assert run(tmp_path, source) == AgentResult(answer=answer)
+async def test_the_last_line_is_the_answer(tmp_path: Path, source: str, answer: str | None) -> None:
+    assert await run(tmp_path, source) == AgentResult(answer=answer)
 
 
-def test_a_prompt_and_an_answer_larger_than_pipes(tmp_path: Path) -> None:
+async def test_a_prompt_and_an_answer_larger_than_pipes(tmp_path: Path) -> None:
     task = AgentTask(
         prompt=Prompt(token_ids=(1,), text="x" * 4_000_000), root_url="http://x", api_key="k", model="policy"
     )
     source = "import sys\nsys.stdout.write('y' * 900000); sys.stdout.flush()\nprint()\nprint(len(sys.stdin.read()))"
-    result = asyncio.run(program(tmp_path, source).run(task))
+    result = await program(tmp_path, source).run(task)
     assert int(result.answer or "") > 4_000_000
 
 
@@ -154,9 +151,9 @@ def test_a_prompt_and_an_answer_larger_than_pipes(tmp_path: Path) -> None:
         (f"import sys\nwhile True: sys.stderr.write('x' * {MAX_OUTPUT})", "wrote more than"),
     ],
 )
-def test_a_program_that_fails(tmp_path: Path, source: str, message: str) -> None:
+async def test_a_program_that_fails(tmp_path: Path, source: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        run(tmp_path, source)
+        await run(tmp_path, source)
 
 
 CHILD = """
@@ -180,30 +177,27 @@ def gone(folder: Path) -> bool:
     return not any(map(alive, pids))
 
 
-def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
-    async def body() -> None:
-        agent = program(tmp_path, CHILD + "child.wait()")
-        task = asyncio.create_task(agent.run(TASK))
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
-                await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(body())
+async def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    agent = program(tmp_path, CHILD + "child.wait()")
+    task = asyncio.create_task(agent.run(TASK))
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
+            await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert gone(tmp_path)
 
 
-def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
-    assert run(tmp_path, CHILD + "print('done')") == AgentResult(answer="done")
+async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    assert await run(tmp_path, CHILD + "print('done')") == AgentResult(answer="done")
     assert gone(tmp_path)
 
 
-def test_a_child_that_left_the_group_holds_nobody_up(tmp_path: Path) -> None:
+async def test_a_child_that_left_the_group_holds_nobody_up(tmp_path: Path) -> None:
     source = CHILD.replace('time.sleep(1000)"]', 'time.sleep(1000)"], start_new_session=True') + "print('done')"
     try:
-        assert run(tmp_path, source) == AgentResult(answer="done")
+        assert await run(tmp_path, source) == AgentResult(answer="done")
     finally:
         os.kill(int((tmp_path / "pids").read_text().split()[1]), 9)
 
@@ -214,15 +208,15 @@ def test_commands_that_are_none(command: str) -> None:
         CommandAgent(command)
 
 
-def test_programs_that_cannot_be_run(tmp_path: Path) -> None:
+async def test_programs_that_cannot_be_run(tmp_path: Path) -> None:
     script = tmp_path / "agent"
     script.write_text("echo hi")  # not executable
     for command in ("/no/such/agent", str(tmp_path), shlex.quote(str(script))):
         with pytest.raises(ConfigurationError, match=r"cannot be run .*: correct --agent\.command"):
-            asyncio.run(CommandAgent(command).run(TASK))
+            await CommandAgent(command).run(TASK)
 
 
-def test_so_many_programs_run_at_once(tmp_path: Path) -> None:
+async def test_so_many_programs_run_at_once(tmp_path: Path) -> None:
     """Each notes how many of its like are there while it runs."""
     script = (
         "import os, pathlib, time\n"
@@ -235,9 +229,6 @@ def test_so_many_programs_run_at_once(tmp_path: Path) -> None:
     )
     agent = CommandAgent(shlex.join([sys.executable, "-c", script]), processes=2)
 
-    async def scenario() -> list[Any]:
-        return await asyncio.gather(*(agent.run(TASK) for _ in range(6)))
-
-    counts = [int(result.answer or 0) for result in asyncio.run(scenario())]
+    counts = [int(result.answer or 0) for result in (await asyncio.gather(*(agent.run(TASK) for _ in range(6))))]
     assert max(counts) <= 2
     assert len(counts) == 6

@@ -9,7 +9,7 @@ from rollgrad.adapters.servers.anthropic_wire import SIGNATURE, AnthropicWire
 from rollgrad.adapters.servers.guard import HttpError
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.generation import Generation, StopReason
-from rollgrad.domain.episodes.messages import ParsedReply
+from rollgrad.domain.episodes.messages import ParsedReply, ReplyForm
 
 HI: Any = [{"role": "user", "content": "hi"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -70,11 +70,15 @@ def test_a_conversation_becomes_ours() -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]"),
         ({"messages": [{"role": "user", "content": 3}]}, "content"),
         ({"messages": [{"role": "user", "content": [3]}]}, "of type None"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "an image without its content"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, "'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "'tool_use'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "'tool_result'"),
         ({"system": 3}, "system"),
-        ({"tool_choice": {"type": "any"}}, "'any'"),
+        ({"tool_choice": {"type": "any"}}, "there are no tools"),
+        ({"tool_choice": {"type": "some"}}, "'some'"),
+        ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [{"name": "f", "input_schema": {}}]}, "names 'g'"),
+        ({"output_config": {"format": {"type": "json"}}}, "'json'"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]"),
         ({"tools": [{"name": "f", "input_schema": "x"}]}, "input_schema"),
@@ -89,6 +93,20 @@ def test_what_cannot_be_done_is_refused_by_name(more: dict[str, Any], named: str
     assert refused.value.status_code == 400
 
 
+def test_the_form_that_is_asked_for() -> None:
+    def form(**more: Any) -> ReplyForm | None:
+        tools = [{"name": "f", "input_schema": {}}, {"name": "g", "input_schema": {}}]
+        return WIRE.decode({"messages": HI, "tools": tools, **more}).request.form
+
+    assert form() is None
+    assert form(tool_choice={"type": "any"}) == ReplyForm(calls=("f", "g"), several=True)
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    assert form(tool_choice=one) == ReplyForm(calls=("f", "g"))
+    assert form(tool_choice={"type": "tool", "name": "g"}) == ReplyForm(calls=("g",))
+    schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    assert form(output_config=schema, tools=[]) == ReplyForm(schema={"type": "object"}, several=True)
+
+
 @pytest.mark.parametrize(
     ("answer", "reason", "sequence"),
     [
@@ -99,7 +117,7 @@ def test_what_cannot_be_done_is_refused_by_name(more: dict[str, Any], named: str
     ],
 )
 def test_why_an_answer_ends(answer: ChatReply, reason: str, sequence: str | None) -> None:
-    body = WIRE.encode(WIRE.decode({"messages": HI}), answer, "x", decode)
+    body = WIRE.encode(WIRE.decode({"messages": HI}), [answer], "x", decode)
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
     assert body["usage"] == {"input_tokens": 3, "output_tokens": 2}
 
@@ -107,7 +125,7 @@ def test_why_an_answer_ends(answer: ChatReply, reason: str, sequence: str | None
 def test_an_answer_and_its_events_say_the_same() -> None:
     answer = reply(content="hi", reasoning_content="hm", tool_calls=[CALL])
     call = WIRE.decode({"messages": HI, "model": "m", "stream": True})
-    body = WIRE.encode(call, answer, "x", decode)
+    body = WIRE.encode(call, [answer], "x", decode)
     assert body["content"] == [
         {"type": "thinking", "thinking": "hm", "signature": SIGNATURE},
         {"type": "text", "text": "hi"},
@@ -117,8 +135,8 @@ def test_an_answer_and_its_events_say_the_same() -> None:
     pieces = [("reasoning_content", "h"), ("reasoning_content", "m"), ("content", "h"), ("content", "i")]
     written = [*events.start()]
     for piece in pieces:
-        written += events.piece(*piece)
-    written += events.finish(answer, decode)
+        written += events.piece(*piece, 0)
+    written += events.finish([answer], decode)
     values = []
     for event in written:
         name, data = event.removesuffix("\n\n").split("\n")

@@ -1,8 +1,9 @@
 """LocalCheckpointStore: complete or absent, and the older one until the newer is whole."""
 
 import os
+import shutil
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -167,3 +168,32 @@ def test_of_the_models_of_steps_the_newest_are_kept_if_asked(keep: int | None, l
         store.save_state({"step": 1}, name)
     expected = {name for step in left for name in (f"step_{step}", f"step_{step}.state.json")}
     assert set(visible(tmp_path)) == expected | {"model", "model.state.json", "step_by_step"}
+
+
+def test_a_model_that_is_being_removed_when_the_process_ends_is_not_there_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalCheckpointStore(tmp_path, keep_models=1)
+    store.save_model(cast("PolicyModel", Policy("a", tmp_path / "step_1")), "step_1")
+
+    def killed(path: Path, **given: Any) -> None:
+        if path.exists():
+            (path / "one").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.save_model(cast("PolicyModel", Policy("b", tmp_path / "step_2")), "step_2")
+    assert visible(tmp_path) == ["step_2"]
+    LocalCheckpointStore(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+
+
+@pytest.mark.parametrize(("room", "left"), [(None, [1, 2, 3]), (4, [2, 3]), (3, [3]), (1, [3])])
+def test_models_of_steps_are_kept_as_far_as_there_is_room(room: int | None, left: list[int], tmp_path: Path) -> None:
+    store = LocalCheckpointStore(tmp_path, keep_models_gib=None if room is None else room / 2**30)
+    for name in ("model", "step_1", "step_2", "step_3"):
+        store.save_model(cast("PolicyModel", Policy("a", tmp_path / name)), name)  # of two bytes
+    assert {path.name for path in tmp_path.glob("step_*")} == {f"step_{step}" for step in left}
+    assert (tmp_path / "model").is_dir()

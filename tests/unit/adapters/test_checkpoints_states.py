@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.adapters.checkpoints.states import FORMAT, load_description, read_state
+from rollgrad.adapters.checkpoints.states import FORMAT, FORMAT_WITH_PARTS, load_description, read_state
 from rollgrad.domain.errors import CheckpointError
-from rollgrad.domain.ports.checkpoint_store import TrainingState
+from rollgrad.domain.ports.checkpoint_store import STORED_IN, TrainingState
 
 FILES = ("state.pt", "description.json", "manifest.json")
 FLIPS = 40
@@ -60,6 +61,45 @@ def falls_back(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
     assert "training_state_2" in said
     assert "Traceback" not in said
     return said
+
+
+class Elsewhere:
+    """A part of a state that writes itself."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def write_files(self, directory: Path) -> None:
+        for rank in range(2):
+            (directory / f"{rank}.safetensors").write_bytes(self.content)
+
+
+def test_parts_in_files_are_part_of_a_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of their files, and no others."""
+    store = LocalCheckpointStore(tmp_path)
+    for step in (2, 4):
+        update = {"policy": Elsewhere(b"p"), "critic": Elsewhere(b"c"), "shuffle": torch.ones(1)}
+        store.save_training(evolve(state(step), state={"run": {"step": step}, "update": update, "before": {}}))
+
+    def newest() -> int:
+        found = LocalCheckpointStore(tmp_path).load_training()
+        assert found is not None
+        parts = {name: Path(part[STORED_IN]) for name, part in found.state["update"].items() if name != "shuffle"}
+        assert parts == {name: tmp_path / f"training_state_{found.step}" / f"update.{name}" for name in parts}
+        assert [file.read_bytes() for file in sorted(parts["critic"].iterdir())] == [b"c", b"c"]
+        return found.step
+
+    assert newest() == 4
+    part = tmp_path / "training_state_4" / "update.policy"
+    for name, content in (("0.safetensors", b"q"), ("2.safetensors", b"p")):
+        (part / name).write_bytes(content)
+        assert newest() == 2
+        assert f"update.policy/{name}" in capsys.readouterr().out
+        (part / "0.safetensors").write_bytes(b"p")
+    (part / "2.safetensors").unlink()
+    assert newest() == 4
+    shutil.rmtree(part)
+    assert newest() == 2
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -114,8 +154,10 @@ def rewritten(path: Path, **changes: Any) -> None:
 
 def test_a_state_of_a_later_version_is_refused_and_kept(two: Path) -> None:
     """An older one in its place would let a newer run be lost."""
-    rewritten(two / "training_state_4", format=FORMAT + 1)
-    with pytest.raises(CheckpointError, match=rf"training_state_4 has format {FORMAT + 1}, .* reads {FORMAT}"):
+    rewritten(two / "training_state_4", format=FORMAT_WITH_PARTS + 1)
+    with pytest.raises(
+        CheckpointError, match=rf"training_state_4 has format {FORMAT_WITH_PARTS + 1}, .* reads {FORMAT} and"
+    ):
         LocalCheckpointStore(two).load_training()
     assert states(two) == ["training_state_2", "training_state_4"]
 

@@ -112,6 +112,21 @@ def test_a_row_that_cannot_be_used_is_found_at_once_by_its_number(
         make(texts)
 
 
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_row_that_cannot_even_be_read_is_found_by_its_number(tiny_tokenizer: Any, place: int) -> None:
+    """A data set with a column of pictures decodes them when a row is read."""
+
+    class Decoded(list[dict[str, str]]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == place:
+                raise OSError("cannot identify image file")
+            return super().__getitem__(index)
+
+    builder = PromptBuilder(TemplateCodec(tiny_tokenizer), DataConfig(apply_chat_template=False))
+    with pytest.raises(DataError, match=rf"Row {place + 1} of .*cannot identify image file"):
+        DatasetPromptSource(Decoded([{"input": "z"}] * 5), builder, seed=0)
+
+
 def test_the_number_of_broken_rows_is_told(make: Make) -> None:
     with pytest.raises(DataError, match=r"Row 2 .*3 of 5 rows cannot be used"):
         make(["z", "", "z", None, ""])

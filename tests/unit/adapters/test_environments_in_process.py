@@ -84,48 +84,39 @@ def test_the_observation_joins_what_the_user_said() -> None:
 # --- the thread
 
 
-def test_calls_run_in_order_in_one_thread_that_ends() -> None:
-    async def scenario() -> list[int | None]:
-        thread = EpisodeThread("The game", timeout=5.0)
-        idents = await asyncio.gather(*(thread.call("a step", threading.get_ident) for _ in range(20)))
-        workers = [one for one in threading.enumerate() if one.ident == idents[0]]
-        await thread.close()
-        await thread.close()
-        for worker in workers:
-            worker.join(5.0)
-        assert not any(worker.is_alive() for worker in workers)
-        return list(idents)
-
-    idents = asyncio.run(scenario())
+async def test_calls_run_in_order_in_one_thread_that_ends() -> None:
+    thread = EpisodeThread("The game", timeout=5.0)
+    idents = await asyncio.gather(*(thread.call("a step", threading.get_ident) for _ in range(20)))
+    workers = [one for one in threading.enumerate() if one.ident == idents[0]]
+    await thread.close()
+    await thread.close()
+    for worker in workers:
+        worker.join(5.0)
+    assert not any(worker.is_alive() for worker in workers)
+    idents = list(idents)
     assert len(set(idents)) == 1
     assert idents[0] != threading.get_ident()
 
 
-def test_a_call_that_hangs_is_named_and_holds_nothing_up() -> None:
+async def test_a_call_that_hangs_is_named_and_holds_nothing_up() -> None:
     released = threading.Event()
 
-    async def scenario() -> None:
-        thread = EpisodeThread("The game", timeout=0.05)
-        with pytest.raises(TimeoutError, match=r"The game did not finish a step within 0\.05 s"):
-            await thread.call("a step", released.wait)
-        released.set()
-        await thread.close()
-
-    asyncio.run(scenario())
+    thread = EpisodeThread("The game", timeout=0.05)
+    with pytest.raises(TimeoutError, match=r"The game did not finish a step within 0\.05 s"):
+        await thread.call("a step", released.wait)
+    released.set()
+    await thread.close()
 
 
-def test_what_a_call_raises_arrives_and_what_closing_raises_does_not() -> None:
+async def test_what_a_call_raises_arrives_and_what_closing_raises_does_not() -> None:
     def fail() -> None:
         raise TimeoutError("its own")
 
-    async def scenario() -> None:
-        thread = EpisodeThread("The game", timeout=5.0)
-        with pytest.raises(TimeoutError, match="its own"):
-            await thread.call("a step", fail)
-        assert await thread.call("a step", lambda: 3) == 3
-        await thread.close(fail)
-
-    asyncio.run(scenario())
+    thread = EpisodeThread("The game", timeout=5.0)
+    with pytest.raises(TimeoutError, match="its own"):
+        await thread.call("a step", fail)
+    assert await thread.call("a step", lambda: 3) == 3
+    await thread.close(fail)
 
 
 def test_streams_of_the_global_generators_are_apart() -> None:
@@ -170,10 +161,10 @@ def discrete() -> Any:
     return gymnasium.spaces.Discrete(3, start=-1)
 
 
-def test_gymnasium_replies_become_actions() -> None:
+async def test_gymnasium_replies_become_actions() -> None:
     world = Counter(discrete())
     environment = GymnasiumEnvironment(lambda: world, render=lambda at: f"At {at}.")
-    start, results = asyncio.run(play(environment, ask(label=1), "I go from 1 to 2: 1", "junk", "7", "+1"))
+    start, results = await play(environment, ask(label=1), "I go from 1 to 2: 1", "junk", "7", "+1")
     assert start == [{"role": "user", "content": "Play.\n\nAt 1."}]
     assert [result.reward for result in results] == [-1.0, 0.0, 0.0, -1.0]
     assert [result.metrics["invalid_actions"] for result in results] == [0.0, 1.0, 2.0, 2.0]
@@ -183,15 +174,15 @@ def test_gymnasium_replies_become_actions() -> None:
     assert world.closed == 1
 
 
-def test_gymnasium_truncation() -> None:
+async def test_gymnasium_truncation() -> None:
     environment = GymnasiumEnvironment(lambda: Counter(discrete()))
-    _, results = asyncio.run(play(environment, ask(label=0), "-1", "-1"))
+    _, results = await play(environment, ask(label=0), "-1", "-1")
     assert [(result.terminated, result.truncated) for result in results] == [(False, False), (False, True)]
 
 
-def test_gymnasium_invalid_actions_may_cost_and_end() -> None:
+async def test_gymnasium_invalid_actions_may_cost_and_end() -> None:
     environment = GymnasiumEnvironment(lambda: Counter(discrete()), invalid_reward=-2.0, max_invalid_actions=2)
-    _, results = asyncio.run(play(environment, ask(), "?", "0.5"))
+    _, results = await play(environment, ask(), "?", "0.5")
     assert [(result.reward, result.truncated) for result in results] == [(-2.0, False), (-2.0, True)]
 
 
@@ -208,7 +199,7 @@ def test_gymnasium_invalid_actions_may_cost_and_end() -> None:
         ("9" * 5000, None),
     ],
 )
-def test_gymnasium_takes_the_last_whole_number(reply: str, number: int | None) -> None:
+async def test_gymnasium_takes_the_last_whole_number(reply: str, number: int | None) -> None:
     taken: list[Any] = []
 
     class Space:
@@ -219,29 +210,29 @@ def test_gymnasium_takes_the_last_whole_number(reply: str, number: int | None) -
             return False
 
     Space.__name__ = "Discrete"
-    asyncio.run(play(GymnasiumEnvironment(lambda: Counter(Space())), ask(), reply))
+    await play(GymnasiumEnvironment(lambda: Counter(Space())), ask(), reply)
     assert taken == ([] if number is None else [number])
 
 
-def test_gymnasium_text_spaces_take_the_reply() -> None:
+async def test_gymnasium_text_spaces_take_the_reply() -> None:
     import gymnasium
 
     space = gymnasium.spaces.Text(2, charset="0123")
-    _, results = asyncio.run(play(GymnasiumEnvironment(lambda: Counter(space)), ask(label=0), " 2 ", "seven"))
+    _, results = await play(GymnasiumEnvironment(lambda: Counter(space)), ask(label=0), " 2 ", "seven")
     assert results[0].info == {"at": 2}
     assert said(results[1]) == "That is no valid action. Answer with 1 to 2 characters, each one of 0123"
 
 
-def test_gymnasium_other_spaces_need_a_parse_function() -> None:
+async def test_gymnasium_other_spaces_need_a_parse_function() -> None:
     import gymnasium
 
     box = gymnasium.spaces.Box(-1.0, 1.0, (1,))
     with pytest.raises(ConfigurationError, match=r"Box.*give GymnasiumEnvironment a parse function"):
-        asyncio.run(play(GymnasiumEnvironment(lambda: Counter(box)), ask()))
+        await play(GymnasiumEnvironment(lambda: Counter(box)), ask())
     environment = GymnasiumEnvironment(
         lambda: Counter(box), parse=lambda reply: np.array([float(reply)], dtype=np.float32)
     )
-    _, results = asyncio.run(play(environment, ask(label=0), "1", "much", "3"))
+    _, results = await play(environment, ask(label=0), "1", "much", "3")
     assert [result.metrics["invalid_actions"] for result in results] == [0.0, 1.0, 2.0]
 
 
@@ -260,12 +251,9 @@ class Dice:
         return f"{action}: {rolled}", 0.5, action == "stop", action == "late", {"prefix": "Hear:"}
 
 
-def test_gem_episodes_of_one_seed_are_alike_however_they_interleave() -> None:
-    async def scenario() -> Any:
-        games = [play(GemEnvironment(Dice), ask(label=4), "a", "late", "stop") for _ in range(8)]
-        return await asyncio.gather(*games)
-
-    (start, results), *others = asyncio.run(scenario())
+async def test_gem_episodes_of_one_seed_are_alike_however_they_interleave() -> None:
+    games = [play(GemEnvironment(Dice), ask(label=4), "a", "late", "stop") for _ in range(8)]
+    (start, results), *others = await asyncio.gather(*games)
     assert start == [{"role": "user", "content": "Play.\n\nRoll.\nSay anything."}]
     assert said(results[0]).startswith("Hear:\na: ")
     assert [(result.reward, result.terminated, result.truncated) for result in results] == [
@@ -313,7 +301,7 @@ class HigherCard:
 @pytest.mark.parametrize(
     ("raw", "news"), [(True, ["[Player 1] 1", ""]), (False, ["[0] 5\n[1] 1", ""])], ids=["messages", "text"]
 )
-def test_textarena_shows_only_what_is_new_and_pays_at_the_end(raw: bool, news: list[str]) -> None:
+async def test_textarena_shows_only_what_is_new_and_pays_at_the_end(raw: bool, news: list[str]) -> None:
     shown: list[str] = []
 
     def opponent(text: str) -> str:
@@ -321,7 +309,7 @@ def test_textarena_shows_only_what_is_new_and_pays_at_the_end(raw: bool, news: l
         return "1"
 
     environment = TextArenaEnvironment(lambda: HigherCard(raw=raw, players=2), opponent=opponent)
-    start, results = asyncio.run(play(environment, ask(), "5", "3"))
+    start, results = await play(environment, ask(), "5", "3")
     assert start[0]["content"] == f"Play.\n\n{'Rules.' if raw else '[-1] Rules.'}"
     assert list(map(said, results)) == news
     assert [(result.reward, result.terminated) for result in results] == [(0.0, False), (1.0, True)]
@@ -330,9 +318,9 @@ def test_textarena_shows_only_what_is_new_and_pays_at_the_end(raw: bool, news: l
     assert shown == ["Rules.\n[Player 0] 5" if raw else "[-1] Rules.\n[0] 5"]
 
 
-def test_textarena_the_opponent_may_win() -> None:
+async def test_textarena_the_opponent_may_win() -> None:
     environment = TextArenaEnvironment(lambda: HigherCard(raw=True, players=2), opponent=lambda text: "3")
-    _, (result,) = asyncio.run(play(environment, ask(), "5"))
+    _, (result,) = await play(environment, ask(), "5")
     assert (result.reward, result.terminated) == (-1.0, True)
 
 
@@ -378,10 +366,10 @@ class Echo:
         Echo.closed += 1
 
 
-def test_skyrl_environments_make_the_conversation() -> None:
+async def test_skyrl_environments_make_the_conversation() -> None:
     before = Echo.closed
     environment = SkyRLEnvironment(lambda prompt: Echo(prompt.label))
-    start, results = asyncio.run(play(environment, ask("2+2?", label="4"), "5", "4"))
+    start, results = await play(environment, ask("2+2?", label="4"), "5", "4")
     assert start == [{"role": "system", "content": "Be right."}, {"role": "user", "content": "2+2?"}]
     assert results[0].observation == [{"role": "user", "content": "Again."}]
     assert [(result.reward, result.terminated) for result in results] == [(0.0, False), (1.0, True)]
@@ -403,14 +391,13 @@ def test_skyrl_environments_make_the_conversation() -> None:
     ],
     ids=["gymnasium", "gem", "textarena", "skyrl"],
 )
-def test_an_environment_that_hangs_costs_its_own_episode(make: Callable[[Callable[[], Any]], Environment]) -> None:
+async def test_an_environment_that_hangs_costs_its_own_episode(
+    make: Callable[[Callable[[], Any]], Environment],
+) -> None:
     released = threading.Event()
 
-    async def scenario() -> None:
-        environment = make(released.wait)
-        with pytest.raises(TimeoutError, match=r"did not finish (re|in)\w+ within 0\.05 s"):
-            await environment.reset(ask())
-        released.set()
-        await environment.close()
-
-    asyncio.run(scenario())
+    environment = make(released.wait)
+    with pytest.raises(TimeoutError, match=r"did not finish (re|in)\w+ within 0\.05 s"):
+        await environment.reset(ask())
+    released.set()
+    await environment.close()

@@ -65,10 +65,10 @@ async def hang_up() -> Any:
 # --- OpenEnv
 
 
-def test_openenv_plays_an_episode() -> None:
+async def test_openenv_plays_an_episode() -> None:
     heard: list[dict[str, Any]] = []
     with serve(openenv_app(heard)) as url:
-        start, results = asyncio.run(play(OpenEnvEnvironment(url), ask(label=17), act("3"), act(" 7 ")))
+        start, results = await play(OpenEnvEnvironment(url), ask(label=17), act("3"), act(" 7 "))
     assert start == [{"role": "user", "content": 'Play.\n\n{"text": "Guess a digit."}'}]
     assert results[0].observation == [{"role": "user", "content": '{"text": "no"}'}]
     assert [(result.reward, result.terminated) for result in results] == [(-0.1, False), (1.0, True)]
@@ -82,13 +82,13 @@ def test_openenv_plays_an_episode() -> None:
     ]
 
 
-def test_openenv_tells_the_model_of_invalid_actions() -> None:
+async def test_openenv_tells_the_model_of_invalid_actions() -> None:
     def parse(reply: str) -> dict[str, Any]:
         return {"message": int(reply)}
 
     with serve(openenv_app()) as url:
         environment = OpenEnvEnvironment(url, parse=parse, render=lambda fields: fields["text"])
-        _, results = asyncio.run(play(environment, ask(), act("one"), act("1")))
+        _, results = await play(environment, ask(), act("one"), act("1"))
     assert [result.metrics for result in results] == [{"invalid_actions": 1.0}, {"invalid_actions": 2.0}]
     assert "invalid literal for int" in results[0].observation[0]["content"]  # type: ignore[index, call-overload]
     assert results[1].observation == [
@@ -107,7 +107,7 @@ def test_openenv_tells_the_model_of_invalid_actions() -> None:
     ],
     ids=["hang", "hang_up", "error", "nonsense"],
 )
-def test_openenv_failures_raise(kind: str, answer: Any, raised: type[Exception], message: str) -> None:
+async def test_openenv_failures_raise(kind: str, answer: Any, raised: type[Exception], message: str) -> None:
     async def say() -> Any:
         return error("EXECUTION_ERROR", "no more dice") if answer == "error" else ["what"]
 
@@ -116,14 +116,14 @@ def test_openenv_failures_raise(kind: str, answer: Any, raised: type[Exception],
         if answer is hang:
             hurried(environment, "_in_time", f"the answer to {kind}")
         with pytest.raises(raised, match=message.format(kind=kind)):
-            asyncio.run(play(environment, ask(), act("1")))
+            await play(environment, ask(), act("1"))
 
 
-def test_openenv_nobody_there() -> None:
+async def test_openenv_nobody_there() -> None:
     with pytest.raises(ConnectionError, match="No connection to the OpenEnv server ws://127"):
-        asyncio.run(play(OpenEnvEnvironment(UNUSED), ask()))
+        await play(OpenEnvEnvironment(UNUSED), ask())
     with pytest.raises(ConnectionError, match="reset comes first"):
-        asyncio.run(OpenEnvEnvironment(UNUSED).step(act("1")))
+        await OpenEnvEnvironment(UNUSED).step(act("1"))
 
 
 def test_openenv_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,15 +144,15 @@ def test_openenv_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- NeMo Gym
 
 
-def test_nemo_gym_runs_tools_and_verifies() -> None:
+async def test_nemo_gym_runs_tools_and_verifies() -> None:
     verified: list[dict[str, Any]] = []
     prompt = ask(metadata={"goal": 5})
     with serve(nemo_gym_app(verified)) as url:
         environment = NemoGymEnvironment(url, tools=NEMO_GYM_TOOLS)
         assert [tool.name for tool in environment.tools] == ["add"]
         assert environment.tools[0].parameters == NEMO_GYM_TOOLS[0]["parameters"]
-        start, results = asyncio.run(
-            play(environment, prompt, act("First.", add(2), add(3, "c2")), act("", add("x", "c3")), act("Done."))
+        start, results = await play(
+            environment, prompt, act("First.", add(2), add(3, "c2")), act("", add("x", "c3")), act("Done.")
         )
     assert start == [{"role": "user", "content": "Play."}]
     contents = [message["content"] for result in results for message in result.observation]  # type: ignore[index, call-overload]
@@ -176,7 +176,7 @@ def test_nemo_gym_runs_tools_and_verifies() -> None:
     assert body["response"]["output"][3] == {"type": "function_call_output", "call_id": "c1", "output": '{"count":2}'}
 
 
-def test_nemo_gym_sessions_are_apart() -> None:
+async def test_nemo_gym_sessions_are_apart() -> None:
     async def scenario(url: str) -> list[float]:
         games = [
             play(
@@ -187,7 +187,7 @@ def test_nemo_gym_sessions_are_apart() -> None:
         return [results[-1].reward for _, results in await asyncio.gather(*games)]
 
     with serve(nemo_gym_app()) as url:
-        assert asyncio.run(scenario(url)) == [0.0, 0.0, 1.0, 0.0]
+        assert await scenario(url) == [0.0, 0.0, 1.0, 0.0]
 
 
 def test_nemo_gym_takes_schemas_of_chat_completions() -> None:
@@ -220,16 +220,16 @@ def answering(status: int, body: Any) -> Callable[[], Any]:
         ),
     ],
 )
-def test_nemo_gym_failures_raise(path: str, answer: Any, raised: type[Exception], message: str) -> None:
+async def test_nemo_gym_failures_raise(path: str, answer: Any, raised: type[Exception], message: str) -> None:
     with serve(nemo_gym_app(hooks={path: answer})) as url:
         environment = NemoGymEnvironment(url, tools=NEMO_GYM_TOOLS)
         if answer is hang:
             hurried(environment._server, "post", path.removeprefix("/"))
         with pytest.raises(raised, match=message):
-            asyncio.run(play(environment, ask(), act("", add(1)), act("Done.")))
+            await play(environment, ask(), act("", add(1)), act("Done."))
 
 
-def test_nemo_gym_a_server_that_dies_is_no_mistake_of_the_model() -> None:
+async def test_nemo_gym_a_server_that_dies_is_no_mistake_of_the_model() -> None:
     async def scenario(environment: NemoGymEnvironment, url: Any) -> None:
         with url as address:
             environment._server.url = address
@@ -238,11 +238,11 @@ def test_nemo_gym_a_server_that_dies_is_no_mistake_of_the_model() -> None:
             await environment.step(act("", add(1)))
         await environment.close()
 
-    asyncio.run(scenario(NemoGymEnvironment(UNUSED, tools=NEMO_GYM_TOOLS), serve(nemo_gym_app())))
+    await scenario(NemoGymEnvironment(UNUSED, tools=NEMO_GYM_TOOLS), serve(nemo_gym_app()))
 
 
-def test_nemo_gym_settings() -> None:
+async def test_nemo_gym_settings() -> None:
     with pytest.raises(ConnectionError, match="did not answer POST /seed_session"):
-        asyncio.run(play(NemoGymEnvironment(UNUSED), ask()))
+        await play(NemoGymEnvironment(UNUSED), ask())
     with pytest.raises(ConfigurationError, match="url is 'gym', but it starts with http://"):
         NemoGymEnvironment("gym")

@@ -12,15 +12,17 @@ import pytest
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from rollgrad.adapters.data.examples import preparation
 from rollgrad.adapters.data.examples.formats import read_row
-from rollgrad.adapters.data.examples.preparation import PreparedExamples, cache_key, prepare_examples
+from rollgrad.adapters.data.examples.preparation import cache_key, prepare_examples
+from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import Conversation, PlainText, Pretokenised, Reason, RowError
-from rollgrad.adapters.data.examples.sources import Mixture, open_sources
+from rollgrad.adapters.data.examples.sources import LOOKED_AT, JsonLines, Mixture, open_sources
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows, TrainOn
 from rollgrad.domain.errors import ConfigurationError, DataError
 
@@ -301,6 +303,55 @@ def test_of_ranked_replies_the_best_and_the_worst_are_a_pair(tmp_path: Path, tin
     named = evolve(pairs, input_key="context")
     made = Preparer(tiny_tokenizer, PreparationSettings(reading=named)).prepare(nemo, ExampleFormat.PAIRS)
     assert made.branches == plain.branches
+
+
+def test_each_better_reply_is_a_pair_with_each_worse(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Equal ranks make no pair; a row that cannot be used is counted once, by its line."""
+    reading = evolve(READING, format=ExampleFormat.PAIRS, all_pairs=True)
+    ranked = [(3, "eight"), (1, "seven"), (2, "nine"), (2, "ten")]
+    row = {"prompt": "Which?", "answers": [{"answer": text, "rank": rank} for rank, text in ranked]}
+    tied = {**row, "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 1}]}
+    plain = {"prompt": "Which?", "chosen": "one", "rejected": "two"}
+    mixture = opened(write(tmp_path / "rows.jsonl", row, tied, plain), reading)
+    found = prepared(mixture, tiny_tokenizer, reading=reading)
+    texts = [
+        tuple(tiny_tokenizer.decode(branch.token_ids_T[branch.weights_T > 0]) for branch in found[index].branches)
+        for index in range(len(found))
+    ]
+    wanted = [("seven", "nine"), ("seven", "ten"), ("seven", "eight"), ("nine", "eight"), ("ten", "eight")]
+    wanted.append(("one", "two"))
+    assert [tuple(text.removesuffix("<|im_end|>") for text in pair) for pair in texts] == wanted
+    (drop,) = found.report.dropped.values()
+    assert (drop.count, found.report.dropped.keys()) == (1, {Reason.TIED})
+    source, number = mixture.source(5)
+    assert source.place(number).endswith("rows.jsonl:2")
+
+
+def test_which_rows_make_pairs_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = evolve(READING, format=ExampleFormat.PAIRS, all_pairs=True)
+    row = {"prompt": "Which?", "answers": [{"answer": text, "rank": rank} for rank, text in enumerate("abc")]}
+    path, cache = write(tmp_path / "rows.jsonl", *[row] * 200), tmp_path / "cache"
+    read: list[int] = []
+    whole = JsonLines.__getitem__
+
+    def counted(lines: JsonLines, index: int) -> Any:
+        read.append(index)
+        return whole(lines, index)
+
+    monkeypatch.setattr(JsonLines, "__getitem__", counted)
+    first = opened(path, reading, cache_dir=cache)
+    assert (len(first), len(set(read))) == (600, 200)
+    read.clear()
+    again = opened(path, reading, cache_dir=cache)
+    assert again.fingerprint == first.fingerprint
+    assert len(set(read)) <= LOOKED_AT
+    (kept,) = (cache / "pairs").iterdir()
+    kept.write_bytes(b"damaged")
+    with capture_logs() as told:
+        assert opened(path, reading, cache_dir=cache).fingerprint == first.fingerprint
+    assert "damaged" in told[0]["event"]
+    write(path, row)
+    assert len(opened(path, reading, cache_dir=cache)) == 3
 
 
 # Rows that cannot be used

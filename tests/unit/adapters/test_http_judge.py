@@ -1,6 +1,5 @@
 """A language model as judge, against real HTTP servers that answer, fail and ramble."""
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,27 +40,24 @@ def serve() -> Iterator[Serve]:
         server.close()
 
 
-def judged(
+async def judged(
     *servers: JsonServer, requests: tuple[RewardRequest, ...] = (), prompt: str = PROMPT, **how: Any
 ) -> list[float]:
-    async def scenario() -> list[float]:
-        source = LLMJudge(
-            [f"{server.url}/v1" for server in servers],
-            model="judge",
-            prompt=JudgePrompt(prompt, "judge.txt"),
-            **{"timeout": 60.0, **how},
-        )
-        try:
-            return [reward.value for reward in await source.score(requests or (ask(),))]
-        finally:
-            await source.aclose()
-
-    return asyncio.run(scenario())
+    source = LLMJudge(
+        [f"{server.url}/v1" for server in servers],
+        model="judge",
+        prompt=JudgePrompt(prompt, "judge.txt"),
+        **{"timeout": 60.0, **how},
+    )
+    try:
+        return [reward.value for reward in await source.score(requests or (ask(),))]
+    finally:
+        await source.aclose()
 
 
-def test_the_judge_is_asked_as_openai_s_clients_ask(serve: Serve) -> None:
+async def test_the_judge_is_asked_as_openai_s_clients_ask(serve: Serve) -> None:
     server = serve()
-    assert judged(server) == [7.0]
+    assert await judged(server) == [7.0]
     assert server.paths == ["/v1/chat/completions"]
     question = "Task: 3+4?\nReply: 7\nReference: seven\nLevel: 2\nGrade it from 0 to 10."
     assert server.bodies == [
@@ -80,8 +76,8 @@ def test_the_judge_is_asked_as_openai_s_clients_ask(serve: Serve) -> None:
         ("<think>maybe 3, or 4</think>\n5", 5.0),
     ],
 )
-def test_the_last_number_is_the_reward(serve: Serve, answer: str, wanted: float) -> None:
-    assert judged(serve(answer)) == [wanted]
+async def test_the_last_number_is_the_reward(serve: Serve, answer: str, wanted: float) -> None:
+    assert await judged(serve(answer)) == [wanted]
 
 
 @pytest.mark.parametrize(
@@ -93,26 +89,26 @@ def test_the_last_number_is_the_reward(serve: Serve, answer: str, wanted: float)
         (None, "which is no chat completion with a text"),
     ],
 )
-def test_an_answer_without_a_judgement_is_a_reward_error(serve: Serve, answer: Any, message: str) -> None:
+async def test_an_answer_without_a_judgement_is_a_reward_error(serve: Serve, answer: Any, message: str) -> None:
     with pytest.raises(RewardError) as error:
-        judged(serve(answer), bounds=(0.0, 10.0))
+        await judged(serve(answer), bounds=(0.0, 10.0))
     assert message in str(error.value)
 
 
-def test_what_fails_in_passing_is_asked_again_elsewhere(serve: Serve) -> None:
+async def test_what_fails_in_passing_is_asked_again_elsewhere(serve: Serve) -> None:
     bad, good = serve("busy", 503), serve("3")
-    assert judged(bad, good, requests=tuple(ask(str(n)) for n in range(6))) == [3.0] * 6
+    assert await judged(bad, good, requests=tuple(ask(str(n)) for n in range(6))) == [3.0] * 6
     assert len(good.bodies) == 6
 
 
-def test_what_another_attempt_would_not_change_is_one_sentence(serve: Serve) -> None:
+async def test_what_another_attempt_would_not_change_is_one_sentence(serve: Serve) -> None:
     server = serve({"error": {"message": "no model judge"}}, 404)
     with pytest.raises(RewardError, match=r"The judge .*/v1/chat/completions answered 404 .*no model judge.*judge_url"):
-        judged(server)
+        await judged(server)
     assert len(server.bodies) == 1
 
 
-def test_a_judge_serves_one_run_after_another(serve: Serve) -> None:
+async def test_a_judge_serves_one_run_after_another(serve: Serve) -> None:
     server = serve("4")
     judge = LLMJudge([f"{server.url}/v1"], model="judge", prompt=JudgePrompt(PROMPT, "f"), timeout=60.0)
 
@@ -123,18 +119,18 @@ def test_a_judge_serves_one_run_after_another(serve: Serve) -> None:
             await judge.aclose()
 
     for _ in range(2):  # each in an event loop of its own, with more questions than are asked at once
-        assert asyncio.run(crowd()) == [4.0] * (MAX_IN_FLIGHT + 6)
+        assert await crowd() == [4.0] * (MAX_IN_FLIGHT + 6)
 
 
-def test_the_deadline_is_the_reward_s(serve: Serve) -> None:
+async def test_the_deadline_is_the_reward_s(serve: Serve) -> None:
     with pytest.raises(RewardError, match=r"No judge judged 1 reply within 0\.3 s.*--reward\.timeout"):
-        judged(serve("busy", 500), timeout=0.3)
+        await judged(serve("busy", 500), timeout=0.3)
 
 
-def test_the_token_travels_in_a_header_only(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_token_travels_in_a_header_only(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "sesame")
     server = serve()
-    judged(server)
+    await judged(server)
     assert server.headers[0]["Authorization"] == "Bearer sesame"
     assert "sesame" not in json.dumps(server.bodies)
 
@@ -156,9 +152,16 @@ def test_a_conversation_is_written_with_its_roles() -> None:
     assert JudgePrompt("{prompt}|{response}", "f").filled(request) == "system:\nBe brief.\n\nuser:\n3+4?|7"
 
 
-def test_a_placeholder_that_nothing_fills_ends_the_run(serve: Serve) -> None:
+def test_images_are_named_and_not_written_out() -> None:
+    parts = [{"type": "text", "text": "Is "}, {"type": "image", "image": b"file"}, {"type": "text", "text": " red?"}]
+    prompt = Prompt(token_ids=(1,), text="rendered", messages=({"role": "user", "content": parts},))
+    request = RewardRequest(prompt=prompt, response="7", stop_reason=StopReason.STOP)
+    assert JudgePrompt("{prompt}|{response}", "f").filled(request) == "Is <image> red?|7"
+
+
+async def test_a_placeholder_that_nothing_fills_ends_the_run(serve: Serve) -> None:
     with pytest.raises(ConfigurationError) as error:
-        judged(serve(), prompt="{response} {lable}")
+        await judged(serve(), prompt="{response} {lable}")
     assert str(error.value) == (
         "--reward.judge_prompt judge.txt has the placeholder {lable}, which is neither one of prompt, response, query, "
         "label nor a column of 'default' (level): correct it, or write {{lable}} for the text itself."

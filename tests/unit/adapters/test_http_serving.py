@@ -51,25 +51,21 @@ ROUTES = [
 ]
 
 
-def ask(
+async def ask(
     scenario: Callable[[httpx2.AsyncClient], Awaitable[Any]], *, token: str | None = None, host: str = "127.0.0.1"
 ) -> Any:
     """Runs `scenario` with a client of a server of its own."""
-
-    async def run() -> Any:
-        server = Server(create_app(ROUTES), host=host, token=token, name="test server", max_body=MAX_BODY)
-        url = await server.start()
-        try:
-            async with httpx2.AsyncClient(base_url=url) as client:
-                return await scenario(client)
-        finally:
-            await server.stop()
-
-    return asyncio.run(run())
+    server = Server(create_app(ROUTES), host=host, token=token, name="test server", max_body=MAX_BODY)
+    url = await server.start()
+    try:
+        async with httpx2.AsyncClient(base_url=url) as client:
+            return await scenario(client)
+    finally:
+        await server.stop()
 
 
-def post(body: bytes, **options: Any) -> httpx2.Response:
-    response = ask(lambda client: client.post("/echo", content=body, **options))
+async def post(body: bytes, **options: Any) -> httpx2.Response:
+    response = await ask(lambda client: client.post("/echo", content=body, **options))
     assert isinstance(response, httpx2.Response)
     return response
 
@@ -84,9 +80,9 @@ def refusal(response: httpx2.Response) -> dict[str, Any]:
     return error
 
 
-def test_json_is_read() -> None:
+async def test_json_is_read() -> None:
     body = {"text": "ä😀", "nested": [{"a": [1.5, None, True]}]}
-    response = post(json.dumps(body).encode())
+    response = await post(json.dumps(body).encode())
     assert (response.status_code, response.json()) == (200, body)
 
 
@@ -103,44 +99,40 @@ def test_json_is_read() -> None:
         (b'{"a":' + b"[" * MAX_JSON_DEPTH + b"]" * MAX_JSON_DEPTH + b"}", "levels deep"),
     ],
 )
-def test_what_is_no_json_object_is_a_400(body: bytes, message: str) -> None:
-    response = post(body)
+async def test_what_is_no_json_object_is_a_400(body: bytes, message: str) -> None:
+    response = await post(body)
     assert response.status_code == 400
     error = refusal(response)
     assert message in error["message"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_json")
 
 
-def test_the_deepest_and_the_widest_body_allowed() -> None:
+async def test_the_deepest_and_the_widest_body_allowed() -> None:
     deep = b'{"a":' + b"[" * (MAX_JSON_DEPTH - 1) + b"]" * (MAX_JSON_DEPTH - 1) + b"}"
-    assert post(deep).status_code == 200
-    assert post(b'{"a":[' + b"[]," * 100 + b"1]}").status_code == 200
+    assert (await post(deep)).status_code == 200
+    assert (await post(b'{"a":[' + b"[]," * 100 + b"1]}")).status_code == 200
 
 
-def test_a_body_beyond_the_recursion_limit_is_a_400() -> None:
-    async def scenario() -> httpx2.Response:
-        server = Server(create_app(ROUTES), name="test server")
-        url = await server.start()
-        async with httpx2.AsyncClient() as client:
-            response = await client.post(f"{url}/echo", content=b'{"a":' + b"[" * 500_000)
-        await server.stop()
-        return response
-
-    response = asyncio.run(scenario())
+async def test_a_body_beyond_the_recursion_limit_is_a_400() -> None:
+    server = Server(create_app(ROUTES), name="test server")
+    url = await server.start()
+    async with httpx2.AsyncClient() as client:
+        response = await client.post(f"{url}/echo", content=b'{"a":' + b"[" * 500_000)
+    await server.stop()
     assert response.status_code == 400
     assert "levels deep" in refusal(response)["message"]
 
 
-def test_a_body_too_large_is_a_413() -> None:
+async def test_a_body_too_large_is_a_413() -> None:
     fits = b'{"a":"' + b"x" * (MAX_BODY - 8) + b'"}'
     assert len(fits) == MAX_BODY
-    assert post(fits).status_code == 200
-    response = post(fits + b" ")
+    assert (await post(fits)).status_code == 200
+    response = await post(fits + b" ")
     assert response.status_code == 413
     assert refusal(response)["code"] == "request_too_large"
 
 
-def test_a_body_that_grows_too_large_is_a_413() -> None:
+async def test_a_body_that_grows_too_large_is_a_413() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(20):
             yield b" " * 100
@@ -148,13 +140,13 @@ def test_a_body_that_grows_too_large_is_a_413() -> None:
     async def scenario(client: httpx2.AsyncClient) -> httpx2.Response:
         return await client.post("/echo", content=chunks())
 
-    response = ask(scenario)
+    response = await ask(scenario)
     assert "content-length" not in response.request.headers
     assert response.status_code == 413
     assert refusal(response)["code"] == "request_too_large"
 
 
-def test_the_token_is_asked_for_everywhere_but_at_health() -> None:
+async def test_the_token_is_asked_for_everywhere_but_at_health() -> None:
     async def scenario(client: httpx2.AsyncClient) -> list[int]:
         headers: list[dict[str, str]] = [
             {},
@@ -175,10 +167,10 @@ def test_the_token_is_asked_for_everywhere_but_at_health() -> None:
         assert (await client.get("/health")).json() == {"status": "ok", "queued": 3}
         return found
 
-    assert ask(scenario, token="secret") == [401, 401, 401, 401, 401, 200, 200, 200, 200]
+    assert await ask(scenario, token="secret") == [401, 401, 401, 401, 401, 200, 200, 200, 200]
 
 
-def test_no_web_site_reaches_a_loopback_server() -> None:
+async def test_no_web_site_reaches_a_loopback_server() -> None:
     async def scenario(client: httpx2.AsyncClient) -> None:
         for host in ("localhost", "LOCALHOST:8080", "127.0.0.1:1", "[::1]:80"):
             assert (await client.get("/health", headers={"Host": host})).status_code == 200, host
@@ -192,20 +184,20 @@ def test_no_web_site_reaches_a_loopback_server() -> None:
             assert refusal(response)["type"] == "permission_error"
         assert (await client.post("/echo", json={}, headers={"Origin": "http://localhost:3000"})).status_code == 200
 
-    ask(scenario)
+    await ask(scenario)
 
 
-def test_a_server_of_other_machines_takes_any_host() -> None:
+async def test_a_server_of_other_machines_takes_any_host() -> None:
     async def scenario(client: httpx2.AsyncClient) -> int:
         headers = {"Host": "gpu-7.example", "Authorization": "Bearer secret"}
         return (await client.post("/echo", json={}, headers=headers)).status_code
 
-    assert ask(scenario, token="secret", host="0.0.0.0") == 200
+    assert await ask(scenario, token="secret", host="0.0.0.0") == 200
 
 
-def test_a_defect_is_logged_and_tells_the_client_nothing() -> None:
+async def test_a_defect_is_logged_and_tells_the_client_nothing() -> None:
     with structlog.testing.capture_logs() as logs:
-        response = ask(lambda client: client.get("/broken"))
+        response = await ask(lambda client: client.get("/broken"))
     assert response.status_code == 500
     error = refusal(response)
     assert (error["type"], error["code"]) == ("api_error", "internal_error")
@@ -214,17 +206,17 @@ def test_a_defect_is_logged_and_tells_the_client_nothing() -> None:
     assert (entry["path"], entry["exc_info"]) == ("/broken", True)
 
 
-def test_an_answer_that_breaks_midway_ends_the_connection() -> None:
+async def test_an_answer_that_breaks_midway_ends_the_connection() -> None:
     async def scenario(client: httpx2.AsyncClient) -> None:
         with pytest.raises(httpx2.RemoteProtocolError):
             await client.get("/midway")
 
     with structlog.testing.capture_logs() as logs:
-        ask(scenario)
+        await ask(scenario)
     assert [entry["event"] for entry in logs].count("request_failed") == 1
 
 
-def test_refusals_keep_their_headers() -> None:
+async def test_refusals_keep_their_headers() -> None:
     async def scenario(client: httpx2.AsyncClient) -> None:
         later = await client.get("/busy")
         assert (later.status_code, later.headers["retry-after"]) == (429, "1")
@@ -236,10 +228,10 @@ def test_refusals_keep_their_headers() -> None:
         assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
         refusal(wrong)
 
-    ask(scenario)
+    await ask(scenario)
 
 
-def test_who_hangs_up_midway_is_no_defect() -> None:
+async def test_who_hangs_up_midway_is_no_defect() -> None:
     async def scenario(client: httpx2.AsyncClient) -> None:
         host, port = client.base_url.host, client.base_url.port
         assert port is not None
@@ -252,38 +244,35 @@ def test_who_hangs_up_midway_is_no_defect() -> None:
         assert (await client.get("/health")).status_code == 200
 
     with structlog.testing.capture_logs() as logs:
-        ask(scenario)
+        await ask(scenario)
     assert "request_failed" not in [entry["event"] for entry in logs]
 
 
-def test_stopping_lets_answers_finish() -> None:
-    async def run() -> int:
-        asked, answer = asyncio.Event(), asyncio.Event()
+async def test_stopping_lets_answers_finish() -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
 
-        async def slow(request: Request) -> Response:
-            asked.set()
-            await answer.wait()
-            return JSONResponse({})
+    async def slow(request: Request) -> Response:
+        asked.set()
+        await answer.wait()
+        return JSONResponse({})
 
-        server = Server(create_app([Route("/", slow)]), name="test server")
-        url = await server.start()
-        async with httpx2.AsyncClient() as client:
-            pending = asyncio.create_task(client.get(url))
-            await asked.wait()
-            stopping = asyncio.create_task(server.stop())
-            await asyncio.sleep(0)
-            answer.set()
-            status = (await pending).status_code
-            await stopping
-            await server.stop()
-            with pytest.raises(httpx2.ConnectError):
-                await client.get(url)
-        return status
-
-    assert asyncio.run(run()) == 200
+    server = Server(create_app([Route("/", slow)]), name="test server")
+    url = await server.start()
+    async with httpx2.AsyncClient() as client:
+        pending = asyncio.create_task(client.get(url))
+        await asked.wait()
+        stopping = asyncio.create_task(server.stop())
+        await asyncio.sleep(0)
+        answer.set()
+        status = (await pending).status_code
+        await stopping
+        await server.stop()
+        with pytest.raises(httpx2.ConnectError):
+            await client.get(url)
+    assert status == 200
 
 
-def test_hurrying_a_stop_ends_answers_on_their_way() -> None:
+async def test_hurrying_a_stop_ends_answers_on_their_way() -> None:
     async def run() -> None:
         asked = asyncio.Event()
 
@@ -303,19 +292,19 @@ def test_hurrying_a_stop_ends_answers_on_their_way() -> None:
             with contextlib.suppress(asyncio.CancelledError, httpx2.HTTPError):
                 await pending
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    await asyncio.wait_for(run(), 60)
 
 
-def test_a_port_that_is_taken_is_one_sentence() -> None:
+async def test_a_port_that_is_taken_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = Server(create_app(ROUTES), port=port, name="test server")
         with pytest.raises(ConfigurationError, match=rf"test server cannot listen on .* --port {port} .*in use"):
-            asyncio.run(server.start())
+            await server.start()
     with pytest.raises(ConfigurationError, match="--port 70000"):
-        asyncio.run(Server(create_app(ROUTES), port=70000, name="test server").start())
+        await Server(create_app(ROUTES), port=70000, name="test server").start()
     with pytest.raises(ConfigurationError, match=r"--host 192\.0\.2\.1"):
-        asyncio.run(Server(create_app(ROUTES), host="192.0.2.1", token="t", name="test server").start())
+        await Server(create_app(ROUTES), host="192.0.2.1", token="t", name="test server").start()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "::", "192.168.1.2", "gpu-7"])

@@ -92,18 +92,21 @@ def test_the_environment_is_empty(pool: JudgePool, monkeypatch: pytest.MonkeyPat
         "import os\nfor n in range(3, 20):\n    try: os.write(n, b'v' * 10_000)\n    except OSError: 0\nos._exit(0)",
     ],
 )
-def test_whatever_breaks_a_judgement_is_its_failure_alone(pool: JudgePool, code: str) -> None:
-    async def both() -> list[Verdict]:
-        asked = [code, "1", "1", code, "1"]
-        return list(await asyncio.gather(*(pool.judge(hostile_judge.attempt, each) for each in asked)))
-
+async def test_whatever_breaks_a_judgement_is_its_failure_alone(pool: JudgePool, code: str) -> None:
     fine = Verdict(value=1.0)
-    assert asyncio.run(both()) == [FAILED, fine, fine, FAILED, fine]
+    asked = [code, "1", "1", code, "1"]
+    assert list(await asyncio.gather(*(pool.judge(hostile_judge.attempt, each) for each in asked))) == [
+        FAILED,
+        fine,
+        fine,
+        FAILED,
+        fine,
+    ]
 
 
 @pytest.mark.parametrize("number", [2.0, -1.0, float("nan"), float("inf"), 1e300])
-def test_a_value_out_of_range_is_a_failure(pool: JudgePool, number: float) -> None:
-    assert asyncio.run(pool.judge(hostile_judge.value, number)) == FAILED
+async def test_a_value_out_of_range_is_a_failure(pool: JudgePool, number: float) -> None:
+    assert await pool.judge(hostile_judge.value, number) == FAILED
 
 
 def test_what_a_failed_judgement_changed_is_gone(pool: JudgePool) -> None:
@@ -186,18 +189,18 @@ def test_a_closed_pool_says_so_and_waits_for_nobody() -> None:
     assert not [thread for thread in threading.enumerate() if thread in [w._thread for w in pool._workers]]
 
 
-def test_a_judge_that_cannot_start_is_an_error_that_says_why(tmp_path: Path) -> None:
+async def test_a_judge_that_cannot_start_is_an_error_that_says_why(tmp_path: Path) -> None:
     judge = ModuleType("broken")
     judge.__file__ = str(tmp_path / "broken.py")
     judge.PACKAGES, judge.EVALUATES = (), ()  # type: ignore[attr-defined]
     Path(judge.__file__).write_text("def warm_up(): import a_package_that_is_not_there")
     pool = JudgePool(judge, timeout=TIMEOUT)
     with pytest.raises(RewardError, match=r"not running: ModuleNotFoundError.*a_package_that_is_not_there"):
-        asyncio.run(pool.judge(hostile_judge.attempt, "1"))
+        await pool.judge(hostile_judge.attempt, "1")
     pool.close()
 
 
-def test_a_machine_that_cannot_shut_judges_in_is_told_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_machine_that_cannot_shut_judges_in_is_told_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_pool, "_walls", judge_pool._walls.__wrapped__)
     monkeypatch.setattr(code_run, "namespaces_problem", lambda: "unshare: no")
     if walls.landlock_version() > 0:
@@ -206,7 +209,7 @@ def test_a_machine_that_cannot_shut_judges_in_is_told_of_the_flag(monkeypatch: p
     with pytest.raises(ConfigurationError, match=r"unshare: no.*--reward.isolation none"):
         JudgePool(format_worker, timeout=TIMEOUT)
     pool = JudgePool(format_worker, timeout=TIMEOUT, isolation=JudgeIsolation.NONE)
-    assert asyncio.run(pool.judge(format_worker.matches, "aa", common=("a+",))) == Verdict(value=1.0)
+    assert await pool.judge(format_worker.matches, "aa", common=("a+",)) == Verdict(value=1.0)
     pool.close()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.adapters.data.examples.preparation import PreparedLabels
+from rollgrad.adapters.data.examples.prepared import PreparedLabels
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
 from rollgrad.adapters.data.examples.rows import Reason
 from rollgrad.application.settings.sections.examples import ExampleFormat

@@ -28,103 +28,90 @@ def named(connection: McpTools, name: str) -> McpTool:
     return next(tool for tool in connection.tools if tool.name == name)
 
 
-def ask(server: str, name: str, **arguments: object) -> ToolResult:
-    async def scenario() -> ToolResult:
-        async with await connect(server) as connection:
-            return await named(connection, name).call(arguments)
-
-    return asyncio.run(scenario())
+async def ask(server: str, name: str, **arguments: object) -> ToolResult:
+    async with await connect(server) as connection:
+        return await named(connection, name).call(arguments)
 
 
-def test_the_tools_are_the_servers(server: str) -> None:
-    async def scenario() -> None:
-        async with await connect(server) as connection:
-            assert [tool.name for tool in connection.tools] == [
-                "repeat", "fail", "variables", "hang", "picture", "die"
-            ]  # fmt: skip
-            repeat = named(connection, "repeat")
-            assert repeat.description == "Says it again."
-            assert repeat.parameters["required"] == ["text"]
-
-    asyncio.run(scenario())
+async def test_the_tools_are_the_servers(server: str) -> None:
+    async with await connect(server) as connection:
+        assert [tool.name for tool in connection.tools] == [
+            "repeat", "fail", "variables", "hang", "picture", "die"
+        ]  # fmt: skip
+        repeat = named(connection, "repeat")
+        assert repeat.description == "Says it again."
+        assert repeat.parameters["required"] == ["text"]
 
 
-def test_parts_become_text(server: str) -> None:
-    assert ask(server, "picture") == ToolResult(content="look:\n[image]\nnice")
+async def test_parts_become_text(server: str) -> None:
+    assert await ask(server, "picture") == ToolResult(content="look:\n[image]\nnice")
 
 
-def test_an_error_of_the_tool_is_told(server: str) -> None:
-    result = ask(server, "fail")
+async def test_an_error_of_the_tool_is_told(server: str) -> None:
+    result = await ask(server, "fail")
     assert result.is_error
     assert "fail" in result.content
 
 
-def test_a_tool_that_the_server_does_not_know_is_told(server: str) -> None:
+async def test_a_tool_that_the_server_does_not_know_is_told(server: str) -> None:
     async def scenario() -> ToolResult:
         async with await connect(server) as connection:
             gone = McpTool(name="gone", description="", parameters={}, connection=connection, timeout=30.0)
             return await gone.call({})
 
-    result = asyncio.run(scenario())
+    result = await scenario()
     assert result.is_error
     assert "gone" in result.content
 
 
-def test_a_call_has_a_deadline_and_the_next_one_is_answered(server: str) -> None:
+async def test_a_call_has_a_deadline_and_the_next_one_is_answered(server: str) -> None:
     async def scenario() -> tuple[ToolResult, ToolResult]:
         async with await connect(server) as connection:
             hang = McpTool(name="hang", description="", parameters={}, connection=connection, timeout=1.0)
             late = await hang.call({})
             return late, await named(connection, "repeat").call({"text": "on"})
 
-    late, repeated = asyncio.run(scenario())
+    late, repeated = await scenario()
     assert late == ToolResult(content="The tool 'hang' gave no answer within 1 s.", is_error=True)
     assert repeated == ToolResult(content="on")
 
 
-def test_calls_come_from_other_tasks_and_a_cancelled_one_leaves_the_connection(server: str) -> None:
-    async def scenario() -> ToolResult:
-        connection = await asyncio.create_task(connect(server))
-        hanging = asyncio.create_task(named(connection, "hang").call({}))
-        await asyncio.sleep(0.2)
-        hanging.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await hanging
-        result = await asyncio.create_task(named(connection, "repeat").call({"text": "on"}))
-        await asyncio.create_task(connection.close())
-        return result
-
-    assert asyncio.run(scenario()) == ToolResult(content="on")
+async def test_calls_come_from_other_tasks_and_a_cancelled_one_leaves_the_connection(server: str) -> None:
+    connection = await asyncio.create_task(connect(server))
+    hanging = asyncio.create_task(named(connection, "hang").call({}))
+    await asyncio.sleep(0.2)
+    hanging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hanging
+    result = await asyncio.create_task(named(connection, "repeat").call({"text": "on"}))
+    await asyncio.create_task(connection.close())
+    assert result == ToolResult(content="on")
 
 
-def test_a_closed_connection_says_so(server: str) -> None:
-    async def scenario() -> None:
-        connection = await connect(server)
-        await connection.close()
-        await connection.close()
-        with pytest.raises(ConnectionError, match="closed"):
-            await named(connection, "repeat").call({"text": "x"})
-
-    asyncio.run(scenario())
+async def test_a_closed_connection_says_so(server: str) -> None:
+    connection = await connect(server)
+    await connection.close()
+    await connection.close()
+    with pytest.raises(ConnectionError, match="closed"):
+        await named(connection, "repeat").call({"text": "x"})
 
 
-def test_a_server_that_dies_is_a_lost_connection(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with await connect(mcp_command(tmp_path)) as connection:
-            for name, arguments in (("die", {}), ("repeat", {"text": "x"})):
-                with pytest.raises(ConnectionError, match="closed"):
-                    await named(connection, name).call(arguments)
-
-    asyncio.run(scenario())
+async def test_a_server_that_dies_is_a_lost_connection(tmp_path: Path) -> None:
+    async with await connect(mcp_command(tmp_path)) as connection:
+        for name, arguments in (("die", {}), ("repeat", {"text": "x"})):
+            with pytest.raises(ConnectionError, match="closed"):
+                await named(connection, name).call(arguments)
 
 
-def test_a_process_ends_with_its_connection_and_sees_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_ends_with_its_connection_and_sees_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_SECRET", "hunter2")
     note = tmp_path / "pid"
     command = mcp_command(tmp_path)
     script = tmp_path / "server.py"
     script.write_text(f"import os; open({str(note)!r}, 'w').write(str(os.getpid()))\n{script.read_text()}")
-    result = ask(command, "variables")
+    result = await ask(command, "variables")
     assert "PATH" in result.content
     assert "MY_SECRET" not in result.content
     with pytest.raises(ProcessLookupError):
@@ -132,12 +119,12 @@ def test_a_process_ends_with_its_connection_and_sees_no_secret(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("token", [None, "hunter2"])
-def test_http_servers_get_the_bearer_token(token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_http_servers_get_the_bearer_token(token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     if token:
         monkeypatch.setenv(TOKEN_VARIABLE, token)
     server = McpHttpServer()
-    ask(server.url, "repeat", text="x")
+    await ask(server.url, "repeat", text="x")
     server.close()
     assert server.authorizations == {f"Bearer {token}" if token else None}
 
@@ -153,12 +140,12 @@ def test_http_servers_get_the_bearer_token(token: str | None, monkeypatch: pytes
         ("http://127.0.0.1:9/mcp", "ConnectError"),
     ],
 )
-def test_a_server_that_is_none_is_a_configuration_error(server: str, reason: str) -> None:
+async def test_a_server_that_is_none_is_a_configuration_error(server: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
-        asyncio.run(connect(server, start_timeout=2.0 if "sleep" in server else 120.0))
+        await connect(server, start_timeout=2.0 if "sleep" in server else 120.0)
 
 
-def test_without_the_sdk_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_sdk_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(MissingExtraError, match=r"rollgrad\[mcp\]"):
-        asyncio.run(connect("server"))
+        await connect("server")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.forward import PackedLM
@@ -59,8 +60,14 @@ def test_the_noise_is_that_of_the_paper(tiny_model_dir: Path) -> None:
     assert float(added.std()) == pytest.approx(bound / math.sqrt(3), rel=0.1)
 
 
-def test_a_step_is_the_same_in_any_split_and_after_an_interruption(tiny_model_dir: Path) -> None:
+def examples() -> PackedBatch:
+    """Samples that share nothing, as examples do."""
     batch = cluster.batch()
+    return evolve(batch, group_ids_S=torch.arange(len(batch)))
+
+
+def test_a_step_is_the_same_in_any_split_and_after_an_interruption(tiny_model_dir: Path) -> None:
+    batch = examples()
 
     def taken(model: TorchPolicy, *parts: list[int]) -> list[Tensor]:
         micro_batches: list[PackedBatch] = [batch.select(part) for part in parts]

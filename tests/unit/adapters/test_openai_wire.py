@@ -4,13 +4,14 @@ import json
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from rollgrad.adapters.servers.guard import HttpError
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
 from rollgrad.adapters.servers.wire import MAX_STOPS, MIN_TEMPERATURE
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.generation import Generation, StopReason
-from rollgrad.domain.episodes.messages import ParsedReply
+from rollgrad.domain.episodes.messages import ParsedReply, ReplyForm
 
 HI: Any = [{"role": "user", "content": "hi"}]
 TOOL: Any = {"type": "function", "function": {"name": "f"}}
@@ -104,13 +105,21 @@ def test_arguments_that_are_no_object_are_kept(arguments: Any) -> None:
         ({"messages": [*HI, 3]}, r"messages\[1\]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "'image_url', but",
+            "an image without its content",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, r"function\.name"),
-        ({"n": 2}, "n is 2"),
+        ({"n": 1000}, "n is 1000"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty is 1.2"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"structured_outputs": {"json": {"type": "object"}}}, "structured_outputs"),
+        ({"response_format": {"type": "grammar"}}, "response_format is of type 'grammar'"),
+        ({"response_format": {"type": "json_schema"}}, r"response_format\.json_schema\.schema is missing"),
+        ({"tool_choice": "required"}, "tool_choice requires a call, but there are no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "names 'g'"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice is"),
+        ({"top_logprobs": 5}, "logprobs is not"),
+        ({"top_logprobs": 50, "logprobs": True}, "top_logprobs is 50"),
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"temperature": 3}, "temperature is 3"),
         ({"temperature": "hot"}, "a whole number or a number"),
@@ -135,7 +144,7 @@ def test_what_cannot_be_done_is_refused_by_name(more: dict[str, Any], named: str
 
 def test_an_answer() -> None:
     call = WIRE.decode({"messages": HI, "model": "m", "logprobs": True, "return_token_ids": True})
-    body = WIRE.encode(call, reply(content="hi", reasoning_content="hm", tool_calls=[CALL]), "x", decode)
+    body = WIRE.encode(call, [reply(content="hi", reasoning_content="hm", tool_calls=[CALL])], "x", decode)
     (choice,) = body["choices"]
     assert choice["message"] == {
         "role": "assistant",
@@ -152,10 +161,66 @@ def test_an_answer() -> None:
     ]
 
 
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+OTHER: Any = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "form"),
+    [
+        ({}, None),
+        ({"tools": [TOOL], "tool_choice": "auto"}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, ReplyForm(schema={"type": "object"}, several=True)),
+        ({"response_format": JSON_SCHEMA}, ReplyForm(schema=SCHEMA, several=True)),
+        (
+            {"response_format": JSON_SCHEMA, "tools": [TOOL], "parallel_tool_calls": False},
+            ReplyForm(schema=SCHEMA, calls=("f",)),
+        ),
+        (
+            {"response_format": JSON_SCHEMA, "tools": [TOOL], "tool_choice": "none"},
+            ReplyForm(schema=SCHEMA, several=True),
+        ),
+        ({"tools": [TOOL, OTHER], "tool_choice": "required"}, ReplyForm(calls=("f", "g"), several=True)),
+        (
+            {"tools": [TOOL, OTHER], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            ReplyForm(calls=("g",)),
+        ),
+    ],
+)
+def test_the_form_that_is_asked_for(more: dict[str, Any], form: ReplyForm | None) -> None:
+    assert WIRE.decode({"messages": HI, **more}).request.form == form
+
+
+def test_several_choices_and_the_likeliest_tokens() -> None:
+    call = WIRE.decode({"messages": HI, "n": 2, "logprobs": True, "top_logprobs": 2})
+    assert (call.choices, call.request.changes) == (2, {"top_logprobs": 2})
+    generation = Generation(
+        token_ids=[65, 66],
+        logprobs=[-0.5, -0.25],
+        versions=[0, 0],
+        stop_reason=StopReason.STOP,
+        top_logprobs=[[(65, -0.5), (67, -1.0)], [(66, -0.25)]],
+    )
+    first, second = reply(content="a"), evolve(reply(content="b"), generation=generation)
+    body = WIRE.encode(call, [first, second], "x", decode)
+    assert [(c["index"], c["message"]["content"]) for c in body["choices"]] == [(0, "a"), (1, "b")]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert [[top["token"] for top in one["top_logprobs"]] for one in body["choices"][1]["logprobs"]["content"]] == [
+        ["A", "C"],
+        ["B"],
+    ]
+    events = WIRE.events(call, "x")
+    written = [*events.start(), *events.piece("content", "a", 1), *events.finish([first, second], decode)]
+    chunks = [json.loads(event[6:])["choices"][0] for event in written[:-1]]
+    assert [chunk["index"] for chunk in chunks] == [0, 1, 1, 0, 1]
+
+
 @pytest.mark.parametrize("reason", [StopReason.LENGTH, StopReason.ABORTED])
 def test_an_answer_that_was_cut_off(reason: StopReason) -> None:
     call = WIRE.decode({"messages": HI})
-    body = WIRE.encode(call, reply(reason), "x", decode)
+    body = WIRE.encode(call, [reply(reason)], "x", decode)
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["choices"][0]["message"]["content"] == ""
     assert "prompt_token_ids" not in body
@@ -164,7 +229,8 @@ def test_an_answer_that_was_cut_off(reason: StopReason) -> None:
 def test_chunks() -> None:
     call = WIRE.decode({"messages": HI, "stream": True, "stream_options": {"include_usage": True}})
     events = WIRE.events(call, "x")
-    written = [*events.start(), *events.piece("content", "a\u2028b"), *events.finish(reply(tool_calls=[CALL]), decode)]
+    ended = events.finish([reply(tool_calls=[CALL])], decode)
+    written = [*events.start(), *events.piece("content", "a\u2028b", 0), *ended]
     assert all(event.startswith("data: ") and event.endswith("\n\n") and event.count("\n") == 2 for event in written)
     assert written[-1] == "data: [DONE]\n\n"
     first, piece, calls, last, usage = [json.loads(event[6:]) for event in written[:-1]]

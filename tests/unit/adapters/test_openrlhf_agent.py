@@ -1,15 +1,20 @@
 """OpenRLHF-Agent's names, used as its users use them."""
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import httpx2
 import pytest
 
 from rollgrad.adapters.system.stand_ins import install
 from rollgrad.domain.episodes.messages import ToolResult as CoreResult
 from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.testing.chat_codec import EOS, FakeChatCodec
 from tests.fakes.reward_server import RewardServer
+from tests.fakes.scripted_engine import ScriptedEngine as ScriptedModel
+from tests.fakes.scripted_engine import serving
 
 install()
 from openrlhf_agent import (  # type: ignore[import-not-found,unused-ignore]  # noqa: E402
@@ -17,6 +22,7 @@ from openrlhf_agent import (  # type: ignore[import-not-found,unused-ignore]  # 
     AgentSession,
     LLMEngine,
     OpenAIEngine,
+    make_chat_protocol,
     make_environment,
     make_template,
 )
@@ -228,6 +234,24 @@ def test_a_session_writes_chatml() -> None:
     assert session.step_from_text("no call", label="3").actions is None
 
 
+def test_newer_names_mean_the_same() -> None:
+    session = AgentSession(environment(), make_chat_protocol("qwen3_instruct"))
+    prompt = session.initialize("1 and 2?")
+    assert prompt.startswith(session.build_system_prompt())
+    assert prompt.endswith("<|im_start|>user\n1 and 2?<|im_end|>\n<|im_start|>assistant\n")
+    first, second = [session.step_from_text(call("add", a=1, b=2), label="3") for _ in range(2)]
+    assert (first.step_index, second.step_index) == (1, 2)
+    assert first.feedback_text == first.rendered_observation
+    session.initialize("again")
+    assert session.step_from_text("no call").step_index == 1
+    with pytest.raises(ConfigurationError, match="no template 'llama'"):
+        make_chat_protocol("llama")
+    from openrlhf_agent import chat_protocol, engine, orchestrator
+
+    assert chat_protocol.make_chat_protocol is make_chat_protocol
+    assert (engine.OpenAIEngine, orchestrator.AgentSession) == (OpenAIEngine, AgentSession)
+
+
 def test_what_a_tool_writes_cannot_end_a_turn() -> None:
     class Spoof(AddTool):
         def call(self, context: dict[str, Any], **kwargs: Any) -> str:
@@ -315,14 +339,10 @@ def test_the_final_answer_alone() -> None:
     assert list(again.run_steps(messages))[-1]["content"] == "Max steps reached without final."
 
 
-def test_the_runtime_works_inside_an_event_loop_and_says_what_fails() -> None:
-    import asyncio
+async def test_the_runtime_works_inside_an_event_loop_and_says_what_fails() -> None:
 
-    async def main() -> str | None:
-        engine = ScriptedEngine([call("final", answer="3")])
-        return AgentRuntime(engine, environment(), make_template()).run_final([{"role": "user", "content": "?"}])
-
-    assert asyncio.run(main()) == "3"
+    engine = ScriptedEngine([call("final", answer="3")])
+    assert AgentRuntime(engine, environment(), make_template()).run_final([{"role": "user", "content": "?"}]) == "3"
 
     class Down(ScriptedEngine):
         def generate(self, *args: Any, **kwargs: Any) -> tuple[list[int], str]:
@@ -365,8 +385,66 @@ def test_the_http_engine(server: RewardServer, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OPENAI_MODEL", "other")
     monkeypatch.setenv("OPENAI_BASE_URL", base_url(server))
     assert OpenAIEngine().tokenize("a") == [97]
-    with pytest.raises(ConfigurationError, match="stream=True"):
-        engine.generate("x", stream=True)
+
+
+async def streamed_replies(models: Any) -> list[Any]:
+    """Parts of texts that were heard of a server of rollgrad's own, the messages, and a reply whole and in parts."""
+    async with serving(models, FakeChatCodec(), stateless=True) as served:
+        engine = OpenAIEngine(model="m", base_url=f"{served.url}/v1")
+        engine.tokenize = lambda prompt: [*prompt.encode()]  # type: ignore[method-assign]
+        heard: list[str] = []
+        messages = [{"role": "user", "content": "1+2?"}]
+
+        def talk() -> list[Any]:
+            runtime = AgentRuntime(engine, environment(), make_template("qwen3"))
+            return list(runtime.run_steps(messages, on_text=heard.append))
+
+        told = await asyncio.to_thread(talk)
+        whole = await asyncio.to_thread(engine.generate, "go", 30)
+        parts = await asyncio.to_thread(lambda: list(engine.generate("go", 30, stream=True)))
+        return [heard, told, whole, parts]
+
+
+async def test_replies_are_told_while_they_are_sampled() -> None:
+    add, final = call("add", a=1, b=2), call("final", answer="3")
+    script = iter([add, final, "a text", "a text"])
+    models = ScriptedModel(FakeChatCodec(), EOS, lambda prompt: next(script))
+    heard, told, whole, parts = await streamed_replies(models)
+    assert "".join(heard) == add + final
+    assert len(heard) > 2
+    assert [message["role"] for message in told] == ["assistant", "tool", "assistant"]
+    assert told[-1]["content"] == "3"
+    assert ([token for tokens, _ in parts for token in tokens], "".join(text for _, text in parts)) == whole
+    assert len(parts) > 1
+
+
+def test_an_engine_that_does_not_stream_tells_whole_replies() -> None:
+    heard: list[str] = []
+    engine = ScriptedEngine([call("final", answer="3")])
+    list(
+        AgentRuntime(engine, environment(), make_template()).run_steps(
+            [{"role": "user", "content": "?"}], on_text=heard.append
+        )
+    )
+    assert heard == [call("final", answer="3")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['data: {"choices": [{"text": "a", "token_ids": [97]}]}'], "ended a stream before its reply was whole"),
+        (['data: {"error": {"message": "out of memory"}}', "data: [DONE]"], "broke a reply off: .*out of memory"),
+        (['data: {"choices": [{"text": "a"}]}', "data: [DONE]"], "returned no token ids"),
+        (["data: {", "data: [DONE]"], "not JSON"),
+    ],
+)
+def test_what_goes_wrong_in_a_stream_is_said(lines: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = httpx2.Response(200, text="\n\n".join(lines))
+    engine = OpenAIEngine("qwen", "http://nowhere/v1")
+    transport = httpx2.MockTransport(lambda request: answer)
+    monkeypatch.setattr(engine, "_client", httpx2.Client(transport=transport))
+    with pytest.raises(EngineError, match=message):
+        list(engine.generate("x", stream=True))
 
 
 @pytest.mark.parametrize(

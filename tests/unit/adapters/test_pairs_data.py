@@ -8,10 +8,11 @@ import torch
 from attrs import evolve
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.data.examples.preparation import PreparedPairs
+from rollgrad.adapters.data.examples.prepared import PreparedPairs
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
 from rollgrad.adapters.data.examples.rows import Reason, RowError
+from rollgrad.adapters.data.examples.sources import Head, open_head
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.episodes.examples import Preference
@@ -179,3 +180,66 @@ def test_texts_without_a_prompt_take_no_system_message(tiny_tokenizer: Any) -> N
     with pytest.raises(RowError, match=r"take no system message: leave out --data\.system_prompt"):
         preparer.prepare({"chosen": "Add: seven", "rejected": "Add: eight"}, ExampleFormat.PAIRS)
     assert preparer.prepare(ROWS["texts"], ExampleFormat.PAIRS).branches
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        (False, [("seven", "six"), ("7", "nine"), ("9", "8")]),
+        (True, [("seven", "six"), ("seven", "nine"), ("7", "six"), ("7", "nine"), ("9", "8"), ("10", "8")]),
+    ],
+)
+def test_good_and_bad_replies_to_a_prompt_are_pairs(
+    every: bool, expected: list[tuple[str, str]], tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    def row(prompt: Any, completion: Any, label: Any) -> dict[str, Any]:
+        return {"prompt": prompt, "completion": completion, "label": label}
+
+    rows = [
+        row("What is 3 plus 4?", "seven", True),
+        row(ASKED, [{"role": "assistant", "content": "9"}], 1),
+        row("What is 3 plus 4?", "six", False),
+        row("Nobody answers this well.", "No.", False),
+        row("What is 3 plus 4?", "7", "true"),
+        row(ASKED, [{"role": "assistant", "content": "8"}], 0),
+        row("What is 3 plus 4?", "nine", "false"),
+        row(ASKED, [{"role": "assistant", "content": "10"}], 1),
+        row("What is 3 plus 4?", "five", 5),
+        {"prompt": "What is 3 plus 4?", "label": True},
+    ]
+    pairs = pairs_of(tmp_path, tiny_tokenizer, *rows, reading=evolve(READING, all_pairs=every))
+    found = [texts(pairs[index], tiny_tokenizer)[1:] for index in range(len(pairs))]
+    assert sorted(found) == sorted((f"{good}<|im_end|>", f"{bad}<|im_end|>") for good, bad in expected)
+    dropped = {reason: (drop.count, drop.place) for reason, drop in pairs.examples.report.dropped.items()}
+    source = tmp_path / "pairs.jsonl"
+    if every:
+        assert dropped["no_other_reply"] == (1, f"{source}:4")
+    else:
+        assert dropped["no_other_reply"] == (3, f"{source}:4")
+    assert dropped["broken"][1] in (f"{source}:9", f"{source}:10")
+
+
+def test_replies_about_other_images_or_tools_are_no_pair(tmp_path: Path) -> None:
+    def row(completion: str, label: bool, image: str, tool: str) -> dict[str, Any]:
+        about = {"images": [image], "tools": [{"type": "function", "function": {"name": tool}}]}
+        return {"prompt": "What is it?", "completion": completion, "label": label, **about}
+
+    rows = [
+        row("a cat", True, "cat.png", "look"),
+        row("a dog", False, "dog.png", "look"),
+        row("a bird", False, "cat.png", "listen"),
+        row("a fish", False, "cat.png", "look"),
+    ]
+    (source,) = opened(write(tmp_path / "rows.jsonl", *rows), evolve(READING, image_key="images")).parts
+    pair, *alone = range(len(source.rows))
+    assert (source.rows[pair]["chosen"], source.rows[pair]["rejected"]) == ("a cat", "a fish")
+    assert len(alone) == 2
+    for index in alone:
+        with pytest.raises(RowError, match="No good reply"):
+            source.rows[index]
+
+
+def test_streamed_replies_are_joined_to_no_pairs() -> None:
+    row = {"prompt": "What is it?", "completion": "a cat", "label": True}
+    with pytest.raises(DataError, match=r"when all are read: leave --data\.stream out"):
+        open_head("rows.jsonl", Head(["rows.jsonl:1"], [row]), READING)

@@ -34,9 +34,7 @@ class Threads:
         self.killed = 0
 
     def remote(self, kind: type) -> Any:
-        return SimpleNamespace(
-            options=lambda **_: SimpleNamespace(remote=lambda rank, size, threads: Thread(next(self._models)))
-        )
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_, **__: Thread(next(self._models))))
 
     def wait(self, references: list["Future[Any]"], timeout: float) -> tuple[list["Future[Any]"], None]:
         done, _ = wait(references, timeout, FIRST_COMPLETED)
@@ -118,7 +116,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerGroup]:
     def group(*models: Model) -> WorkerGroup:
         monkeypatch.setattr(group_module, "ray_module", lambda: threads)
         threads = Threads(models)
-        slots: list[Any] = [SimpleNamespace(options=dict)] * len(models)
+        slots: list[Any] = [SimpleNamespace(options=dict, gpus=0.0)] * len(models)
         return WorkerGroup("actor", slots, threads=1, timeout=SECONDS)
 
     return group

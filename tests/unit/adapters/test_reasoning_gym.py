@@ -1,6 +1,5 @@
 """reasoning-gym tasks: specification, prompts, and scoring in processes of their own."""
 
-import asyncio
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -93,28 +92,30 @@ def reward() -> Iterator[ReasoningGymReward]:
     made.close()
 
 
-def judge(reward: ReasoningGymReward, prompt: Prompt, response: str) -> Reward:
+async def judge(reward: ReasoningGymReward, prompt: Prompt, response: str) -> Reward:
     request = RewardRequest(prompt=prompt, response=response, stop_reason=StopReason.STOP)
-    return asyncio.run(reward.score([request]))[0]
+    return (await reward.score([request]))[0]
 
 
-def test_the_tasks_own_scorer_judges(tiny_tokenizer: Any, reward: ReasoningGymReward) -> None:
+async def test_the_tasks_own_scorer_judges(tiny_tokenizer: Any, reward: ReasoningGymReward) -> None:
     prompt = source(tiny_tokenizer).take(1)[0]
-    assert judge(reward, prompt, f"I think <answer>{prompt.label}</answer>").value == 1.0
-    assert judge(reward, prompt, "no idea").value == 0.0
-    partial = judge(reward, prompt, f"it is {prompt.label}")
+    assert (await judge(reward, prompt, f"I think <answer>{prompt.label}</answer>")).value == 1.0
+    assert (await judge(reward, prompt, "no idea")).value == 0.0
+    partial = await judge(reward, prompt, f"it is {prompt.label}")
     assert 0.0 < partial.value < 1.0
 
 
-def test_a_prompt_of_another_task_is_judged_by_its_own_scorer(tiny_tokenizer: Any, reward: ReasoningGymReward) -> None:
+async def test_a_prompt_of_another_task_is_judged_by_its_own_scorer(
+    tiny_tokenizer: Any, reward: ReasoningGymReward
+) -> None:
     # Countdown accepts every expression that reaches the target; a comparison with the reference would not.
     prompt = source(tiny_tokenizer, "reasoning_gym:countdown").take(1)[0]
     rewritten = f"({prompt.label})"
     assert rewritten != prompt.label
-    assert judge(reward, prompt, f"<answer>{rewritten}</answer>").value == 1.0
+    assert (await judge(reward, prompt, f"<answer>{rewritten}</answer>")).value == 1.0
 
 
-def test_a_scorer_that_breaks_down_gives_nothing_and_is_counted(
+async def test_a_scorer_that_breaks_down_gives_nothing_and_is_counted(
     tiny_tokenizer: Any, reward: ReasoningGymReward
 ) -> None:
     prompt = source(tiny_tokenizer).take(1)[0]
@@ -124,13 +125,13 @@ def test_a_scorer_that_breaks_down_gives_nothing_and_is_counted(
         datasource=prompt.datasource,
         metadata={"question": "?", "answer": None, "metadata": {}},
     )
-    result = judge(reward, broken, "7")
+    result = await judge(reward, broken, "7")
     assert (result.value, result.metrics["judge_failed"]) == (0.0, 1.0)
 
 
-def test_a_prompt_from_elsewhere_is_refused(reward: ReasoningGymReward) -> None:
+async def test_a_prompt_from_elsewhere_is_refused(reward: ReasoningGymReward) -> None:
     with pytest.raises(RewardError, match=r"'gsm8k' is no reasoning-gym task"):
-        judge(reward, Prompt(token_ids=(1,), text="?", datasource="gsm8k"), "7")
+        await judge(reward, Prompt(token_ids=(1,), text="?", datasource="gsm8k"), "7")
 
 
 @pytest.mark.slow

@@ -51,6 +51,20 @@ def test_together_as_one_by_one(tokenizer: Any, family: str, side: str, batch_to
     assert max(expected) - min(expected) > 0.01, "texts that score alike would show nothing"
 
 
+def test_the_capped_scores_of_gemma_2_are_capped(tokenizer: Any, tmp_path: Path) -> None:
+    """transformers loads it with an attention that leaves the caps out."""
+    settings = {"head_dim": 8, "attn_logit_softcapping": 0.5, "num_labels": 1}
+    made = tiny_model("Gemma2ForSequenceClassification", tokenizer, seed=1, **settings)
+    model = RewardModel.load(
+        str(saved(made, tokenizer, tmp_path)), dtype=torch.float32, device=torch.device("cpu"), flag="--model"
+    )
+    by_default = [by_transformers(made, tokenizer(text)["input_ids"]) for text in TEXTS]
+    made.set_attn_implementation("eager")
+    expected = [by_transformers(made, tokenizer(text)["input_ids"]) for text in TEXTS]
+    assert model.score(TEXTS) == pytest.approx(expected, abs=1e-5)
+    assert by_default != pytest.approx(expected, abs=1e-3), "the caps must matter"
+
+
 def test_padding_named_like_the_end_changes_nothing(tokenizer: Any) -> None:
     """Many models pad with the end-of-sequence token, at which the score is read."""
     model = classifier("Llama", tokenizer)

@@ -22,24 +22,24 @@ def ask(response: str = "7", label: Any = "7") -> RewardRequest:
     return RewardRequest(prompt=prompt, response=response, stop_reason=StopReason.STOP)
 
 
-def score(func: Any, count: int = 1, *, timeout: float = 5.0) -> list[Reward]:
-    return asyncio.run(FunctionReward(func, timeout=timeout).score([ask(str(index)) for index in range(count)]))
+async def score(func: Any, count: int = 1, *, timeout: float = 5.0) -> list[Reward]:
+    return await FunctionReward(func, timeout=timeout).score([ask(str(index)) for index in range(count)])
 
 
-def test_keywords_are_used_where_the_function_takes_them() -> None:
+async def test_keywords_are_used_where_the_function_takes_them() -> None:
     def by_name(*, labels: list[Any], prompts: list[str], queries: list[str]) -> list[float]:
         assert (labels, prompts, queries) == (["7"], ["3+4="], ["3+4=0"])
         return [1.0]
 
-    assert score(by_name)[0].value == 1.0
+    assert (await score(by_name))[0].value == 1.0
 
 
-def test_other_names_are_filled_by_position() -> None:
+async def test_other_names_are_filled_by_position() -> None:
     def by_position(q: list[str], p: list[str], y: list[Any]) -> list[float]:
         assert (q, p, y) == (["3+4=0"], ["3+4="], ["7"])
         return [1.0]
 
-    assert score(by_position)[0].value == 1.0
+    assert (await score(by_position))[0].value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_other_names_are_filled_by_position() -> None:
     ],
     ids=repr,
 )
-def test_rewards_may_be_any_sequence_of_numbers(returned: Any) -> None:
-    assert [reward.value for reward in score(lambda q, p, y: returned, 2)] == [1.0, 0.5]
+async def test_rewards_may_be_any_sequence_of_numbers(returned: Any) -> None:
+    assert [reward.value for reward in await score(lambda q, p, y: returned, 2)] == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("returned", [1, True, 1.0, torch.tensor(1), {"rewards": 1}], ids=repr)
-def test_a_number_is_enough_for_one_reply(returned: Any) -> None:
-    assert score(lambda q, p, y: returned)[0] == Reward(value=1.0, score=1.0)
+async def test_a_number_is_enough_for_one_reply(returned: Any) -> None:
+    assert (await score(lambda q, p, y: returned))[0] == Reward(value=1.0, score=1.0)
 
 
-def test_scores_and_logs_go_to_their_reply() -> None:
+async def test_scores_and_logs_go_to_their_reply() -> None:
     answer = {"rewards": [1.0, 2.0], "scores": [0, 1], "extra_logs": {"tries": torch.tensor([3, 4]), "share": 0.5}}
-    assert score(lambda q, p, y: answer, 2) == [
+    assert await score(lambda q, p, y: answer, 2) == [
         Reward(value=1.0, score=0.0, metrics={"tries": 3.0, "share": 0.5}),
         Reward(value=2.0, score=1.0, metrics={"tries": 4.0, "share": 0.5}),
     ]
@@ -88,9 +88,9 @@ def test_scores_and_logs_go_to_their_reply() -> None:
     ],
     ids=repr,
 )
-def test_what_is_not_one_finite_number_a_reply_is_refused(returned: Any, message: str) -> None:
+async def test_what_is_not_one_finite_number_a_reply_is_refused(returned: Any, message: str) -> None:
     with pytest.raises(RewardError, match=f"^reward_func returned .*{message}"):
-        score(lambda q, p, y: returned, 2)
+        await score(lambda q, p, y: returned, 2)
 
 
 def raising(queries: list[str], prompts: list[str], labels: list[Any]) -> None:
@@ -102,18 +102,18 @@ async def async_raising(queries: list[str], prompts: list[str], labels: list[Any
 
 
 @pytest.mark.parametrize("func", [raising, async_raising])
-def test_what_the_function_raised_is_named(func: Any) -> None:
+async def test_what_the_function_raised_is_named(func: Any) -> None:
     with pytest.raises(RewardError, match="reward_func raised KeyError: 'gold'"):
-        score(func)
+        await score(func)
 
 
 @pytest.mark.parametrize("error", [SystemExit, StopIteration, KeyboardInterrupt])
-def test_a_function_cannot_end_the_run(error: type[BaseException]) -> None:
+async def test_a_function_cannot_end_the_run(error: type[BaseException]) -> None:
     def reward_func(queries: Any, prompts: Any, labels: Any) -> None:
         raise error("enough")
 
     with pytest.raises(RewardError, match=r"^reward_func raised .*enough"):
-        score(reward_func)
+        await score(reward_func)
 
 
 def slow(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
@@ -127,39 +127,36 @@ async def async_slow(queries: list[str], prompts: list[str], labels: list[Any]) 
 
 
 @pytest.mark.parametrize("func", [slow, async_slow])
-def test_a_function_over_its_deadline_is_left_behind(func: Any) -> None:
+async def test_a_function_over_its_deadline_is_left_behind(func: Any) -> None:
     start = time.monotonic()
     with pytest.raises(RewardError, match=r"no answer for 1 reply within 0\.1 s.*--reward\.timeout"):
-        score(func, timeout=0.1)
+        await score(func, timeout=0.1)
     assert time.monotonic() - start < 30.0
 
 
-def test_a_timeout_of_the_functions_own_is_not_taken_for_the_deadline() -> None:
+async def test_a_timeout_of_the_functions_own_is_not_taken_for_the_deadline() -> None:
     async def gives_up(queries: list[str], prompts: list[str], labels: list[Any]) -> None:
         raise TimeoutError("judge server")
 
     with pytest.raises(RewardError, match="raised TimeoutError: judge server"):
-        score(gives_up)
+        await score(gives_up)
 
 
-def test_a_plain_function_does_not_block_the_loop() -> None:
+async def test_a_plain_function_does_not_block_the_loop() -> None:
     together = threading.Barrier(10)
 
     def meet(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
         together.wait(60.0)
         return [1.0] * len(queries)
 
-    async def overlap() -> None:
-        reward = FunctionReward(meet, timeout=120.0)
-        await asyncio.gather(*(reward.score([ask()]) for _ in range(10)))
-
-    asyncio.run(overlap())
+    reward = FunctionReward(meet, timeout=120.0)
+    await asyncio.gather(*(reward.score([ask()]) for _ in range(10)))
 
 
-def test_a_function_is_loaded_from_its_file(tmp_path: Path) -> None:
+async def test_a_function_is_loaded_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "my_reward.py"
     path.write_text("import math\ndef reward_func(queries, prompts, labels):\n    return [math.pi] * len(queries)\n")
-    assert score(load_reward_function(str(path)))[0].value == math.pi
+    assert (await score(load_reward_function(str(path))))[0].value == math.pi
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ class Copy:
         return [(number(text), number(text) < 0) for text in texts]
 
 
-def score(source: ModelReward, *responses: object) -> list[float]:
-    rewards = asyncio.run(source.score([ask(response) for response in responses]))
+async def score(source: ModelReward, *responses: object) -> list[float]:
+    rewards = await source.score([ask(response) for response in responses])
     return [reward.value for reward in rewards]
 
 
@@ -50,23 +50,23 @@ async def one_by_one(source: ModelReward, count: int) -> list[float]:
     return [reward.value for (reward,) in answers]
 
 
-def test_what_arrives_together_is_scored_together() -> None:
+async def test_what_arrives_together_is_scored_together() -> None:
     copy = Copy()
-    values = asyncio.run(one_by_one(ModelReward([copy], timeout=PATIENCE), 100))
+    values = await one_by_one(ModelReward([copy], timeout=PATIENCE), 100)
     assert values == [float(n) for n in range(100)]
     assert copy.batches == [BATCH_REPLIES, 100 - BATCH_REPLIES]
     assert threading.main_thread() not in copy.threads
 
 
-def test_copies_share_what_waits() -> None:
+async def test_copies_share_what_waits() -> None:
     together = threading.Barrier(3)  # none answers before all have something to score
     copies = [Copy(together) for _ in range(3)]
-    values = asyncio.run(one_by_one(ModelReward(copies, timeout=PATIENCE), 30))
+    values = await one_by_one(ModelReward(copies, timeout=PATIENCE), 30)
     assert values == [float(n) for n in range(30)]
     assert [copy.batches for copy in copies] == [[10]] * 3
 
 
-def test_what_arrives_while_all_copies_are_busy_is_scored_next() -> None:
+async def test_what_arrives_while_all_copies_are_busy_is_scored_next() -> None:
     started, go_on = threading.Event(), threading.Event()
     batches: list[list[str]] = []
 
@@ -77,35 +77,32 @@ def test_what_arrives_while_all_copies_are_busy_is_scored_next() -> None:
         assert go_on.wait(PATIENCE)
         return [(number(text), False) for text in texts]
 
-    async def scenario() -> list[float]:
-        source = ModelReward([slow], timeout=PATIENCE)
-        first = asyncio.create_task(source.score([ask(1)]))
-        while not started.is_set():  # the event loop goes on meanwhile
-            await asyncio.sleep(0.001)
-        others = [asyncio.create_task(source.score([ask(n)])) for n in (2, 3)]
-        cancelled = asyncio.create_task(source.score([ask(4)]))
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        await asyncio.gather(cancelled, return_exceptions=True)
-        go_on.set()
-        rewards: list[list[Reward]] = await asyncio.gather(first, *others)
-        return [reward.value for (reward,) in rewards]
-
-    assert asyncio.run(scenario()) == [1.0, 2.0, 3.0]
+    source = ModelReward([slow], timeout=PATIENCE)
+    first = asyncio.create_task(source.score([ask(1)]))
+    while not started.is_set():  # the event loop goes on meanwhile
+        await asyncio.sleep(0.001)
+    others = [asyncio.create_task(source.score([ask(n)])) for n in (2, 3)]
+    cancelled = asyncio.create_task(source.score([ask(4)]))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    go_on.set()
+    rewards: list[list[Reward]] = await asyncio.gather(first, *others)
+    assert ([reward.value for (reward,) in rewards]) == [1.0, 2.0, 3.0]
     assert batches == [["n=1"], ["n=2", "n=3"]]
 
 
-def test_a_text_that_is_too_long_is_counted() -> None:
-    rewards = asyncio.run(ModelReward([Copy()], timeout=PATIENCE).score([ask(-1), ask(2)]))
+async def test_a_text_that_is_too_long_is_counted() -> None:
+    rewards = await ModelReward([Copy()], timeout=PATIENCE).score([ask(-1), ask(2)])
     assert [reward.metrics for reward in rewards] == [{"query_truncated": 1.0}, {"query_truncated": 0.0}]
 
 
-def test_a_score_that_is_no_number_costs_its_own_reply() -> None:
+async def test_a_score_that_is_no_number_costs_its_own_reply() -> None:
     async def scenario() -> list[list[Reward] | BaseException]:
         source = ModelReward([Copy()], timeout=PATIENCE)
         return await asyncio.gather(*(source.score([ask(n)]) for n in (1, math.nan, 3)), return_exceptions=True)
 
-    first, failed, last = asyncio.run(scenario())
+    first, failed, last = await scenario()
     assert [first, last] == [[Reward(value=n, score=n, metrics={"query_truncated": 0.0})] for n in (1.0, 3.0)]
     assert isinstance(failed, RewardError)
     assert "nan" in str(failed)
@@ -126,29 +123,26 @@ def confused(replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
         (confused, "The reward model raised ValueError: no tokens"),
     ],
 )
-def test_what_the_model_raises_is_a_reward_error(judge: Judge, message: str) -> None:
+async def test_what_the_model_raises_is_a_reward_error(judge: Judge, message: str) -> None:
     source = ModelReward([judge], timeout=PATIENCE)
     for _ in range(2):  # the source goes on
         with pytest.raises(RewardError) as error:
-            score(source, 1)
+            await score(source, 1)
         assert str(error.value) == message
 
 
-def test_a_deadline_is_told_and_the_copy_is_used_again() -> None:
+async def test_a_deadline_is_told_and_the_copy_is_used_again() -> None:
     go_on = threading.Event()
 
     def slow(replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
         assert go_on.wait(PATIENCE)
         return [(number(reply.text), False) for reply in replies]
 
-    async def scenario() -> float:
-        source = ModelReward([slow], timeout=0.05)
-        for _ in range(2):  # the second finds the copy still busy
-            with pytest.raises(RewardError, match=r"did not score 1 reply within 0\.05 s: raise --reward\.timeout"):
-                await source.score([ask(1)])
-        go_on.set()
-        source.timeout = PATIENCE
-        ((reward,),) = [await source.score([ask(2)])]
-        return reward.value
-
-    assert asyncio.run(scenario()) == 2.0
+    source = ModelReward([slow], timeout=0.05)
+    for _ in range(2):  # the second finds the copy still busy
+        with pytest.raises(RewardError, match=r"did not score 1 reply within 0\.05 s: raise --reward\.timeout"):
+            await source.score([ask(1)])
+    go_on.set()
+    source.timeout = PATIENCE
+    ((reward,),) = [await source.score([ask(2)])]
+    assert reward.value == 2.0

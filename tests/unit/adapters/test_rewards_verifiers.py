@@ -1,6 +1,5 @@
 """Built-in verifiers; the math verifier with real processes that hang and are killed."""
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,9 +26,9 @@ def ask(response: str, label: Any) -> RewardRequest:
     return RewardRequest(prompt=prompt, response=response, stop_reason=StopReason.STOP)
 
 
-def value(kind: Verifier, response: str, label: Any, pattern: str | None = None) -> float:
+async def value(kind: Verifier, response: str, label: Any, pattern: str | None = None) -> float:
     verifier = VerifierReward(kind, timeout=TIMEOUT, format_pattern=pattern)
-    return asyncio.run(verifier.score([ask(response, label)]))[0].value
+    return (await verifier.score([ask(response, label)]))[0].value
 
 
 @pytest.mark.parametrize(
@@ -50,36 +49,36 @@ def value(kind: Verifier, response: str, label: Any, pattern: str | None = None)
         ("so 72", "48/2 = 24\n#### 72"),
     ],
 )
-def test_last_number_equal(response: str, label: Any) -> None:
-    assert value(Verifier.LAST_NUMBER, response, label) == 1.0
+async def test_last_number_equal(response: str, label: Any) -> None:
+    assert await value(Verifier.LAST_NUMBER, response, label) == 1.0
 
 
 @pytest.mark.parametrize(
     ("response", "label"),
     [("7 or 8", "7"), ("", "7"), ("seven", "7"), ("-7", "7"), ("7.1", "7"), ("1,2", "12"), ("x-4", "-4")],
 )
-def test_last_number_different(response: str, label: Any) -> None:
-    assert value(Verifier.LAST_NUMBER, response, label) == 0.0
+async def test_last_number_different(response: str, label: Any) -> None:
+    assert await value(Verifier.LAST_NUMBER, response, label) == 0.0
 
 
 @given(number=st.integers(-(10**12), 10**12), places=st.integers(0, 6))
-def test_last_number_reads_what_python_writes(number: int, places: int) -> None:
+async def test_last_number_reads_what_python_writes(number: int, places: int) -> None:
     for text in (f"{number:,}", f"{number:,.{places}f}", f"The answer is {number}."):
-        assert value(Verifier.LAST_NUMBER, text, str(number)) == 1.0
-        assert value(Verifier.LAST_NUMBER, text, str(number + 1)) == 0.0
+        assert await value(Verifier.LAST_NUMBER, text, str(number)) == 1.0
+        assert await value(Verifier.LAST_NUMBER, text, str(number + 1)) == 0.0
 
 
-def test_exact_match_ignores_the_space_around_and_nothing_else() -> None:
-    assert value(Verifier.EXACT_MATCH, " Paris\n", "Paris") == 1.0
-    assert value(Verifier.EXACT_MATCH, "7", 7) == 1.0
-    assert value(Verifier.EXACT_MATCH, "paris", "Paris") == 0.0
-    assert value(Verifier.EXACT_MATCH, "Paris.", "Paris") == 0.0
+async def test_exact_match_ignores_the_space_around_and_nothing_else() -> None:
+    assert await value(Verifier.EXACT_MATCH, " Paris\n", "Paris") == 1.0
+    assert await value(Verifier.EXACT_MATCH, "7", 7) == 1.0
+    assert await value(Verifier.EXACT_MATCH, "paris", "Paris") == 0.0
+    assert await value(Verifier.EXACT_MATCH, "Paris.", "Paris") == 0.0
 
 
-def test_format_matches_the_whole_reply_across_lines_and_needs_no_label() -> None:
+async def test_format_matches_the_whole_reply_across_lines_and_needs_no_label() -> None:
     pattern = "<think>.*</think>\\s*<answer>.*</answer>"
-    assert value(Verifier.FORMAT, "<think>a\nb</think>\n<answer>7</answer>", None, pattern) == 1.0
-    assert value(Verifier.FORMAT, "<think>a</think><answer>7</answer> bye", None, pattern) == 0.0
+    assert await value(Verifier.FORMAT, "<think>a\nb</think>\n<answer>7</answer>", None, pattern) == 1.0
+    assert await value(Verifier.FORMAT, "<think>a</think><answer>7</answer> bye", None, pattern) == 0.0
 
 
 @pytest.mark.parametrize(("pattern", "message"), [(None, "set --reward"), ("(", "not a regular expression")])
@@ -89,26 +88,26 @@ def test_a_format_without_a_usable_pattern_is_refused(pattern: str | None, messa
 
 
 @pytest.mark.parametrize("kind", [Verifier.LAST_NUMBER, Verifier.EXACT_MATCH])
-def test_a_missing_label_names_its_flag(kind: Verifier) -> None:
+async def test_a_missing_label_names_its_flag(kind: Verifier) -> None:
     with pytest.raises(RewardError, match=rf"{kind} .*--data.label_key"):
-        value(kind, "7", None)
+        await value(kind, "7", None)
 
 
 @pytest.mark.parametrize(("reply", "worth"), [("So it is 72.", 1.0), ("72 and 24 are 96", 0.0)])
-def test_an_answer_of_gsm8k_is_its_last_number(reply: str, worth: float) -> None:
-    assert value(Verifier.LAST_NUMBER, reply, "48+24 = <<48+24=72>>72 clips.\n#### 72") == worth
+async def test_an_answer_of_gsm8k_is_its_last_number(reply: str, worth: float) -> None:
+    assert await value(Verifier.LAST_NUMBER, reply, "48+24 = <<48+24=72>>72 clips.\n#### 72") == worth
 
 
 @pytest.mark.parametrize("kind", [Verifier.LAST_NUMBER, Verifier.EXACT_MATCH])
 @pytest.mark.parametrize("label", [{"ground_truth": "7"}, ["7"]])
-def test_a_label_of_several_values_is_refused(kind: Verifier, label: Any) -> None:
+async def test_a_label_of_several_values_is_refused(kind: Verifier, label: Any) -> None:
     with pytest.raises(RewardError, match=rf"verifier {kind} .*--data.label_key"):
-        value(kind, "7", label)
+        await value(kind, "7", label)
 
 
-def test_a_label_without_a_number_is_refused() -> None:
+async def test_a_label_without_a_number_is_refused() -> None:
     with pytest.raises(RewardError, match=r"'seven' has no number.*--data.label_key"):
-        value(Verifier.LAST_NUMBER, "7", "seven")
+        await value(Verifier.LAST_NUMBER, "7", "seven")
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +117,11 @@ def math_verifier() -> Iterator[VerifierReward]:
     verifier.close()
 
 
-def judge(verifier: VerifierReward, *requests: RewardRequest) -> list[Reward]:
-    return asyncio.run(verifier.score(requests))
+async def judge(verifier: VerifierReward, *requests: RewardRequest) -> list[Reward]:
+    return await verifier.score(requests)
 
 
-def test_math_knows_equal_expressions_from_others(math_verifier: VerifierReward) -> None:
+async def test_math_knows_equal_expressions_from_others(math_verifier: VerifierReward) -> None:
     cases = [
         ("so \\boxed{\\frac{14}{2}}", "7", 1.0),
         ("The answer is 0.5", "\\frac{1}{2}", 1.0),
@@ -132,30 +131,30 @@ def test_math_knows_equal_expressions_from_others(math_verifier: VerifierReward)
         ("I do not know", "7", 0.0),
         ("\\boxed{" * 500, "7", 0.0),
     ]
-    rewards = judge(math_verifier, *(ask(response, label) for response, label, _ in cases))
+    rewards = await judge(math_verifier, *(ask(response, label) for response, label, _ in cases))
     assert [reward.value for reward in rewards] == [expected for *_, expected in cases]
     assert all(reward.metrics == {"judge_timed_out": 0.0, "judge_failed": 0.0} for reward in rewards)
 
 
-def test_hanging_judgements_are_killed_and_the_others_go_on() -> None:
+async def test_hanging_judgements_are_killed_and_the_others_go_on() -> None:
     """More of them than there are workers."""
     verifier = VerifierReward(Verifier.MATH, timeout=SHORT)
     requests = [ask(ENDLESS, "7")] * 5 + [ask("8", "7")]
-    hung = judge(verifier, *requests)
+    hung = await judge(verifier, *requests)
     assert [(reward.value, reward.metrics["judge_timed_out"]) for reward in hung[:5]] == [(0.0, 1.0)] * 5
     verifier.close()
 
 
-def test_labels_that_are_no_mathematics_and_missing_ones_are_refused(math_verifier: VerifierReward) -> None:
+async def test_labels_that_are_no_mathematics_and_missing_ones_are_refused(math_verifier: VerifierReward) -> None:
     with pytest.raises(RewardError, match=r"label '' holds no mathematics.*--data.label_key"):
-        judge(math_verifier, ask("7", ""))
+        await judge(math_verifier, ask("7", ""))
     with pytest.raises(RewardError, match=r"math .*--data.label_key"):
-        judge(math_verifier, ask("7", None))
+        await judge(math_verifier, ask("7", None))
 
 
-def test_a_pattern_that_takes_for_ever_on_a_reply_fails_that_reply() -> None:
+async def test_a_pattern_that_takes_for_ever_on_a_reply_fails_that_reply() -> None:
     verifier = VerifierReward(Verifier.FORMAT, timeout=SHORT, format_pattern="(a+)+b")
-    hung, fine = judge(verifier, ask("a" * 60, None), ask("aab", None))
+    hung, fine = await judge(verifier, ask("a" * 60, None), ask("aab", None))
     assert (hung.value, hung.metrics["judge_timed_out"]) == (0.0, 1.0)
     assert fine.value == 1.0 or fine.metrics["judge_timed_out"]  # a busy machine may be late with this one
     verifier.close()

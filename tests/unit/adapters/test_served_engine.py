@@ -9,12 +9,13 @@ import httpx2
 import pytest
 
 from rollgrad.adapters.engines.vllm_server.client import TOKEN_VARIABLE, ServerClient
+from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire, TokensWire
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.fleet_member import Taker
 from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from tests.fakes.model_server import ModelServer
 
@@ -47,18 +48,15 @@ def engine_of(url: str, **settings: Any) -> ServedEngine:
     return ServedEngine(url, eos_token_ids=[2], vocabulary=50, **settings)
 
 
-def using(engine: ServedEngine, work: Callable[[ServedEngine], Coroutine[Any, Any, Any]]) -> Any:
+async def using(engine: ServedEngine, work: Callable[[ServedEngine], Coroutine[Any, Any, Any]]) -> Any:
     """Returns the result of `work` with an engine that is ready."""
 
-    async def scenario() -> Any:
-        async with asyncio.timeout(SECONDS):
-            await engine.ready()
-            try:
-                return await work(engine)
-            finally:
-                await engine.close()
-
-    return asyncio.run(scenario())
+    async with asyncio.timeout(SECONDS):
+        await engine.ready()
+        try:
+            return await work(engine)
+        finally:
+            await engine.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -66,7 +64,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_ids_go_out_and_ids_come_back_with_the_versions_of_their_weights(serve: Serve) -> None:
+async def test_ids_go_out_and_ids_come_back_with_the_versions_of_their_weights(serve: Serve) -> None:
     server = serve()
     heard: list[int] = []
 
@@ -78,7 +76,7 @@ def test_ids_go_out_and_ids_come_back_with_the_versions_of_their_weights(serve: 
         )
 
     engine = engine_of(server.url + "/v1/")
-    generation: Generation = using(engine, work)
+    generation: Generation = await using(engine, work)
     assert engine.max_tokens == 512
     assert list(generation.token_ids) == heard == [100, 101, 102, 103]
     assert list(generation.logprobs) == [-0.5] * 4
@@ -90,7 +88,7 @@ def test_ids_go_out_and_ids_come_back_with_the_versions_of_their_weights(serve: 
     assert {key: body["sampling_params"][key] for key in expected} == expected
 
 
-def test_a_server_of_completions_in_token_ids_samples_but_takes_no_weights(serve: Serve) -> None:
+async def test_a_server_of_completions_in_token_ids_samples_but_takes_no_weights(serve: Serve) -> None:
     server = serve(tokens=False, develops=False)
 
     async def work(engine: ServedEngine) -> Generation:
@@ -101,7 +99,7 @@ def test_a_server_of_completions_in_token_ids_samples_but_takes_no_weights(serve
         await engine.ping()
         return await engine.generate(ask())
 
-    generation: Generation = using(engine_of(server.url), work)
+    generation: Generation = await using(engine_of(server.url), work)
     assert list(generation.token_ids) == [100, 101, 102, 103]
     assert list(generation.versions) == [0] * 4
     assert server.bodies[-1]["prompt"] == [5, 6, 7]
@@ -118,59 +116,59 @@ def test_a_server_of_completions_in_token_ids_samples_but_takes_no_weights(serve
         ({"backend": "nccl"}, """--weight-transfer-config '{"backend": "rollgrad"}'"""),
     ],
 )
-def test_what_a_server_lacks_for_training_is_named_with_its_option(
+async def test_what_a_server_lacks_for_training_is_named_with_its_option(
     serve: Serve, lacking: dict[str, Any], option: str
 ) -> None:
     server = serve(**lacking)
     with pytest.raises(ConfigurationError) as raised:
-        using(engine_of(server.url), ServedEngine.require_weights)
+        await using(engine_of(server.url), ServedEngine.require_weights)
     assert option in str(raised.value)
     assert server.url in str(raised.value)
     assert " and the " not in str(raised.value), "nothing else is lacking"
 
 
-def test_a_server_of_text_alone_is_refused(serve: Serve) -> None:
+async def test_a_server_of_text_alone_is_refused(serve: Serve) -> None:
     server = serve(tokens=False, token_ids=False)
     with pytest.raises(ConfigurationError, match=r"no token ids.*--enable-scale-out"):
-        using(engine_of(server.url), ServedEngine.ping)
+        await using(engine_of(server.url), ServedEngine.ping)
 
 
-def test_a_server_elsewhere_does_not_see_the_shared_memory(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_elsewhere_does_not_see_the_shared_memory(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve()
     monkeypatch.setattr("tests.fakes.model_server.Path.exists", lambda path: False)
     with pytest.raises(ConfigurationError, match="start it on the machine that trains"):
-        using(engine_of(server.url), ServedEngine.require_weights)
+        await using(engine_of(server.url), ServedEngine.require_weights)
 
 
-def test_a_server_that_is_not_ready_lacks_nothing(serve: Serve) -> None:
+async def test_a_server_that_is_not_ready_lacks_nothing(serve: Serve) -> None:
     server = serve()
     server.starting = True
     with pytest.raises(EngineError, match=r"answered /server_info with 503: starting"):
-        using(engine_of(server.url), ServedEngine.require_weights)
+        await using(engine_of(server.url), ServedEngine.require_weights)
 
 
-def test_nobody_there_is_one_sentence(serve: Serve) -> None:
+async def test_nobody_there_is_one_sentence(serve: Serve) -> None:
     server = serve()
     server.close()
     with pytest.raises(EngineError, match=f"{server.url} does not answer"):
-        using(engine_of(server.url), ServedEngine.ping)
+        await using(engine_of(server.url), ServedEngine.ping)
 
 
-def test_the_token_opens_and_is_told_to_nobody(
+async def test_the_token_opens_and_is_told_to_nobody(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(token="sesame")
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv(TOKEN_VARIABLE, "sesame")
-    using(engine_of(server.url), ServedEngine.require_weights)
+    await using(engine_of(server.url), ServedEngine.require_weights)
     monkeypatch.setenv(TOKEN_VARIABLE, "wrong-word")
     with pytest.raises(EngineError, match=f"environment variable {TOKEN_VARIABLE}") as raised:
-        using(engine_of(server.url), ServedEngine.ping)
+        await using(engine_of(server.url), ServedEngine.ping)
     for secret in ("sesame", "wrong-word"):
         assert secret not in str(raised.value) + caplog.text
 
 
-def test_what_fails_in_passing_is_asked_again_and_the_rest_is_not(serve: Serve) -> None:
+async def test_what_fails_in_passing_is_asked_again_and_the_rest_is_not(serve: Serve) -> None:
     server = serve()
 
     async def work(engine: ServedEngine) -> None:
@@ -188,10 +186,10 @@ def test_what_fails_in_passing_is_asked_again_and_the_rest_is_not(serve: Serve) 
         with pytest.raises(EngineError, match="503: not now"):
             await engine.generate(ask())
 
-    using(engine_of(server.url), work)
+    await using(engine_of(server.url), work)
 
 
-def test_no_more_requests_at_once_than_the_server_takes(serve: Serve) -> None:
+async def test_no_more_requests_at_once_than_the_server_takes(serve: Serve) -> None:
     server = serve()
 
     async def work(engine: ServedEngine) -> None:
@@ -201,11 +199,11 @@ def test_no_more_requests_at_once_than_the_server_takes(serve: Serve) -> None:
         server.hold.set()
         await asyncio.gather(*tasks)
 
-    using(engine_of(server.url, max_requests=2), work)
+    await using(engine_of(server.url, max_requests=2), work)
     assert server.most_in_flight == 2
 
 
-def test_a_cancelled_call_frees_its_place(serve: Serve) -> None:
+async def test_a_cancelled_call_frees_its_place(serve: Serve) -> None:
     server = serve()
 
     async def work(engine: ServedEngine) -> None:
@@ -219,10 +217,10 @@ def test_a_cancelled_call_frees_its_place(serve: Serve) -> None:
         server.hold.set()
         assert len((await second).token_ids) == 4
 
-    using(engine_of(server.url, max_requests=1), work)
+    await using(engine_of(server.url, max_requests=1), work)
 
 
-def test_an_abort_ends_those_that_wait_for_a_place(serve: Serve) -> None:
+async def test_an_abort_ends_those_that_wait_for_a_place(serve: Serve) -> None:
     server = serve()
 
     async def work(engine: ServedEngine) -> list[Generation]:
@@ -239,19 +237,19 @@ def test_an_abort_ends_those_that_wait_for_a_place(serve: Serve) -> None:
         await pausing
         return await asyncio.gather(*tasks)
 
-    first, *others = using(engine_of(server.url, max_requests=1), work)
+    first, *others = await using(engine_of(server.url, max_requests=1), work)
     assert len(first.token_ids) == 4
     assert [one.stop_reason for one in others] == [StopReason.ABORTED] * 2
 
 
-def test_a_pause_that_a_run_left_behind_is_ended(serve: Serve) -> None:
+async def test_a_pause_that_a_run_left_behind_is_ended(serve: Serve) -> None:
     server = serve()
     server.paused = True
-    using(engine_of(server.url), ServedEngine.ping)
+    await using(engine_of(server.url), ServedEngine.ping)
     assert not server.paused
 
 
-def test_a_lost_server_is_replaced_by_others_and_used_again_when_it_has_the_weights(serve: Serve) -> None:
+async def test_a_lost_server_is_replaced_by_others_and_used_again_when_it_has_the_weights(serve: Serve) -> None:
     lost, other = serve(), serve()
 
     async def scenario() -> None:
@@ -290,11 +288,8 @@ def test_a_lost_server_is_replaced_by_others_and_used_again_when_it_has_the_weig
         assert len(back.bodies) > asked
         await fleet.aclose()
 
-    async def bounded() -> None:
-        async with asyncio.timeout(SECONDS):
-            await scenario()
-
-    asyncio.run(bounded())
+    async with asyncio.timeout(SECONDS):
+        await scenario()
 
 
 ODD: list[Any] = [None, 3, "x", [], [[]], {}, {"data": [3]}, {"vllm_config": []}, {"vllm_config": {"model_config": {}}}]
@@ -308,7 +303,7 @@ ODD_CHOICES: list[Any] = [
 
 @pytest.mark.parametrize("path", ["/v1/models", "/is_paused", "/server_info", "/inference/v1/generate"])
 @pytest.mark.parametrize("odd", [*ODD, *({"choices": [choice]} for choice in ODD_CHOICES)], ids=repr)
-def test_whatever_a_server_answers_is_one_sentence(
+async def test_whatever_a_server_answers_is_one_sentence(
     path: str, odd: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, told = serve(), ServerClient.ask
@@ -323,13 +318,13 @@ def test_whatever_a_server_answers_is_one_sentence(
         await engine.generate(ask())
 
     if path == "/is_paused":
-        using(engine_of(server.url), work)  # none of them says that it is
+        await using(engine_of(server.url), work)  # none of them says that it is
         return
     with pytest.raises((ConfigurationError, EngineError), match=r"^[^\n]+$"):
-        using(engine_of(server.url), work)
+        await using(engine_of(server.url), work)
 
 
-def test_json_that_nobody_can_read_is_text(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_json_that_nobody_can_read_is_text(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(httpx2.Response, "json", lambda response: deep(response))
 
     async def work(client: ServerClient) -> tuple[int, Any]:
@@ -338,6 +333,22 @@ def test_json_that_nobody_can_read_is_text(serve: Serve, monkeypatch: pytest.Mon
     def deep(value: Any) -> Any:
         return deep(value)
 
-    status, answer = asyncio.run(work(ServerClient(serve().url)))
+    status, answer = await work(ServerClient(serve().url))
     assert status == 200
     assert isinstance(answer, str)
+
+
+def test_grammars_and_likely_tokens_go_by_vllms_own_endpoint_alone() -> None:
+    asked = ask(grammar="start: /a/", top_logprobs=2)
+    params = TokensWire().body("r", asked, frozenset())["sampling_params"]
+    assert (params["structured_outputs"], params["logprobs"]) == ({"grammar": "start: /a/"}, 3)
+    most = TokensWire().body("r", ask(top_logprobs=20), frozenset())["sampling_params"]
+    assert most["logprobs"] == 20, "vLLM's server refuses more"
+    assert "structured_outputs" not in TokensWire().body("r", ask(), frozenset())["sampling_params"]
+    tops = [{"token_id": 7, "logprob": -2.0}, {"token_id": 8, "logprob": -9999.0}, {"token_id": 9, "logprob": -0.5}]
+    content = [{"token_id": 7, "logprob": -2.0, "top_logprobs": tops}]
+    spans = [{"version": "3", "start": 0, "end": 1}]
+    choice = {"finish_reason": "stop", "token_ids": [7], "logprobs": {"content": content}, "weight_versions": spans}
+    assert TokensWire().read({"choices": [choice]}, 0).top_logprobs == [[(9, -0.5), (7, -2.0)]]
+    with pytest.raises(DataError, match="follow no grammar"):
+        CompletionsWire("m").body("r", asked, frozenset())

@@ -14,8 +14,9 @@ from rollgrad.adapters.data.examples.preparation import prepare_examples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.sources import is_local, open_sources
-from rollgrad.adapters.data.examples.streaming import StreamedExamples, stream_rows
+from rollgrad.adapters.data.examples.streaming import StreamedExamples, demonstration, stream_rows
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
+from rollgrad.domain.episodes.examples import Demonstration
 from rollgrad.domain.errors import DataError
 
 ROWS, BUFFER = 7, 3
@@ -33,19 +34,22 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def streamed(path: Path, tokenizer: Any, *, buffer: int = BUFFER, max_dropped: float = 1.0) -> StreamedExamples:
+def streamed(
+    path: Path, tokenizer: Any, *, buffer: int = BUFFER, max_dropped: float = 1.0
+) -> StreamedExamples[Demonstration]:
     preparer = Preparer(tokenizer, PreparationSettings())
     return StreamedExamples(
         lambda: stream_rows(str(path), "train"),
         ExampleFormat.COMPLETION,
         preparer,
+        demonstration,
         buffer=buffer,
         seed=1,
         max_dropped=max_dropped,
     )
 
 
-def tokens(examples: StreamedExamples, start: int, stop: int) -> list[tuple[int, ...]]:
+def tokens(examples: StreamedExamples[Demonstration], start: int, stop: int) -> list[tuple[int, ...]]:
     found = [examples.at(position) for position in range(start, stop)]
     return [tuple(example.branches[0].token_ids_T.tolist()) for example in found if example is not None]
 
@@ -97,12 +101,13 @@ def test_rows_that_cannot_be_used_are_counted_and_told_once(
 
 
 def test_a_row_that_is_too_long_ends_a_run_where_that_is_an_error(data: Path, tiny_tokenizer: Any) -> None:
-    def streamed_to(overlong: LongRows) -> StreamedExamples:
+    def streamed_to(overlong: LongRows) -> StreamedExamples[Demonstration]:
         settings = PreparationSettings(max_tokens=5, overlong=overlong)
         return StreamedExamples(
             lambda: stream_rows(str(data), "train"),
             ExampleFormat.COMPLETION,
             Preparer(tiny_tokenizer, settings),
+            demonstration,
             buffer=1,
             seed=1,
             max_dropped=1.0,

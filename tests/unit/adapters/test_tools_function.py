@@ -35,12 +35,12 @@ class Person(BaseModel):
     name: str
 
 
-def call(function: Callable[..., Any], /, **arguments: Any) -> ToolResult:
-    return asyncio.run(FunctionTool(function).call(arguments))
+async def call(function: Callable[..., Any], /, **arguments: Any) -> ToolResult:
+    return await FunctionTool(function).call(arguments)
 
 
-def text(function: Callable[..., Any], /, **arguments: Any) -> str:
-    result = call(function, **arguments)
+async def text(function: Callable[..., Any], /, **arguments: Any) -> str:
+    result = await call(function, **arguments)
     assert not result.is_error, result.content
     return result.content
 
@@ -77,8 +77,8 @@ def test_schema_and_descriptions_come_from_the_signature_and_the_docstring() -> 
     }
 
 
-def test_arguments_are_coerced_and_defaults_are_the_functions() -> None:
-    assert text(weather, city="Ulm", days="3") == "Ulm 3 C"
+async def test_arguments_are_coerced_and_defaults_are_the_functions() -> None:
+    assert await text(weather, city="Ulm", days="3") == "Ulm 3 C"
 
 
 @pytest.mark.parametrize(
@@ -91,28 +91,28 @@ def test_arguments_are_coerced_and_defaults_are_the_functions() -> None:
         ({"days": None, "argument_0": "Ulm"}, ["`city` is missing", "`days`", "`argument_0` is unknown"]),
     ],
 )
-def test_wrong_arguments_are_told(arguments: dict[str, Any], problems: list[str]) -> None:
-    result = asyncio.run(FunctionTool(weather).call(arguments))
+async def test_wrong_arguments_are_told(arguments: dict[str, Any], problems: list[str]) -> None:
+    result = await FunctionTool(weather).call(arguments)
     assert result.is_error
     assert result.content.startswith("The arguments of 'weather' are wrong: ")
     assert all(problem in result.content for problem in problems)
 
 
-def test_at_most_five_problems_are_told() -> None:
+async def test_at_most_five_problems_are_told() -> None:
     def many(a: int, b: int, c: int, d: int, e: int, f: int, g: int) -> None: ...
 
-    assert call(many).content.count("is missing") == 5
+    assert (await call(many)).content.count("is missing") == 5
 
 
-def test_rich_types_are_built() -> None:
+async def test_rich_types_are_built() -> None:
     def rich(when: date, colour: Colour, points: list[Point], who: Person, of: tuple[int, str] | None = None) -> str:
         return f"{when:%d.%m.%Y} {colour.name} {points[0]} {who.name} {of}"
 
     arguments = {"when": "2024-02-29", "colour": "red", "points": [{"x": "1"}], "who": {"name": "Ada"}, "of": [1, "a"]}
-    assert text(rich, **arguments) == "29.02.2024 RED Point(x=1, y=0.0) Ada (1, 'a')"
+    assert await text(rich, **arguments) == "29.02.2024 RED Point(x=1, y=0.0) Ada (1, 'a')"
 
 
-def test_limits_in_annotations_hold_and_are_in_the_schema() -> None:
+async def test_limits_in_annotations_hold_and_are_in_the_schema() -> None:
     def dice(sides: Annotated[int, Field(ge=2, description="how many")]) -> int:
         return sides
 
@@ -121,21 +121,21 @@ def test_limits_in_annotations_hold_and_are_in_the_schema() -> None:
         "minimum": 2,
         "description": "how many",
     }
-    assert "greater than or equal to 2" in call(dice, sides=1).content
+    assert "greater than or equal to 2" in (await call(dice, sides=1)).content
 
 
-def test_names_that_pydantic_keeps_for_itself_are_fine() -> None:
+async def test_names_that_pydantic_keeps_for_itself_are_fine() -> None:
     def odd(copy: int, _private: int, schema: int, model_config: int) -> int:
         return copy + _private + schema + model_config
 
-    assert text(odd, copy=1, _private=2, schema=3, model_config=4) == "10"
+    assert await text(odd, copy=1, _private=2, schema=3, model_config=4) == "10"
 
 
-def test_an_argument_without_a_type_takes_anything() -> None:
+async def test_an_argument_without_a_type_takes_anything() -> None:
     def anything(value, other=None):  # type: ignore[no-untyped-def]
         return [value, other]
 
-    assert text(anything, value={"a": [1, None]}) == '[{"a":[1,null]},null]'
+    assert await text(anything, value={"a": [1, None]}) == '[{"a":[1,null]},null]'
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_an_argument_without_a_type_takes_anything() -> None:
         (float("nan"), "NaN"),
     ],
 )
-def test_what_is_not_text_becomes_json(value: Any, expected: str) -> None:
-    assert text(lambda_named(lambda: value)) == expected
+async def test_what_is_not_text_becomes_json(value: Any, expected: str) -> None:
+    assert await text(lambda_named(lambda: value)) == expected
 
 
 def lambda_named(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -160,14 +160,16 @@ def lambda_named(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-def test_a_result_is_passed_on() -> None:
+async def test_a_result_is_passed_on() -> None:
     result = ToolResult(content="done", terminates=True, metrics={"found": 1.0})
-    assert call(lambda_named(lambda: result)) == result
+    assert await call(lambda_named(lambda: result)) == result
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, TimeoutError])
-def test_an_exception_is_named_and_its_details_are_logged_only(error: type[BaseException], asynchronous: bool) -> None:
+async def test_an_exception_is_named_and_its_details_are_logged_only(
+    error: type[BaseException], asynchronous: bool
+) -> None:
     def broken() -> None:
         raise error("hunter2")
 
@@ -176,19 +178,19 @@ def test_an_exception_is_named_and_its_details_are_logged_only(error: type[BaseE
 
     function: Callable[..., Any] = broken_later if asynchronous else broken
     with capture_logs() as logs:
-        result = call(function)
+        result = await call(function)
     assert result == ToolResult(content=f"The tool {function.__name__!r} failed: {error.__name__}.", is_error=True)
     assert [(log["event"], log["tool"]) for log in logs] == [("tool_failed", function.__name__)]
     assert "hunter2" in repr(logs[0]["exc_info"])
 
 
-def test_what_cannot_become_json_is_a_failure() -> None:
-    result = call(lambda_named(lambda: object()))
+async def test_what_cannot_become_json_is_a_failure() -> None:
+    result = await call(lambda_named(lambda: object()))
     assert result == ToolResult(content="The tool 'value' failed: PydanticSerializationError.", is_error=True)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_call_has_a_deadline(asynchronous: bool) -> None:
+async def test_a_call_has_a_deadline(asynchronous: bool) -> None:
     release = threading.Event()
 
     def stuck() -> None:
@@ -198,12 +200,12 @@ def test_a_call_has_a_deadline(asynchronous: bool) -> None:
         await asyncio.sleep(60)
 
     made = FunctionTool(stuck_later if asynchronous else stuck, name="stuck", timeout=0.1)
-    result = asyncio.run(made.call({}))
+    result = await made.call({})
     release.set()
     assert result == ToolResult(content="The tool 'stuck' gave no answer within 0.1 s.", is_error=True)
 
 
-def test_threads_are_bounded_and_come_back() -> None:
+async def test_threads_are_bounded_and_come_back() -> None:
     running, most, lock = 0, 0, threading.Lock()
     release = threading.Event()
 
@@ -217,20 +219,17 @@ def test_threads_are_bounded_and_come_back() -> None:
             running -= 1
         return 1
 
-    async def scenario() -> list[ToolResult]:
-        made = FunctionTool(count)
-        calls = [asyncio.create_task(made.call({})) for _ in range(2 * THREADS)]
-        while running < THREADS:
-            await asyncio.sleep(0.01)
-        release.set()
-        return list(await asyncio.gather(*calls))
-
-    results = asyncio.run(scenario())
+    made = FunctionTool(count)
+    calls = [asyncio.create_task(made.call({})) for _ in range(2 * THREADS)]
+    while running < THREADS:
+        await asyncio.sleep(0.01)
+    release.set()
+    results = list(await asyncio.gather(*calls))
     assert most == THREADS
     assert [result.content for result in results] == ["1"] * (2 * THREADS)
 
 
-def test_a_tool_serves_one_event_loop_after_another() -> None:
+async def test_a_tool_serves_one_event_loop_after_another() -> None:
     def work(n: int) -> int:
         time.sleep(0.001)
         return n
@@ -241,10 +240,10 @@ def test_a_tool_serves_one_event_loop_after_another() -> None:
         return list(await asyncio.gather(*(made.call({"n": n}) for n in range(3 * THREADS))))
 
     expected = [ToolResult(content=str(n)) for n in range(3 * THREADS)]
-    assert [asyncio.run(scenario()) for _ in range(2)] == [expected, expected]
+    assert [await scenario() for _ in range(2)] == [expected, expected]
 
 
-def test_threads_that_hang_let_later_calls_wait_not_pile_up() -> None:
+async def test_threads_that_hang_let_later_calls_wait_not_pile_up() -> None:
     release = threading.Event()
     started: list[None] = []
 
@@ -253,18 +252,15 @@ def test_threads_that_hang_let_later_calls_wait_not_pile_up() -> None:
         release.wait(60)
         return "free"
 
-    async def scenario() -> tuple[list[ToolResult], ToolResult]:
-        made = FunctionTool(hang, timeout=0.3)
-        late = await asyncio.gather(*(made.call({}) for _ in range(THREADS + 3)))
-        async with asyncio.timeout(60):
-            while len(started) < THREADS:
-                await asyncio.sleep(0.01)
-        assert len(started) == THREADS
-        made._timeout = 60.0
-        release.set()
-        return list(late), await made.call({})
-
-    late, free = asyncio.run(scenario())
+    made = FunctionTool(hang, timeout=0.3)
+    late = await asyncio.gather(*(made.call({}) for _ in range(THREADS + 3)))
+    async with asyncio.timeout(60):
+        while len(started) < THREADS:
+            await asyncio.sleep(0.01)
+    assert len(started) == THREADS
+    made._timeout = 60.0
+    release.set()
+    late, free = list(late), await made.call({})
     assert all(result.is_error for result in late)
     assert free == ToolResult(content="free")
 
@@ -280,33 +276,30 @@ def test_a_hanging_function_does_not_keep_the_program_alive() -> None:
     assert done.stdout == "The tool 'hang' gave no answer within 0.1 s.\n"
 
 
-def test_cancelling_a_call_cancels_it() -> None:
+async def test_cancelling_a_call_cancels_it() -> None:
     release = threading.Event()
 
     def hang() -> None:
         release.wait(60)
 
-    async def scenario() -> None:
-        calling = asyncio.create_task(FunctionTool(hang).call({}))
-        await asyncio.sleep(0.05)
-        calling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await calling
-        release.set()
-
-    asyncio.run(scenario())
+    calling = asyncio.create_task(FunctionTool(hang).call({}))
+    await asyncio.sleep(0.05)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    release.set()
 
 
-def test_the_decorator_takes_a_name_and_a_description() -> None:
+async def test_the_decorator_takes_a_name_and_a_description() -> None:
     @tool(name="plus", description="Adds.", timeout=5.0)
     async def add(a: int, b: int) -> int:
         return a + b
 
     assert (add.name, add.description) == ("plus", "Adds.")
-    assert asyncio.run(add.call({"a": 1, "b": 2})).content == "3"
+    assert (await add.call({"a": 1, "b": 2})).content == "3"
 
 
-def test_methods_and_callable_objects_are_functions() -> None:
+async def test_methods_and_callable_objects_are_functions() -> None:
     class Shop:
         def price(self, item: str) -> str:
             """Tells the price."""
@@ -315,9 +308,9 @@ def test_methods_and_callable_objects_are_functions() -> None:
         async def __call__(self, item: int) -> int:
             return item + 1
 
-    assert text(Shop().price, item="pear") == "pear: 3"
+    assert await text(Shop().price, item="pear") == "pear: 3"
     assert FunctionTool(Shop()).name == "Shop"
-    assert text(Shop(), item="1") == "2"
+    assert await text(Shop(), item="1") == "2"
 
 
 @pytest.mark.parametrize(

@@ -339,22 +339,19 @@ def test_the_directory_is_gone_afterwards(run: Callable[..., ToolResult], namesp
     assert set(Path(tempfile.gettempdir()).iterdir()) - before == set()
 
 
-def test_a_cancelled_call_kills_its_processes(namespaces: bool) -> None:
+async def test_a_cancelled_call_kills_its_processes(namespaces: bool) -> None:
     mark = MARK + uuid.uuid4().hex
     code = f"import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 600; true', {mark!r}])"
 
-    async def scenario() -> None:
-        calling = asyncio.create_task(make(namespaces, seconds=60.0).call({"code": code}))
-        async with asyncio.timeout(300.0):
-            while not with_argument(mark):
-                await asyncio.sleep(0.01)
-        calling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await calling
-        assert with_argument(mark) == []
-        assert sandboxes() == []
-
-    asyncio.run(scenario())
+    calling = asyncio.create_task(make(namespaces, seconds=60.0).call({"code": code}))
+    async with asyncio.timeout(300.0):
+        while not with_argument(mark):
+            await asyncio.sleep(0.01)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert with_argument(mark) == []
+    assert sandboxes() == []
 
 
 def test_runs_end_with_the_process_that_asked_for_them(namespaces: bool) -> None:
@@ -379,7 +376,7 @@ def test_runs_end_with_the_process_that_asked_for_them(namespaces: bool) -> None
 
 
 @pytest.mark.chaos
-def test_a_killed_guard_is_an_error_and_takes_its_namespaces_with_it() -> None:
+async def test_a_killed_guard_is_an_error_and_takes_its_namespaces_with_it() -> None:
     if not CONTAINED:
         assert code_run.namespaces_problem() is not None
         return
@@ -395,11 +392,11 @@ def test_a_killed_guard_is_an_error_and_takes_its_namespaces_with_it() -> None:
             os.kill(guard, signal.SIGKILL)
             return await calling
 
-    assert asyncio.run(scenario()) == ToolResult(content="The tool 'python' failed.", is_error=True)
+    assert await scenario() == ToolResult(content="The tool 'python' failed.", is_error=True)
     assert with_argument(mark) == []
 
 
-def test_at_most_so_many_run_at_once_and_the_loop_goes_on(namespaces: bool) -> None:
+async def test_at_most_so_many_run_at_once_and_the_loop_goes_on(namespaces: bool) -> None:
     most, ticks = 0, 0
 
     async def scenario() -> list[ToolResult]:
@@ -414,7 +411,7 @@ def test_at_most_so_many_run_at_once_and_the_loop_goes_on(namespaces: bool) -> N
             most = max(most, sum(_parent(pid) == os.getpid() for pid in with_argument(guards)))
         return list(await calls)
 
-    assert [result.content for result in asyncio.run(scenario())] == [str(n) for n in range(6)]
+    assert [result.content for result in await scenario()] == [str(n) for n in range(6)]
     assert most == 2
     assert ticks > 6
 

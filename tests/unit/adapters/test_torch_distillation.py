@@ -60,22 +60,22 @@ def coarse(p: Tensor, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("temperature", "scored"), [(1.0, 1.0), (2.0, 1.0), (0.7, 0.7)])
 @pytest.mark.parametrize("top_k", [None, 3])
 @pytest.mark.parametrize("size", [VOCABULARY - 4, VOCABULARY, VOCABULARY + 4])
 def test_values_and_gradients_equal_plain_distributions(
-    chunk_rows: int, beta: float, temperature: float, top_k: int | None, size: int
+    chunk_rows: int, beta: float, temperature: float, scored: float, top_k: int | None, size: int
 ) -> None:
     settings = DistillationSettings(beta=beta, temperature=temperature, top_k=top_k)
     hidden, weight, offset, targets = leaves(bias=size == VOCABULARY)
     form = LogitForm(scale=0.7, cap=9.0)
     teacher = torch.randn(ROWS, size, generator=torch.Generator().manual_seed(5)) * 1.5
     inputs = [x for x in (hidden, weight, offset) if x is not None]
-    found = distilled_logprobs(hidden, weight, offset, targets, taught(teacher, settings), settings, form)
+    found = distilled_logprobs(hidden, weight, offset, targets, taught(teacher, settings), settings, form, scored)
 
     raw = torch.nn.functional.linear(hidden.double(), weight.double(), None if offset is None else offset.double())
     logits = 9.0 * torch.tanh(0.7 * raw / 9.0)
-    own = logits.log_softmax(1)
+    own = (logits / scored).log_softmax(1)
     logprobs, entropy = own.gather(1, targets[:, None])[:, 0], -(own.exp() * own).sum(1)
     scaled = teacher[:, :VOCABULARY].double() / temperature
     if top_k is None:

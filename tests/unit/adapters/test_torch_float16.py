@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_critic, load_tokenizer
-from rollgrad.adapters.models.torch.models import TorchValue
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.domain.control.loss_scale import WINDOW
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
 from tests.fakes import cluster

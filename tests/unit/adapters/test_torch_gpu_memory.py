@@ -52,14 +52,17 @@ def test_a_state_is_a_copy() -> None:
     assert all(map(torch.equal, tensors(optimizer.state_dict()), before))
 
 
-@pytest.mark.parametrize(("method", "given_back"), [("update", True), ("score", True), ("weights", False)])
-def test_a_process_gives_the_gpu_s_memory_back_after_each_pass(
-    method: str, given_back: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("method", "own_gpu", "given_back"),
+    [("update", False, True), ("score", False, True), ("weights", False, False), ("update", True, False)],
+)
+def test_a_process_that_shares_its_gpu_gives_memory_back_after_each_pass(
+    method: str, own_gpu: bool, given_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("empty_cache"))
-    worker = RankWorker(0, 1, torch.get_num_threads())
+    worker = RankWorker(0, 1, torch.get_num_threads(), own_gpu=own_gpu)
     worker._model = SimpleNamespace(**{method: lambda: happened.append(method)})
     worker.call(method)
     assert happened == [method, "empty_cache"][: 1 + given_back]

@@ -3,12 +3,14 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 import torch
 from attrs import define, frozen
 from torch import Tensor
 
 from rollgrad.adapters.models.torch import chunked_logprobs as head
+from rollgrad.adapters.models.torch.allowed_tokens import AllowedTokens
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm, VocabularyShare, token_logprobs
 
 VOCABULARY, HIDDEN = 37, 16
@@ -113,6 +115,35 @@ def test_entropies_of_large_logits_do_not_cancel(chunk_rows: int, scale: float) 
         torch.autograd.grad(found[1].sum(), [hidden, weight]), wanted, (weight, hidden), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=slack * float(factor.detach().abs().max()))
+
+
+@pytest.mark.parametrize("form", [LogitForm(), LogitForm(scale=3.0, cap=5.0)], ids=["plain", "scaled and capped"])
+def test_only_allowed_tokens_have_a_chance(chunk_rows: int, form: LogitForm) -> None:
+    hidden, weight, offset, targets = leaves(9, bias=True)
+    inputs = [hidden, weight, offset]
+    generator = torch.Generator().manual_seed(3)
+    some, width = torch.tensor([1, 3, 4, 8]), 32  # bits of fewer tokens than the head has rows
+    targets[some] %= width
+    allowed = torch.ones(9, VOCABULARY, dtype=torch.bool)
+    allowed[some] = torch.rand(len(some), VOCABULARY, generator=generator) < 0.3
+    allowed[some, width:] = False
+    allowed[some, targets[some]] = True
+    allowed[8] = torch.arange(VOCABULARY) == targets[8]  # a token that had to come
+    packed = numpy.packbits(allowed[some, :width].numpy(), axis=1, bitorder="little")
+    pull = torch.randn(2, 9, generator=generator)
+
+    raw = torch.nn.functional.linear(hidden.double(), weight.double(), offset.double())
+    logits = form.scale * raw if form.cap is None else form.cap * torch.tanh(form.scale * raw / form.cap)
+    table = (logits / 0.7).masked_fill(~allowed, float("-inf")).log_softmax(-1)
+    expected = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table.masked_fill(~allowed, 0)).sum(-1)
+    expected_gradients = torch.autograd.grad((pull.double() * torch.stack(expected)).sum(), inputs)
+
+    masks = AllowedTokens(rows_R=some, bits_RB=torch.from_numpy(packed))
+    found = token_logprobs(hidden, weight, offset, targets, 0.7, form=form, allowed=masks)
+    gradients = torch.autograd.grad((pull * torch.stack(found)).sum(), inputs)
+    for mine, theirs in zip((*found, *gradients), (*expected, *expected_gradients), strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=5e-5)
+    assert found[0][8] == found[1][8] == 0
 
 
 @pytest.mark.parametrize("masked", [1, 20, VOCABULARY - 1])

@@ -12,11 +12,17 @@ from torch.nn import functional
 
 from rollgrad.adapters.models.torch import attention, kernels
 from rollgrad.adapters.models.torch.attention import ForestAttention
-from rollgrad.adapters.models.torch.kernels import dense, has_varlen
+from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp, has_varlen
 from rollgrad.adapters.models.torch.layout import Node
 
 CUDA = torch.device("cuda", 0)
-NODES = [Node(0, 37), Node(37, 50, 0, 37), Node(87, 1, 0, 37), Node(88, 20, 0, 37), Node(108, 29)]
+NODES = [
+    Node(0, 37),
+    Node(37, 50, ((0, 37),)),
+    Node(87, 1, ((0, 37),)),
+    Node(88, 20, ((0, 30), (37, 25))),
+    Node(108, 29),
+]
 TOKENS = 137
 HEADS = {"grouped": (8, 2, 16, 16), "alone": (4, 4, 24, 24), "odd": (6, 3, 20, 20), "narrow values": (4, 4, 24, 16)}
 """Query heads, key heads, and the widths of keys and of values."""
@@ -176,6 +182,56 @@ def test_no_masked_attention_on_a_gpu_is_left_to_cudnn_or_without_a_fused_kernel
         assert dense(q, k, k, scaling=0.3, mask=mask).shape == q.shape
     assert len(calls) == 1
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("dtype", "allowed"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float64, 1e-10)],
+    ids=str,
+)
+@pytest.mark.parametrize("widths", [(16, 16), (16, 8), (20, 20)], ids=str)
+def test_attention_comes_with_the_logarithm_of_its_sums(
+    widths: tuple[int, int], dtype: torch.dtype, allowed: float, device: str
+) -> None:
+    """Results of keys in two halves are combined by it."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(3, 2, tokens, width, generator=generator).to(device=device, dtype=dtype)
+        for tokens, width in ((5, widths[0]), (128, widths[0]), (128, widths[1]))
+    )
+    mask = torch.zeros(3, 1, 1, 128, dtype=dtype, device=device)
+    mask[1, ..., 100:] = -torch.inf
+    scores = (query.double() @ key.double().transpose(2, 3)) * 0.3 + mask.double()
+    expected, sums = scores.softmax(-1) @ value.double(), scores.logsumexp(-1)
+    out, found = dense_with_logsumexp(query, key, value, mask=mask, scaling=0.3)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=allowed, atol=allowed)
+    torch.testing.assert_close(found.double(), sums, rtol=allowed, atol=allowed)
+    halves = [
+        dense_with_logsumexp(query, k, v, mask=m, scaling=0.3)
+        for k, v, m in zip(key.split(64, 2), value.split(64, 2), mask.split(64, 3), strict=True)
+    ]
+    shares = torch.stack([found for _, found in halves]).softmax(0)
+    combined = sum(out * share[..., None] for (out, _), share in zip(halves, shares, strict=True))
+    torch.testing.assert_close(combined.double(), expected, rtol=allowed, atol=allowed)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("queries", [1, 3, 40])
+def test_the_call_for_a_gpu_with_sums_is_one_that_torch_takes(queries: int) -> None:
+    """By torch's own rule of its results' shapes, which pads the sums."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        query = torch.empty(7, 2, queries, 64, device=CUDA, dtype=torch.bfloat16)
+        key, value = (torch.empty(7, 2, 128, width, device=CUDA, dtype=torch.bfloat16) for width in (64, 32))
+        mask = torch.empty(7, 1, 1, 128, device=CUDA, dtype=torch.bfloat16)
+        out, sums = dense_with_logsumexp(query, key, value, mask=mask, scaling=0.1)
+    assert (out.shape, out.dtype, out.device) == ((7, 2, queries, 32), torch.bfloat16, CUDA)
+    assert (sums.shape, sums.dtype, sums.device) == ((7, 2, queries), torch.float32, CUDA)
 
 
 HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)

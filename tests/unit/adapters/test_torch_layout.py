@@ -32,17 +32,25 @@ def test_a_tokens_path_is_its_own_sequence(rows: list[tuple[int, list[int], list
     node_of = {i: node for node in layout.nodes for i in range(node.start, node.start + node.length)}
     for start, length in zip(batch.starts_S.tolist(), batch.lengths_S.tolist(), strict=True):
         last = node_of[int(layout.index_N[start + length - 1])]
-        prefix = range(last.prefix_start, last.prefix_start + last.prefix_length)
-        path = [*prefix, *range(last.start, last.start + last.length)]
+        path = last.path()[:length]  # a sequence may be the beginning of another
         assert layout.tokens_M[path].tolist() == batch.tokens_N[start : start + length].tolist()
 
 
-def test_only_neighbours_of_one_group_share() -> None:
+def test_branches_are_a_trie() -> None:
+    """Each history that several branches begin with is laid out once, in whatever order they come."""
+    main, helper = [1, 2, 3], [8, 9]
+    rows = [(main, [4, 5]), (helper, [1]), ([*main, 6], [4, 5]), ([*main, 6, 4], [7]), (helper, [2])]
+    layout = build_layout(pack([make_trajectory(p, a, group_id=0, sample_id=0) for p, a in rows]))
+    assert sorted(layout.tokens_M.tolist()) == sorted([1, 2, 3, 4, 5, 6, 4, 5, 7, 8, 9, 1, 2])
+    assert max(len(node.prefix) for node in layout.nodes) == 2
+
+
+def test_sequences_of_one_group_share() -> None:
     same = [make_trajectory([1, 2, 3], [4], group_id=0, sample_id=i) for i in range(3)]
     other_group = make_trajectory([1, 2, 3], [4], group_id=1, sample_id=3)
     other_prompt = make_trajectory([1, 2, 9], [4], group_id=1, sample_id=4)
     layout = build_layout(pack([*same, other_group, other_prompt]))
-    assert len(layout.tokens_M) == (3 + 3 * 1) + (3 + 1) + (3 + 1)
+    assert len(layout.tokens_M) == (3 + 1) + (3 + 1) + (1 + 1)
 
 
 def test_independent_prompts_have_a_node_each() -> None:

@@ -1,4 +1,4 @@
-"""Models that packed training cannot compute are refused; the others load ready to use."""
+"""Models load ready to use: packed, or padded where they cannot be packed, or they are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from rollgrad.adapters.models.torch.attention import ATTENTION, attention_forwar
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
 from rollgrad.adapters.models.torch.compatibility import logit_form, usable_positions
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_critic, load_tokenizer, resolve_dtype
+from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from tests.tiny_architectures import tiny_model
 
 SIZES = {
     "vocab_size": 97,
@@ -120,23 +122,25 @@ def gpt2_learned_positions() -> Any:
         (gemma2_softcap, "softcap"),
         (gpt_oss_sinks, "s_aux"),
         (bloom_alibi, "attention interface"),
-        (mamba_recurrence, "packed"),
+        (mamba_recurrence, "linear_attention"),
         (qwen3_next_linear_attention, "linear_attention"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_model_that_packing_would_change_is_refused(family: Any, message: str, tmp_path: Path) -> None:
+def test_a_model_that_packing_would_change_is_padded(
+    family: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
     family().save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match=message) as caught:
-        load(tmp_path)
-    assert FLAG in str(caught.value)
+    assert is_padded(load(tmp_path))
+    told = capsys.readouterr()
+    assert message in told.out + told.err
 
 
 @pytest.mark.parametrize("flag", ["--critic.model_name_or_path", "--ref.model_name_or_path", "--model"])
 def test_a_refusal_names_the_setting_that_named_the_model(flag: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    gemma2_softcap().save_pretrained(tmp_path)
+    tiny_model("roberta").save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError) as caught:
         load_causal_lm(str(tmp_path), dtype=torch.float32, device=CPU, flag=flag)
     assert str(caught.value).startswith(f"{flag} is ")

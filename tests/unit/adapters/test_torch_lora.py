@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import adapter_numbers, add_lora
 from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, TorchReference
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.shape import model_shape
+from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.application.settings.sections.actor import ActorConfig, AdapterConfig, DType, LoraConfig
+from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
+from rollgrad.entrypoints.composition.models import make_critic
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.fakes import cluster
 from tests.tiny_models import saved, tiny_model
 
 FLAG = "--actor.model_name_or_path"
@@ -123,6 +129,13 @@ def test_adapters_are_counted_before_there_are_any(family_dir: Path) -> None:
     expected = adapter_numbers(model, LORA)
     add_lora(model, LORA, seed=1)
     assert expected == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("section", ["actor", "critic"])
+def test_layers_that_are_not_there_are_told_of_the_model_that_has_them_set(section: str, tiny_model_dir: Path) -> None:
+    lora = AdapterConfig(rank=2, target_modules=("nothing",))
+    with pytest.raises(ConfigurationError, match=f"^{section}.lora.target_modules has .* change --{section}.lora"):
+        model_shape(f"{section}.model_name_or_path", str(tiny_model_dir), lora)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -315,3 +328,35 @@ def test_the_reference_is_the_model_without_adapters(
     assert (policy.score(batch).logprobs_N - expected.logprobs_N).abs().max() > 0.1
     without = raw(unasked)
     assert all(torch.equal(weight, without[name]) for name, weight in raw(policy).items()), "training was not disturbed"
+
+
+def test_a_critic_with_adapters_trains_them_and_its_head_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
+    actor = ActorConfig(model_name_or_path=str(tiny_model_dir), dtype=DType.FLOAT32)
+    config = CriticConfig(lora=AdapterConfig(rank=4, alpha=8))
+    tokenizer = load_tokenizer(str(tiny_model_dir), flag=FLAG)
+
+    def critic(config: CriticConfig) -> TorchValue:
+        return make_critic(actor, config, tokenizer, SETTINGS, MasterOptimizer, seed=3)
+
+    trained, batch = critic(config), cluster.batch()
+    plain = {name: tensor.clone() for name, tensor in load(tiny_model_dir).named_parameters()}
+    for _ in range(3):
+        cluster.fitted(trained)
+    names = trained.state_dict()["masters"]
+    assert {name.partition(".")[0] for name in names if "lora" not in name} == {"value_head"}
+    trained.save(tmp_path / "critic")
+    config.model_name_or_path, config.lora = str(tmp_path / "critic"), AdapterConfig()
+    merged = critic(config)
+    torch.testing.assert_close(merged.values(batch), trained.values(batch), rtol=1e-4, atol=1e-5)
+    assert float(merged.values(batch).abs().max()) > 0.01
+    saved = load_file(tmp_path / "critic" / "model.safetensors")
+    changed = {
+        name for name, tensor in saved.items() if not torch.equal(tensor, plain.get(f"model.{name}", plain.get(name)))
+    }
+    assert changed
+    assert all("proj" in name for name in changed)
+    continued = critic(CriticConfig(lora=AdapterConfig(rank=4, alpha=8)))
+    continued.load_state_dict(trained.state_dict())
+    assert torch.equal(continued.values(batch), trained.values(batch))
+    with pytest.raises(ConfigurationError, match=r"critic\.lora\.target_modules has 'nothing'.*--critic\.lora"):
+        critic(CriticConfig(lora=AdapterConfig(rank=4, target_modules=("nothing",))))

@@ -10,12 +10,16 @@ import torch
 from attrs import evolve
 
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.models import TorchPolicy, TorchValue
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.application.settings.sections.actor import ActorConfig, DType
+from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
+from rollgrad.entrypoints.composition.models import make_critic
 from rollgrad.testing.agent_executor import make_trajectory
 
 SETTINGS = OptimizerSettings(lr=1e-3, weight_decay=0.01, total_steps=10)
@@ -139,6 +143,27 @@ def test_gradient_checkpointing_changes_nothing(tiny_model_dir: Path, tokenizer:
     assert (calls_without, calls_with) == (2, 4), "activations must have been computed again"
     assert checkpointed == plain
     assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def test_gradient_checkpointing_changes_nothing_of_the_critic(
+    tiny_model_dir: Path, tokenizer: Any, batch: PackedBatch
+) -> None:
+    outcomes = []
+    for checkpointing in (False, True):
+        actor = ActorConfig(
+            model_name_or_path=str(tiny_model_dir), gradient_checkpointing=checkpointing, dtype=DType.FLOAT32
+        )
+        critic = make_critic(actor, CriticConfig(), tokenizer, SETTINGS, MasterOptimizer, seed=0)
+        calls: list[int] = []
+        layer = critic._module.model.layers[0].mlp
+        layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        metrics = critic.update(split(batch, [0, 1, 2], [3, 4, 5]), VALUE_OBJECTIVE)
+        outcomes.append((len(calls), metrics, critic.values(batch)))
+        assert not critic._module.training
+    (calls_without, plain, values_N), (calls_with, checkpointed, same_N) = outcomes
+    assert (calls_without, calls_with) == (2, 4), "activations must have been computed again"
+    assert checkpointed == plain
+    assert torch.equal(values_N, same_N)
 
 
 def test_checkpointing_keeps_dropout_off(tiny_model_dir: Path, tokenizer: Any, batch: PackedBatch) -> None:

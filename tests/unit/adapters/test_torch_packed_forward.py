@@ -98,13 +98,14 @@ def built(family: Callable[[], Any]) -> Any:
 
 
 def random_batch(seed: int = 0) -> PackedBatch:
-    """Groups of three, one and two samples with shared prompts; one sample has two turns; lengths from 3 to 60."""
+    """Groups of three, one and two samples with shared prompts; one sample has two turns; a rollout of four branches,
+    of which two share a history; lengths from 3 to 60."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
         return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
 
-    long, short, single = tokens(23), tokens(1), tokens(7)
+    long, short, single, main, turn, helper = (tokens(count) for count in (23, 1, 7, 11, 8, 9))
     return pack(
         [
             make_trajectory(long, tokens(12), group_id=0, sample_id=0),
@@ -113,6 +114,10 @@ def random_batch(seed: int = 0) -> PackedBatch:
             make_trajectory(single, tokens(53), group_id=1, sample_id=3),
             make_trajectory(short, tokens(2), group_id=2, sample_id=4),
             make_trajectory(short, tokens(3), tokens(4), tokens(1), group_id=2, sample_id=5),
+            make_trajectory(main, tokens(4), group_id=3, sample_id=6),
+            make_trajectory(helper, tokens(6), group_id=3, sample_id=6),
+            make_trajectory([*main, *turn], tokens(5), group_id=3, sample_id=6),
+            make_trajectory([*main, *turn, *tokens(3)], tokens(2), group_id=3, sample_id=6),
         ]
     )
 
@@ -190,6 +195,7 @@ def test_a_shared_prompt_is_computed_once() -> None:
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: seen.append(args[0].numel()))
     TorchReference(model).score(batch)
     shared = 2 * 23 + 1  # the two repeats of the prompt of 23 tokens, the one of the prompt of a single token
+    shared += 11 + 19  # the first branch's prompt in the third, the third's in the fourth
     assert seen == [batch.token_count - shared]
     assert len(build_layout(batch).tokens_M) == batch.token_count - shared
 
@@ -199,7 +205,7 @@ def test_order_and_company_change_nothing() -> None:
     install_attention(model)
     reference = TorchReference(model)
     whole = reference.score(batch).logprobs_N
-    order = [4, 0, 3, 5, 2, 1]
+    order = [4, 0, 8, 3, 5, 7, 2, 9, 1, 6]
     shuffled = reference.score(batch.select(order)).logprobs_N
     alone = [reference.score(batch.select([index])).logprobs_N for index in range(len(batch))]
     parts = whole.split(batch.lengths_S.tolist())

@@ -1,5 +1,6 @@
-"""The load-balancing loss of mixtures of experts, against transformers' own."""
+"""The losses of a mixture's routers, against transformers' own."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +57,45 @@ def transformers_loss(model: Any, batch: PackedBatch) -> Tensor:
     return loss
 
 
-def test_loss_and_gradient_are_transformers_in_any_split(mixture: str) -> None:
+def transformers_z_loss(model: Any, batch: PackedBatch) -> Tensor:
+    """Takes the routers' logits of each sample alone; each layer is a group of tokens."""
+    from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
+
+    samples = [
+        torch.stack([layer.flatten(0, -2) for layer in model.base_model(tokens_T[None], output_router_logits=True)[-1]])
+        for tokens_T in batch.tokens_N.split(batch.lengths_S.tolist())
+    ]
+    loss = router_z_loss_func(torch.cat(samples, dim=1))
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("name", "loss_of", "coefs"),
+    [("aux_loss", transformers_loss, {}), ("router_z_loss", transformers_z_loss, {"router_z_loss_coef": COEF})],
+    ids=["balance", "z"],
+)
+def test_loss_and_gradient_are_transformers_in_any_split(
+    mixture: str, name: str, loss_of: Callable[[Any, PackedBatch], Tensor], coefs: dict[str, float]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(mixture)
     batch = cluster.batch()
-    expected = transformers_loss(theirs, batch)
+    expected = loss_of(theirs, batch)
     expected.backward()
-    unlike = transformers_loss(theirs, batch.select([0]))
-    assert abs(float((unlike - expected).detach())) > 1e-2, "samples must differ, or any mean would do"
+    unlike = loss_of(theirs, batch.select([0]))
+    assert abs(float((unlike - expected).detach())) > 1e-4, "samples must differ, or any mean would do"
     for parts in ([[0, 1, 2, 3, 4]], [[3], [0, 4], [1, 2]], [[0], [1], [2], [3], [4]]):
-        mine = policy(mixture)
+        mine = policy(mixture, 0.0 if coefs else COEF, **coefs)
         result = mine.update([batch.select(part) for part in parts], nothing)
-        assert result["aux_loss"] == pytest.approx(float(expected.detach()), rel=1e-5)
+        assert {"aux_loss", "router_z_loss"} & result.keys() == {name}
+        assert result[name] == pytest.approx(float(expected.detach()), rel=1e-5)
         assert result["loss"] == pytest.approx(COEF * float(expected.detach()), rel=1e-5)
         moments = mine.state_dict()["moments"]
-        for name, parameter in theirs.named_parameters():
+        for path, parameter in theirs.named_parameters():
             wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            torch.testing.assert_close(moments[f"model.{name}"]["exp_avg"], 0.5 * COEF * wanted, rtol=1e-3, atol=1e-7)
+            torch.testing.assert_close(moments[f"model.{path}"]["exp_avg"], 0.5 * COEF * wanted, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +107,7 @@ def test_the_experts_that_were_chosen_are_counted(family: str, tiny_tokenizer: A
     path = str(saved(model, tiny_tokenizer, tmp_path))
     batch = cluster.batch()
     mine = policy(path)
-    tokens_E, probabilities_E = mine._trained(batch, True)[2:]
+    tokens_E, probabilities_E, _ = mine._trained(batch, True)[2:]
 
     theirs = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="--model")
     theirs.set_attn_implementation("eager")
@@ -113,13 +135,14 @@ def test_routers_that_do_not_show_their_choices_are_refused(tiny_tokenizer: Any,
         policy(str(saved(model, tiny_tokenizer, tmp_path)))
 
 
-def test_it_joins_the_objective_under_checkpointing(mixture: str) -> None:
+def test_they_join_the_objective_under_checkpointing(mixture: str) -> None:
     batch = cluster.batch()
-    plain, balanced = policy(mixture, 0.0), policy(mixture, gradient_checkpointing=True)
+    plain = policy(mixture, 0.0)
+    balanced = policy(mixture, gradient_checkpointing=True, router_z_loss_coef=2.0)
     alone, both = plain.update([batch], cluster.likelihood), balanced.update([batch], cluster.likelihood)
     assert both["likelihood"] == pytest.approx(alone["likelihood"], rel=1e-5)
-    assert both["loss"] == pytest.approx(alone["loss"] + COEF * both["aux_loss"], rel=1e-5)
-    assert "aux_loss" not in alone
+    assert both["loss"] == pytest.approx(alone["loss"] + COEF * both["aux_loss"] + 2 * both["router_z_loss"], rel=1e-5)
+    assert not {"aux_loss", "router_z_loss"} & alone.keys()
 
 
 def test_it_is_the_same_where_scores_say_which_tokens_are_right(mixture: str) -> None:
@@ -143,6 +166,12 @@ def test_balance_is_learned(mixture: str) -> None:
     losses = [mine.update([batch], nothing)["aux_loss"] for _ in range(30)]
     assert losses[-1] < losses[0]
     assert losses[-1] >= mine.module.config.num_experts_per_tok * 0.99
+
+
+def test_the_z_loss_makes_logits_small(mixture: str) -> None:
+    mine, batch = policy(mixture, 0.0, router_z_loss_coef=COEF), cluster.batch()
+    losses = [mine.update([batch], nothing)["router_z_loss"] for _ in range(10)]
+    assert losses[-1] < losses[0]
 
 
 def test_a_model_without_experts_is_refused(tiny_model_dir: Path) -> None:

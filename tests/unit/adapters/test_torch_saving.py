@@ -1,5 +1,6 @@
 """A model that cannot be written is one sentence, whichever library writes the file for which there is no room."""
 
+import json
 import resource
 import shutil
 from collections.abc import Iterator
@@ -9,14 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_critic
 from rollgrad.adapters.models.torch.lora import add_lora
-from rollgrad.adapters.models.torch.models import TorchPolicy, TorchValue
+from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.trained_reward import TorchReward
+from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError
+from tests.tiny_models import saved, tiny_model
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 @contextmanager
@@ -56,15 +63,63 @@ def test_a_model_for_which_there_is_no_room(
     store.save_model(trained, "model")
 
 
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_a_model_in_several_files_is_the_model(
+    family: str, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixture's files have each expert's matrices, which transformers makes from all of a layer's."""
+    from rollgrad.adapters.models.torch import models
+
+    path = saved(
+        tiny_model(family, tiny_tokenizer, **MIXTURE if "Moe" in family else {}), tiny_tokenizer, tmp_path / "m"
+    )
+    trained = policy(path, tiny_tokenizer, rank=4)
+    trained.save(tmp_path / "one")
+    monkeypatch.setattr(models, "FILE_BYTES", 20_000)
+    trained.save(tmp_path / "several")
+    assert len(list((tmp_path / "one").glob("model*.safetensors"))) == 1
+    assert len(list((tmp_path / "several").glob("model*.safetensors"))) > 2
+    one, several = (dict(policy(tmp_path / name, tiny_tokenizer).weights()) for name in ("one", "several"))
+    assert one.keys() == several.keys()
+    assert all(torch.equal(several[name], tensor) for name, tensor in one.items())
+    index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())["weight_map"]
+    with safe_open(tmp_path / "one" / "model.safetensors", framework="pt") as tensors:
+        assert set(tensors.keys()) == set(index)
+    assert not list((tmp_path / "several").glob("part-*"))
+
+
+def test_a_critic_and_a_reward_model_in_several_files_are_the_models(
+    tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    from rollgrad.adapters.models.torch import models
+
+    monkeypatch.setattr(models, "FILE_BYTES", 20_000)
+    for kind in (TorchValue, TorchReward):
+        model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="path")
+        head = {"weight": torch.randn(1, model.config.hidden_size)}
+        path = tmp_path / kind.__name__
+        kind(model, tiny_tokenizer, OptimizerSettings(lr=0.1), head=head).save(path)
+        assert len(list(path.glob("model-*.safetensors"))) > 2
+        loaded, found = load_critic(str(path), dtype=torch.float32, device=torch.device("cpu"), flag="path")
+        assert torch.equal(found["weight"], head["weight"])
+        wholes = dict(model.model.named_parameters())
+        assert all(torch.equal(tensor, wholes[name]) for name, tensor in loaded.model.named_parameters())
+    _, report = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+
+
 def test_a_critics_head_for_which_there_is_no_room(
     tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is written last, in a file of its own."""
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="path")
     critic = TorchValue(model, tiny_tokenizer, OptimizerSettings(lr=0.1))
-    from rollgrad.adapters.models.torch import models
+    from rollgrad.adapters.models.torch import value
 
-    monkeypatch.setattr(models, "save_pretrained", lambda model, tokenizer, path, weights: path.mkdir())
+    monkeypatch.setattr(value, "save_in_files", lambda model, tokenizer, path, parts, writes: path.mkdir())
     with room_for_files_of(10), pytest.raises(CheckpointError, match="cannot be written"):
         critic.save(tmp_path / "critic")
 

@@ -1,5 +1,6 @@
 """A batch that is divided over processes gives what one process computes, values and gradients."""
 
+import subprocess
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
 from rollgrad.domain.errors import ConfigurationError
 from tests.fakes import sequence_parallel
 from tests.fakes.sequence_parallel import CASES
+from tests.scripts import ROOT, ScriptHost
 
 TIMEOUT = 300.0
 
@@ -21,27 +23,28 @@ of the format."""
 
 Results = Callable[[int], list[dict[str, Any]]]
 
-OBJECTIVES = (*sequence_parallel.OBJECTIVES, "of_values")
+OBJECTIVES = (*sequence_parallel.OBJECTIVES, "of_teacher", "of_kept_teacher", "of_values")
 
 
 NAMES = {processes: [name for name, case in CASES.items() if case.key_value_heads >= processes] for processes in (2, 3)}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Returns the results of each of so many processes."""
 
     @cache
     def computed(processes: int) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("processes")
-        arguments = (processes, folder, NAMES[processes], TIMEOUT)
-        context = torch.multiprocessing.spawn(sequence_parallel.work, arguments, nprocs=processes, join=False)
-        assert context is not None
+        command = [*script_host.python(), "-m", "tests.fakes.sequence_parallel", str(folder), str(TIMEOUT)]
+        started = [
+            subprocess.Popen([*command, str(rank), str(processes), *NAMES[processes]], cwd=ROOT)
+            for rank in range(processes)
+        ]
         try:
-            ended = [context.join(timeout=TIMEOUT) for _ in range(processes)]  # each waits for one at least
-            assert ended[-1], f"the processes have not ended within {TIMEOUT} s"
+            assert [process.wait(TIMEOUT) for process in started] == [0] * processes
         finally:
-            for process in context.processes:
+            for process in started:
                 process.kill()
         return [torch.load(folder / str(rank)) for rank in range(processes)]
 
@@ -54,7 +57,7 @@ def test_results_and_summed_gradients_are_those_of_one_process(results: Results,
     expected = sequence_parallel.passes(CASES[name])
     shares = [result[name] for result in results(processes)]
     for share in shares:
-        for column in ("logprobs", "entropy", "values"):
+        for column in ("logprobs", "entropy", "values", "divergence_of_teacher", "divergence_of_kept_teacher"):
             torch.testing.assert_close(share[column], expected[column], rtol=tolerance, atol=tolerance)
             assert torch.equal(share[column], shares[0][column]), "all compute the same loss"
     for objective in OBJECTIVES:

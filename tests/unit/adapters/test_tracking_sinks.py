@@ -25,7 +25,7 @@ from rollgrad.adapters.tracking.multi import MultiSink
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.domain.errors import MissingExtraError
 from rollgrad.domain.ports.metric_sink import MetricSink
-from rollgrad.testing.metric_sink import FakeMetricSink
+from rollgrad.testing.metric_sink import FakeMetricSink, FakeRunTracker
 
 
 def test_each_line_is_on_disk_at_once_and_a_continued_run_appends(tmp_path: Path) -> None:
@@ -73,6 +73,26 @@ def test_a_broken_sink_is_reported_once_and_the_others_go_on() -> None:
     assert after.closed
 
 
+def test_trackers_are_told_samples_and_failures_without_secrets() -> None:
+    tracker = FakeRunTracker()
+    sink = MultiSink([FakeMetricSink(), tracker], secrets=lambda text: [(4, 10)])
+    sink.samples(1, [{"prompt": "How?"}])
+    sink.fail("key secret at 10")
+    assert (tracker.sampled, tracker.failure) == ([(1, [{"prompt": "How?"}])], "key *** at 10")
+
+
+def test_reports_are_of_some_steps_and_all_evaluations() -> None:
+    whole, tracker = FakeMetricSink(), FakeRunTracker()
+    sink = MultiSink([whole], reports=[tracker], logging_steps=3)
+    for step in range(1, 8):
+        sink.log(step, {"reward/mean": float(step)})
+        sink.samples(step, [])
+    sink.log(7, {"eval/pass@1": 0.5})
+    assert [step for step, _ in whole.records] == [1, 2, 3, 4, 5, 6, 7, 7]
+    assert tracker.records == [(3, {"reward/mean": 3.0}), (6, {"reward/mean": 6.0}), (7, {"eval/pass@1": 0.5})]
+    assert [step for step, _ in tracker.sampled] == [3, 6]
+
+
 def test_away_from_a_terminal_a_run_leaves_some_lines_and_every_evaluation() -> None:
     stream = io.StringIO()
     sink = ConsoleSink(1000, Console(file=stream))
@@ -84,7 +104,7 @@ def test_away_from_a_terminal_a_run_leaves_some_lines_and_every_evaluation() -> 
     assert 15 <= len(lines) <= 30
     assert lines[0] == "step 1/1000  reward 0.001  s/step 1.2"
     assert lines[-2].startswith("step 1000/1000  reward 1.000")
-    assert "eval 0.250" in lines[-1]
+    assert lines[-1] == "step 333/1000  eval 0.250", "a line has no figure of another step"
 
 
 def test_on_a_terminal_the_bar_shows_step_and_metrics() -> None:
@@ -110,7 +130,7 @@ def test_the_default_is_standard_error(capsys: pytest.CaptureFixture[str]) -> No
 WARNING = """
 import structlog
 from rollgrad.adapters.tracking.console import ConsoleSink
-from rollgrad.entrypoints.cli.main import configure_logging
+from rollgrad.entrypoints.cli.logs import configure_logging
 
 configure_logging()
 sink = ConsoleSink(10)

@@ -17,7 +17,8 @@ from pyarrow import parquet
 
 from rollgrad.adapters.tracking.trajectories import BYTES_PER_GIB, ParquetTrajectories
 from rollgrad.adapters.tracking.trajectory_files import read_trajectories, rows, step_of, trajectory_files
-from rollgrad.adapters.tracking.trajectory_table import TokenText, schema
+from rollgrad.adapters.tracking.trajectory_schema import schema
+from rollgrad.adapters.tracking.trajectory_table import TokenText
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.domain.batches.packed import RolloutBatch, pack
 from rollgrad.domain.episodes.prompts import Prompt

@@ -15,7 +15,7 @@ from rollgrad.adapters.weights.receiver_port import EngineModel, Probe
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraSync
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.errors import EngineError
+from rollgrad.domain.errors import DataError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.composition.engines import sleep_level
 
@@ -66,54 +66,81 @@ async def frozen_with_half_a_model(core: EndlessCore) -> tuple[CoreEngine, async
     return engine, frozen
 
 
-def test_what_a_pause_froze_ends_before_it_could_go_on_with_half_a_model() -> None:
-    async def scenario() -> None:
-        core = EndlessCore()
-        engine, frozen = await frozen_with_half_a_model(core)
-        await engine.resume()
-        assert (await frozen).stop_reason is StopReason.ABORTED
-        assert core.calls == ["abort", "thaw"]
-        with pytest.raises(EngineError, match="Half a model"):
-            await engine.generate(REQUEST)
-
-    asyncio.run(scenario())
+async def test_a_stop_token_that_the_model_lacks_never_reaches_vllm() -> None:
+    params = SamplingParams(max_new_tokens=8, stop_token_ids=(3, 100))
+    with pytest.raises(DataError, match="token id 100, but those of the model end at 99"):
+        await CoreEngine(EndlessCore(), eos_token_ids=()).generate(
+            GenerationRequest(prompt_token_ids=(1,), params=params)
+        )
 
 
-def test_what_a_pause_froze_goes_on_when_the_next_transfer_comes_through() -> None:
-    async def scenario() -> None:
-        core = EndlessCore()
-        engine, frozen = await frozen_with_half_a_model(core)
-        await engine.begin_weights({})
-        await engine.finish_weights(1)
-        await engine.prove_weights(Probe(tokens=[1, 2], expected=[0.0], temperature=1.0, dtype=torch.float32))
-        await engine.resume()
-        assert core.calls == ["set apart", "thaw"], "what is frozen keeps its keys and values"
-        assert not frozen.done()
-        await engine.pause(PauseMode.ABORT)
-        await frozen
+async def test_what_a_pause_froze_ends_before_it_could_go_on_with_half_a_model() -> None:
+    core = EndlessCore()
+    engine, frozen = await frozen_with_half_a_model(core)
+    await engine.resume()
+    assert (await frozen).stop_reason is StopReason.ABORTED
+    assert core.calls == ["abort", "thaw"]
+    with pytest.raises(EngineError, match="Half a model"):
+        await engine.generate(REQUEST)
 
-    asyncio.run(scenario())
+
+async def test_what_a_pause_froze_goes_on_when_the_next_transfer_comes_through() -> None:
+    core = EndlessCore()
+    engine, frozen = await frozen_with_half_a_model(core)
+    await engine.begin_weights({})
+    await engine.finish_weights(1)
+    await engine.prove_weights(Probe(tokens=[1, 2], expected=[0.0], temperature=1.0, dtype=torch.float32))
+    await engine.resume()
+    assert core.calls == ["set apart", "thaw"], "what is frozen keeps its keys and values"
+    assert not frozen.done()
+    await engine.pause(PauseMode.ABORT)
+    await frozen
+
+
+class MortalCore(EndlessCore):
+    """It answers as long as it is `alive`."""
+
+    alive = True
+
+    async def ping(self) -> None:
+        if not self.alive:
+            raise EngineError("vLLM's processes have died.")
+
+
+async def test_it_says_when_it_can_serve_nothing() -> None:
+    core = MortalCore()
+    engine = CoreEngine(core, eos_token_ids=())
+    await engine.check()
+    assert engine.broken is None
+    await engine.begin_weights({})
+    await engine.abandon_weights("Half a model came.")
+    with pytest.raises(EngineError, match="Half a model"):
+        await engine.check()
+    assert engine.broken == "Half a model came."
+    await engine.begin_weights({})
+    await engine.finish_weights(1)
+    await engine.check()
+    core.alive = False
+    with pytest.raises(EngineError, match="have died"):
+        await engine.check()
 
 
 @pytest.mark.parametrize("mode", [PauseMode.ABORT, PauseMode.WAIT])
-def test_with_nothing_frozen_all_keys_and_values_are_dropped(mode: PauseMode) -> None:
-    async def scenario() -> None:
-        core = EndlessCore()
-        engine = CoreEngine(core, eos_token_ids=())
-        if mode is PauseMode.ABORT:
-            ended = asyncio.create_task(engine.generate(REQUEST))
-            while not core.ends:
-                await asyncio.sleep(0)
-            await engine.pause(mode)
-            await ended
-        else:
-            await engine.pause(mode)
-        await engine.begin_weights({})
-        await engine.finish_weights(1)
-        assert "set apart" not in core.calls
-        assert core.calls[-1] == "forget"
-
-    asyncio.run(scenario())
+async def test_with_nothing_frozen_all_keys_and_values_are_dropped(mode: PauseMode) -> None:
+    core = EndlessCore()
+    engine = CoreEngine(core, eos_token_ids=())
+    if mode is PauseMode.ABORT:
+        ended = asyncio.create_task(engine.generate(REQUEST))
+        while not core.ends:
+            await asyncio.sleep(0)
+        await engine.pause(mode)
+        await ended
+    else:
+        await engine.pause(mode)
+    await engine.begin_weights({})
+    await engine.finish_weights(1)
+    assert "set apart" not in core.calls
+    assert core.calls[-1] == "forget"
 
 
 class SleepingCore(EndlessCore):
@@ -134,24 +161,21 @@ class SleepingCore(EndlessCore):
 
 
 @pytest.mark.parametrize("keeps_weights", [True, False], ids=str)
-def test_no_reply_is_of_weights_that_were_given_up(keeps_weights: bool) -> None:
-    async def scenario() -> None:
-        core = SleepingCore(keeps_weights=keeps_weights)
-        engine = CoreEngine(core, eos_token_ids=())
-        await engine.sleep()
-        await engine.wake()
-        if keeps_weights:
-            await engine.generate(REQUEST)
-        else:
-            with pytest.raises(EngineError, match="push them again"):
-                await engine.generate(REQUEST)
-        await engine.begin_weights({})
-        await engine.finish_weights(1)
-        await engine.prove_weights(Probe(tokens=[1, 2], expected=[0.0], temperature=1.0, dtype=torch.float32))
+async def test_no_reply_is_of_weights_that_were_given_up(keeps_weights: bool) -> None:
+    core = SleepingCore(keeps_weights=keeps_weights)
+    engine = CoreEngine(core, eos_token_ids=())
+    await engine.sleep()
+    await engine.wake()
+    if keeps_weights:
         await engine.generate(REQUEST)
-        assert core.calls[:3] == ["sleep", "wake weights", "wake kv_cache"]
-
-    asyncio.run(scenario())
+    else:
+        with pytest.raises(EngineError, match="push them again"):
+            await engine.generate(REQUEST)
+    await engine.begin_weights({})
+    await engine.finish_weights(1)
+    await engine.prove_weights(Probe(tokens=[1, 2], expected=[0.0], temperature=1.0, dtype=torch.float32))
+    await engine.generate(REQUEST)
+    assert core.calls[:3] == ["sleep", "wake weights", "wake kv_cache"]
 
 
 class SleepCalls:
@@ -168,11 +192,11 @@ class SleepCalls:
 
 
 @pytest.mark.parametrize(("level", "keeps_weights"), [(0, True), (1, True), (2, False)])
-def test_vllm_sleeps_as_deep_as_it_is_told(level: int, keeps_weights: bool) -> None:
+async def test_vllm_sleeps_as_deep_as_it_is_told(level: int, keeps_weights: bool) -> None:
     llm = SleepCalls()
     core = LocalCore(llm, sleep_level=level)
     assert core.keeps_weights is keeps_weights
-    asyncio.run(core.sleep())
+    await core.sleep()
     assert llm.levels == [level]
 
 

@@ -10,7 +10,7 @@ import torch
 from rollgrad.adapters.weights import nccl
 from rollgrad.adapters.weights.gpu_buckets import Contents
 from rollgrad.adapters.weights.nccl import NCCLBackend, Rendezvous, within
-from rollgrad.adapters.weights.transfer import Passage, Send
+from rollgrad.adapters.weights.transfer import Send, WeightStream
 from rollgrad.domain.errors import EngineError
 from rollgrad.testing.models import FakePolicy
 
@@ -40,29 +40,29 @@ class DividedFake(FakePolicy):
 def test_a_group_is_kept_while_its_engines_stay_the_same_and_none_fails() -> None:
     policy, backend = DividedFake(), NCCLBackend(workers=2)
 
-    def passage(*engines: tuple[int, int]) -> Passage:
-        passage = backend(policy, engines, 1)
-        assert passage.whole
-        assert len(passage.infos) == len(engines)
-        (update,) = passage.updates
+    def stream(*engines: tuple[int, int]) -> WeightStream:
+        stream = backend(policy, engines, 1)
+        assert stream.whole
+        assert len(stream.infos) == len(engines)
+        (update,) = stream.updates
         assert (update.bytes, update.dtypes) == (6, ("bfloat16",))
-        return passage
+        return stream
 
-    first = passage((0, 0), (1, 0), (2, 0))
+    first = stream((0, 0), (1, 0), (2, 0))
     assert policy.rendezvous == Rendezvous("10.0.0.1", 1, 7)
     assert [info["rank_offset"] for info in first.infos if info] == [1, 3, 5]
     first.close(True)
-    kept = passage((0, 0), (1, 0), (2, 0))
+    kept = stream((0, 0), (1, 0), (2, 0))
     assert policy.rendezvous is None
     assert list(kept.infos) == [None] * 3
     kept.close(False)  # an engine dropped out
-    again = passage((0, 0), (1, 0), (2, 0))
+    again = stream((0, 0), (1, 0), (2, 0))
     assert policy.rendezvous == Rendezvous("10.0.0.1", 2, 7)
     again.close(True)
-    restarted = passage((0, 0), (1, 1), (2, 0))
+    restarted = stream((0, 0), (1, 1), (2, 0))
     assert policy.rendezvous == Rendezvous("10.0.0.1", 3, 7)
     restarted.close(True)
-    alone = passage((1, 2))
+    alone = stream((1, 2))
     assert policy.rendezvous == Rendezvous("10.0.0.1", 4, 3)
     alone.close(True)
 

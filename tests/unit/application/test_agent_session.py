@@ -1,6 +1,5 @@
 """AgentSession: the conversation, in text or in messages."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -30,26 +29,23 @@ def act(content: str) -> Action:
     return Action(text=content, generation=generation, message=assistant_message(content))
 
 
-def session(
+async def session(
     *observations: Observation, greeting: Observation = "", prompt: Prompt = PROMPT, kind: Any = FakeEnvironment
 ) -> AgentSession:
     """A session in which the environment has made `observations`."""
 
-    async def run() -> AgentSession:
-        environment = kind(
-            [StepResult(observation=o, reward=float(i)) for i, o in enumerate(observations)], greeting=greeting
-        )
-        made = AgentSession(environment)
-        await made.start(prompt)
-        for i in range(len(observations)):
-            await made.advance(act(f"reply {i}"))
-        return made
-
-    return asyncio.run(run())
+    environment = kind(
+        [StepResult(observation=o, reward=float(i)) for i, o in enumerate(observations)], greeting=greeting
+    )
+    made = AgentSession(environment)
+    await made.start(prompt)
+    for i in range(len(observations)):
+        await made.advance(act(f"reply {i}"))
+    return made
 
 
-def test_text_stays_text() -> None:
-    made = session(" go on", "", greeting=" begin", prompt=TEXT)
+async def test_text_stays_text() -> None:
+    made = await session(" go on", "", greeting=" begin", prompt=TEXT)
     assert made.messages is None
     assert made.opening == " begin"
     assert made.tools == ()
@@ -58,13 +54,13 @@ def test_text_stays_text() -> None:
     assert made.last.reward == 1.0
 
 
-def test_before_the_first_step_nothing_was_answered() -> None:
-    assert session().last == StepResult()
+async def test_before_the_first_step_nothing_was_answered() -> None:
+    assert (await session()).last == StepResult()
 
 
-def test_messages_of_the_environment_replace_the_prompt() -> None:
+async def test_messages_of_the_environment_replace_the_prompt() -> None:
     opening = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
-    made = session([{"role": "user", "content": "And?"}], "text", greeting=opening)
+    made = await session([{"role": "user", "content": "And?"}], "text", greeting=opening)
     assert made.messages == [
         *opening,
         assistant_message("reply 0"),
@@ -75,39 +71,39 @@ def test_messages_of_the_environment_replace_the_prompt() -> None:
     assert made.opening == ""
 
 
-def test_no_messages_stand_for_the_prompts() -> None:
-    assert session(greeting=[]).messages == [USER]
+async def test_no_messages_stand_for_the_prompts() -> None:
+    assert (await session(greeting=[])).messages == [USER]
 
 
-def test_tools_make_a_conversation_of_the_prompt() -> None:
-    made = session("", greeting="Mind the gap.", kind=WithTools)
+async def test_tools_make_a_conversation_of_the_prompt() -> None:
+    made = await session("", greeting="Mind the gap.", kind=WithTools)
     assert made.tools == (tool_schema(WithTools.tools[0]),)
     assert made.messages == [USER, {"role": "user", "content": "Mind the gap."}, assistant_message("reply 0")]
-    assert session(kind=WithTools).messages == [USER]
+    assert (await session(kind=WithTools)).messages == [USER]
 
 
 @pytest.mark.parametrize(("greeting", "kind"), [([], FakeEnvironment), ("", WithTools), ("go", WithTools)])
-def test_a_conversation_needs_messages(greeting: Observation, kind: Any) -> None:
+async def test_a_conversation_needs_messages(greeting: Observation, kind: Any) -> None:
     with pytest.raises(DataError, match=r"--data\.apply_chat_template True"):
-        session(greeting=greeting, prompt=TEXT, kind=kind)
+        await session(greeting=greeting, prompt=TEXT, kind=kind)
 
 
-def test_messages_after_a_text_opening_are_refused() -> None:
+async def test_messages_after_a_text_opening_are_refused() -> None:
     with pytest.raises(DataError, match=r"let reset\(\) return messages too"):
-        session([{"role": "user", "content": "And?"}])
+        await session([{"role": "user", "content": "And?"}])
 
 
-def test_an_opening_is_not_shared_with_its_maker() -> None:
+async def test_an_opening_is_not_shared_with_its_maker() -> None:
     opening = [USER]
-    made = session("go", greeting=opening)
+    made = await session("go", greeting=opening)
     assert made.messages is not None
     assert len(made.messages) == 3
     assert opening == [USER]
 
 
-def test_what_is_for_the_model_alone_is_not_visible() -> None:
+async def test_what_is_for_the_model_alone_is_not_visible() -> None:
     hint = {"role": "user", "content": "hint", "visible": False}
-    made = session([hint, {"role": "user", "content": "And?", "visible": True}], greeting=[USER])
+    made = await session([hint, {"role": "user", "content": "And?", "visible": True}], greeting=[USER])
     assert [m["content"] for m in made.visible()] == ["3+4?", "reply 0", "And?"]
     assert made.messages is not None
     assert hint in made.messages

@@ -15,7 +15,8 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.pipelines.run import RunOutcome, uninterrupted
+from rollgrad.application.pipelines.run import RunOutcome
+from rollgrad.application.pipelines.step_source import uninterrupted
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.control.kl_weight import KLController
@@ -47,12 +48,9 @@ def build(tmp_path: Path) -> Callable[..., Run]:
     return make
 
 
-def train(run: Run) -> RunOutcome:
-    async def bounded() -> RunOutcome:
-        async with asyncio.timeout(LIMIT_SECONDS):
-            return await run.pipeline.run()
-
-    return asyncio.run(bounded())
+async def train(run: Run) -> RunOutcome:
+    async with asyncio.timeout(LIMIT_SECONDS):
+        return await run.pipeline.run()
 
 
 def trained_ids(run: Run) -> list[int]:
@@ -87,7 +85,7 @@ def assert_conserved(run: Run) -> None:
     filtered=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_under_any_timing_the_bound_holds_and_every_prompt_is_accounted_for(
+async def test_under_any_timing_the_bound_holds_and_every_prompt_is_accounted_for(
     tmp_path: Path,
     max_staleness: int,
     unit: StalenessUnit,
@@ -105,7 +103,7 @@ def test_under_any_timing_the_bound_holds_and_every_prompt_is_accounted_for(
         group_filter=GroupFilter(score_range=(0.2, 0.8)) if filtered else None,
     )
     run.engine.latency = lambda request: chance.choice([0, 0, 1, 5, 60])
-    assert train(run).steps == 5
+    assert (await train(run)).steps == 5
     ids = trained_ids(run)
     assert len(ids) == len(set(ids)) == 5 * GROUPS * SAMPLES
     assert largest_lag(run) <= max_staleness
@@ -137,10 +135,10 @@ def timeless(run: Run) -> list[tuple[int, dict[str, float]]]:
     ],
     ids=["plain", "evaluation", "kl", "filter", "curriculum"],
 )
-def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path, settings: dict[str, Any]) -> None:
+async def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = make_run(tmp_path, steps=6, bound=bound(6, 0), **settings)
     theirs = make_run(tmp_path, steps=6, **settings)
-    assert train(ours) == train(theirs)
+    assert await train(ours) == await train(theirs)
     assert torch.equal(ours.policy.state_dict()["table"], theirs.policy.state_dict()["table"])
     assert timeless(ours) == timeless(theirs)
     assert trained_ids(ours) == trained_ids(theirs)
@@ -165,11 +163,11 @@ class SlowPolicy(FakePolicy):
         return metrics
 
 
-def test_groups_are_played_while_the_update_runs(build: Callable[..., Run]) -> None:
+async def test_groups_are_played_while_the_update_runs(build: Callable[..., Run]) -> None:
     runs: list[Run] = []
     policy = SlowPolicy(lambda: len(runs[0].rewards.requests) == min(len(policy.updates) + 1, 4) * GROUPS * SAMPLES)
     runs.append(build(steps=4, policy=policy))
-    train(runs[0])
+    await train(runs[0])
     assert [metrics["staleness/mean"] for metrics in runs[0].steps] == [0.0, 1.0, 1.0, 1.0]
     assert [metrics["staleness/share_lag_1"] for metrics in runs[0].steps] == [0.0, 1.0, 1.0, 1.0]
     assert [metrics["rollout/kept_for_next"] for metrics in runs[0].steps][1:] == [0.0, 0.0, 0.0]
@@ -178,7 +176,7 @@ def test_groups_are_played_while_the_update_runs(build: Callable[..., Run]) -> N
 @pytest.mark.parametrize(
     ("pause", "versions"), [(PauseMode.WAIT, 1), (PauseMode.KEEP, 2), (PauseMode.ABORT, 2)], ids=str
 )
-def test_what_is_in_flight_when_the_weights_change(
+async def test_what_is_in_flight_when_the_weights_change(
     tmp_path: Path, build: Callable[..., Run], pause: PauseMode, versions: int
 ) -> None:
     """One prompt's samples are still being drawn when the first update ends."""
@@ -205,7 +203,7 @@ def test_what_is_in_flight_when_the_weights_change(
     run.engine.latency, run.engine.generate = latency, held  # type: ignore[method-assign]
     alone = make_run(tmp_path, steps=2, params=params)
     for one in (run, alone):
-        train(one)
+        await train(one)
 
     def played(one: Run) -> list[Trajectory]:
         return [t for _, groups in one.sampled for group in groups for t in group.trajectories]
@@ -215,7 +213,7 @@ def test_what_is_in_flight_when_the_weights_change(
     assert tokens == expected, "this engine's tokens do not depend on its weights: a continued reply is the whole one"
 
 
-def test_slow_groups_are_dropped_and_replaced(build: Callable[..., Run]) -> None:
+async def test_slow_groups_are_dropped_and_replaced(build: Callable[..., Run]) -> None:
     run = build(steps=6, policy_of_stale=StalePolicy.DROP, pause=PauseMode.KEEP)
     slow = iter([0] * SAMPLES)
     delays: dict[tuple[int, ...], int] = {}
@@ -227,7 +225,7 @@ def test_slow_groups_are_dropped_and_replaced(build: Callable[..., Run]) -> None
         return delays[key]
 
     run.engine.latency = latency
-    train(run)
+    await train(run)
     state = run.pipeline.state_dict()
     assert state["dropped"] == {"stale": 1}
     assert sum(metrics.get("rollout/rejected_stale", 0.0) for metrics in run.steps) == 1.0
@@ -235,11 +233,11 @@ def test_slow_groups_are_dropped_and_replaced(build: Callable[..., Run]) -> None
     assert_conserved(run)
 
 
-def test_failed_groups_are_replaced_and_counted(build: Callable[..., Run]) -> None:
+async def test_failed_groups_are_replaced_and_counted(build: Callable[..., Run]) -> None:
     calls = itertools.count()
     run = build(steps=3, max_failures=3, value=lambda request: float("nan") if next(calls) < 3 else 0.5)
     run.engine.latency = lambda request: 0 if request.prompt_token_ids == (1,) else 50
-    train(run)
+    await train(run)
     state = run.pipeline.state_dict()
     assert (state["trained"], state["dropped"]) == (6, {"empty": 1})
     assert sum(metrics.get("rollout/rejected_empty", 0.0) for metrics in run.steps) == 1.0
@@ -260,29 +258,26 @@ def test_failed_groups_are_replaced_and_counted(build: Callable[..., Run]) -> No
     ],
     ids=["reward", "many", "update", "budget"],
 )
-def test_a_failure_ends_the_run_and_what_is_in_flight(
+async def test_a_failure_ends_the_run_and_what_is_in_flight(
     build: Callable[..., Run], settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     run = build(steps=5, **settings)
 
-    async def scenario() -> None:
-        async with asyncio.timeout(LIMIT_SECONDS):
-            with pytest.raises(error, match=message):
-                await run.pipeline.run()
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(scenario())
+    async with asyncio.timeout(LIMIT_SECONDS):
+        with pytest.raises(error, match=message):
+            await run.pipeline.run()
+    assert len(asyncio.all_tasks()) == 1
     assert run.checkpoints.models == []
 
 
-def test_an_engine_that_fails_ends_the_run(build: Callable[..., Run]) -> None:
+async def test_an_engine_that_fails_ends_the_run(build: Callable[..., Run]) -> None:
     run = build(steps=50)
     run.engine.fail_with = "out of memory"
     with pytest.raises(EngineError, match="out of memory"):
-        train(run)
+        await train(run)
 
 
-def test_a_channel_that_fails_leaves_the_engine_running(
+async def test_a_channel_that_fails_leaves_the_engine_running(
     build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = build(steps=5)
@@ -302,24 +297,20 @@ def test_a_channel_that_fails_leaves_the_engine_running(
 
     monkeypatch.setattr(run.engine, "resume", counted)
     with pytest.raises(EngineError, match="did not take"):
-        train(run)
+        await train(run)
     assert resumed == [True]
 
 
 @pytest.mark.parametrize("pause", PauseMode)
-def test_an_interruption_saves_the_last_finished_step(build: Callable[..., Run], pause: PauseMode) -> None:
+async def test_an_interruption_saves_the_last_finished_step(build: Callable[..., Run], pause: PauseMode) -> None:
     run = build(steps=1000, max_staleness=2, pause=pause, state_steps=5)
 
-    async def scenario() -> RunOutcome:
-        task = asyncio.create_task(run.pipeline.run())
-        while len(run.steps) < 3:
-            await asyncio.sleep(0)
-        task.cancel()
-        outcome = await task
-        assert len(asyncio.all_tasks()) == 1, "no episode goes on"
-        return outcome
-
-    outcome = asyncio.run(scenario())
+    task = asyncio.create_task(run.pipeline.run())
+    while len(run.steps) < 3:
+        await asyncio.sleep(0)
+    task.cancel()
+    outcome = await task
+    assert len(asyncio.all_tasks()) == 1, "no episode goes on"
     assert outcome.interrupted
     assert 3 <= outcome.steps < 1000
     assert outcome.steps == len(run.policy.updates) == len(run.steps)
@@ -328,23 +319,20 @@ def test_an_interruption_saves_the_last_finished_step(build: Callable[..., Run],
     assert_conserved(run)
 
 
-def test_an_update_that_has_begun_is_finished_and_counted(build: Callable[..., Run]) -> None:
+async def test_an_update_that_has_begun_is_finished_and_counted(build: Callable[..., Run]) -> None:
     runs: list[Run] = []
     tasks: list[asyncio.Task[RunOutcome]] = []
     cancelled = threading.Event()
     runs.append(build(steps=9, state_steps=9, policy=SlowPolicy(cancelled.is_set)))
     (run,) = runs
 
-    async def scenario() -> RunOutcome:
-        tasks.append(asyncio.create_task(run.pipeline.run()))
-        while len(run.rewards.requests) < 2 * GROUPS * SAMPLES:
-            await asyncio.sleep(0)
-        tasks[0].cancel()
+    tasks.append(asyncio.create_task(run.pipeline.run()))
+    while len(run.rewards.requests) < 2 * GROUPS * SAMPLES:
         await asyncio.sleep(0)
-        cancelled.set()
-        return await tasks[0]
-
-    outcome = asyncio.run(scenario())
+    tasks[0].cancel()
+    await asyncio.sleep(0)
+    cancelled.set()
+    outcome = await tasks[0]
     assert (outcome.interrupted, outcome.steps, len(run.policy.updates)) == (True, 1, 1)
     assert run.checkpoints.training is not None
     state = run.checkpoints.training["run"]
@@ -353,26 +341,23 @@ def test_an_update_that_has_begun_is_finished_and_counted(build: Callable[..., R
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_an_interrupted_run_plays_again_what_was_in_flight(tmp_path: Path, max_staleness: int) -> None:
+async def test_an_interrupted_run_plays_again_what_was_in_flight(tmp_path: Path, max_staleness: int) -> None:
     def make(steps: int) -> Run:
         return make_run(tmp_path, steps=steps, state_steps=1, bound=bound(8, max_staleness))
 
     first = make(8)
 
-    async def scenario() -> None:
-        task = asyncio.create_task(first.pipeline.run())
-        while len(first.steps) < 3:
-            await asyncio.sleep(0)
-        task.cancel()
-        await task
-
-    asyncio.run(scenario())
+    task = asyncio.create_task(first.pipeline.run())
+    while len(first.steps) < 3:
+        await asyncio.sleep(0)
+    task.cancel()
+    await task
     state = first.checkpoints.training
     assert state is not None
     second = make(8)
     second.pipeline.resume(state)
     assert second.pipeline.state_dict() == state["run"]
-    assert train(second).steps == 8
+    assert (await train(second)).steps == 8
     assert second.channel.versions[0] == state["run"]["step"]
     trained = trained_ids(first) + trained_ids(second)
     assert sorted(trained) == list(range(8 * GROUPS * SAMPLES)), "nothing is lost or trained on twice"
@@ -380,20 +365,22 @@ def test_an_interrupted_run_plays_again_what_was_in_flight(tmp_path: Path, max_s
     assert_conserved(second)
     if max_staleness == 0:
         whole = make(8)
-        train(whole)
+        await train(whole)
         assert torch.equal(whole.policy.state_dict()["table"], second.policy.state_dict()["table"])
 
 
-def test_a_state_with_groups_in_flight_is_none_of_a_synchronous_run(tmp_path: Path, build: Callable[..., Run]) -> None:
+async def test_a_state_with_groups_in_flight_is_none_of_a_synchronous_run(
+    tmp_path: Path, build: Callable[..., Run]
+) -> None:
     run = make_run(tmp_path, steps=3, bound=bound(3, 1))
-    train(run)
+    await train(run)
     state = run.pipeline.training_state()
     state["run"]["pending"] = [{"group": 5, "position": {}}]
     with pytest.raises(CheckpointError, match=r"train\.async_enable"):
         make_run(tmp_path, steps=3).pipeline.resume(state)
 
 
-def test_idle_shares_are_measured_by_the_clock(build: Callable[..., Run]) -> None:
+async def test_idle_shares_are_measured_by_the_clock(build: Callable[..., Run]) -> None:
     runs: list[Run] = []
 
     def a_second_each(request: RewardRequest) -> float:
@@ -401,28 +388,25 @@ def test_idle_shares_are_measured_by_the_clock(build: Callable[..., Run]) -> Non
         return 0.5
 
     runs.append(build(steps=1, value=a_second_each))
-    train(runs[0])
+    await train(runs[0])
     (metrics,) = runs[0].steps
     assert metrics["time/generate_s"] == metrics["time/step_s"] == pytest.approx(GROUPS * SAMPLES)
     assert metrics["time/trainer_idle_share"] == 1.0
     assert metrics["time/generation_idle_share"] == 0.0
 
 
-def test_work_that_is_not_to_be_interrupted_tells_its_caller() -> None:
+async def test_work_that_is_not_to_be_interrupted_tells_its_caller() -> None:
     released = asyncio.Event()
 
     async def work() -> str:
         await released.wait()
         return "result"
 
-    async def scenario() -> None:
-        task = asyncio.create_task(uninterrupted(work()))
-        for _ in range(2):
-            await asyncio.sleep(0)
-            task.cancel()
+    task = asyncio.create_task(uninterrupted(work()))
+    for _ in range(2):
         await asyncio.sleep(0)
-        released.set()
-        assert await task == ("result", True)
-        assert await uninterrupted(work()) == ("result", False)
-
-    asyncio.run(scenario())
+        task.cancel()
+    await asyncio.sleep(0)
+    released.set()
+    assert await task == ("result", True)
+    assert await uninterrupted(work()) == ("result", False)

@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.episodes.chat_service import (
-    ChatRequest,
-    ChatService,
-    Origin,
-    RecordedSession,
-    RefusedError,
-    SessionLimits,
-)
+from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError
+from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
 from rollgrad.application.episodes.external_agent import ServedAgentExecutor
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.application.episodes.stop_text import StopText
@@ -39,25 +33,24 @@ def ask(*texts: str, **changes: Any) -> ChatRequest:
     return ChatRequest(messages=[{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)], changes=changes)
 
 
-def play(scenario: Callable[[RecordedSession, ScriptedEngine], Awaitable[None]], script: Script, **limits: Any) -> None:
-    async def body() -> None:
-        engine = ScriptedEngine(FakeChatCodec(), EOS, script)
-        service = ChatService(engine, FakeChatCodec(), max_waiting=limits.pop("max_waiting", 100))
-        session = service.open(PROMPT, PARAMS, SessionLimits(**{"max_turns": 10, **limits}))
-        assert service.session(session.key) is session
-        await scenario(session, engine)
-        await session.seal()
-        assert service.session(session.key) is None
-        assert service.in_flight == 0
-
-    asyncio.run(body())
+async def play(
+    scenario: Callable[[RecordedSession, ScriptedEngine], Awaitable[None]], script: Script, **limits: Any
+) -> None:
+    engine = ScriptedEngine(FakeChatCodec(), EOS, script)
+    service = ChatService(engine, FakeChatCodec(), max_waiting=limits.pop("max_waiting", 100))
+    session = service.open(PROMPT, PARAMS, SessionLimits(**{"max_turns": 10, **limits}))
+    assert service.session(session.key) is session
+    await scenario(session, engine)
+    await session.seal()
+    assert service.session(session.key) is None
+    assert service.in_flight == 0
 
 
 def content(reply: ChatReply) -> str:
     return str(reply.parsed.message["content"])
 
 
-def test_each_turn_has_a_seed_of_its_own() -> None:
+async def test_each_turn_has_a_seed_of_its_own() -> None:
     async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
         await session.reply(ask("go"))
         engine.failures = 1
@@ -67,10 +60,10 @@ def test_each_turn_has_a_seed_of_its_own() -> None:
         assert [request.params.seed for request in engine.requests] == [3, 4, 4]
         assert_recorded(session, engine.said)
 
-    play(scenario, ["one", "two"])
+    await play(scenario, ["one", "two"])
 
 
-def test_the_trainers_stops_stay_and_the_clients_are_added() -> None:
+async def test_the_trainers_stops_stay_and_the_clients_are_added() -> None:
     async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
         reply = await session.reply(ask("go", stop_strings=("END",), max_new_tokens=20))
         assert content(reply) == "one "
@@ -79,10 +72,10 @@ def test_the_trainers_stops_stay_and_the_clients_are_added() -> None:
         assert content(again) == "two"
         assert_recorded(session, engine.said)
 
-    play(scenario, ["one END of it", "two"])
+    await play(scenario, ["one END of it", "two"])
 
 
-def test_a_retry_takes_the_reply_that_nobody_got() -> None:
+async def test_a_retry_takes_the_reply_that_nobody_got() -> None:
     """Two alike at once, as for best-of-two; the first caller goes away and asks again."""
 
     async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
@@ -100,10 +93,10 @@ def test_a_retry_takes_the_reply_that_nobody_got() -> None:
         await session.seal()
         assert_recorded(session, engine.said, branches=2)
 
-    play(scenario, ["one", "two"])
+    await play(scenario, ["one", "two"])
 
 
-def test_a_caller_that_gives_up_behind_its_retry_takes_nothing_away() -> None:
+async def test_a_caller_that_gives_up_behind_its_retry_takes_nothing_away() -> None:
     async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
         engine.free.clear()
         first = asyncio.create_task(session.reply(ask("go"), origin=Origin(key="k", digest="d")))
@@ -117,10 +110,10 @@ def test_a_caller_that_gives_up_behind_its_retry_takes_nothing_away() -> None:
         await session.seal()
         assert_recorded(session, engine.said)
 
-    play(scenario, ["one"])
+    await play(scenario, ["one"])
 
 
-def test_a_reply_that_reached_nobody_is_dropped_unless_it_is_continued() -> None:
+async def test_a_reply_that_reached_nobody_is_dropped_unless_it_is_continued() -> None:
     async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
         for texts in (("go",), ("other",)):
             engine.free.clear()
@@ -135,10 +128,10 @@ def test_a_reply_that_reached_nobody_is_dropped_unless_it_is_continued() -> None
         await session.seal()
         assert_recorded(session, [engine.said[0], engine.said[2]])
 
-    play(scenario, ["one", "two", "three"])
+    await play(scenario, ["one", "two", "three"])
 
 
-def test_refusals_have_kinds_and_are_counted() -> None:
+async def test_refusals_have_kinds_and_are_counted() -> None:
     async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
         engine.free.clear()
         blocked = asyncio.create_task(session.reply(ask("go")))
@@ -164,7 +157,7 @@ def test_refusals_have_kinds_and_are_counted() -> None:
         assert (str(copy), copy.kind) == (str(many.value), "turn_limit")
         assert session.refused == {"context_length": 1, "turn_limit": 1, "sealed": 1}
 
-    play(scenario, ["one", "two"], max_turns=2, max_tokens=90, max_waiting=1)
+    await play(scenario, ["one", "two"], max_turns=2, max_tokens=90, max_waiting=1)
 
 
 STOPS = [("END",), ("END", "E"), ("aab",), ("\n", "END"), ("never",)]
@@ -211,36 +204,33 @@ class Agent(AgentProgram):
         return result if isinstance(result, AgentResult) else AgentResult()
 
 
-def episode(
+async def episode(
     behave: Callable[[RecordedSession], Awaitable[Any]], script: Script = ("one", "two", "three"), **how: Any
 ) -> tuple[list[Trajectory] | RolloutFailure, FakeRewardSource]:
-    async def body() -> tuple[list[Trajectory] | RolloutFailure, FakeRewardSource]:
-        engine = ScriptedEngine(FakeChatCodec(), EOS, script)
-        service = ChatService(engine, FakeChatCodec())
-        rewards = FakeRewardSource(how.get("judge", lambda request: float(request.response == request.label)))
-        agent = Agent(service, behave)
+    engine = ScriptedEngine(FakeChatCodec(), EOS, script)
+    service = ChatService(engine, FakeChatCodec())
+    rewards = FakeRewardSource(how.get("judge", lambda request: float(request.response == request.label)))
+    agent = Agent(service, behave)
 
-        async def url() -> str:
-            return "http://127.0.0.1:1"
+    async def url() -> str:
+        return "http://127.0.0.1:1"
 
-        limits = SessionLimits(max_turns=3)
-        executor = ServedAgentExecutor(
-            agent,
-            service,
-            FakeChatCodec(),
-            url,
-            rewards,
-            model="policy",
-            limits=limits,
-            max_seconds=how.get("max_seconds"),
-        )
-        result = await executor.run(EpisodeRequest(prompt=PROMPT, params=PARAMS, group_id=4, sample_id=9))
-        (task,) = agent.tasks
-        assert task.base_url == f"http://127.0.0.1:1/s/{task.api_key}/v1"
-        assert service.session(task.api_key) is None, "the session is closed however the episode ends"
-        return result, rewards
-
-    return asyncio.run(body())
+    limits = SessionLimits(max_turns=3)
+    executor = ServedAgentExecutor(
+        agent,
+        service,
+        FakeChatCodec(),
+        url,
+        rewards,
+        model="policy",
+        limits=limits,
+        max_seconds=how.get("max_seconds"),
+    )
+    result = await executor.run(EpisodeRequest(prompt=PROMPT, params=PARAMS, group_id=4, sample_id=9))
+    (task,) = agent.tasks
+    assert task.base_url == f"http://127.0.0.1:1/s/{task.api_key}/v1"
+    assert service.session(task.api_key) is None, "the session is closed however the episode ends"
+    return result, rewards
 
 
 async def two_turns(session: RecordedSession) -> None:
@@ -248,8 +238,8 @@ async def two_turns(session: RecordedSession) -> None:
     await session.reply(ask("go", "one", "more"))
 
 
-def test_the_last_reply_is_judged_and_has_the_reward() -> None:
-    result, rewards = episode(two_turns)
+async def test_the_last_reply_is_judged_and_has_the_reward() -> None:
+    result, rewards = await episode(two_turns)
     assert isinstance(result, list)
     (trajectory,) = result
     (request,) = rewards.requests
@@ -263,12 +253,12 @@ def test_the_last_reply_is_judged_and_has_the_reward() -> None:
     assert trajectory.metrics == {"turns": 2.0, "branches": 1.0}
 
 
-def test_branches_share_a_sample_and_one_reward() -> None:
+async def test_branches_share_a_sample_and_one_reward() -> None:
     async def branching(session: RecordedSession) -> AgentResult:
         await asyncio.gather(*(session.reply(ask(text)) for text in ("go", "left", "right")))
         return AgentResult(reward=2.5, metrics={"helpers": 2.0})
 
-    result, rewards = episode(branching)
+    result, rewards = await episode(branching)
     assert isinstance(result, list)
     assert sorted(trajectory.reward for trajectory in result) == [0.0, 0.0, 2.5]
     assert {trajectory.score for trajectory in result} == {2.5}
@@ -277,69 +267,69 @@ def test_branches_share_a_sample_and_one_reward() -> None:
     assert not rewards.requests
 
 
-def test_a_limit_truncates_the_episode_also_when_the_agent_fails_of_it() -> None:
+async def test_a_limit_truncates_the_episode_also_when_the_agent_fails_of_it() -> None:
     async def greedy(session: RecordedSession) -> None:
         for _ in range(4):
             await session.reply(ask("go"))
 
-    result, _ = episode(greedy)
+    result, _ = await episode(greedy)
     assert isinstance(result, list)
     assert {trajectory.stop_reason for trajectory in result} == {StopReason.TURN_LIMIT}
     assert {trajectory.score for trajectory in result} == {0.0}
 
 
-def test_the_wall_clock_truncates_too() -> None:
+async def test_the_wall_clock_truncates_too() -> None:
     async def slow(session: RecordedSession) -> None:
         await session.reply(ask("go"))
         await asyncio.sleep(1000)
 
-    result, _ = episode(slow, max_seconds=2.0)
+    result, _ = await episode(slow, max_seconds=2.0)
     assert isinstance(result, list)
     assert result[0].stop_reason is StopReason.TIMEOUT
 
 
-def test_an_agents_own_timeout_is_its_failure() -> None:
+async def test_an_agents_own_timeout_is_its_failure() -> None:
     async def impatient(session: RecordedSession) -> None:
         await session.reply(ask("go"))
         raise TimeoutError("the web is slow")
 
-    result, _ = episode(impatient, max_seconds=1000)
+    result, _ = await episode(impatient, max_seconds=1000)
     assert isinstance(result, RolloutFailure)
     assert result.kind is FailureKind.ENVIRONMENT
     assert "TimeoutError: the web is slow" in result.message
 
 
-def test_an_agent_that_asks_nothing_fails_and_says_why() -> None:
+async def test_an_agent_that_asks_nothing_fails_and_says_why() -> None:
     async def silent(session: RecordedSession) -> None:
         pass
 
-    result, _ = episode(silent)
+    result, _ = await episode(silent)
     assert isinstance(result, RolloutFailure)
     assert "did not ask for one" in result.message
 
 
-def test_a_judge_that_fails_is_a_reward_failure() -> None:
-    result, _ = episode(two_turns, judge=lambda request: float("nan"))
+async def test_a_judge_that_fails_is_a_reward_failure() -> None:
+    result, _ = await episode(two_turns, judge=lambda request: float("nan"))
     assert isinstance(result, RolloutFailure)
     assert result.kind is FailureKind.REWARD
 
 
-def test_a_misconfiguration_ends_the_run() -> None:
+async def test_a_misconfiguration_ends_the_run() -> None:
     async def wrong(session: RecordedSession) -> None:
         raise ConfigurationError("no such program")
 
     with pytest.raises(ConfigurationError, match="no such program"):
-        episode(wrong)
+        await episode(wrong)
 
 
-def test_a_call_still_running_when_the_agent_returns_is_ended_and_not_recorded() -> None:
+async def test_a_call_still_running_when_the_agent_returns_is_ended_and_not_recorded() -> None:
     async def hasty(session: RecordedSession) -> AgentResult:
         await session.reply(ask("go"))
         asyncio.get_running_loop().slow = asyncio.create_task(session.reply(ask("late")))  # type: ignore[attr-defined]
         await asyncio.sleep(0)
         return AgentResult(reward=1.0)
 
-    result, _ = episode(hasty)
+    result, _ = await episode(hasty)
     assert isinstance(result, list)
     (trajectory,) = result
     assert trajectory.metrics["turns"] == 1

@@ -35,71 +35,57 @@ async def swapped(engine: RolloutEngine, inner: Any, version: int) -> None:
     await engine.resume()
 
 
-def test_a_reply_survives_any_number_of_aborts(inner: Any) -> None:
-    async def scenario() -> None:
-        whole = await inner.generate(REQUEST)
-        engine = ContinuingEngine(inner)
-        assert isinstance(engine, RolloutEngine)
-        heard: list[int] = []
-        task = asyncio.create_task(engine.generate(REQUEST, on_token=heard.append))
-        for version in (1, 2, 3):
-            while len(heard) < 10 * version:
-                await asyncio.sleep(0)
-            await swapped(engine, inner, version)
-        reply = await task
-        assert reply.stop_reason is StopReason.LENGTH
-        assert list(reply.token_ids) == list(whole.token_ids) == heard
-        assert list(reply.logprobs) == pytest.approx(list(whole.logprobs), abs=1e-4)
-        assert sorted(reply.versions) == list(reply.versions)
-        assert set(reply.versions) == {0, 1, 2, 3}
-
-    asyncio.run(scenario())
-
-
-def test_a_request_that_was_aborted_before_its_first_token_is_asked_again(inner: Any) -> None:
-    async def scenario() -> None:
-        engine = ContinuingEngine(inner)
-        await engine.pause(PauseMode.KEEP)
-        task = asyncio.create_task(engine.generate(REQUEST))
-        await asyncio.sleep(0)
-        await swapped(engine, inner, 1)
-        assert set((await task).versions) == {1}
-
-    asyncio.run(scenario())
-
-
-def test_what_is_left_counts_what_was_sampled() -> None:
-    async def scenario() -> None:
-        inner = FakeRolloutEngine()
-        engine = ContinuingEngine(inner)
-        params = evolve(REQUEST.params, min_new_tokens=30)
-        heard: list[int] = []
-        task = asyncio.create_task(engine.generate(evolve(REQUEST, params=params), on_token=heard.append))
-        while len(heard) < 20:
+async def test_a_reply_survives_any_number_of_aborts(inner: Any) -> None:
+    whole = await inner.generate(REQUEST)
+    engine = ContinuingEngine(inner)
+    assert isinstance(engine, RolloutEngine)
+    heard: list[int] = []
+    task = asyncio.create_task(engine.generate(REQUEST, on_token=heard.append))
+    for version in (1, 2, 3):
+        while len(heard) < 10 * version:
             await asyncio.sleep(0)
-        await swapped(engine, inner, 1)
-        await task
-        count = inner.requests[1].begun
-        assert 20 <= count < 30
-        assert inner.requests[1].prompt_token_ids == (65, 66, 67, *heard[:count])
-        rest = inner.requests[1].params
-        assert (rest.max_new_tokens, rest.min_new_tokens, rest.seed) == (60 - count, 30 - count, 3)
-
-    asyncio.run(scenario())
+        await swapped(engine, inner, version)
+    reply = await task
+    assert reply.stop_reason is StopReason.LENGTH
+    assert list(reply.token_ids) == list(whole.token_ids) == heard
+    assert list(reply.logprobs) == pytest.approx(list(whole.logprobs), abs=1e-4)
+    assert sorted(reply.versions) == list(reply.versions)
+    assert set(reply.versions) == {0, 1, 2, 3}
 
 
-def test_a_stop_string_may_begin_before_the_abort(tiny_model_dir: Path) -> None:
+async def test_a_request_that_was_aborted_before_its_first_token_is_asked_again(inner: Any) -> None:
+    engine = ContinuingEngine(inner)
+    await engine.pause(PauseMode.KEEP)
+    task = asyncio.create_task(engine.generate(REQUEST))
+    await asyncio.sleep(0)
+    await swapped(engine, inner, 1)
+    assert set((await task).versions) == {1}
+
+
+async def test_what_is_left_counts_what_was_sampled() -> None:
+    inner = FakeRolloutEngine()
+    engine = ContinuingEngine(inner)
+    params = evolve(REQUEST.params, min_new_tokens=30)
+    heard: list[int] = []
+    task = asyncio.create_task(engine.generate(evolve(REQUEST, params=params), on_token=heard.append))
+    while len(heard) < 20:
+        await asyncio.sleep(0)
+    await swapped(engine, inner, 1)
+    await task
+    count = inner.requests[1].begun
+    assert 20 <= count < 30
+    assert inner.requests[1].prompt_token_ids == (65, 66, 67, *heard[:count])
+    rest = inner.requests[1].params
+    assert (rest.max_new_tokens, rest.min_new_tokens, rest.seed) == (60 - count, 30 - count, 3)
+
+
+async def test_a_stop_string_may_begin_before_the_abort(tiny_model_dir: Path) -> None:
     flag = "--actor.model_name_or_path"
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=flag)
     engine = EmbeddedEngine(model, eos_token_ids=(), decode=lambda ids: "".join(f"<{i}>" for i in ids))
 
-    async def scenario() -> None:
-        whole = (await engine.generate(REQUEST)).token_ids
-        stop = f"<{whole[9]}><{whole[10]}>"
-        params = evolve(REQUEST.params, max_new_tokens=50, stop_strings=(stop,))
-        rest = await engine.generate(
-            GenerationRequest(prompt_token_ids=(65, 66, 67, *whole[:10]), params=params, begun=10)
-        )
-        assert (list(rest.token_ids), rest.stop_reason) == ([whole[10]], StopReason.STOP)
-
-    asyncio.run(scenario())
+    whole = (await engine.generate(REQUEST)).token_ids
+    stop = f"<{whole[9]}><{whole[10]}>"
+    params = evolve(REQUEST.params, max_new_tokens=50, stop_strings=(stop,))
+    rest = await engine.generate(GenerationRequest(prompt_token_ids=(65, 66, 67, *whole[:10]), params=params, begun=10))
+    assert (list(rest.token_ids), rest.stop_reason) == ([whole[10]], StopReason.STOP)

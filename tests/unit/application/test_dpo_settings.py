@@ -4,15 +4,21 @@ import re
 from typing import Any
 
 import pytest
-from attrs import evolve
+from attrs import evolve, fields
 
 from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig, dpo_errors
 from rollgrad.application.settings.rules.examples import sft_errors
-from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleFormat, PairDataConfig
+from rollgrad.application.settings.sections.examples import (
+    ExampleDataConfig,
+    ExampleFormat,
+    PairDataConfig,
+    RankedReplies,
+)
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
+from rollgrad.domain.settings import SettingMetadata
 from rollgrad.entrypoints.composition.models import make_optimizer
 
 RUN = DPORun(actor=PreferenceModelConfig(model_name_or_path="m"), data=PairDataConfig(dataset="pairs.jsonl"))
@@ -47,11 +53,18 @@ def test_a_run_with_a_model_and_pairs_is_right() -> None:
         ({"ld_alpha": 1.5}, "from 0 to 1"),
         ({"loss": ("exo_pair",)}, "set --dpo.label_smoothing"),
         ({"loss": ("sft",), "beta": 0.1}, "compares no replies"),
+        ({"loss": ("hinge", "apo_zero"), "f_divergence": FDivergence.JS}, "which apo_zero does not read"),
+        ({"f_alpha": 0.3}, "leave --dpo.f_alpha out, or set --dpo.f_divergence alpha_divergence"),
     ],
 )
 def test_settings_of_the_loss_that_cannot_be(dpo: dict[str, Any], said: str) -> None:
     (sentence,) = sentences(evolve(RUN, dpo=PreferenceSettings(**dpo)))
     assert re.search(said, sentence), sentence
+
+
+def test_pairs_of_ranks_are_not_those_of_named_columns() -> None:
+    (sentence,) = sentences(evolve(RUN, data=evolve(RUN.data, pairs=RankedReplies.ALL, chosen_key="better")))
+    assert re.search(r"data\.pairs .*leave --data\.chosen_key", sentence), sentence
 
 
 def test_a_reference_that_nobody_reads_is_refused() -> None:
@@ -67,13 +80,18 @@ def test_all_problems_are_named_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "full", "adapters"), [(SupervisedModelConfig, 1e-5, 2e-4), (PreferenceModelConfig, 5e-7, 5e-6)]
+    ("kind", "full", "adapters"),
+    [(SupervisedModelConfig, "1e-5", "2e-4"), (PreferenceModelConfig, "5e-7", "5e-6")],
 )
-def test_adapters_have_a_higher_learning_rate_unless_one_is_set(kind: Any, full: float, adapters: float) -> None:
+def test_adapters_have_a_higher_learning_rate_unless_one_is_set(kind: Any, full: str, adapters: str) -> None:
     actor = kind(model_name_or_path="m")
-    assert make_optimizer(actor, 10).lr == full
+    assert (
+        f"default: {full}, with adapters (lora.rank above 0) {adapters}."
+        in SettingMetadata.of(fields(type(actor.adam)).lr).doc
+    )
+    assert make_optimizer(actor, 10).lr == float(full)
     actor.lora.rank = 8
-    assert make_optimizer(actor, 10).lr == adapters
+    assert make_optimizer(actor, 10).lr == float(adapters)
     actor.adam.lr = 0.0
     assert make_optimizer(actor, 10).lr == 0.0
 

@@ -5,7 +5,7 @@ import asyncio
 import copy
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,15 @@ from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.control.findings import LearningWatch
-from rollgrad.domain.control.signs import LearningSettings
+from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.episodes.prompts import PromptCursor
-from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, ForeignError, NonFiniteUpdateError
 from rollgrad.domain.ports.example_source import ExampleStream
 from rollgrad.domain.ports.models import PolicyObjective
 from rollgrad.testing.checkpoint_store import FakeCheckpointStore
 from rollgrad.testing.clock import FakeClock
-from rollgrad.testing.metric_sink import FakeMetricSink
+from rollgrad.testing.metric_sink import FakeMetricSink, FakeRunTracker
 from rollgrad.testing.models import FakePolicy, FakeValue
 
 PAIRS, BATCH, EPOCHS = 5, 2, 2
@@ -69,6 +69,7 @@ class Trained:
         total: int | None = TOTAL,
         best_metric: str | None = None,
         budget: TokenBudget | None = None,
+        on_step: Callable[[int, Mapping[str, float], Sequence[Any]], None] | None = None,
     ) -> None:
         self.policy = policy or FakePolicy()
         self.store, self.sink = FakeCheckpointStore(path), FakeMetricSink()
@@ -86,6 +87,7 @@ class Trained:
             watch=LearningWatch(LearningSettings(steps=STEPS)),
             description={},
             less_memory="",
+            on_step=on_step,
         )
 
     def pack(self, pairs: Sequence[Preference]) -> PackedBatch:
@@ -102,13 +104,13 @@ class Trained:
         return dict(self.policy.weights())["logits"]
 
 
-def play(trained: Trained) -> RunOutcome:
-    return asyncio.run(trained.run.run())
+async def play(trained: Trained) -> RunOutcome:
+    return await trained.run.run()
 
 
-def test_every_example_is_learned_from_once_an_epoch(tmp_path: Path) -> None:
+async def test_every_example_is_learned_from_once_an_epoch(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
-    outcome = play(trained)
+    outcome = await play(trained)
     drawn = [row for rows in trained.trained for row in rows]
     assert outcome.steps == STEPS
     assert [len(rows) for rows in trained.trained] == [2, 2, 2, 2, 2]
@@ -122,28 +124,86 @@ def test_every_example_is_learned_from_once_an_epoch(tmp_path: Path) -> None:
     assert epochs == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
 
 
-def test_the_last_step_has_what_is_left(tmp_path: Path) -> None:
+async def test_each_finished_step_is_told_to_the_caller(tmp_path: Path) -> None:
+    told: list[tuple[int, Mapping[str, float]]] = []
+    trained = Trained(tmp_path, on_step=lambda step, metrics, samples: told.append((step, metrics)))
+    await play(trained)
+    assert [step for step, _ in told] == [1, 2, 3, 4, 5]
+    assert told == [record for record in trained.sink.records if "train/epoch" in record[1]]
+
+
+def test_a_coroutine_function_that_nothing_would_await_is_refused(tmp_path: Path) -> None:
+    async def told(step: int, metrics: Mapping[str, float], samples: Sequence[Any]) -> None:
+        raise AssertionError
+
+    with pytest.raises(ConfigurationError, match="on_step is a coroutine function"):
+        Trained(tmp_path, on_step=told)  # type: ignore[arg-type]
+
+
+async def test_an_error_of_the_caller_ends_the_run_with_what_was_trained(tmp_path: Path) -> None:
+    def stop(step: int, metrics: Mapping[str, float], samples: Sequence[Any]) -> None:
+        if step == 2:
+            raise ValueError("that is enough")
+
+    trained = Trained(tmp_path, on_step=stop)
+    trained.run._sink = tracker = FakeRunTracker()
+    with pytest.raises(ForeignError, match="on_step failed after step 2: ValueError: that is enough"):
+        await play(trained)
+    assert trained.store.models == ["model"]
+    assert trained.store.states["model"]["step"] == 2
+    assert tracker.failure == "ForeignError: on_step failed after step 2: ValueError: that is enough"
+
+
+async def test_a_tracker_that_fails_does_not_keep_the_training_from_being_saved(tmp_path: Path) -> None:
+    class Broken(FakeRunTracker):
+        def fail(self, reason: str) -> None:
+            raise OSError("no route")
+
+    def stop(step: int, metrics: Mapping[str, float], samples: Sequence[Any]) -> None:
+        raise ValueError("that is enough")
+
+    trained = Trained(tmp_path, on_step=stop)
+    trained.run._sink = Broken()
+    with pytest.raises(ForeignError, match="that is enough"):
+        await play(trained)
+    assert trained.store.states["model"]["step"] == 1
+
+
+async def test_a_run_whose_model_cannot_be_saved_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = Trained(tmp_path)
+    trained.run._sink = tracker = FakeRunTracker()
+
+    def full(*given: Any) -> Path:
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr(trained.store, "save_model", full)
+    with pytest.raises(CheckpointError):
+        await play(trained)
+    assert tracker.failure == "CheckpointError: No space left on device"
+
+
+async def test_the_last_step_has_what_is_left(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     source = trained.run._steps
     assert isinstance(source, Epochs)
     source._total = TOTAL - 1
-    play(trained)
+    await play(trained)
     assert [len(rows) for rows in trained.trained] == [2, 2, 2, 2, 1]
 
 
-def test_more_epochs_after_the_last_of_a_run_have_every_example(tmp_path: Path) -> None:
+async def test_more_epochs_after_the_last_of_a_run_have_every_example(tmp_path: Path) -> None:
     first = Trained(tmp_path / "first", steps=3, total=PAIRS)
-    play(first)
+    await play(first)
     assert [len(rows) for rows in first.trained] == [2, 2, 1]
     second = Trained(tmp_path / "second", steps=6)
     second.run.resume(copy.deepcopy(first.store.training))
-    play(second)
+    await play(second)
     assert [len(rows) for rows in second.trained] == [2, 2, 1]
     assert sorted(row for rows in second.trained for row in rows) == list(range(PAIRS))
 
 
 @pytest.mark.parametrize("stops_in", [1, 4])
-def test_an_interruption_ends_an_evaluation_after_a_micro_batch(tmp_path: Path, stops_in: int) -> None:
+async def test_an_interruption_ends_an_evaluation_after_a_micro_batch(tmp_path: Path, stops_in: int) -> None:
     """The first evaluation, and the last, have two micro-batches each."""
 
     class Interrupting(FakePolicy):
@@ -156,14 +216,10 @@ def test_an_interruption_ends_an_evaluation_after_a_micro_batch(tmp_path: Path, 
 
     trained = Trained(tmp_path, Interrupting(), max_tokens=6)
 
-    async def interrupted() -> RunOutcome:
-        nonlocal loop, task
-        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(trained.run.run())
-        return await task
-
     loop: Any = None
     task: Any = None
-    outcome = asyncio.run(interrupted())
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(trained.run.run())
+    outcome = await task
     assert outcome.interrupted
     assert outcome.steps == (0 if stops_in == 1 else STEPS)
     assert len(trained.policy.scored) == 2 * stops_in - 1, "the second micro-batch is not computed"
@@ -172,9 +228,9 @@ def test_an_interruption_ends_an_evaluation_after_a_micro_batch(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("stops_after", [1, 3])
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, stops_after: int) -> None:
+async def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, stops_after: int) -> None:
     whole = Trained(tmp_path / "whole")
-    play(whole)
+    await play(whole)
 
     class Interrupting(FakePolicy):
         def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
@@ -183,26 +239,24 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, stops_
                 loop.call_soon_threadsafe(task.cancel)
             return metrics
 
-    first = Trained(tmp_path / "first", Interrupting())
-
-    async def interrupted() -> RunOutcome:
-        nonlocal loop, task
-        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(first.run.run())
-        return await task
+    told: list[int] = []
+    first = Trained(tmp_path / "first", Interrupting(), on_step=lambda step, *_: told.append(step))
 
     loop: Any = None
     task: Any = None
-    outcome = asyncio.run(interrupted())
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(first.run.run())
+    outcome = await task
     assert (outcome.interrupted, outcome.steps) == (True, stops_after)
+    assert told == list(range(1, stops_after + 1)), "the caller hears of every step that counts"
     assert first.store.training is not None
     second = Trained(tmp_path / "second")
     second.run.resume(copy.deepcopy(first.store.training))
-    assert play(second).steps == STEPS
+    assert (await play(second)).steps == STEPS
     assert first.trained + second.trained == whole.trained
     assert torch.equal(second.table, whole.table)
 
 
-def test_an_interruption_does_not_wait_for_rows(tmp_path: Path) -> None:
+async def test_an_interruption_does_not_wait_for_rows(tmp_path: Path) -> None:
     """A stream may wait for a hub as long as it likes."""
 
     class Waiting(ExampleStream[Preference]):
@@ -226,12 +280,12 @@ def test_an_interruption_does_not_wait_for_rows(tmp_path: Path) -> None:
 
     loop: Any = None
     task: Any = None
-    outcome = asyncio.run(interrupted())
+    outcome = await interrupted()
     assert (outcome.interrupted, outcome.steps) == (True, 0)
     assert trained.trained == []
 
 
-def test_a_step_that_fails_leaves_the_place_before_it(tmp_path: Path) -> None:
+async def test_a_step_that_fails_leaves_the_place_before_it(tmp_path: Path) -> None:
     class Breaking(FakePolicy):
         def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
             if len(self.updates) == 2:
@@ -240,19 +294,19 @@ def test_a_step_that_fails_leaves_the_place_before_it(tmp_path: Path) -> None:
 
     broken = Trained(tmp_path / "broken", Breaking())
     with pytest.raises(NonFiniteUpdateError):
-        play(broken)
+        await play(broken)
     assert broken.store.training is not None
     healed, whole = Trained(tmp_path / "healed"), Trained(tmp_path / "whole")
     healed.run.resume(broken.store.training)
-    play(healed)
-    play(whole)
+    await play(healed)
+    await play(whole)
     assert torch.equal(healed.table, whole.table)
 
 
-def test_micro_batches_change_nothing(tmp_path: Path) -> None:
+async def test_micro_batches_change_nothing(tmp_path: Path) -> None:
     whole, divided = Trained(tmp_path / "whole"), Trained(tmp_path / "divided", max_tokens=6)
-    play(whole)
-    play(divided)
+    await play(whole)
+    await play(divided)
     assert {len(parts) for parts in whole.policy.updates} == {1}
     assert {len(parts) for parts in divided.policy.updates} == {2}
     torch.testing.assert_close(whole.table, divided.table)
@@ -279,13 +333,13 @@ def test_a_scalar_head_learns_from_pairs_in_the_same_steps() -> None:
     torch.testing.assert_close(same_V, table_V)
 
 
-def test_a_budget_of_tokens_ends_a_step(tmp_path: Path) -> None:
+async def test_a_budget_of_tokens_ends_a_step(tmp_path: Path) -> None:
     """Every example is in one step an epoch; the steps that are counted before are those that are taken."""
     lengths = [3, 1, 8, 2, 2]
     budget = TokenBudget(5, lengths.__getitem__)
     steps = steps_left(PromptCursor(3), PAIRS, total=TOTAL, budget=budget)
     trained = Trained(tmp_path, steps=steps, budget=budget)
-    play(trained)
+    await play(trained)
     drawn = [row for rows in trained.trained for row in rows]
     assert sorted(drawn[:PAIRS]) == sorted(drawn[PAIRS:]) == list(range(PAIRS))
     assert len(trained.trained) == steps
@@ -297,7 +351,7 @@ def test_a_budget_of_tokens_ends_a_step(tmp_path: Path) -> None:
     assert len(many) == 500
 
 
-def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> None:
+async def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> None:
     trained = Trained(tmp_path, best_metric="eval/loss")
     values = iter([0.0, 3.0, 1.0, 2.0])  # the first is of the model that training begins with
 
@@ -306,10 +360,15 @@ def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> None:
 
     assert trained.run._evaluation is not None
     trained.run._evaluation.run = evaluated  # type: ignore[method-assign]
-    play(trained)
+    await play(trained)
     saved = [name for name in trained.store.models if name == "best"]
     assert len(saved) == 2
-    assert trained.run.training_state()["best"] == {"metric": "eval/loss", "step": 4, "value": 1.0}
+    assert trained.run.training_state()["best"] == {
+        "metric": "eval/loss",
+        "sought": "lowest",
+        "step": 4,
+        "value": 1.0,
+    }
     again = Trained(tmp_path / "again", best_metric="eval/loss")
     again.run.resume(trained.run.training_state())
     assert again.run._best == trained.run._best
@@ -318,8 +377,8 @@ def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> None:
     assert other.run._best.step == 0, "of another metric nothing is known"
 
 
-def test_an_unknown_metric_of_the_best_model_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+async def test_an_unknown_metric_of_the_best_model_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
     trained = Trained(tmp_path, best_metric="eval/reward")
     with pytest.raises(ConfigurationError, match=r"best_metric is eval/reward, but evaluations give eval/accuracy, "):
-        play(trained)
+        await play(trained)
     assert trained.trained == []

@@ -1,7 +1,5 @@
 """Evaluation summarises what the rollout service played."""
 
-import asyncio
-
 import pytest
 
 from rollgrad.application.rollouts.evaluation import EvaluationService
@@ -34,7 +32,7 @@ def play(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
     ]
 
 
-def evaluate(sources: dict[str, str], executor: FakeAgentExecutor, **settings: float) -> dict[str, float]:
+async def evaluate(sources: dict[str, str], executor: FakeAgentExecutor, **settings: float) -> dict[str, float]:
     prompts = [Prompt(token_ids=(1,), text=text, datasource=source) for text, source in sources.items()]
     service = EvaluationService(
         RolloutService(executor, max_concurrent=3, max_failures=int(settings.get("max_failures", 0))),
@@ -43,11 +41,11 @@ def evaluate(sources: dict[str, str], executor: FakeAgentExecutor, **settings: f
         samples=2,
         threshold=settings.get("threshold", 1.0),
     )
-    return asyncio.run(service.run())
+    return await service.run()
 
 
-def test_passes_means_lengths_and_truncation() -> None:
-    metrics = evaluate({"a": "x", "b": "x", "c": "x"}, FakeAgentExecutor(play))
+async def test_passes_means_lengths_and_truncation() -> None:
+    metrics = await evaluate({"a": "x", "b": "x", "c": "x"}, FakeAgentExecutor(play))
     assert metrics == pytest.approx(
         {
             "eval/pass@1": (0.5 + 1 + 0) / 3,
@@ -60,38 +58,38 @@ def test_passes_means_lengths_and_truncation() -> None:
     )
 
 
-def test_the_threshold_decides_what_passes() -> None:
-    metrics = evaluate({"c": "x"}, FakeAgentExecutor(play), threshold=0.5)
+async def test_the_threshold_decides_what_passes() -> None:
+    metrics = await evaluate({"c": "x"}, FakeAgentExecutor(play), threshold=0.5)
     assert metrics["eval/pass@1"] == 0.5
     assert metrics["eval/pass@2"] == 1.0
 
 
-def test_several_sources_are_also_reported_one_by_one() -> None:
-    metrics = evaluate({"a": "gsm", "b": "math", "c": "math"}, FakeAgentExecutor(play))
+async def test_several_sources_are_also_reported_one_by_one() -> None:
+    metrics = await evaluate({"a": "gsm", "b": "math", "c": "math"}, FakeAgentExecutor(play))
     assert metrics["eval/gsm/pass@1"] == 0.5
     assert metrics["eval/math/pass@1"] == 0.5
     assert metrics["eval/pass@1"] == pytest.approx(0.5)
     assert metrics["eval/math/mean@2"] == 0.625
 
 
-def test_a_prompt_whose_samples_all_failed_is_left_out() -> None:
+async def test_a_prompt_whose_samples_all_failed_is_left_out() -> None:
     def failing(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         if request.prompt.text != "a":
             return play(request)
         return RolloutFailure(kind=FailureKind.REWARD, message="no", group_id=request.group_id, sample_id=0)
 
-    metrics = evaluate({"a": "x", "b": "x"}, FakeAgentExecutor(failing), max_failures=2)
+    metrics = await evaluate({"a": "x", "b": "x"}, FakeAgentExecutor(failing), max_failures=2)
     assert metrics["eval/pass@1"] == 1.0
 
 
-def test_a_source_that_no_reward_applies_to_is_left_out() -> None:
+async def test_a_source_that_no_reward_applies_to_is_left_out() -> None:
     def undecided(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         if request.prompt.datasource == "y":
             return request.failure(FailureKind.NOT_APPLICABLE, "nothing to compare with")
         return play(request)
 
-    metrics = evaluate({"a": "x", "c": "y"}, FakeAgentExecutor(undecided))
+    metrics = await evaluate({"a": "x", "c": "y"}, FakeAgentExecutor(undecided))
     assert metrics["eval/pass@1"] == 0.5
     assert not any(name.startswith("eval/y/") for name in metrics)
     with pytest.raises(RewardError, match="No reply to the 1 held-out prompts has a reward: nothing to compare with"):
-        evaluate({"c": "y"}, FakeAgentExecutor(undecided))
+        await evaluate({"c": "y"}, FakeAgentExecutor(undecided))

@@ -37,6 +37,7 @@ def make(
     critic: FakeValue | None = None,
     clip: tuple[float, float] | None = None,
     steps: int = 1,
+    always_scores: bool = False,
     max_tokens: int = 1000,
     coef: float = 0.0,
 ) -> Experience:
@@ -49,6 +50,7 @@ def make(
         max_length=16,
         max_tokens=max_tokens,
         steps_per_rollout=steps,
+        always_scores=always_scores,
     )
     return service.make(trajectories or TRAJECTORIES, coef)
 
@@ -82,6 +84,13 @@ def test_several_steps_need_the_policys_own_logprobs() -> None:
     old_N = experience.batch.old_logprobs_N
     assert old_N is not None
     assert torch.equal(old_N, policy.score(experience.batch).logprobs_N)
+
+
+def test_one_step_that_draws_by_chance_is_compared_with_scores_that_do_not() -> None:
+    policy = FakePolicy(TILT)
+    batch = make(algo(), policy=policy, always_scores=True).batch
+    assert batch.old_logprobs_N is not None
+    assert torch.equal(batch.old_logprobs_N, policy.score(batch).logprobs_N)
 
 
 def test_the_rollouts_logprobs_stand_in_when_told() -> None:

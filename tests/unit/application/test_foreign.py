@@ -9,7 +9,7 @@ import pytest
 from rollgrad.adapters.rewards.answers import RewardParser
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.system.python_file import load_python_file
-from rollgrad.application.foreign import foreign_code, shown, told
+from rollgrad.application.foreign import error_text, foreign_code, shown
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
@@ -41,7 +41,7 @@ RAISED = [
 
 @pytest.mark.parametrize("error", RAISED, ids=[type(error).__name__ for error in RAISED])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_whatever_is_raised_becomes_the_refusal(error: BaseException, asynchronous: bool) -> None:
+async def test_whatever_is_raised_becomes_the_refusal(error: BaseException, asynchronous: bool) -> None:
     def block() -> None:
         with foreign_code(lambda words: ForeignError(f"It raised {words}.")):
             raise error
@@ -50,7 +50,7 @@ def test_whatever_is_raised_becomes_the_refusal(error: BaseException, asynchrono
         block()
 
     with pytest.raises(ForeignError, match=rf"^It raised {type(error).__name__}[^\n]*\.$") as caught:
-        asyncio.run(task()) if asynchronous else block()
+        await task() if asynchronous else block()
     assert caught.value.__cause__ is error
 
 
@@ -61,25 +61,22 @@ def test_what_passes(error: BaseException) -> None:
     assert caught.value is error
 
 
-def test_a_real_cancellation_passes() -> None:
-    async def body() -> bool:
-        async def wait() -> None:
-            with foreign_code(ForeignError):
-                await asyncio.Event().wait()
+async def test_a_real_cancellation_passes() -> None:
+    async def wait() -> None:
+        with foreign_code(ForeignError):
+            await asyncio.Event().wait()
 
-        task = asyncio.create_task(wait())
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        return task.cancelled()
-
-    assert asyncio.run(body())
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
 def test_long_and_unspeakable_values_are_shown() -> None:
-    assert len(told(ValueError("x" * 10_000))) < 1100
+    assert len(error_text(ValueError("x" * 10_000))) < 1100
     assert "int" in shown(10**6000)
-    assert told(UnspeakableError()).startswith("UnspeakableError: (")
+    assert error_text(UnspeakableError()).startswith("UnspeakableError: (")
 
 
 FILES = {
@@ -139,7 +136,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
-def test_an_answer_that_is_none(answer: object) -> None:
+async def test_an_answer_that_is_none(answer: object) -> None:
     with pytest.raises(RewardError, match=r"^The server [^\n]+$"):
         RewardParser("The server").parse(answer, 1)
 
@@ -147,10 +144,10 @@ def test_an_answer_that_is_none(answer: object) -> None:
         return answer
 
     with pytest.raises(RewardError, match=r"^reward_func [^\n]+$"):
-        asyncio.run(FunctionReward(reward_func, timeout=60.0).score([REQUEST]))
+        await FunctionReward(reward_func, timeout=60.0).score([REQUEST])
 
 
-def test_what_a_reward_function_raises() -> None:
+async def test_what_a_reward_function_raises() -> None:
     for error in [*RAISED, KeyboardInterrupt()]:
 
         def reward_func(queries: object, prompts: object, labels: object, error: BaseException = error) -> object:
@@ -162,12 +159,12 @@ def test_what_a_reward_function_raises() -> None:
         functions = [reward_func] if isinstance(error, KeyboardInterrupt) else [reward_func, later]
         for function in functions:
             with pytest.raises(RewardError, match=r"^(reward_func|later) raised [^\n]+$"):
-                asyncio.run(FunctionReward(function, timeout=60.0, name=function.__name__).score([REQUEST]))
+                await FunctionReward(function, timeout=60.0, name=function.__name__).score([REQUEST])
 
 
-def test_a_reward_function_that_calls_itself_for_ever() -> None:
+async def test_a_reward_function_that_calls_itself_for_ever() -> None:
     def reward_func(queries: object, prompts: object, labels: object) -> int:
         return deep(10**9)
 
     with pytest.raises(RewardError, match="RecursionError"):
-        asyncio.run(FunctionReward(reward_func, timeout=60.0).score([REQUEST]))
+        await FunctionReward(reward_func, timeout=60.0).score([REQUEST])

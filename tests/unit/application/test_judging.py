@@ -1,6 +1,5 @@
 """Judges get the text that the model saw and wrote, its tokens, and the version of the policy that wrote it."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def family(request: pytest.FixtureRequest, tiny_tokenizer: Any) -> tuple[Any, st
     return tokenizer, ENDS[request.param]
 
 
-def play(
+async def play(
     tokenizer: Any, end: str, rewards: Any, *, environment: type[Environment] | None = None, **params: Any
 ) -> tuple[list[Trajectory] | RolloutFailure, Prompt]:
     codec = TemplateCodec(tokenizer)
@@ -44,15 +43,15 @@ def play(
     engine = ScriptedEngine(codec, tokenizer.convert_tokens_to_ids(end), ["It is 5.", "Five it is."])
     request = EpisodeRequest(prompt=prompt, params=SamplingParams(max_new_tokens=64, **params), group_id=0, sample_id=0)
     if environment is None:
-        return asyncio.run(SingleTurnExecutor(engine, codec, rewards).run(request)), prompt
+        return await SingleTurnExecutor(engine, codec, rewards).run(request), prompt
     executor = MultiTurnExecutor(engine, codec, lambda params: environment(), max_turns=2, rewards=rewards)
-    return asyncio.run(executor.run(request)), prompt
+    return await executor.run(request), prompt
 
 
-def test_a_query_is_the_text_of_all_tokens_that_the_model_saw_and_wrote(family: tuple[Any, str]) -> None:
+async def test_a_query_is_the_text_of_all_tokens_that_the_model_saw_and_wrote(family: tuple[Any, str]) -> None:
     tokenizer, end = family
     rewards = FakeRewardSource(lambda request: 1.0)
-    result, prompt = play(tokenizer, end, rewards)
+    result, prompt = await play(tokenizer, end, rewards)
     assert isinstance(result, list)
     tokens = result[0].token_ids_T.tolist()
     (judged,) = rewards.requests
@@ -63,7 +62,7 @@ def test_a_query_is_the_text_of_all_tokens_that_the_model_saw_and_wrote(family: 
     assert judged.response_token_ids == tuple(tokens[len(prompt.token_ids) :])
 
 
-def test_functions_get_such_queries(family: tuple[Any, str]) -> None:
+async def test_functions_get_such_queries(family: tuple[Any, str]) -> None:
     tokenizer, end = family
     seen: list[str] = []
 
@@ -71,11 +70,11 @@ def test_functions_get_such_queries(family: tuple[Any, str]) -> None:
         seen.extend(query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True))
         return [0.0]
 
-    play(tokenizer, end, FunctionReward(reward_func, timeout=60.0))
+    await play(tokenizer, end, FunctionReward(reward_func, timeout=60.0))
     assert seen == [f"It is 5.{end}"]
 
 
-def test_an_answer_ends_as_the_template_ends_a_reply(family: tuple[Any, str]) -> None:
+async def test_an_answer_ends_as_the_template_ends_a_reply(family: tuple[Any, str]) -> None:
     """One that an agent took out of a reply, so that nobody sampled its end."""
     tokenizer, end = family
     codec = TemplateCodec(tokenizer)
@@ -84,7 +83,7 @@ def test_an_answer_ends_as_the_template_ends_a_reply(family: tuple[Any, str]) ->
     request = answer_request(codec, prompt, "5", step=3)
     assert (request.query, request.response, request.token_ids, request.step) == (f"Add.5{end}", "5", None, 3)
     rewards = FakeRewardSource(lambda request: 1.0)
-    asyncio.run(_finished(ToolEnvironment([], rewards=rewards, end_of_turn=codec.end_of_turn), prompt))
+    await _finished(ToolEnvironment([], rewards=rewards, end_of_turn=codec.end_of_turn), prompt)
     assert rewards.requests[0].query == f"Add.7{end}"
 
 
@@ -119,10 +118,10 @@ class Silent(Environment):
         pass
 
 
-def test_an_environment_without_rewards_is_judged_by_the_run_s(family: tuple[Any, str]) -> None:
+async def test_an_environment_without_rewards_is_judged_by_the_run_s(family: tuple[Any, str]) -> None:
     tokenizer, end = family
     rewards = FakeRewardSource(lambda request: 0.75)
-    result, prompt = play(tokenizer, end, rewards, environment=Silent)
+    result, prompt = await play(tokenizer, end, rewards, environment=Silent)
     assert isinstance(result, list)
     (trajectory,) = result
     (judged,) = rewards.requests
@@ -134,41 +133,41 @@ def test_an_environment_without_rewards_is_judged_by_the_run_s(family: tuple[Any
     assert trajectory.score == 0.75
 
 
-def test_turns_keep_what_they_earned_beside_the_judgement(tiny_tokenizer: Any) -> None:
+async def test_turns_keep_what_they_earned_beside_the_judgement(tiny_tokenizer: Any) -> None:
     class Shaping(Silent):
         first = 0.5
 
     rewards = FakeRewardSource(lambda request: 1.0)
-    result, _ = play(tiny_tokenizer, tiny_tokenizer.eos_token, rewards, environment=Shaping)
+    result, _ = await play(tiny_tokenizer, tiny_tokenizer.eos_token, rewards, environment=Shaping)
     assert isinstance(result, list)
     assert [s.reward for s in result[0].segments if s.kind == "action"] == [0.5, 1.0]
     assert (result[0].reward, result[0].score) == (1.5, 1.0)
 
 
-def test_an_environment_that_rewards_is_not_judged(tiny_tokenizer: Any) -> None:
+async def test_an_environment_that_rewards_is_not_judged(tiny_tokenizer: Any) -> None:
     class Rewarding(Silent):
         async def step(self, action: Action) -> StepResult:
             return StepResult(reward=0.25, terminated=True)
 
     rewards = FakeRewardSource(lambda request: 1.0)
-    result, _ = play(tiny_tokenizer, tiny_tokenizer.eos_token, rewards, environment=Rewarding)
+    result, _ = await play(tiny_tokenizer, tiny_tokenizer.eos_token, rewards, environment=Rewarding)
     assert isinstance(result, list)
     assert result[0].reward == 0.25
     assert not rewards.requests
 
 
-def test_without_any_reward_the_run_ends_with_one_sentence(tiny_tokenizer: Any) -> None:
+async def test_without_any_reward_the_run_ends_with_one_sentence(tiny_tokenizer: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"The agent gave no reward.*--reward\.function_path"):
-        play(tiny_tokenizer, tiny_tokenizer.eos_token, None, environment=Silent)
+        await play(tiny_tokenizer, tiny_tokenizer.eos_token, None, environment=Silent)
 
 
-def test_a_reply_to_which_no_reward_applies_is_nobody_s_failure(tiny_tokenizer: Any) -> None:
+async def test_a_reply_to_which_no_reward_applies_is_nobody_s_failure(tiny_tokenizer: Any) -> None:
     class Undecided(FakeRewardSource):
         async def score(self, requests: Any) -> list[Reward]:
             raise NotApplicableError("there is nothing to compare with")
 
     for environment in (None, Silent):
-        result, _ = play(tiny_tokenizer, tiny_tokenizer.eos_token, Undecided(), environment=environment)
+        result, _ = await play(tiny_tokenizer, tiny_tokenizer.eos_token, Undecided(), environment=environment)
         assert isinstance(result, RolloutFailure)
         assert result.kind is FailureKind.NOT_APPLICABLE
 

@@ -1,26 +1,35 @@
+import math
+from pathlib import Path
+
 import pytest
 from attrs import evolve
 
 from rollgrad.application.settings.memory_plan import (
+    CONTEXT_BYTES,
     GATHERED_NUMBERS,
     Machine,
-    ModelShape,
     RoleMemory,
     memory_plan,
     places,
     shortages,
 )
+from rollgrad.application.settings.memory_plan_passes import ACTIVATIONS_PER_HIDDEN, WHOLE_ACTIVATIONS_PER_HIDDEN
+from rollgrad.application.settings.model_shape import ModelShape, PassMemory, bytes_of_pass
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.cluster import Strategy
+from rollgrad.application.settings.sections.ds import BUCKET_NUMBERS, PARAMETERS
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES
+from rollgrad.domain.algorithms.settings import KLEstimator
+from rollgrad.entrypoints.openrlhf.command import translated_config
 
-SHAPE = ModelShape(parameters=1000, layers=3, hidden=8, kv_heads=2, head_dim=4)
+SHAPE = ModelShape(parameters=1000, layers=3, hidden=8, kv_heads=2, head_dim=4, stored=2)
 CPU = Machine(gpu=0, memory=2**40)
 GPU = Machine(gpu=1_000_000, memory=2**40)
-LAYER = 8 * 17
+LAYER = 8 * ACTIVATIONS_PER_HIDDEN
 """Numbers that a layer keeps of a token."""
-CACHE = 8 * 16 * (2 * 3 * 2 * 4)
-"""Numbers in keys and values of all samples."""
+CACHE = 8 * 128 * (2 * 3 * 2 * 4) + 8 * 10 * LAYER
+"""Numbers in keys and values of all samples, in blocks of 128 tokens, and in a pass over their prompts."""
 
 
 def small_config() -> RLConfig:
@@ -56,7 +65,11 @@ def plan(
 
 
 def at_once(rows: dict[str, RoleMemory], machine: Machine = CPU) -> dict[str, int]:
-    return {place.name: place.held for place in places(list(rows.values()), machine)}
+    """Without what each process takes of a GPU for CUDA."""
+    return {
+        place.name: place.held - (place.name.count(",") + 1) * CONTEXT_BYTES * place.name.startswith("a GPU")
+        for place in places(list(rows.values()), machine)
+    }
 
 
 def parts(row: RoleMemory) -> tuple[int, int, int, int]:
@@ -86,6 +99,23 @@ def test_a_moving_average_is_float32_in_the_machines_memory() -> None:
         assert (row.optimizer, row.offloaded) == ((3000, 1000) if machine is GPU else (4000, 0))
 
 
+def test_fsdp2_divides_what_is_trained_and_the_reference() -> None:
+    config = cluster_config()
+    config.cluster.strategy, config.algo.kl.init_coef = Strategy.FSDP2, 0.1
+    shape = evolve(SHAPE, embedding=100, tied=True)
+    rows = plan(config, GPU, shape=shape, reference=shape)
+    layer = math.ceil((SHAPE.parameters - 100) / SHAPE.layers)
+    whole = (100 + 2 * layer) * 2
+    gradients = (100 + layer) * (2 + 4)
+    deepspeed = plan(cluster_config(), GPU, shape=shape)["actor"]
+    buckets = SHAPE.parameters * (2 + 4)
+    assert parts(rows["actor"]) == (0, 1000, 3000, deepspeed.passes - buckets + whole + gradients)
+    assert rows["reference"].weights == 2000 / 4
+    config.cluster.offload = True
+    assert parts(plan(config, GPU, shape=shape)["actor"]) == (0, 0, 0, rows["actor"].passes)
+    assert plan(config, GPU, shape=shape)["actor"].offloaded == 4000
+
+
 def test_other_models_appear_where_they_are_used() -> None:
     config = small_config()
     assert plan(config).keys() == {"actor", "engines"}
@@ -93,9 +123,9 @@ def test_other_models_appear_where_they_are_used() -> None:
     config.algo.kl.init_coef = 0.1
     other = ModelShape(parameters=10, layers=1, hidden=2, kv_heads=1, head_dim=2)
     rows = plan(config, compute_bytes=4, critic=other, reference=other, reward=other)
-    assert parts(rows["critic"]) == (40, 40, 80, 32 * 2 * 17 * 4)
-    assert parts(rows["reference"]) == (40, 0, 0, 32 * 2 * 17 * 4), "one layer at a time"
-    assert parts(rows["reward"]) == (40, 0, 0, 8 * 16 * 2 * 17 * 4), "whole texts"
+    assert parts(rows["critic"]) == (40, 40, 80, 32 * 2 * ACTIVATIONS_PER_HIDDEN * 4)
+    assert parts(rows["reference"]) == (40, 0, 0, 32 * 2 * ACTIVATIONS_PER_HIDDEN * 4), "one layer at a time"
+    assert parts(rows["reward"]) == (40, 0, 0, 8 * 16 * 2 * ACTIVATIONS_PER_HIDDEN * 4), "whole texts"
 
 
 def test_a_reward_model_judges_while_engines_sample() -> None:
@@ -106,21 +136,105 @@ def test_a_reward_model_judges_while_engines_sample() -> None:
     assert at_once({"reward": rows["reward"]}, GPU) == {"a GPU of reward": rows["reward"].total}
     config.algo.advantage.estimator, config.train.colocate_critic_reward = "gae", True
     rows = plan(config, GPU, reward=SHAPE)
-    held = at_once(rows, GPU)
-    assert held["a GPU of critic, reward"] == rows["critic"].total + rows["reward"].total
+    critic, reward = rows["critic"], rows["reward"]
+    training, judging = critic.total + reward.weights, critic.kept + reward.total
+    assert at_once(rows, GPU)["a GPU of critic, reward"] == max(training, judging)
+    config.train.async_enable = True
+    assert at_once(plan(config, GPU, reward=SHAPE), GPU)["a GPU of critic, reward"] == critic.total + reward.total
+    config.train.async_enable, config.train.colocate_all = False, True
+    together = plan(config, evolve(GPU, gpu=10_000_000), reward=SHAPE)
+    kept = sum(together[role].kept for role in ("actor", "critic", "reward"))
+    [held] = at_once(together, GPU).values()
+    assert held == kept + together["engines"].total + together["reward"].passes
+
+
+@pytest.mark.parametrize(
+    ("stage", "strategy", "rests"),
+    [
+        (2, Strategy.DEEPSPEED, 3000),  # masters and moments of a quarter of the model
+        (3, Strategy.DEEPSPEED, 3000 + 1000 + 4000),  # its gradients, and the buffer in which they are sent
+        (3, Strategy.FSDP2, 2000),  # the masters are the weights
+    ],
+)
+def test_optimizers_leave_their_memory_to_engines(stage: int, strategy: Strategy, rests: int) -> None:
+    config = cluster_config(stage)
+    config.cluster.strategy, config.algo.advantage.estimator = strategy, "gae"
     config.train.colocate_all = True
-    together = plan(config, evolve(GPU, gpu=10_000), reward=SHAPE)
-    others = {role: row for role, row in together.items() if role != "reward"}
-    assert sum(at_once(together, GPU).values()) == sum(at_once(others, GPU).values()) + together["reward"].total
+    before = plan(config, GPU)
+    config.train.optimizer_sleeps = True
+    rows = plan(config, GPU)
+    assert (rows["actor"].rests, rows["critic"].rests) == (rests, rests)
+    actor, critic, engines = rows["actor"], rows["critic"], rows["engines"]
+    sampling = actor.kept + critic.kept - 2 * rests + engines.total
+    training = actor.kept + critic.kept + max(row.total - row.kept for row in (actor, critic))
+    assert sampling > training, "the test is about the engines' turn"
+    assert at_once(rows, GPU)["a GPU of actor, critic, engines"] == sampling
+    assert at_once(before, GPU)["a GPU of actor, critic, engines"] == sampling + 2 * rests
+    assert at_once(rows, GPU)["a machine's memory"] - at_once(before, GPU).get("a machine's memory", 0) == 8 * rests
+    config.vllm.gpu_memory_utilization = 1e-6
+    small = plan(config, GPU)
+    assert at_once(small, GPU)["a GPU of actor, critic, engines"] >= training, "they are awake together"
+    assert plan(config)["actor"].rests == 0, "without a GPU there is one memory"
 
 
-def test_checkpointing_keeps_the_actors_layer_inputs_and_one_layer() -> None:
+def test_the_processes_of_a_reward_model_divide_it() -> None:
+    config = cluster_config(2)
+    config.reward.num_gpus_per_node = 4
+    whole = plan(config, GPU, reward=SHAPE)["reward"]
+    config.ds.zero_stage = 3
+    divided = plan(config, GPU, reward=SHAPE)["reward"]
+    assert (whole.weights, divided.weights, divided.offloaded) == (2000, 500, 0)
+    assert divided.passes == whole.passes + 2000, "what is gathered"
+    config.ds.zero_stage, config.reward.offload = 2, True
+    resting = plan(config, GPU, reward=SHAPE)["reward"]
+    assert (resting.weights, resting.offloaded) == (0, 500)
+    config.reward.offload, config.cluster.strategy, config.ds.zero_stage = False, Strategy.FSDP2, 3
+    assert plan(config, GPU, reward=SHAPE)["reward"].weights == 500
+
+
+def test_models_have_gradients_one_after_the_other() -> None:
+    config = small_config()
+    config.algo.advantage.estimator = "gae"
+    rows = plan(config)
+    actor, critic, engines = rows["actor"], rows["critic"], rows["engines"]
+    assert actor.gradients == critic.gradients == 4000
+    assert actor.kept == actor.weights + actor.optimizer
+    step = max(actor.total - actor.kept, critic.total - critic.kept, engines.total)
+    assert at_once(rows) == {"a machine's memory": actor.kept + critic.kept + step}
+
+
+@pytest.mark.parametrize(("tied", "numbers"), [(False, 800), (True, 1000)])
+def test_models_of_values_have_no_output_embedding(tied: bool, numbers: int) -> None:
+    config = small_config()
+    config.algo.advantage.estimator = "gae"
+    shape = evolve(SHAPE, embedding=200, tied=tied)
+    rows = plan(config, shape=shape, reward=shape)
+    assert parts(rows["critic"])[:3] == (2 * numbers, 4 * numbers, 12 * numbers)
+    assert rows["reward"].weights == 2 * numbers
+    assert rows["actor"].weights == 2000
+
+
+def test_a_reference_that_is_compared_over_the_vocabulary_is_in_the_actors_processes() -> None:
+    config = cluster_config()
+    config.algo.kl.init_coef, config.algo.kl.use_loss = 0.1, True
+    config.algo.kl.estimator = KLEstimator.FULL
+    rows = plan(config, GPU)
+    for name in ("processes", "on_a_machine", "device"):
+        assert getattr(rows["reference"], name) == getattr(rows["actor"], name)
+    assert rows["reference"].kept == rows["reference"].weights > 0
+    passes = rows["reference"].passes
+    config.ds.zero_stage, config.train.max_tokens_per_scoring_pass = PARAMETERS, 1
+    row = plan(config, GPU)["reference"]
+    assert (row.weights, row.passes) == (rows["reference"].weights, passes), "it is whole, and in the actor's passes"
+
+
+def test_checkpointing_keeps_layer_inputs_and_one_layer() -> None:
     config = small_config()
     config.actor.gradient_checkpointing = True
     config.algo.advantage.estimator = "gae"
     rows = plan(config)
-    assert rows["actor"].passes == 32 * 8 * (3 + 17) * 2
-    assert rows["critic"].passes == 32 * 3 * LAYER * 2
+    assert rows["actor"].passes == 32 * 8 * (3 + ACTIVATIONS_PER_HIDDEN) * 2
+    assert rows["critic"].passes == rows["actor"].passes
 
 
 def test_a_micro_batch_holds_at_least_the_longest_sequence() -> None:
@@ -146,8 +260,8 @@ def test_an_asynchronous_run_holds_the_engines_copy_and_both_phases() -> None:
 def test_zero_divides_optimizer_then_gradients_then_weights() -> None:
     held = {stage: plan(cluster_config(stage), compute_bytes=4)["actor"] for stage in range(4)}
     kept = {stage: (row.weights, row.gradients, row.optimizer) for stage, row in held.items()}
-    assert kept == {0: (4000, 4000, 8000), 1: (4000, 8000, 3000), 2: (4000, 1000, 3000), 3: (1000, 1000, 3000)}
-    bucket, gathered = 4000, 4000
+    assert kept == {0: (4000, 4000, 8000), 1: (4000, 8000, 3000), 2: (4000, 1000, 3000), 3: (1000, 5000, 3000)}
+    bucket, gathered = 4000, 4000  # at the last stage there are two buckets, of which one is kept
     activations = 32 * 3 * LAYER * 4
     assert [row.passes - activations for row in held.values()] == [0, bucket, bucket, bucket + gathered]
     assert {row.processes for row in held.values()} == {4}
@@ -156,15 +270,16 @@ def test_zero_divides_optimizer_then_gradients_then_weights() -> None:
 def test_bfloat16_is_divided_at_least_at_stage_two() -> None:
     rows = [plan(cluster_config(stage))["actor"] for stage in range(4)]
     assert rows[0] == rows[1] == rows[2]
-    assert parts(rows[2]) == (2000, 1000, 3000, 2000 + 32 * 3 * LAYER * 2)
-    assert parts(rows[3]) == (500, 1000, 3000, 4000 + 32 * 3 * LAYER * 2)
+    assert parts(rows[2]) == (2000, 1000, 3000, 2000 + 4000 + 32 * 3 * LAYER * 2)
+    assert parts(rows[3]) == (500, 1000 + 4000, 3000, 4000 + 2000 + 32 * 3 * LAYER * 2)
+    assert [row.kept for row in rows[2:]] == [2000 + 3000, 500 + 5000 + 3000]
 
 
 def test_large_models_are_gathered_in_part() -> None:
     large = evolve(SHAPE, parameters=4 * GATHERED_NUMBERS)
     row = plan(cluster_config(3), shape=large)["actor"]
     assert row.weights == 2 * GATHERED_NUMBERS
-    assert row.passes == 2 * (GATHERED_NUMBERS + GATHERED_NUMBERS // 2 + 32 * 3 * LAYER)
+    assert row.passes == 2 * (GATHERED_NUMBERS + 32 * 3 * LAYER) + 4 * BUCKET_NUMBERS
 
 
 def test_adapters_alone_are_trained_and_no_engine_or_reference_has_them() -> None:
@@ -178,8 +293,9 @@ def test_adapters_alone_are_trained_and_no_engine_or_reference_has_them() -> Non
     config = cluster_config(3)
     config.algo.kl.init_coef = 0.1
     rows = plan(config, shape=shape)
-    assert parts(rows["actor"])[:3] == (550, 100, 300)
-    assert rows["reference"].weights == rows["engines"].weights == 2000
+    assert parts(rows["actor"])[:3] == (550, 100 + 400, 300)
+    assert rows["engines"].weights == 2000
+    assert rows["reference"].weights == 500, "divided like the actor's"
 
 
 def test_of_quantised_weights_a_pass_has_less_than_a_layer_in_full() -> None:
@@ -212,9 +328,11 @@ def test_processes_that_share_layers_have_the_same_tokens(tied: bool, share: int
     config.algo.advantage.estimator, config.algo.kl.init_coef = "gae", 0.1
     config.ds.tensor_parallel_size = 2
     rows = plan(config, shape=evolve(SHAPE, embedding=200, tied=tied))
-    passes = 64 * 3 * 8 * (5 + 12 // 2) * 2
-    assert parts(rows["actor"]) == (2 * share, 4 * share // 2, 12 * share // 2, passes + 2 * share)
-    assert rows["critic"].weights == 2 * (200 + 400), "without the vocabulary's head the embedding is whole"
+    passes = 64 * 3 * 4 * (2 * WHOLE_ACTIVATIONS_PER_HIDDEN + 25) * 2
+    head = 3 * 24 * 25 * 4 // 2 + 100 * (4 + 2 + 2)  # logits of the replies, and the gradient of half of it
+    assert parts(rows["actor"]) == (2 * share, 4 * share // 2, 12 * share // 2, passes + head + (2 + 4) * share)
+    layers = 400 if tied else 300
+    assert rows["critic"].weights == 2 * (200 + layers), "without the vocabulary's head the embedding is whole"
     assert parts(rows["reference"]) == (2 * share, 0, 0, passes // 3)
     assert rows["engines"].weights == 2000
 
@@ -232,13 +350,49 @@ def test_offloading_moves_bytes_to_the_machine() -> None:
     config = cluster_config(3)
     config.ds.adam_offload = True
     rows = plan(config, GPU)
-    assert parts(rows["actor"])[:3] == (500, 0, 0)
+    buffer = 4000
+    assert parts(rows["actor"])[:3] == (500, buffer, 0)
     assert rows["actor"].offloaded == 4000
-    assert at_once(rows, GPU)["a machine's memory"] == 4 * 4000
+    share, layer = 500, 667
+    assert at_once(rows, GPU)["a machine's memory"] == 4 * (4000 + share + layer), "and what loading takes"
     config.ds.param_offload = True
     row = plan(config, GPU)["actor"]
-    assert (row.kept, row.offloaded) == (0, 4500)
+    assert (row.kept, row.offloaded) == (buffer, 4500)
     assert plan(config)["actor"].offloaded == 0, "without a GPU all of it is there anyway"
+
+
+def test_loading_takes_a_share_and_a_layer_of_what_is_divided_and_all_of_what_is_converted() -> None:
+    config = cluster_config(2)
+    config.algo.kl.init_coef = 0.1
+
+    def loading(shape: ModelShape = SHAPE, machine: Machine = GPU) -> list[int]:
+        rows = plan(config, machine, shape=shape, reward=shape)
+        return [rows[role].loading for role in ("actor", "reference", "reward", "engines")]
+
+    assert loading() == [0, 0, 0, 0], "pages of the files alone"
+    assert loading(evolve(SHAPE, stored=4)) == [2000, 2000, 2000, 0]
+    assert loading(evolve(SHAPE, stored=4), CPU) == [0, 0, 0, 0], "there the weights are counted"
+    rows = plan(config, GPU, shape=evolve(SHAPE, stored=4))
+    assert at_once(rows, GPU)["a machine's memory"] == 4 * 2000, "one model after the other"
+    config.ref.offload = True
+    assert loading() == [0, 500 + 667, 0, 0]
+    config.ds.zero_stage = PARAMETERS
+    assert loading(evolve(SHAPE, stored=4)) == [500 + 667, 500 + 667, 500 + 667, 0]
+    assert loading(evolve(SHAPE, embedding=400))[0] == 500 + 800, "the largest part is the embedding"
+    config.cluster.strategy = Strategy.FSDP2
+    assert loading()[0] == 500 + 667
+    config.rollout.engine = Engine.EMBEDDED
+    assert loading(evolve(SHAPE, stored=4))[3] == 2000
+    assert loading(evolve(SHAPE, quantised=900, adapters=10, stored=4))[0] == 0, "matrix by matrix"
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_a_reference_rests_in_the_memory_of_the_cpu(strategy: Strategy) -> None:
+    config = cluster_config()
+    config.cluster.strategy, config.algo.kl.init_coef, config.ref.offload = strategy, 0.1, True
+    row = plan(config, GPU)["reference"]
+    assert (row.weights, row.offloaded) == (0, 2000 / 4)
+    assert plan(config)["reference"].weights == 2000 / 4, "divided at any stage of ZeRO"
 
 
 def test_vllm_takes_its_share_of_a_gpu() -> None:
@@ -259,13 +413,13 @@ def test_who_shares_a_gpu_is_added_up() -> None:
     assert at_once(rows, GPU) == apart
     config.train.colocate_actor_ref = True
     together = {
-        "a GPU of actor, reference": actor.kept + reference.kept + max(actor.passes, reference.passes),
+        "a GPU of actor, reference": actor.total + reference.kept,
         "a GPU of engines": engines.total,
     }
     assert at_once(plan(config, GPU), GPU) == together
     config.train.colocate_all = True
     kept = actor.kept + reference.kept
-    all_on_one = {"a GPU of actor, reference, engines": kept + max(actor.passes, engines.total)}
+    all_on_one = {"a GPU of actor, reference, engines": kept + max(actor.total - actor.kept, engines.total)}
     assert at_once(plan(config, GPU), GPU) == all_on_one
 
 
@@ -286,5 +440,71 @@ def test_what_does_not_fit_is_a_sentence() -> None:
         machine = Machine(gpu=gigabytes * 2**30, memory=2**40)
         sentences = list(shortages(list(plan(config, machine, shape=shape).values()), machine))
         assert (sentences == []) == fits
-    assert "a GPU of actor, engines would hold 10,915 MiB at once, and has 8,192." in sentences[0]
+    assert "a GPU of actor, engines would hold 11,115 MiB at once, and has 8,192." in sentences[0]
     assert "--vllm.gpu_memory_utilization" in sentences[0]
+
+
+LLAMA_3_8B = ModelShape(
+    parameters=8_030_261_248,
+    layers=32,
+    hidden=4096,
+    kv_heads=8,
+    head_dim=128,
+    embedding=128_256 * 4096,
+    stored=2,
+    passes=PassMemory(
+        saved=((16, 4_963_611), (16384, 5_082_719_922)),
+        trained=((16, 1_103_619_821), (2048, 1_234_570_462), (16384, 9_383_313_484)),
+        scored=((16, 2_004_593), (16384, 2_052_685_900)),
+    ),
+)
+"""With passes in bfloat16 that recompute activations, as `measured_passes` finds them."""
+H100 = Machine(gpu=80 * 10**9, memory=2 * 10**12)
+COMMANDS = Path(__file__).parents[1] / "entrypoints" / "openrlhf_commands.txt"
+
+
+@pytest.mark.parametrize(
+    ("flag", "section", "key", "share", "least"),
+    [
+        ("--enforce_eager", "train", "optimizer_sleeps", 0.5, 62e9),  # by --deepspeed_enable_sleep
+        ("--adam_offload", "ds", "adam_offload", 0.6, 66e9),
+    ],
+)
+def test_llama_3_8b_with_critic_reference_and_reward_model_fits_on_eight_gpus(
+    flag: str, section: str, key: str, share: float, least: float
+) -> None:
+    """By the command lines of OpenRLHF's documents in which all models share eight GPUs."""
+    command = next(c for c in COMMANDS.read_text(encoding="utf-8").split("\n\n") if flag in c)
+    config, _ = translated_config([command])
+    assert (config.train.colocate_all, config.ds.zero_stage, config.vllm.gpu_memory_utilization) == (True, 3, share)
+    rows = memory_plan(config, LLAMA_3_8B, compute_bytes=2, machine=H100, reward=LLAMA_3_8B)
+    assert {row.role for row in rows} == {"actor", "critic", "reference", "reward", "engines"}
+    gpu, _ = places(rows, H100)
+    assert least < gpu.held < least + 2e9
+    assert list(shortages(rows, H100)) == []
+    setattr(getattr(config, section), key, False)
+    kept = memory_plan(config, LLAMA_3_8B, compute_bytes=2, machine=H100, reward=LLAMA_3_8B)
+    assert len(list(shortages(kept, H100))) == 1, "beside an optimizer that stays the engines do not fit"
+
+
+def test_what_is_measured_takes_the_place_of_the_formula() -> None:
+    saved, trained, scored = ((16, 10), (48, 10)), ((16, 500), (64, 980)), ((16, 100), (112, 292))
+    measured = PassMemory(saved=saved, trained=trained, scored=scored)
+    config = small_config()
+    config.algo.advantage.estimator, config.algo.kl.init_coef = "gae", 0.1
+    rows = plan(config, shape=evolve(SHAPE, passes=measured), reward=evolve(SHAPE, passes=measured))
+    assert rows["actor"].passes == rows["critic"].passes == 500 + 16 * 10
+    assert rows["reference"].passes == 32 * 8 * 2, "what the last layer returns"
+    config.train.max_tokens_per_scoring_pass = 64
+    assert plan(config, shape=evolve(SHAPE, passes=measured))["reference"].passes == 64 * 8 * 2
+    assert rows["reward"].passes == 292 + 16 * 2
+    assert rows["engines"].passes == 8 * 128 * 48 * 2 + 100 + (80 - 16) * 2
+    kept = evolve(measured, saved=((16, 700), (48, 796)))
+    assert plan(config, shape=evolve(SHAPE, passes=kept))["actor"].passes == 700 + 16 * 3, "before the backward pass"
+    padded = evolve(measured, padded=True)
+    assert plan(config, shape=evolve(SHAPE, passes=padded))["engines"].passes == 292 + 16 * 2, "no keys are kept"
+
+
+@pytest.mark.parametrize(("tokens", "held"), [(1, 70), (10, 70), (15, 75), (20, 80), (25, 130), (40, 280)])
+def test_between_measured_passes_memory_grows_by_the_token(tokens: int, held: int) -> None:
+    assert bytes_of_pass(((10, 70), (20, 80), (30, 180)), tokens) == held

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
-from rollgrad.application.learning import reference as module
+from rollgrad.application.learning import scores as module
 from rollgrad.application.learning.examples import ExampleLearner, together
 from rollgrad.application.learning.reference import check_start, with_reference
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective

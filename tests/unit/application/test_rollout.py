@@ -34,17 +34,17 @@ def failing(*sample_ids: int, kind: FailureKind = FailureKind.REWARD) -> FakeAge
     return FakeAgentExecutor(play)
 
 
-def collect(service: RolloutService, count: int, samples: int, first: int = 0) -> list[RolloutGroup]:
-    return asyncio.run(service.collect(prompts(count), PARAMS, samples=samples, first_group_id=first))
+async def collect(service: RolloutService, count: int, samples: int, first: int = 0) -> list[RolloutGroup]:
+    return await service.collect(prompts(count), PARAMS, samples=samples, first_group_id=first)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 30), st.randoms(use_true_random=False))
-def test_groups_come_in_order_of_prompts_whatever_finishes_first(
+async def test_groups_come_in_order_of_prompts_whatever_finishes_first(
     count: int, samples: int, limit: int, chance: "object"
 ) -> None:
     executor = FakeAgentExecutor(delay=lambda request: chance.randint(0, 9))  # type: ignore[attr-defined]
-    groups = collect(RolloutService(executor, max_concurrent=limit), count, samples, first=10)
+    groups = await collect(RolloutService(executor, max_concurrent=limit), count, samples, first=10)
     assert [g.group_id for g in groups] == list(range(10, 10 + count))
     assert [g.prompt.text for g in groups] == [str(index) for index in range(count)]
     for group in groups:
@@ -55,30 +55,29 @@ def test_groups_come_in_order_of_prompts_whatever_finishes_first(
     assert executor.in_flight == 0
 
 
-def test_the_limit_is_used_in_full() -> None:
+async def test_the_limit_is_used_in_full() -> None:
     executor = FakeAgentExecutor(delay=lambda request: 5)
-    collect(RolloutService(executor, max_concurrent=6), 5, 4)
+    await collect(RolloutService(executor, max_concurrent=6), 5, 4)
     assert executor.peak == 6
 
 
-def test_groups_stream_as_they_finish() -> None:
+async def test_groups_stream_as_they_finish() -> None:
     executor = FakeAgentExecutor(delay=lambda request: 50 - 10 * request.group_id)
     service = RolloutService(executor, max_concurrent=100)
 
-    async def scenario() -> list[tuple[int, int]]:
-        return [
+    assert (
+        [
             (group.group_id, executor.in_flight)
             async for group in service.stream(iter(prompts(4)), PARAMS, samples=2, groups=4)
         ]
-
-    assert asyncio.run(scenario()) == [(3, 6), (2, 4), (1, 2), (0, 0)]
+    ) == [(3, 6), (2, 4), (1, 2), (0, 0)]
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 5), st.integers(1, 8), st.randoms(use_true_random=False))
-def test_seeds_depend_on_the_place_in_the_run_alone(run_seed: int, limit: int, chance: "object") -> None:
+async def test_seeds_depend_on_the_place_in_the_run_alone(run_seed: int, limit: int, chance: "object") -> None:
     executor = FakeAgentExecutor(delay=lambda request: chance.randint(0, 5))  # type: ignore[attr-defined]
-    collect(RolloutService(executor, max_concurrent=limit, seed=run_seed), 3, 4, first=7)
+    await collect(RolloutService(executor, max_concurrent=limit, seed=run_seed), 3, 4, first=7)
     seeds = {request.sample_id: request.params.seed for request in executor.requests}
     assert seeds == {sample: sample_seed(run_seed, sample) for sample in range(28, 40)}
 
@@ -97,46 +96,46 @@ def test_runs_with_other_seeds_draw_other_samples() -> None:
     assert not {sample_seed(1, n) for n in range(5000)} & {sample_seed(2, n) for n in range(5000)}
 
 
-def test_settings_other_than_the_seed_reach_the_executor() -> None:
+async def test_settings_other_than_the_seed_reach_the_executor() -> None:
     executor = FakeAgentExecutor()
-    collect(RolloutService(executor, max_concurrent=2), 1, 2)
+    await collect(RolloutService(executor, max_concurrent=2), 1, 2)
     assert all(request.params.max_new_tokens == 4 for request in executor.requests)
 
 
-def test_failures_within_the_budget_are_counted_with_their_group() -> None:
-    groups = collect(RolloutService(failing(1, 4), max_concurrent=4, max_failures=2), 3, 2)
+async def test_failures_within_the_budget_are_counted_with_their_group() -> None:
+    groups = await collect(RolloutService(failing(1, 4), max_concurrent=4, max_failures=2), 3, 2)
     assert [len(g.trajectories) for g in groups] == [1, 2, 1]
     assert Counter(f.sample_id for g in groups for f in g.failures) == {1: 1, 4: 1}
     submitted = sum(len(g.trajectories) + len(g.failures) for g in groups)
     assert submitted == 6
 
 
-def test_a_reply_that_no_reward_applies_to_is_in_no_budget() -> None:
-    groups = collect(RolloutService(failing(1, 4, kind=FailureKind.NOT_APPLICABLE), max_concurrent=4), 3, 2)
+async def test_a_reply_that_no_reward_applies_to_is_in_no_budget() -> None:
+    groups = await collect(RolloutService(failing(1, 4, kind=FailureKind.NOT_APPLICABLE), max_concurrent=4), 3, 2)
     assert [len(g.trajectories) for g in groups] == [1, 2, 1]
     assert [f.sample_id for g in groups for f in g.failures] == [1, 4]
 
 
-def test_the_first_failure_ends_a_run_without_budget() -> None:
+async def test_the_first_failure_ends_a_run_without_budget() -> None:
     with pytest.raises(RewardError, match=r"^sample 1 broke$"):
-        collect(RolloutService(failing(1), max_concurrent=4, max_failures=0), 3, 2)
+        await collect(RolloutService(failing(1), max_concurrent=4, max_failures=0), 3, 2)
 
 
-def test_one_failure_too_many_says_how_many_of_which_kind() -> None:
+async def test_one_failure_too_many_says_how_many_of_which_kind() -> None:
     service = RolloutService(failing(0, 2, 4, kind=FailureKind.INFRASTRUCTURE), max_concurrent=1, max_failures=2)
     with pytest.raises(
         EngineError, match=r"3 episodes.* failed \(3 infrastructure\), and 2 may \(--rollout\.max_failures\).*sample 4"
     ):
-        collect(service, 3, 2)
+        await collect(service, 3, 2)
 
 
-def test_each_stream_has_its_own_budget() -> None:
+async def test_each_stream_has_its_own_budget() -> None:
     service = RolloutService(failing(0), max_concurrent=4, max_failures=1)
     for _ in range(3):
-        assert len(collect(service, 2, 2)) == 2
+        assert len(await collect(service, 2, 2)) == 2
 
 
-def test_a_misconfiguration_ends_the_run_and_leaves_nothing_behind() -> None:
+async def test_a_misconfiguration_ends_the_run_and_leaves_nothing_behind() -> None:
     def play(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         if request.sample_id == 3:
             raise ConfigurationError("too long")
@@ -144,38 +143,32 @@ def test_a_misconfiguration_ends_the_run_and_leaves_nothing_behind() -> None:
 
     executor = FakeAgentExecutor(play, delay=lambda request: 1 if request.sample_id == 3 else 1000)
     with pytest.raises(ConfigurationError, match="too long"):
-        collect(RolloutService(executor, max_concurrent=100, max_failures=5), 4, 2)
+        await collect(RolloutService(executor, max_concurrent=100, max_failures=5), 4, 2)
     assert executor.in_flight == 0
 
 
-def test_cancelling_cancels_every_episode() -> None:
+async def test_cancelling_cancels_every_episode() -> None:
     executor = FakeAgentExecutor(delay=lambda request: 10_000)
     service = RolloutService(executor, max_concurrent=3)
 
-    async def scenario() -> None:
-        task = asyncio.create_task(service.collect(prompts(4), PARAMS, samples=2))
-        while executor.in_flight < 3:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert executor.in_flight == 0
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(scenario())
+    task = asyncio.create_task(service.collect(prompts(4), PARAMS, samples=2))
+    while executor.in_flight < 3:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert executor.in_flight == 0
+    assert len(asyncio.all_tasks()) == 1
     assert len(executor.requests) == 3
 
 
-def test_leaving_a_stream_early_cancels_the_rest() -> None:
+async def test_leaving_a_stream_early_cancels_the_rest() -> None:
     executor = FakeAgentExecutor(delay=lambda request: 1 if request.group_id == 0 else 10_000)
 
-    async def scenario() -> None:
-        stream = RolloutService(executor, max_concurrent=100).stream(iter(prompts(3)), PARAMS, samples=2, groups=3)
-        assert (await anext(stream)).group_id == 0
-        await stream.aclose()  # type: ignore[attr-defined]
-        assert executor.in_flight == 0
-
-    asyncio.run(scenario())
+    stream = RolloutService(executor, max_concurrent=100).stream(iter(prompts(3)), PARAMS, samples=2, groups=3)
+    assert (await anext(stream)).group_id == 0
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert executor.in_flight == 0
 
 
 def test_replies_are_compared_with_others_of_their_group_and_rewards_with_lengths() -> None:

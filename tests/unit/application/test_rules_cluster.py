@@ -2,15 +2,19 @@ from typing import Any
 
 import pytest
 
+from rollgrad.application.settings.rules.algorithm import kl_problems
 from rollgrad.application.settings.rules.cluster import cluster_problems, server_problems
 from rollgrad.application.settings.rules.lora import lora_problems
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.optimizer import Optim
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.application.settings.validation import condition_problems
+from rollgrad.domain.algorithms.settings import KLAgainst, KLEstimator, KLSettings
 
 CLUSTER: dict[str, Any] = {"cluster.enable": True}
+FSDP2: dict[str, Any] = {"cluster.strategy": Strategy.FSDP2}
 VLLM: dict[str, Any] = {"rollout.engine": Engine.VLLM}
 MODEL: dict[str, Any] = {"reward.model_name_or_path": "rm"}
 URL = "http://127.0.0.1:8000"
@@ -40,12 +44,15 @@ def problems(settings: dict[str, Any]) -> list[str]:
         CLUSTER | {"actor.num_nodes": 2, "critic.num_nodes": 1, "ref.num_gpus_per_node": 4},
         CLUSTER | {"ds.zero_stage": 3, "ds.param_offload": True, "ds.adam_offload": True},
         CLUSTER | {"ds.zero_stage": 0},
+        CLUSTER | FSDP2 | {"cluster.offload": True, "ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 2},
         CLUSTER | {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 4, "ref.num_gpus_per_node": 2},
         CLUSTER | {"ds.tensor_parallel_size": 2, "actor.num_gpus_per_node": 4, "ds.zero_stage": 3},
         CLUSTER | VLLM | {"vllm.num_engines": 4, "vllm.tensor_parallel_size": 2, "vllm.pipeline_parallel_size": 2},
         CLUSTER | VLLM | TOGETHER | {"vllm.num_engines": 4},
+        CLUSTER | VLLM | TOGETHER | {"train.optimizer_sleeps": True, "ds.zero_stage": 3},
         CLUSTER | {"train.colocate_actor_ref": True, "train.async_enable": True},
         CLUSTER | MODEL | {"reward.num_nodes": 1, "reward.num_gpus_per_node": 3, "ds.sequence_parallel_size": 1},
+        CLUSTER | MODEL | {"reward.offload": True, "ds.zero_stage": 2},
         CLUSTER | MODEL | {"train.colocate_critic_reward": True, "train.colocate_actor_ref": True},
         SERVER,
         SERVER | {"train.async_enable": True, "rollout.server_urls": (URL, "https://other/v1")},
@@ -74,11 +81,12 @@ def test_engines_of_vllm_need_vllm(name: str, value: Any) -> None:
     )
 
 
-def test_routers_are_balanced_over_whole_sequences() -> None:
-    settings = CLUSTER | {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 2, "actor.aux_loss_coef": 0.1}
+@pytest.mark.parametrize("name", ["actor.aux_loss_coef", "actor.router_z_loss_coef"])
+def test_losses_of_routers_are_over_whole_sequences(name: str) -> None:
+    settings = CLUSTER | {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 2, name: 0.1}
     (problem,) = problems(settings)
-    assert "leave one of --actor.aux_loss_coef and --ds.sequence_parallel_size out" in problem
-    assert problems(settings | {"actor.aux_loss_coef": 0.0}) == []
+    assert f"leave one of --{name} and --ds.sequence_parallel_size out" in problem
+    assert problems(settings | {name: 0.0}) == []
 
 
 @pytest.mark.parametrize(
@@ -86,6 +94,7 @@ def test_routers_are_balanced_over_whole_sequences() -> None:
     [
         ("cluster.address", "auto"),
         ("cluster.timeout", 60.0),
+        ("cluster.strategy", Strategy.FSDP2),
         ("ds.zero_stage", 3),
         ("ds.adam_offload", True),
         ("ds.param_offload", True),
@@ -103,6 +112,44 @@ def test_processes_need_a_cluster(name: str, value: Any) -> None:
     assert problems(VLLM | {name: value}) == [
         f"{name} is {shown}, but models and engines have no processes of their own: turn on --cluster.enable, or leave "
         f"--{name} out."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("zero_stage", 1), ("adam_offload", True), ("tensor_parallel_size", 2), ("extra", {"dump_state": True})],
+)
+def test_settings_of_deepspeed_are_not_those_of_fsdp2(name: str, value: Any) -> None:
+    assert problems(CLUSTER | FSDP2 | {f"ds.{name}": value, "actor.num_gpus_per_node": 2}) == [
+        f"ds.{name} is {value}, but cluster.strategy is fsdp2: set --cluster.strategy deepspeed, or leave --ds.{name} "
+        "out."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        (Strategy.DEEPSPEED, "ds.adam_offload"),
+        (Strategy.DEEPSPEED, "ds.param_offload"),
+        (Strategy.FSDP2, "cluster.offload"),
+    ],
+)
+def test_what_rests_for_good_does_not_sleep(strategy: Strategy, name: str) -> None:
+    settings = CLUSTER | VLLM | {"cluster.strategy": strategy, "ds.zero_stage": 3, name: True}
+    assert problems(settings | TOGETHER) == []
+    (problem,) = problems(settings | TOGETHER | {"train.optimizer_sleeps": True})
+    assert problem.endswith(f"leave one of --train.optimizer_sleeps and --{name} out.")
+    assert any("turn on --train.colocate_all" in each for each in problems(settings | {"train.optimizer_sleeps": True}))
+
+
+def test_a_stage_that_divides_what_fsdp2_does_is_accepted() -> None:
+    assert problems(CLUSTER | FSDP2 | {"ds.zero_stage": 3, "actor.num_gpus_per_node": 2}) == []
+
+
+def test_zero_has_settings_of_its_own_for_offloading() -> None:
+    assert problems(CLUSTER | {"cluster.offload": True}) == [
+        "cluster.offload is True, but cluster.strategy is deepspeed: set --cluster.strategy fsdp2, or leave "
+        "--cluster.offload out."
     ]
 
 
@@ -151,6 +198,47 @@ def test_layers_with_adapters_are_not_shared() -> None:
     ]
 
 
+def test_a_reference_that_rests_shares_no_layers_and_is_not_quantised() -> None:
+    config = RLConfig()
+    config.cluster.enable, config.actor.num_gpus_per_node, config.ds.tensor_parallel_size = True, 2, 2
+    config.ref.offload = True
+    assert list(cluster_problems(config)) == [
+        "ref.offload is on with ds.tensor_parallel_size 2, but a reference that shares layers stays on its GPUs: leave "
+        "one of --ref.offload and --ds.tensor_parallel_size out."
+    ]
+    config.actor.lora.rank, config.actor.lora.load_in_4bit = 8, True
+    assert list(lora_problems(config)) == [
+        "actor.lora.load_in_4bit is on and so is ref.offload, but weights in 4 bits, which the reference shares with "
+        "the actor, are not divided: leave one of --actor.lora.load_in_4bit and --ref.offload out."
+    ]
+    config.ref.model_name_or_path = "another"
+    assert list(lora_problems(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("kl", "message"),
+    [
+        (KLSettings(init_coef=0.0), "algo.kl.init_coef 0 and algo.kl.against reference there is no reference"),
+        (
+            KLSettings(init_coef=0.1, use_loss=True, estimator=KLEstimator.K2, against=KLAgainst.ROLLOUT),
+            "algo.kl.against rollout there is no ref",
+        ),
+        (
+            KLSettings(init_coef=0.1, use_loss=True, estimator=KLEstimator.FULL),
+            "with algo.kl.estimator full the reference is whole in the policy's processes",
+        ),
+    ],
+)
+def test_a_reference_that_rests_has_processes_of_its_own(kl: KLSettings, message: str) -> None:
+    config = RLConfig()
+    config.cluster.enable = config.ref.offload = True
+    config.algo.kl = kl
+    (problem,) = kl_problems(config)
+    assert message in problem
+    config.algo.kl = KLSettings(init_coef=0.1)
+    assert list(kl_problems(config)) == []
+
+
 def test_quantised_weights_are_not_divided() -> None:
     config = RLConfig()
     config.cluster.enable, config.ds.zero_stage = True, 3
@@ -162,6 +250,11 @@ def test_quantised_weights_are_not_divided() -> None:
     for stage in (0, 1, 2):
         config.ds.zero_stage = stage
         assert not list(lora_problems(config))
+    config.cluster.strategy, config.ds.zero_stage = Strategy.FSDP2, 3
+    assert list(lora_problems(config)) == [
+        "actor.lora.load_in_4bit is on and cluster.strategy is fsdp2, but weights in 4 bits are not divided: set "
+        "--cluster.strategy deepspeed, or leave --actor.lora.load_in_4bit out."
+    ]
 
 
 def test_engines_that_never_rest_share_no_gpu() -> None:

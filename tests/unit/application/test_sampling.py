@@ -100,16 +100,16 @@ def test_over_sampling_keeps_the_rest_and_loses_nothing_at_the_end() -> None:
     assert played == {str(index) for index in range(10)}, "no prompt was played for nothing"
 
 
-def test_a_greedy_baseline_is_played_beside_the_samples() -> None:
+async def test_a_greedy_baseline_is_played_beside_the_samples() -> None:
     executor = solved()
     source = sampler(executor, greedy_baseline=True)
-    groups, _ = asyncio.run(source.take(1))
+    groups, _ = await source.take(1)
     assert [group.baseline for group in groups] == [1.0] * 3
     assert all(len(group.trajectories) == 2 for group in groups)
     assert sum(request.params.temperature == 0 for request in executor.requests) == 3
 
 
-def test_a_failed_baseline_leaves_the_group_out() -> None:
+async def test_a_failed_baseline_leaves_the_group_out() -> None:
     def play(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         if request.params.temperature == 0 and request.group_id == 1:
             return request.failure(FailureKind.REWARD, "broke")
@@ -118,7 +118,7 @@ def test_a_failed_baseline_leaves_the_group_out() -> None:
     service = RolloutService(FakeAgentExecutor(play), max_concurrent=9, max_failures=1)
     plan = SamplingPlan(groups=3, samples=2, in_flight=3, greedy_baseline=True)
     source = GroupSampler(service, FakePromptSource(PROMPTS), SamplingParams(max_new_tokens=4), plan)
-    groups, metrics = asyncio.run(source.take(1))
+    groups, metrics = await source.take(1)
     assert [group.group_id for group in groups] == [0, 2]
     assert metrics["rollout/rejected_empty"] == 1
 
@@ -141,19 +141,16 @@ def test_state_continues_the_stream() -> None:
     assert other.state_dict() == source.state_dict()
 
 
-def test_a_rollout_that_is_cancelled_leaves_the_stream_where_it_began() -> None:
+async def test_a_rollout_that_is_cancelled_leaves_the_stream_where_it_began() -> None:
     executor = solved(delay=lambda request: 10**6 if request.group_id == 4 else 0)
     source = sampler(executor, curriculum=Curriculum(limits=(0.4, 0.6)))
 
-    async def scenario() -> None:
-        first, _ = await source.take(3)
-        assert [group.group_id for group in first] == [0, 1, 2]
-        before = source.state_dict()
-        task = asyncio.create_task(source.take(2))
-        while len(executor.requests) < 12:
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert source.state_dict() == before
-
-    asyncio.run(scenario())
+    first, _ = await source.take(3)
+    assert [group.group_id for group in first] == [0, 1, 2]
+    before = source.state_dict()
+    task = asyncio.create_task(source.take(2))
+    while len(executor.requests) < 12:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert source.state_dict() == before

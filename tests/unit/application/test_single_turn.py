@@ -24,15 +24,15 @@ REQUEST = EpisodeRequest(
 )
 
 
-def play(engine: FakeRolloutEngine, rewards: FakeRewardSource) -> list[Trajectory] | RolloutFailure:
-    return asyncio.run(SingleTurnExecutor(engine, FakeChatCodec(), rewards).run(REQUEST))
+async def play(engine: FakeRolloutEngine, rewards: FakeRewardSource) -> list[Trajectory] | RolloutFailure:
+    return await SingleTurnExecutor(engine, FakeChatCodec(), rewards).run(REQUEST)
 
 
-def test_tokens_are_those_the_engine_sampled_and_the_reward_sees_their_text() -> None:
+async def test_tokens_are_those_the_engine_sampled_and_the_reward_sees_their_text() -> None:
     engine, rewards = FakeRolloutEngine(), FakeRewardSource(lambda request: 0.25)
     engine.version = 3
-    sampled = asyncio.run(engine.generate(GenerationRequest(prompt_token_ids=(72, 105), params=REQUEST.params)))
-    result = play(engine, rewards)
+    sampled = await engine.generate(GenerationRequest(prompt_token_ids=(72, 105), params=REQUEST.params))
+    result = await play(engine, rewards)
     assert isinstance(result, list)
     (trajectory,) = result
     assert trajectory.token_ids_T.tolist() == [72, 105, *sampled.token_ids]
@@ -49,53 +49,50 @@ def test_tokens_are_those_the_engine_sampled_and_the_reward_sees_their_text() ->
     assert engine.requests[-1].params == REQUEST.params
 
 
-def test_a_reward_that_breaks_is_a_failure_of_the_episode() -> None:
-    result = play(FakeRolloutEngine(), FakeRewardSource(lambda request: float("nan")))
+async def test_a_reward_that_breaks_is_a_failure_of_the_episode() -> None:
+    result = await play(FakeRolloutEngine(), FakeRewardSource(lambda request: float("nan")))
     assert isinstance(result, RolloutFailure)
     assert result.kind is FailureKind.REWARD
 
 
-def test_an_engine_that_breaks_is_a_failure_of_the_episode() -> None:
+async def test_an_engine_that_breaks_is_a_failure_of_the_episode() -> None:
     engine = FakeRolloutEngine()
     engine.fail_with = "out of memory"
-    result = play(engine, FakeRewardSource())
+    result = await play(engine, FakeRewardSource())
     assert isinstance(result, RolloutFailure)
     assert result.kind is FailureKind.INFRASTRUCTURE
     assert "out of memory" in result.message
 
 
-def test_a_request_aborted_before_its_first_token_is_a_failure_of_the_episode() -> None:
+async def test_a_request_aborted_before_its_first_token_is_a_failure_of_the_episode() -> None:
     engine, rewards = FakeRolloutEngine(), FakeRewardSource()
 
-    async def scenario() -> list[Trajectory] | RolloutFailure:
-        await engine.pause(PauseMode.KEEP)
-        task = asyncio.create_task(SingleTurnExecutor(engine, FakeChatCodec(), rewards).run(REQUEST))
-        await asyncio.sleep(0)
-        await engine.pause(PauseMode.ABORT)
-        return await task
-
-    result = asyncio.run(scenario())
+    await engine.pause(PauseMode.KEEP)
+    task = asyncio.create_task(SingleTurnExecutor(engine, FakeChatCodec(), rewards).run(REQUEST))
+    await asyncio.sleep(0)
+    await engine.pause(PauseMode.ABORT)
+    result = await task
     assert isinstance(result, RolloutFailure)
     assert result.kind is FailureKind.INFRASTRUCTURE
     assert "before its first token" in result.message
     assert not rewards.requests
 
 
-def test_a_misconfiguration_is_raised() -> None:
+async def test_a_misconfiguration_is_raised() -> None:
     class Refuses(FakeRolloutEngine):
         async def generate(self, request: GenerationRequest, **listener: object) -> Generation:
             raise ConfigurationError("too many tokens")
 
     with pytest.raises(ConfigurationError, match="too many tokens"):
-        play(Refuses(), FakeRewardSource())
+        await play(Refuses(), FakeRewardSource())
 
 
-def test_a_wrong_number_of_rewards_does_not_pass_unseen() -> None:
+async def test_a_wrong_number_of_rewards_does_not_pass_unseen() -> None:
     class TwoForOne(FakeRewardSource):
         async def score(self, requests: list[RewardRequest]) -> list:  # type: ignore[override, type-arg]
             return [*await super().score(requests), *await super().score(requests)]
 
-    result = play(FakeRolloutEngine(), TwoForOne())
+    result = await play(FakeRolloutEngine(), TwoForOne())
     assert isinstance(result, RolloutFailure)
     assert result.kind is FailureKind.REWARD
     assert "too many values" in result.message
@@ -110,30 +107,30 @@ def test_a_wrong_number_of_rewards_does_not_pass_unseen() -> None:
         (FakeRewardSource, "score", FailureKind.REWARD),
     ],
 )
-def test_whatever_is_raised_costs_this_episode_alone(
+async def test_whatever_is_raised_costs_this_episode_alone(
     place: type, name: str, kind: FailureKind, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: object, **options: object) -> None:
         raise error
 
     monkeypatch.setattr(place, name, broken)
-    result = play(FakeRolloutEngine(), FakeRewardSource())
+    result = await play(FakeRolloutEngine(), FakeRewardSource())
     assert isinstance(result, RolloutFailure)
     assert result.kind is kind
     assert type(error).__name__ in result.message
 
 
 @pytest.mark.parametrize(("max_tokens", "length"), [(None, 6), (20, 6), (8, 6), (7, 5), (3, 1)])
-def test_a_reply_gets_what_the_prompt_leaves(max_tokens: int | None, length: int) -> None:
+async def test_a_reply_gets_what_the_prompt_leaves(max_tokens: int | None, length: int) -> None:
     executor = SingleTurnExecutor(FakeRolloutEngine(), FakeChatCodec(), FakeRewardSource(), max_tokens=max_tokens)
-    result = asyncio.run(executor.run(REQUEST))
+    result = await executor.run(REQUEST)
     assert isinstance(result, list)
     assert result[0].action_length == length
 
 
-def test_a_prompt_that_leaves_nothing_is_a_failure_of_the_data() -> None:
+async def test_a_prompt_that_leaves_nothing_is_a_failure_of_the_data() -> None:
     executor = SingleTurnExecutor(FakeRolloutEngine(), FakeChatCodec(), FakeRewardSource(), max_tokens=2)
-    result = asyncio.run(executor.run(REQUEST))
+    result = await executor.run(REQUEST)
     assert isinstance(result, RolloutFailure)
     assert result.kind is FailureKind.DATA
     assert "--data.max_len" in result.message

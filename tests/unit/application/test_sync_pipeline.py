@@ -1,20 +1,24 @@
 """The synchronous pipeline over fakes: order, counts, versions, schedule, interruption."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rollgrad.application.pipelines.run import RunOutcome
 from rollgrad.domain.control.kl_weight import KLController
+from rollgrad.domain.episodes.generation import GenerationRequest
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import NonFiniteUpdateError, RewardError
 from rollgrad.testing.clock import FakeClock
 from rollgrad.testing.models import VOCABULARY, FakePolicy
-from tests.fakes.pipeline import Run, make_run
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
+from tests.fakes.pipeline import GROUPS, PARAMS, SAMPLES, Run, make_run
 
 
 @pytest.fixture
@@ -117,33 +121,115 @@ def test_a_failed_update_ends_the_run(build: Callable[..., Run]) -> None:
     assert run.channel.versions == [0]
 
 
-def test_an_interruption_saves_the_last_finished_step(build: Callable[..., Run]) -> None:
+async def test_an_interruption_saves_the_last_finished_step(build: Callable[..., Run]) -> None:
     run = build(steps=1000)
 
-    async def scenario() -> RunOutcome:
-        task = asyncio.create_task(run.pipeline.run())
-        while len(run.steps) < 3:
-            await asyncio.sleep(0)
-        task.cancel()
-        return await task
-
-    outcome = asyncio.run(scenario())
+    task = asyncio.create_task(run.pipeline.run())
+    while len(run.steps) < 3:
+        await asyncio.sleep(0)
+    task.cancel()
+    outcome = await task
     assert outcome.interrupted
     assert 3 <= outcome.steps < 1000
     assert run.checkpoints.models == ["model"]
     assert run.checkpoints.states["model"]["step"] == outcome.steps == run.channel.versions[-1]
 
 
-def test_an_interruption_before_the_first_step_still_saves(build: Callable[..., Run]) -> None:
+class WaitingPolicy(FakePolicy):
+    """Updates only after the event loop has answered it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.linspace(-0.5, 0.5, VOCABULARY))
+        self.asks, self.answered = threading.Event(), threading.Event()
+
+    def update(self, micro_batches: Any, objective: Any) -> dict[str, float]:
+        self.asks.set()
+        assert self.answered.wait(60), "the event loop waits for the update"
+        return super().update(micro_batches, objective)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_the_event_loop_goes_on_while_the_update_runs(build: Callable[..., Run], interrupted: bool) -> None:
+    """An update that has begun is finished and counted, and saved with its state."""
+    policy = WaitingPolicy()
+    run = build(steps=2, state_steps=2, policy=policy)
+
+    task = asyncio.create_task(run.pipeline.run())
+    while not policy.asks.is_set():
+        await asyncio.sleep(0)
+    if interrupted:
+        task.cancel()
+        await asyncio.sleep(0)
+    policy.answered.set()
+    outcome = await task
+    steps = 1 if interrupted else 2
+    assert (outcome.interrupted, outcome.steps, len(policy.updates)) == (interrupted, steps, steps)
+    assert run.checkpoints.training is not None
+    assert run.checkpoints.training["run"]["step"] == steps
+    resumed = build(steps=2)
+    resumed.pipeline.resume(run.checkpoints.training)
+    await resumed.pipeline.run()
+    trained = [int(i) for made in (run, resumed) for step in made.policy.updates for p in step for i in p.sample_ids_S]
+    assert trained == list(range(2 * GROUPS * SAMPLES))
+
+
+class SlowlyWakingEngine(FakeRolloutEngine):
+    """Other coroutines run before the caller of `wake` goes on, as with an engine in another process."""
+
+    async def wake(self) -> None:
+        await super().wake()
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+async def test_requests_that_come_while_the_engine_sleeps_wait_for_the_new_weights(build: Callable[..., Run]) -> None:
+    policy, engine = WaitingPolicy(), SlowlyWakingEngine()
+    run = build(steps=1, policy=policy, sleeper=engine)
+
+    task = asyncio.create_task(run.pipeline.run())
+    while not policy.asks.is_set():
+        await asyncio.sleep(0)
+    asked = asyncio.create_task(engine.generate(GenerationRequest(prompt_token_ids=(1,), params=PARAMS)))
+    await asyncio.sleep(0)
+    policy.answered.set()
+    outcome, reply = await task, await asked
+    assert outcome.steps == 1
+    assert set(reply.versions) == {1}
+
+
+async def test_optimizers_sleep_after_each_update_before_the_engine_takes_its_memory(build: Callable[..., Run]) -> None:
+    events: list[str] = []
+
+    class Policy(FakePolicy):
+        def update(self, *arguments: Any) -> dict[str, float]:
+            events.append("update")
+            return super().update(*arguments)
+
+        def sleep(self) -> None:
+            events.append("optimizer sleeps")
+
+    class Engine(FakeRolloutEngine):
+        async def sleep(self) -> None:
+            events.append("engine sleeps")
+            await super().sleep()
+
+        async def wake(self) -> None:
+            events.append("engine wakes")
+            await super().wake()
+
+    policy = Policy()
+    run = build(steps=2, policy=policy, sleeper=Engine(), resting=[policy])
+    await run.pipeline.run()
+    assert events == ["engine sleeps", "update", "optimizer sleeps", "engine wakes"] * 2
+
+
+async def test_an_interruption_before_the_first_step_still_saves(build: Callable[..., Run]) -> None:
     run = build(evaluation=True)
 
-    async def scenario() -> RunOutcome:
-        task = asyncio.create_task(run.pipeline.run())
-        await asyncio.sleep(0)
-        task.cancel()
-        return await task
-
-    outcome = asyncio.run(scenario())
+    task = asyncio.create_task(run.pipeline.run())
+    await asyncio.sleep(0)
+    task.cancel()
+    outcome = await task
     assert (outcome.interrupted, outcome.steps, outcome.before) == (True, 0, {})
     assert run.checkpoints.models == ["model"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
-from rollgrad.application.learning import teacher as module
+from rollgrad.application.learning import scores as module
 from rollgrad.application.learning.teacher import packed_predictions, unpacked_predictions, with_teacher
 from rollgrad.domain.batches.examples import pack_demonstrations
 from rollgrad.domain.batches.packed import PackedBatch

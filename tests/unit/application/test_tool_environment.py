@@ -53,12 +53,9 @@ def act(content: str = "", *calls: ToolCall, stop: StopReason = StopReason.STOP,
     )
 
 
-def steps(environment: ToolEnvironment, *actions: Action, prompt: Prompt = PROMPT) -> list[StepResult]:
-    async def run() -> list[StepResult]:
-        await environment.reset(prompt)
-        return [await environment.step(action) for action in actions]
-
-    return asyncio.run(run())
+async def steps(environment: ToolEnvironment, *actions: Action, prompt: Prompt = PROMPT) -> list[StepResult]:
+    await environment.reset(prompt)
+    return [await environment.step(action) for action in actions]
 
 
 def counts(
@@ -79,9 +76,9 @@ def test_it_is_an_environment() -> None:
     assert environment.tools == (tool,)
 
 
-def test_a_call_gets_its_result_and_the_answer_ends_the_episode() -> None:
+async def test_a_call_gets_its_result_and_the_answer_ends_the_episode() -> None:
     tool = FakeTool(lambda text: ToolResult(content=text * 2))
-    called, answered = steps(ToolEnvironment([tool]), act("", call("ab")), act("ab"))
+    called, answered = await steps(ToolEnvironment([tool]), act("", call("ab")), act("ab"))
     assert called.observation == [{"role": "tool", "tool_call_id": "call0", "name": "repeat", "content": "abab"}]
     assert not called.terminated
     assert called.metrics == counts(1.0, 0.0)
@@ -91,18 +88,18 @@ def test_a_call_gets_its_result_and_the_answer_ends_the_episode() -> None:
     assert tool.calls == ["ab"]
 
 
-def test_calls_of_one_reply_run_at_once_and_are_answered_in_order() -> None:
+async def test_calls_of_one_reply_run_at_once_and_are_answered_in_order() -> None:
     tool = Together(3)
-    (result,) = steps(ToolEnvironment([tool]), act("", *(call(str(i), number=i) for i in range(3))))
+    (result,) = await steps(ToolEnvironment([tool]), act("", *(call(str(i), number=i) for i in range(3))))
     assert contents(result) == ["0", "1", "2"]
     assert [m["tool_call_id"] for m in result.observation if not isinstance(m, str)] == ["call0", "call1", "call2"]
     assert result.metrics["tool_calls"] == 3.0
 
 
-def test_an_unknown_tool_is_told() -> None:
+async def test_an_unknown_tool_is_told() -> None:
     environment = ToolEnvironment([FakeTool(), Broken()])
     unread = call(name="other", number=1, error="There is no function 'other'.")
-    (result,) = steps(environment, act("", call(name="other"), unread, call(number=2)))
+    (result,) = await steps(environment, act("", call(name="other"), unread, call(number=2)))
     assert contents(result) == [
         "There is no function 'other'; the functions are repeat, broken.",
         "There is no function 'other'.",
@@ -112,10 +109,10 @@ def test_an_unknown_tool_is_told() -> None:
     assert not result.terminated
 
 
-def test_bad_arguments_are_told() -> None:
+async def test_bad_arguments_are_told() -> None:
     environment = ToolEnvironment([tool := FakeTool()])
     unreadable = ToolCall(id="c", name="repeat", arguments=None, error="The arguments are not valid JSON.")
-    mistyped, hinted = steps(environment, act("", call(3)), act("", unreadable))
+    mistyped, hinted = await steps(environment, act("", call(3)), act("", unreadable))
     assert mistyped.metrics["tool_errors"] == 1.0
     assert "text" in contents(mistyped)[0]
     assert hinted.observation == [environment.hint("The arguments are not valid JSON.")]
@@ -123,24 +120,24 @@ def test_bad_arguments_are_told() -> None:
     assert tool.calls == []
 
 
-def test_a_tool_that_raises_ends_nothing_and_tells_no_details() -> None:
-    (result,) = steps(ToolEnvironment([Broken(), FakeTool()]), act("", call(name="broken"), call(number=1)))
+async def test_a_tool_that_raises_ends_nothing_and_tells_no_details() -> None:
+    (result,) = await steps(ToolEnvironment([Broken(), FakeTool()]), act("", call(name="broken"), call(number=1)))
     assert contents(result) == ["The tool 'broken' failed.", "x"]
     assert result.metrics == counts(2.0, 1.0)
 
 
-def test_a_reply_that_could_not_be_read_gets_a_hint() -> None:
+async def test_a_reply_that_could_not_be_read_gets_a_hint() -> None:
     environment = ToolEnvironment([FakeTool()])
-    (result,) = steps(environment, act("{", error="The tool call could not be read."))
+    (result,) = await steps(environment, act("{", error="The tool call could not be read."))
     assert result.observation == [environment.hint("The tool call could not be read.")]
     assert result.metrics == counts(0.0, 1.0)
     assert not result.terminated
 
 
-def test_a_terminating_result_is_the_answer() -> None:
+async def test_a_terminating_result_is_the_answer() -> None:
     tool = FakeTool(lambda text: ToolResult(content=text, terminates=text == "done"))
     rewards = FakeRewardSource(lambda request: float(request.response == "done"))
-    (result,) = steps(ToolEnvironment([tool], rewards=rewards), act("", call("x"), call("done", number=1)))
+    (result,) = await steps(ToolEnvironment([tool], rewards=rewards), act("", call("x"), call("done", number=1)))
     assert result.terminated
     assert result.reward == 1.0
     assert result.info == {"answer": "done"}
@@ -148,10 +145,10 @@ def test_a_terminating_result_is_the_answer() -> None:
 
 
 @pytest.mark.parametrize("stop", [StopReason.LENGTH, StopReason.ABORTED])
-def test_a_reply_that_was_cut_off_calls_and_answers_nothing(stop: StopReason) -> None:
+async def test_a_reply_that_was_cut_off_calls_and_answers_nothing(stop: StopReason) -> None:
     tool, rewards = FakeTool(), FakeRewardSource()
     environment = ToolEnvironment([tool], rewards=rewards)
-    called, said, unread = steps(
+    called, said, unread = await steps(
         environment, act("", call(), stop=stop), act("x", stop=stop), act("x", stop=stop, error="unread")
     )
     assert tool.calls == []
@@ -160,25 +157,25 @@ def test_a_reply_that_was_cut_off_calls_and_answers_nothing(stop: StopReason) ->
         assert result == StepResult(metrics=counts(0.0, 0.0))
 
 
-def test_the_runs_reward_judges_the_answer() -> None:
+async def test_the_runs_reward_judges_the_answer() -> None:
     rewards = FakeRewardSource()
-    (right,) = steps(ToolEnvironment([FakeTool()], rewards=rewards), act("x"))
-    (wrong,) = steps(ToolEnvironment([FakeTool()], rewards=rewards), act("y"))
+    (right,) = await steps(ToolEnvironment([FakeTool()], rewards=rewards), act("x"))
+    (wrong,) = await steps(ToolEnvironment([FakeTool()], rewards=rewards), act("y"))
     assert (right.reward, wrong.reward) == (1.0, 0.0)
     assert [(request.prompt, request.response) for request in rewards.requests] == [(PROMPT, "x"), (PROMPT, "y")]
-    (unjudged,) = steps(ToolEnvironment([]), act("x"))
+    (unjudged,) = await steps(ToolEnvironment([]), act("x"))
     assert unjudged.reward == 0.0
     assert unjudged.terminated
 
 
-def test_another_reward_may_be_given_with_metrics_and_parts() -> None:
+async def test_another_reward_may_be_given_with_metrics_and_parts() -> None:
     class Judged(ToolEnvironment):
         async def reward_hook(self, answer: str, prompt: Prompt) -> StepResult:
             return StepResult(
                 reward=0.5, score=1.0, metrics={"length": float(len(answer))}, reward_parts={"style": 0.5}
             )
 
-    (result,) = steps(Judged([FakeTool()]), act("abc"))
+    (result,) = await steps(Judged([FakeTool()]), act("abc"))
     assert (result.reward, result.score, result.terminated) == (0.5, 1.0, True)
     assert result.metrics == {**counts(answered=1.0, attempts=1.0), "length": 3.0}
     assert result.reward_parts == {"style": 0.5}
@@ -198,43 +195,36 @@ def test_the_system_prompt_stands_before_conversations_that_have_none() -> None:
     assert opening(text) == []
 
 
-def test_an_episode_counts_its_own_calls() -> None:
+async def test_an_episode_counts_its_own_calls() -> None:
     environment = ToolEnvironment([FakeTool()])
-    steps(environment, act("", call(3)))
-    (again,) = steps(environment, act("x"))
+    await steps(environment, act("", call(3)))
+    (again,) = await steps(environment, act("x"))
     assert again.metrics == counts(0.0, 0.0, answered=1.0, attempts=1.0)
 
 
-def test_hints_are_for_the_model_alone() -> None:
-    async def run() -> AgentSession:
-        session = AgentSession(ToolEnvironment([FakeTool()]))
-        await session.start(PROMPT)
-        await session.advance(act("{", error="Unreadable."))
-        await session.advance(act("", call()))
-        await session.advance(act("x"))
-        return session
-
-    session = asyncio.run(run())
+async def test_hints_are_for_the_model_alone() -> None:
+    session = AgentSession(ToolEnvironment([FakeTool()]))
+    await session.start(PROMPT)
+    await session.advance(act("{", error="Unreadable."))
+    await session.advance(act("", call()))
+    await session.advance(act("x"))
     assert session.messages is not None
     assert [m["content"] for m in session.messages] == ["Say x.", "{", "Unreadable.", "", "x", "x"]
     assert [m["content"] for m in session.visible()] == ["Say x.", "{", "", "x", "x"]
 
 
-def test_closing_leaves_the_tools_to_their_maker() -> None:
+async def test_closing_leaves_the_tools_to_their_maker() -> None:
     tool = FakeTool()
 
-    async def run() -> None:
-        environment = ToolEnvironment([tool])
-        await environment.close()
-        await environment.close()
-
-    asyncio.run(run())
+    environment = ToolEnvironment([tool])
+    await environment.close()
+    await environment.close()
     assert not tool.closed
 
 
-def test_a_wrong_answer_may_be_followed_by_another() -> None:
+async def test_a_wrong_answer_may_be_followed_by_another() -> None:
     environment = ToolEnvironment([FakeTool()], rewards=FakeRewardSource(), attempts=3)
-    first, called, second, right = steps(environment, act("y"), act("", call("x")), act("z"), act("x"))
+    first, called, second, right = await steps(environment, act("y"), act("", call("x")), act("z"), act("x"))
     for wrong, attempts in ((first, 1.0), (second, 2.0)):
         assert wrong.observation == [{"role": "user", "content": "That is not right. Try again."}]
         assert (wrong.terminated, wrong.reward, wrong.score) == (False, 0.0, 0.0)
@@ -244,16 +234,16 @@ def test_a_wrong_answer_may_be_followed_by_another() -> None:
     assert right.metrics == counts(1.0, answered=1.0, attempts=3.0)
 
 
-def test_the_last_attempt_ends_the_episode_right_or_wrong() -> None:
+async def test_the_last_attempt_ends_the_episode_right_or_wrong() -> None:
     environment = ToolEnvironment([], rewards=FakeRewardSource(), attempts=2)
-    first, last = steps(environment, act("y"), act("z"))
+    first, last = await steps(environment, act("y"), act("z"))
     assert (first.terminated, last.terminated, last.reward) == (False, True, 0.0)
     assert last.metrics == counts(answered=1.0, attempts=2.0)
 
 
-def test_an_answer_passes_at_the_threshold() -> None:
+async def test_an_answer_passes_at_the_threshold() -> None:
     rewards = FakeRewardSource(lambda request: 0.25)
-    (passed,) = steps(ToolEnvironment([], rewards=rewards, attempts=2, pass_threshold=0.25), act("x"))
+    (passed,) = await steps(ToolEnvironment([], rewards=rewards, attempts=2, pass_threshold=0.25), act("x"))
     assert passed.terminated
-    (failed,) = steps(ToolEnvironment([], rewards=rewards, attempts=2), act("x"))
+    (failed,) = await steps(ToolEnvironment([], rewards=rewards, attempts=2), act("x"))
     assert not failed.terminated

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.application.learning.microbatch import per_token, split
+from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch, pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
+from rollgrad.domain.batches.prefixes import shared_prefixes
 from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.ports.models import TokenScores
@@ -39,6 +40,11 @@ def units_of(batch: PackedBatch) -> dict[int, int]:
     return dict(zip(ids.tolist(), counts.tolist(), strict=True))
 
 
+def distinct(batch: PackedBatch) -> int:
+    """Tokens that a forward pass computes."""
+    return shared_prefixes(batch).distinct(batch.lengths_S.tolist())
+
+
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=7)
 
 
@@ -51,7 +57,7 @@ def test_no_forward_pass_or_process_has_half_a_pair(
     assert sum(map(len, passes)) == len(batch)
     for part in passes:
         assert set(units_of(part).values()) == {2}
-        assert part.token_count <= budget or len(part) == 2
+        assert distinct(part) <= budget or len(part) == 2
         shared = shards(part, processes)
         assert all(set(units_of(shard).values()) == {2} for shard in shared.parts)
         found_N = shared.merged([shard.tokens_N for shard in shared.parts])
@@ -61,11 +67,11 @@ def test_no_forward_pass_or_process_has_half_a_pair(
 @given(LENGTHS, st.integers(1, 60), st.integers(1, 4))
 def test_no_process_gets_more_than_its_budget(lengths: list[tuple[int, int]], budget: int, processes: int) -> None:
     batch = pairs(lengths)
-    longest = max(part.token_count for part in split(batch, 1))
+    longest = max(map(distinct, split(batch, 1)))
     passes = split(batch, budget * processes, processes)
     assert sum(map(len, passes)) == len(batch)
     for part in passes:
-        assert all(shard.token_count <= max(budget, longest) for shard in shards(part, processes).parts)
+        assert all(distinct(shard) <= max(budget, longest) for shard in shards(part, processes).parts)
 
 
 @given(LENGTHS, st.integers(1, 60), st.integers(1, 4))
@@ -78,17 +84,46 @@ def test_a_loss_of_pairs_is_the_same_in_any_division(
         logprobs_N = -(1.0 + part.positions_N % 3).double() * part.action_mask_N
         return float(objective(TokenScores(logprobs_N=logprobs_N, entropy_N=logprobs_N), part).loss)
 
-    divided = sum(loss(shard) for part in split(batch, budget) for shard in shards(part, processes).parts)
-    assert divided == pytest.approx(loss(batch), rel=1e-6)
+    for passes in (split(batch, budget), split(batch, budget * processes, processes, padded=True)):
+        divided = sum(loss(shard) for part in passes for shard in shards(part, processes).parts)
+        assert divided == pytest.approx(loss(batch), rel=1e-6)
+
+
+def area(batch: PackedBatch) -> int:
+    """Tokens of a pass of sequences side by side, padding included."""
+    return len(batch) * int(batch.lengths_S.max())
+
+
+@given(LENGTHS, st.integers(1, 60), st.integers(1, 4))
+def test_padding_counts_in_the_budget_of_a_model_that_is_computed_padded(
+    lengths: list[tuple[int, int]], budget: int, processes: int
+) -> None:
+    batch = pairs(lengths)
+    passes = split(batch, budget * processes, processes, padded=True)
+    assert sorted(s for number in range(len(passes)) for s in passes.sequences(number)) == list(range(len(batch)))
+    for part in passes:
+        own = shards(part, processes)
+        assert torch.equal(own.merged([shard.tokens_N for shard in own.parts]), part.tokens_N)
+        for shard in own.parts:
+            assert set(units_of(shard).values()) == {2}
+            assert area(shard) <= budget or len(shard) == 2
+    fewer = sum(bool(share) for plan in passes.plan for share in plan)
+    assert fewer > processes * (len(passes) - 1), "no pass more than needed"
+
+
+def test_processes_have_equal_shares_of_padded_sequences() -> None:
+    passes = split(pairs([(1, 1)] * 6), 1000, 3, padded=True)
+    assert [[len(share) for share in plan] for plan in passes.plan] == [[4, 4, 4]]
 
 
 def branched() -> RolloutBatch:
-    """Two rollouts of three branches with 5 tokens each, and one of a single branch."""
+    """Two rollouts of three branches with 5 tokens each, and one of a single branch; no two begin alike."""
     samples = [0, 0, 0, 1, 1, 1, 2]
-    return pack([make_trajectory([7], [1, 2, 3, 4], group_id=0, sample_id=sample) for sample in samples])
+    rows = [([place], [1, 2, 3, 4], sample) for place, sample in enumerate(samples)]
+    return pack([make_trajectory(prompt, reply, group_id=0, sample_id=sample) for prompt, reply, sample in rows])
 
 
-@pytest.mark.parametrize(("budget", "sequences"), [(35, [7]), (20, [3, 4]), (15, [3, 3, 1]), (14, [2, 2, 2, 1])])
+@pytest.mark.parametrize(("budget", "sequences"), [(35, [7]), (20, [3, 4]), (15, [3, 3, 1]), (14, [2, 1, 2, 2])])
 def test_branches_share_a_pass_that_has_room_for_them(budget: int, sequences: list[int]) -> None:
     """A rollout that is longer than the budget would need more memory than the user gave: its branches part."""
     assert [len(part) for part in split(branched(), budget)] == sequences
@@ -96,7 +131,8 @@ def test_branches_share_a_pass_that_has_room_for_them(budget: int, sequences: li
 
 def test_results_by_token_are_in_the_order_of_the_batch() -> None:
     batch = branched().select([0, 3, 6, 1, 4, 2, 5])  # branches of a rollout are no neighbours
-    found_N = per_token(batch, 15, lambda part: part.positions_N + 100 * part.sample_ids_S[part.sequence_ids_N])
+    passes = split(batch, 15)
+    found_N = passes.merged([part.positions_N + 100 * part.sample_ids_S[part.sequence_ids_N] for part in passes])
     assert torch.equal(found_N, batch.positions_N + 100 * batch.sample_ids_S[batch.sequence_ids_N])
 
 

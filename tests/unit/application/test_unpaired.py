@@ -13,7 +13,7 @@ from torch import Tensor
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.application.learning import unpaired as module
 from rollgrad.application.learning.examples import together
-from rollgrad.application.learning.reference import with_reference
+from rollgrad.application.learning.reference import LiveReference, with_reference
 from rollgrad.application.learning.unpaired import UnpairedLearner, mismatched_references, rotated
 from rollgrad.application.pipelines.epochs import coming_steps, next_examples
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective
@@ -21,6 +21,7 @@ from rollgrad.domain.batches.examples import mismatched
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.examples import Label, WeightedTokens
 from rollgrad.domain.episodes.prompts import PromptCursor
+from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, TokenScores
 from rollgrad.entrypoints.composition.kto import make_labels
 from rollgrad.testing.models import FakeReference
@@ -131,6 +132,23 @@ def test_a_callers_own_labels_need_no_places() -> None:
     its = UnpairedLearner(policy, objective=UnpairedObjective(), references=references, max_tokens=100)
     found = its.objective_for([own[index] for index in ORDER]).kl
     assert found == pytest.approx(distance(policy, reference, ORDER), abs=1e-4)
+
+
+def test_a_live_reference_says_what_was_kept_of_it() -> None:
+    policy, reference = Frozen(1), Bigrams(2)
+    live = LiveReference(model=lambda: reference, max_tokens=20)
+    kept = with_reference(LABELS, lambda: reference, ScoreFiles(None), key="k", max_tokens=100)
+    for known in (0, 2):  # held-out labels come with their log-probs
+        asked = [kept[index] if place < known else LABELS[index] for place, index in enumerate(ORDER)]
+        for example, index in zip(live.of(asked), ORDER, strict=True):
+            assert example.ref_logprobs_A is not None
+            torch.testing.assert_close(example.ref_logprobs_A, kept[index].ref_logprobs_A)
+    its = UnpairedLearner(policy, objective=UnpairedObjective(), references=live, max_tokens=100)
+    assert its.objective_for([LABELS[index] for index in ORDER]).kl == pytest.approx(
+        distance(policy, reference, ORDER), abs=1e-4
+    )
+    with pytest.raises(DataError, match="one alone can be used"):
+        its.objective_for(LABELS[:1])
 
 
 def test_completions_follow_the_prompt_after_theirs() -> None:

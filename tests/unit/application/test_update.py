@@ -15,6 +15,7 @@ from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, 
 from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.batches.metrics import Common, Count
 from rollgrad.domain.batches.packed import Batch, PackedBatch, pack
+from rollgrad.domain.batches.prefixes import shared_prefixes
 from rollgrad.domain.ports.models import PolicyObjective
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.models import FakePolicy, FakeValue
@@ -51,6 +52,28 @@ def service(policy: FakePolicy, critic: FakeValue | None = None, **settings: obj
     return UpdateService(policy, critic, **(defaults | settings))  # type: ignore[arg-type]
 
 
+class PaddedPolicy(FakePolicy):
+    """A policy whose rows are as long as the longest of a pass."""
+
+    def padded(self) -> bool:
+        return True
+
+
+class PaddedValue(FakeValue):
+    """A critic whose rows are as long as the longest of a pass."""
+
+    def padded(self) -> bool:
+        return True
+
+
+def test_passes_of_models_that_are_computed_padded_have_room_for_all_rows() -> None:
+    policy, critic = PaddedPolicy(), PaddedValue()
+    updates = service(policy, critic, max_tokens=22)
+    updates.run(batch([9, 1, 1, 8, 9, 2]), OBJECTIVE, ClippedValueObjective(clip=0.2))
+    for made in (policy.updates, critic.updates):
+        assert [part.lengths_S.tolist() for part in made[0]] == [[11, 11], [10, 4], [3, 3]]
+
+
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 
@@ -69,7 +92,8 @@ def test_every_epoch_trains_each_sample_once(sizes: list[int], size: int, epochs
         counts = [sum(len(part) for part in step) for step in steps]
         assert max(counts) - min(counts) <= 1
     for step in policy.updates:
-        assert all(part.token_count <= budget or len(part) == 1 for part in step)
+        distinct = [shared_prefixes(part).distinct(part.lengths_S.tolist()) for part in step]
+        assert all(tokens <= budget or len(part) == 1 for tokens, part in zip(distinct, step, strict=True))
 
 
 branches = st.lists(st.integers(1, 4), min_size=1, max_size=9)
@@ -243,3 +267,39 @@ def test_samples_of_a_prompt_stay_neighbours() -> None:
     for (part,) in policy.updates:
         groups = part.group_ids_S.tolist()
         assert groups == sorted(groups)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths, st.integers(3, 40), st.booleans())
+def test_the_only_optimizer_step_tells_the_log_probs_before_it(sizes: list[int], budget: int, skip: bool) -> None:
+    policy = FakePolicy(lr=0.5)
+    packed = batch(sizes)
+    before_N = policy.score(packed).logprobs_N
+    told_N = service(policy, max_tokens=budget, skip_idle=skip).run(packed, OBJECTIVE).logprobs_N
+    assert told_N is not None
+    known_N = ~told_N.isnan()
+    assert torch.equal(told_N[known_N], before_N[known_N])
+    left_out = {1} if skip and len(sizes) > 1 else set()  # the second sample's advantage is 0
+    assert set(packed.sequence_ids_N[~known_N].tolist()) == left_out
+
+
+def test_several_optimizer_steps_tell_no_log_probs() -> None:
+    report = service(FakePolicy(lr=0.5), batch_size=2).run(batch([2, 3, 4]), OBJECTIVE)
+    assert report.logprobs_N is None
+
+
+def test_the_last_epoch_tells_entropies_and_clipped_tokens() -> None:
+    policy = FakePolicy(lr=200.0)
+    packed = batch([4, 5, 6])
+    before = policy.score(packed)
+    packed = evolve(packed, old_logprobs_N=before.logprobs_N)
+    report = service(policy, epochs=2, max_tokens=8).run(packed, OBJECTIVE)
+    weights_N, entropies_N, clipped_N = report.loss_weights_N, report.entropies_N, report.clipped_N
+    assert weights_N is not None
+    assert entropies_N is not None
+    assert clipped_N is not None
+    first = (weights_N * before.entropy_N).sum()
+    assert float((weights_N * entropies_N).sum()) == pytest.approx(2 * report.metrics["policy/entropy"] - float(first))
+    clipped = 2 * (report.metrics["policy/clip_low_share"] + report.metrics["policy/clip_high_share"])
+    assert 0 < clipped < 1, "of the first epoch, where ratios are 1, none"
+    assert float(weights_N[clipped_N].sum()) == pytest.approx(clipped)

@@ -8,6 +8,7 @@ from attrs import fields
 
 from rollgrad.application.settings.derived import longest_sequence, optimizer_steps_per_rollout
 from rollgrad.application.settings.rules import validate, validate_evaluation
+from rollgrad.application.settings.rules.generation import generation_errors
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.agent import PythonIsolation
@@ -29,6 +30,7 @@ from rollgrad.domain.algorithms.settings import (
 )
 from rollgrad.domain.control.staleness import StalenessUnit, StalePolicy
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.settings import FREE
 from rollgrad.entrypoints.cli.parsing import TrainArguments, flag_kinds, parse_run
 from tests.flags import example
 
@@ -55,6 +57,7 @@ DISTILL: dict[str, Any] = {
     "algo.kl.init_coef": 1.0,
     "ref.model_name_or_path": "teacher",
 }
+WHOLE_KL: dict[str, Any] = {"algo.kl.use_loss": True, "algo.kl.estimator": KLEstimator.FULL}
 KL_TO_ROLLOUT: dict[str, Any] = {
     "algo.kl.init_coef": 0.1,
     "algo.kl.use_loss": True,
@@ -121,6 +124,8 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"algo.advantage.estimator": "flash_reinforce"},
         DISTILL,
         DISTILL | {"reward.verifier": None},
+        DISTILL | WHOLE_KL,
+        {"algo.kl.init_coef": 0.1, **WHOLE_KL, "algo.kl.top_k": 8},
         {"algo.old_logprobs": OldLogprobs.ROLLOUT},
         {"actor.policy_loss_type": "gspo", "actor.eps_clip": 1e-3},
         {"actor.policy_loss_type": "sapo", "actor.sapo_tau": (1.0, 2.0)},
@@ -204,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.kl.use_loss": True}, "--algo.kl.use_loss out"),
     ({"algo.kl.estimator": KLEstimator.K2}, "--algo.kl.estimator out"),
     ({"algo.kl.init_coef": 0.1, "algo.kl.horizon": 5.0}, "set --algo.kl.target"),
-    ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "--algo.kl.estimator to k2, k3 or k3_unbiased"),
+    ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "--algo.kl.estimator to k2, k3, k3_unbiased or full"),
     ({"actor.min_lr_ratio": 0.2}, "--actor.lr_scheduler"),
     ({"train.ema_beta": 0.9}, "set --train.enable_ema"),
     ({"actor.muon.lr": 0.1}, "set --actor.optim muon"),
@@ -215,6 +220,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train.batch_size": 129}, "128 prompts x 1 samples = 128"),
     ({"algo.old_logprobs": OldLogprobs.ROLLOUT, "train.batch_size": 64, "rollout.top_p": 0.9}, "truncated"),
     ({"algo.old_logprobs": OldLogprobs.ROLLOUT, "train.max_epochs": 2, "rollout.top_k": 5}, "truncated"),
+    (
+        {
+            "algo.old_logprobs": OldLogprobs.ROLLOUT,
+            "train.max_epochs": 2,
+            "actor.lora.rank": 8,
+            "actor.lora.dropout": 0.1,
+        },
+        "leave one of --algo.old_logprobs and --actor.lora.dropout out",
+    ),
+    ({"actor.lora.dropout": 0.1}, "set --actor.lora.rank above 0"),
+    ({"critic.lora.alpha": 8, "algo.advantage.estimator": "gae"}, "set --critic.lora.rank above 0"),
+    (
+        {
+            "algo.advantage.estimator": "gae",
+            "critic.lora.rank": 8,
+            "critic.lora.target_modules": ("all-linear", "q_proj"),
+        },
+        "leave the other names out of --critic.lora.target_modules",
+    ),
+    ({"critic.lora.rank": 8, "algo.advantage.estimator": "rloo"}, "leave --critic.lora.rank out"),
     ({"rollout.temperature": 0.0}, "greedy"),
     ({"data.prompt_probs": (0.5, 0.5)}, "2 numbers for 1 datasets"),
     ({"data.prompt_dataset": "a,b", "data.prompt_probs": (0.5, 0.6)}, "sum 1.1"),
@@ -258,6 +283,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"critic.freezing_steps": 5, "train.max_steps": 5}, "--critic.freezing_steps"),
     ({**DISTILL, "ref.model_name_or_path": None}, "--ref.model_name_or_path"),
     (DISTILL | {"algo.kl.estimator": KLEstimator.K2}, "teacher"),
+    (DISTILL | {"algo.kl.estimator": KLEstimator.FULL}, "turn on --algo.kl.use_loss"),
+    (DISTILL | {"algo.kl.top_k": 8}, "set --algo.kl.estimator to full"),
+    ({**KL_TO_ROLLOUT, **WHOLE_KL}, "set --algo.kl.against to reference"),
+    (
+        {"algo.kl.init_coef": 0.1, **WHOLE_KL, "cluster.enable": True, "ref.num_gpus_per_node": 2},
+        "leave --ref.num_nodes and --ref.num_gpus_per_node out",
+    ),
     ({"actor.policy_loss_type": "sapo", "actor.eps_clip": 0.1}, "does not clip"),
     ({"actor.policy_loss_type": "gspo", "actor.dual_clip": 3.0}, "--actor.policy_loss_type to ppo"),
     ({"actor.sapo_tau": (1.0, 2.0)}, "--actor.policy_loss_type to sapo"),
@@ -370,6 +402,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (WIDE_CLUSTER | {"critic.num_gpus_per_node": 3}, "or --critic.num_gpus_per_node"),
     (WIDE_CLUSTER | {"cluster.enable": False}, "--ds.sequence_parallel_size out"),
     ({"eval.steps": 3}, "leave --eval.steps out"),
+    ({"logger.run_name": "n"}, "set --logger.report_to to one of its names"),
+    ({"logger.report_to": "wandb,wndb"}, "of wandb, trackio, mlflow, swanlab, with commas between"),
     ({"eval.dataset": "e.jsonl", "eval.n_samples_per_prompt": 4}, "--eval.temperature above 0"),
 ]
 
@@ -382,6 +416,7 @@ def test_refuses(settings: dict[str, Any], message: str) -> None:
 
 
 OUT_OF_RANGE = {
+    "lora.dropout": 1.0,
     "zero_stage": 4,
     "lora.rank": -1,
     "lora.target_modules": ("q_proj", ""),
@@ -404,6 +439,7 @@ OUT_OF_RANGE = {
     "muon.lr": -0.1,
     "muon.momentum": 1.0,
     "aux_loss_coef": -0.1,
+    "router_z_loss_coef": -0.1,
     "ema_beta": 1.0,
     "lr_warmup_ratio": 1.0,
     "min_lr_ratio": 1.1,
@@ -432,6 +468,9 @@ OUT_OF_RANGE = {
     "save_steps": 0,
     "state_steps": 0,
     "log_samples": -1,
+    "profile_steps": -1,
+    "push_to_hub": "name",
+    "report_to": ("wndb",),
     "trajectories_max_gib": -1.0,
     "max_len": 1,
 }
@@ -503,9 +542,10 @@ def test_every_condition_is_a_sentence_that_says_what_to_set() -> None:
         silent |= {name} - set(problems)
         for problem in problems.values():
             assert re.fullmatch(rf"{name} is .+, but .+: .*--.+, or leave --{name} out\.", problem), problem
-            assert "{" not in problem
+            assert "{" not in problem or kinds[name] == FREE  # whose value has braces of its own
     assert len(conditional) > 50
-    assert silent == {"data.system_prompt", "data.chat_template", "data.chat_template_kwargs"}, "they need a default"
+    needs_default = {"data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "data.image_key"}
+    assert silent == needs_default
 
 
 def test_a_wrong_number_hides_no_rule_and_breaks_none() -> None:
@@ -575,3 +615,9 @@ def test_the_longest_sequence_follows_from_the_limits(
     settings: dict[str, Any], plays: bool, longest: int | None
 ) -> None:
     assert longest_sequence(configured(settings), plays=plays) == longest
+
+
+def test_an_engine_that_is_given_no_images_samples_no_replies_to_them() -> None:
+    config = RLConfig()
+    config.data.image_key, config.rollout.engine = "images", Engine.SERVER
+    assert any("servers are given no images" in str(error) for error in generation_errors(config))

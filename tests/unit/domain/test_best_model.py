@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rollgrad.domain.control.best_model import BestModel
+from rollgrad.domain.control.best_model import Best, BestModel
 from rollgrad.domain.errors import ConfigurationError
 
 
@@ -14,6 +14,16 @@ def test_the_highest_value_is_the_best_and_of_losses_the_lowest() -> None:
         for step, value in enumerate((0.0, *values)):
             best = best.after(step, {metric: value})
         assert (best.step, best.value) == (2, values[1])
+
+
+def test_the_best_value_is_the_one_that_was_asked_for() -> None:
+    for best, found in ((Best.AUTO, 30), (Best.HIGHEST, 30), (Best.LOWEST, 20)):
+        kept = BestModel("eval/words", best=best)
+        for step, value in ((0, 0.5), (10, 2.0), (20, 1.0), (30, 3.0)):
+            kept = kept.after(step, {"eval/words": value})
+        assert kept.step == found
+        assert BestModel("eval/words", best=best).continued(kept.state_dict()) == kept
+    assert BestModel("eval/words").continued(kept.state_dict()).step == 0, "another value was the best"
 
 
 def test_an_evaluation_without_the_metric_is_not_compared_once_one_had_it() -> None:

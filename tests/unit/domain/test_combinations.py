@@ -22,7 +22,7 @@ from rollgrad.domain.algorithms.losses.contract import TOKEN_SELECTIONS, PolicyL
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionSettings
 from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
-from rollgrad.domain.batches.partition import balanced_partitions
+from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.references import random_batch
 
@@ -115,15 +115,15 @@ def make_objective(loss: str, correction: CorrectionSettings | None) -> PolicyLo
         params=PolicyLossParams(eps_clip_low_high=policy_loss_traits(loss).clip or (0.2, 0.2)),
         correction=correction,
         kl_coef=0.1,
-        kl_estimator="k3_unbiased",
+        kl_estimator="full" if loss == "policy_gradient" else "k3_unbiased",
         entropy_coef=0.01,
     )
 
 
 def gradient(objective: PolicyLossObjective, batch: RolloutBatch, theta_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, its gradient at the log-probs, the entropy being a function of them)."""
+    """(loss, its gradient at the log-probs, the entropy and the divergence from a teacher being functions of them)."""
     leaf = theta_N.clone().requires_grad_()
-    loss = objective(TokenScores(logprobs_N=leaf, entropy_N=-2 * leaf), batch).loss
+    loss = objective(TokenScores(logprobs_N=leaf, entropy_N=-2 * leaf, divergence_N=3 * leaf), batch).loss
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
@@ -147,12 +147,10 @@ def test_any_sharding_in_any_order_gives_the_same_gradient(
     carried = evolve(batch, rewards_N=theta_N)  # a column that select() carries along
     summed_N, total = torch.zeros_like(whole_N), torch.zeros_like(value)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-    for shard in balanced_partitions([int(batch.lengths_S[i]) for i in order], ranks):
-        if shard:
-            part = carried.select(order[shard])
-            loss_part, gradient_part = gradient(objective, part, part.rewards_N)
-            summed_N[part.tokens_N] += gradient_part
-            total += loss_part
+    for part in shards(carried.select(order), ranks).parts:
+        loss_part, gradient_part = gradient(objective, part, part.rewards_N)
+        summed_N[part.tokens_N] += gradient_part
+        total += loss_part
     torch.testing.assert_close(summed_N, whole_N, rtol=1e-9, atol=1e-13)
     torch.testing.assert_close(total, value, rtol=1e-9, atol=1e-13)
 

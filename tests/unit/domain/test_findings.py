@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from rollgrad.domain.control.findings import Finding, LearningWatch
-from rollgrad.domain.control.signs import COLLAPSED_ENTROPY, WINDOW, LearningSettings
+from rollgrad.domain.control.rule import LearningSettings
+from rollgrad.domain.control.signs import COLLAPSED_ENTROPY, WINDOW
 
 HEALTHY = {
     "reward/mean": 0.4,
@@ -25,6 +26,13 @@ HEALTHY = {
     "policy/clip_high_share": 0.03,
     "advantage/abs_mean": 0.5,
     "policy/grad_norm": 0.7,
+    "reward/part/right": 0.3,
+    "reward/part/format": 0.1,
+    "memory/host_share": 0.6,
+    "time/step_s": 20.0,
+    "time/sync_s": 0.4,
+    "time/trainer_idle_share": 0.6,
+    "time/generation_idle_share": 0.1,
 }
 NOTHING = {"rollout/zero_spread_share": 1.0, "advantage/abs_mean": 0.0, "policy/grad_norm": 0.0}
 SIGNS: dict[str, dict[str, float]] = {
@@ -46,8 +54,11 @@ SIGNS: dict[str, dict[str, float]] = {
     "failing": {"rollout/failed_reward": 2.0, "rollout/failed_infrastructure": 1.0},
     "duplicates": {"rollout/duplicate_share": 0.9},
     "clipped": {"policy/clip_low_share": 0.2, "policy/clip_high_share": 0.2},
+    "part_falls": {"reward/part/right": 0.1, "reward/mean": 0.6},
+    "memory_full": {"memory/host_share": 0.99},
+    "time_lost": {"time/sync_s": 9.0},
 }
-GROWING = ("reward_follows_length", "mismatch_grows")
+GROWING = ("reward_follows_length", "mismatch_grows", "part_falls")
 """Signs that are seen beside the first rollouts."""
 LOOK_AT = {
     "constant_reward": "--data.label_key",
@@ -64,6 +75,9 @@ LOOK_AT = {
     "failing": "--reward.timeout",
     "duplicates": "--rollout.temperature",
     "clipped": "--actor.adam.lr",
+    "part_falls": "--reward.weights",
+    "memory_full": "--rollout.max_concurrent",
+    "time_lost": "--vllm.sync_backend",
 }
 
 
@@ -205,3 +219,34 @@ def test_failures_are_told_by_kind_but_not_those_to_which_no_reward_applies() ->
     _, told = watch(*[SIGNS["failing"] | {"rollout/failed_not_applicable": 40.0}] * WINDOW)
     assert "of the last 67: 1 by infrastructure, 2 by reward" in told[WINDOW][0].evidence
     assert watch(*[{"rollout/failed_not_applicable": 40.0}] * 10)[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "evidence", "look_at"),
+    [
+        ({"memory/gpu_retries": 4.0}, "4 times in the last", "--train.max_tokens_per_micro_batch"),
+        ({"time/trainer_idle_share": 0.9}, "90% of a step's 20 s went into waiting of the trainer", "max_concurrent"),
+        ({"time/generation_idle_share": 0.6}, "waiting of the engines for the trainer", "--train.max_staleness"),
+    ],
+)
+def test_what_is_full_or_waits_is_named(metrics: dict[str, float], evidence: str, look_at: str) -> None:
+    (finding,) = watch(*[metrics] * WINDOW)[1][WINDOW]
+    assert evidence in finding.evidence
+    assert look_at in finding.look_at
+
+
+def test_the_shares_of_steps_that_take_no_time_are_chance() -> None:
+    assert watch(*[{"time/step_s": 0.3, "time/sync_s": 0.2, "time/trainer_idle_share": 0.95}] * 10)[1] == {}
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"reward/part/right": 0.2, "reward/mean": 0.6},  # not yet half
+        {"reward/part/right": 0.1, "reward/mean": 0.3},  # the whole reward falls, which everybody sees
+        {"reward/part/late": -0.3, "reward/mean": 0.6},
+    ],
+)
+def test_a_part_that_falls_with_the_reward_or_a_little_is_not_told(harmless: dict[str, float]) -> None:
+    begun = {"reward/part/late": -0.1}  # a penalty, which contributes less than nothing
+    assert watch(*[begun] * WINDOW, *[begun | harmless] * 10)[1] == {}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.batches.metrics import Common, Count, Maximum, Mean, Total, joined, over_steps
+from rollgrad.domain.batches.metrics import CalibrationError, Common, Count, Maximum, Mean, Total, joined, over_steps
 
 NUMBERS = st.floats(-100, 100, allow_nan=False, width=32)
 SEQUENCES = st.lists(st.tuples(NUMBERS, st.floats(0, 4, width=32)), min_size=1, max_size=12)
@@ -27,6 +27,7 @@ def report(sequences: list[tuple[float, float]]) -> Mapping[str, Tensor | float]
         "maximum": Maximum(values.max()),
         "common": Common(7.0),
         "count": Count(1.0),
+        "calibration": CalibrationError.of_choices(values / 50, weights),
     }
 
 
@@ -45,6 +46,19 @@ def test_a_mean_over_pairs_weighs_processes_by_their_pairs() -> None:
     """A process without pairs of its own computes a copy, which has no weight."""
     whole = joined([{"accuracy": Mean(3.0, 3)}, {"accuracy": Mean(0.0, 1)}, {"accuracy": Mean(0.0, 0)}])
     assert whole["accuracy"] == 0.75
+
+
+def test_a_calibration_error_is_the_distance_of_confidence_and_share_of_right_choices() -> None:
+    """Guo et al. 2017, eq. 3, bin by bin, from hand-written probabilities; what weighs nothing does not count."""
+    sure = [0.72, 0.74, 0.98, 0.51, 0.5]
+    right = [1.0, 0.0, 1.0, 1.0, 0.5]  # of a tie, half
+    logits = [math.log(p / (1 - p)) * (1 if correct >= 0.5 else -1) for p, correct in zip(sure, right, strict=True)]
+    found = CalibrationError.of_choices(torch.tensor([*logits, -9.0]), torch.tensor([1.0, 1.0, 2.0, 1.0, 1.0, 0.0]))
+    bins = [abs(0.72 + 0.74 - 1), 2 * abs(0.98 - 1), abs(0.51 + 0.5 - 1.5)]
+    assert found == pytest.approx(sum(bins) / 6, abs=1e-6)
+    assert CalibrationError.of_choices(torch.tensor([]), torch.tensor([])) == 0.0
+    broken = CalibrationError.of_choices(torch.tensor([math.nan, 1.0]), torch.tensor([0.5, 0.5]))
+    assert math.isnan(broken)  # the update is then refused for its loss, as of other trainers
 
 
 def test_steps_of_an_update() -> None:

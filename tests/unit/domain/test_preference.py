@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES
-from rollgrad.domain.algorithms.losses.preference import FUNCTIONS, PreferenceObjective
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.losses.preference import FUNCTIONS, Pairs, PreferenceObjective
+from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
@@ -241,6 +241,33 @@ def test_ld_dpo_weighs_the_tokens_beyond_the_shorter_reply() -> None:
     theta_N = torch.tensor([0, -1, 0, -10, -100, 0, -1000], dtype=torch.float64)
     _, _, metrics = output(PreferenceObjective(settings=PreferenceSettings(ld_alpha=0.5)), theta_N, batch)
     assert (metrics["chosen_logprob"], metrics["rejected_logprob"]) == (-56.0, -1000.0)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "slope"),
+    [
+        (FDivergence.REVERSE_KL, math.log),
+        (FDivergence.FORWARD_KL, lambda u: -1 / u),
+        (FDivergence.JS, lambda u: math.log(2 * u / (1 + u))),
+        (FDivergence.ALPHA, lambda u: (1 - u**-0.3) / 0.3),
+    ],
+)
+def test_the_gap_is_of_the_divergence_that_is_chosen(divergence: FDivergence, slope: Callable[[float], float]) -> None:
+    ratios = torch.tensor([[0.7, -1.2], [-0.4, 2.5]], dtype=torch.float64)
+    pairs = Pairs(
+        logprobs_P2=ratios - 3,
+        ref_logprobs_P2=torch.full((2, 2), -3.0, dtype=torch.float64),
+        lengths_P2=torch.ones(2, 2),
+        divergence=divergence,
+        alpha=0.3,
+    )
+    expected = [slope(math.exp(chosen)) - slope(math.exp(rejected)) for chosen, rejected in ratios.tolist()]
+    assert pairs.log_ratio_gap_P.tolist() == pytest.approx(expected)
+    far = (ratios.float() * -1000).requires_grad_()
+    gap = evolve(pairs, logprobs_P2=far - 3, ref_logprobs_P2=torch.tensor(-3.0)).log_ratio_gap_P
+    gap.sum().backward()
+    assert far.grad is not None
+    assert bool(torch.isfinite(gap).all() & torch.isfinite(far.grad).all())
 
 
 def test_a_loss_with_a_reference_says_that_there_is_none() -> None:

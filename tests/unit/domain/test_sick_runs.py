@@ -39,6 +39,13 @@ SICK: dict[str, Course] = {
     "failing": {"rollout/failed_environment": between(0, 12)},
     "duplicates": {"rollout/duplicate_share": between(0.4, 1), "rollout/entropy": between(0.4, 0.1)},
     "clipped": {"policy/clip_high_share": between(0.05, 0.6)},
+    "part_falls": {
+        "reward/part/right": between(0.3, 0.0),
+        "reward/part/format": between(0.1, 0.9),
+        "reward/mean": between(0.4, 0.9),
+    },
+    "memory_full": {"memory/host_share": between(0.5, 1.0)},
+    "time_lost": {"time/sync_s": between(1, 12)},
 }
 HEALTHY_RUNS: dict[str, Course] = {
     "steady": {},
@@ -62,6 +69,12 @@ HEALTHY_RUNS: dict[str, Course] = {
     "takes several steps": {"policy/clip_low_share": between(0.02, 0.1), "policy/clip_high_share": between(0.02, 0.15)},
     "asks a flaky service": {"rollout/failed_reward": lambda done: 2.0 * (int(done * 100) % 10 < 3)},
     "is cut now and then": {"rollout/truncated_share": between(0.94, 0.3)},
+    "trades a little of one part for much of another": {
+        "reward/part/right": between(0.3, 0.25),
+        "reward/part/format": between(0.1, 0.6),
+        "reward/mean": between(0.4, 0.85),
+    },
+    "uses its machine well": {"memory/host_share": always(0.9), "time/trainer_idle_share": between(0.3, 0.7)},
     "sharpens": {"rollout/entropy": between(0.8, 0.03), "rollout/duplicate_share": between(0.2, 0.7)},
 }
 

@@ -14,7 +14,9 @@ from rollgrad.domain.algorithms.losses.supervised import (
     smoothed_nll,
     supervised_loss,
 )
+from rollgrad.domain.batches.examples import pack_sequences
 from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.episodes.examples import WeightedTokens
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.test_losses import EXAMPLES, SEEDS, batch_of
 
@@ -48,6 +50,19 @@ def test_smoothing_is_the_cross_entropy_of_torch(logits: list[float], smoothing:
     logprobs = row.log_softmax(0)
     wanted = torch.nn.functional.cross_entropy(row[None], torch.tensor([1]), label_smoothing=smoothing)
     torch.testing.assert_close(smoothed_nll(logprobs[1], logprobs.mean(), smoothing), wanted)
+
+
+def test_bits_per_byte_are_those_of_the_trained_text() -> None:
+    """The context, and what weighs nothing, is left out; the end token costs bits, and writes nothing."""
+    row = WeightedTokens(
+        token_ids_T=torch.tensor([5, 2, 3, 1, 4]), weights_T=torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0]), prompt_length=1
+    )
+    batch = pack_sequences([row], group_ids=[0], sample_ids=[0])
+    bytes_V = torch.tensor([0, 0, 3, 4, 100, 100], dtype=torch.int16)
+    logprobs_N = torch.tensor([-9.0, -1.0, -2.0, -0.5, -9.0])
+    scores = TokenScores(logprobs_N=logprobs_N, entropy_N=torch.zeros(5))
+    found = SupervisedObjective(bytes_V=bytes_V)(scores, batch).metrics["bits_per_byte"]
+    assert found == pytest.approx(3.5 / math.log(2) / 7)
 
 
 def gradient(batch: PackedBatch, theta_N: Tensor, objective: SupervisedObjective) -> Tensor:

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 import pickle
 
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 
 from rollgrad.domain import errors
 from rollgrad.domain.algorithms.evaluation import pass_at_k, summarise
-from rollgrad.domain.batches.packed import pack
-from rollgrad.domain.batches.partition import micro_batches, minibatches
+from rollgrad.domain.batches.packed import counts, nonzero, pack, spread
+from rollgrad.domain.batches.partition import Piece, micro_batches, minibatches
 from rollgrad.domain.control.kl_weight import KLController
 from rollgrad.domain.control.learning_rate import lr_factor
 from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import same_message
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.episodes.trajectory import NO_VERSION, Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import TrajectoryError
@@ -97,6 +99,16 @@ def test_select_never_changes_a_sample(order: list[int]) -> None:
         assert torch.equal(getattr(picked, name), getattr(repacked, name)), name
 
 
+def test_a_sequence_without_tokens_takes_none_of_its_neighbours() -> None:
+    lengths_S = torch.tensor([0, 2, 0, 1, 0])
+    mask_N = torch.tensor([True, False, True])
+    assert counts(mask_N, lengths_S).tolist() == [0, 1, 0, 1, 0]
+    assert spread(torch.tensor([1.0, math.inf, 3.0, 4.0, 5.0]), lengths_S, mask_N).tolist() == [math.inf, 0.0, 4.0]
+    index, sequences = nonzero(torch.tensor([math.nan, 6.0, 7.0]), lengths_S, mask_N)
+    assert (index.tolist(), sequences.tolist()) == ([0, 2], [1, 3])
+    assert counts(mask_N[:0], lengths_S[:1]).tolist() == [0]
+
+
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         pack([])
@@ -134,9 +146,14 @@ def test_minibatches_cover_every_rollout_once(count: int, data: st.DataObject) -
     assert len(parts) == wanted
 
 
+def alone(lengths: list[int]) -> list[Piece]:
+    """Sequences without a group."""
+    return [Piece([index], index, length, length) for index, length in enumerate(lengths)]
+
+
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9), budget=st.integers(1, 40))
 def test_micro_batches_are_few_consecutive_and_within_budget(lengths: list[int], budget: int) -> None:
-    runs = micro_batches(lengths, budget)
+    runs = [[i for piece in run for i in piece.sequences] for run in micro_batches(alone(lengths), budget)]
     assert list(itertools.chain(*runs)) == list(range(len(lengths)))
     for run in runs:
         assert len(run) == 1 or sum(lengths[i] for i in run) <= budget
@@ -151,7 +168,7 @@ def test_micro_batches_are_few_consecutive_and_within_budget(lengths: list[int],
 
 
 def test_micro_batches_are_balanced() -> None:
-    assert micro_batches([10] * 6, 40) == [[0, 1, 2], [3, 4, 5]]
+    assert micro_batches(alone([10] * 6), 40) == [alone([10] * 6)[:3], alone([10] * 6)[3:]]
 
 
 @given(n=st.integers(1, 8), data=st.data())
@@ -212,3 +229,12 @@ def test_errors_cross_processes(kind: type[errors.RollgradError]) -> None:
     assert type(error) is kind
     assert str(error) == "what was set, and how to fix it"
     assert kind is errors.RollgradError or len(kind.__mro__) > len(errors.RollgradError.__mro__) + 1
+
+
+def test_images_in_messages_are_compared_by_short_texts() -> None:
+    def text(picture: bytes) -> str:
+        return same_message({"role": "user", "content": [{"type": "image", "image": picture}]})
+
+    large = bytes(1_000_000)
+    assert text(large) == text(bytes(1_000_000)) != text(large + b"1")
+    assert len(text(large)) < 200

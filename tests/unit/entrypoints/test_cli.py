@@ -115,7 +115,11 @@ NEEDED = ["--actor.model_name_or_path", "org/m", "--data.prompt_dataset", "org/d
     ("arguments", "message"),
     [
         (["trian", "rl"], "trian rl is not a command; did you mean rollgrad train rl?"),
-        (["serve"], "serve is not a command by itself; write rollgrad serve agent or rollgrad serve reward."),
+        (
+            ["serve"],
+            "serve is not a command by itself; write rollgrad serve agent or rollgrad serve reward or rollgrad serve "
+            "tinker.",
+        ),
         (["loop", "forever"], "loop forever is not a command; those of loop are loop rs, loop iter_dpo, loop csft."),
         (["fly"], f"fly is not a command; the commands are {', '.join(COMMANDS)}."),
         (

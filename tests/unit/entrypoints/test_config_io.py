@@ -19,6 +19,7 @@ LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(allow_nan=False),
     str: st.text(st.characters(codec="utf-8")),
     NoneType: st.none(),
+    Any: st.recursive(st.booleans() | st.integers() | st.text("abc"), lambda deeper: st.lists(deeper, max_size=2)),
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.settings import FREE
 from rollgrad.entrypoints.cli.parsing import TrainArguments, flag_kinds, parse_run
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
 from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS
@@ -29,6 +30,9 @@ FILES = sorted(
 )
 
 OURS = {*EVERY, *(negative(name) for name, kind in EVERY.items() if kind is bool), "help", "version", "run", "in"}
+FREE_FLAGS = tuple(f"{name}." for name, kind in EVERY.items() if kind == FREE)
+"""Beginnings of flags whose names a library defines."""
+
 OPENRLHF = {
     *FLAT,
     *FLAGS,
@@ -47,7 +51,15 @@ FOREIGN = {
     *("cpus-per-task", "job-name", "time", "runtime-env-json"),
     *("shm-size", "ipc", "cap-add", "security-opt"),  # Docker
     *("no-deps", "constraint", "index-url", "module", "num_gpus"),  # pip, deepspeed
-    *("enable-scale-out", "api-key", "logprobs-mode", "weight-transfer-config", "generate", "max-num-seqs"),  # vLLM
+    *(
+        "enable-scale-out",
+        "api-key",
+        "logprobs-mode",
+        "weight-transfer-config",
+        "generate",
+        "max-num-seqs",
+        "max-logprobs",
+    ),  # vLLM
     *("no-enable-chunked-prefill", "max-num-batched-tokens", "kv-cache-memory-bytes"),
     *("query-gpu", "format"),  # nvidia-smi
     *("shots", "seconds", "lora-rank", "smoke", "rows", "longest"),  # the benchmarks, by tyro
@@ -93,7 +105,7 @@ def wrong(path: Path) -> Iterator[str]:
                 yield f"--{name}... begins no flag"
         elif name in FOREIGN or name in PLACEHOLDERS or (name in OPENRLHF | TRL and OPENRLHF_FILES.search(where)):
             continue
-        elif plain not in OURS:
+        elif plain not in OURS and not plain.startswith(FREE_FLAGS):
             yield f"--{name} is a flag of no command"
         elif name != plain:
             yield f"--{name} is spelled with hyphens"

@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from rollgrad.application.settings.rules import evaluation_errors, setting_errors
-from rollgrad.application.settings.rules.examples import sft_errors
+from rollgrad.application.settings.rules.examples import UNREAD, sft_errors
 from rollgrad.application.settings.rules.generation import generation_errors, scoring_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.entrypoints.cli.data import DataShowArguments
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments
-from rollgrad.entrypoints.cli.help import ESSENTIALS, NOT_OF_EXAMPLES
+from rollgrad.entrypoints.cli.help import ESSENTIALS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.offline import SFTArguments
 from rollgrad.entrypoints.cli.parsing import EvalArguments, TrainArguments, flag_kinds, parse_run
@@ -76,7 +76,7 @@ def test_commands_over_examples_show_their_own_settings(command: str, capsys: py
     run = parse_run(SFT_KINDS[command], SFTRun, command, words[1 + len(command.split()) :])[1]
     assert sft_errors(run) == []
     text = helped(capsys, command, "all")
-    assert set(setting_names(SFTRun)) - NOT_OF_EXAMPLES <= set(shown(text))
+    assert set(setting_names(SFTRun)) - UNREAD.keys() <= set(shown(text))
     assert "default: 1e-5, with adapters (lora.rank above 0) 2e-4" in " ".join(text.split())
     assert "--rollout" not in text
 
@@ -167,7 +167,7 @@ def test_nobody_reads_the_errors() -> None:
 def test_help_of_commands_over_examples_speaks_of_no_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("train sft", "train dpo", "train rm", "train prm"):
         text = helped(capsys, command, "all")
-        assert not NOT_OF_EXAMPLES & set(shown(text))
+        assert not UNREAD.keys() & set(shown(text))
         for words in ("reward and memory", "Rollouts", "critic", "vLLM", "embedded engine"):
             assert words not in " ".join(text.split()), (command, words)
 

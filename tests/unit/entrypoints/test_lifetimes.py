@@ -52,16 +52,16 @@ async def use(things: Things) -> str:
     return "done"
 
 
-def test_each_is_closed_once_before_what_it_was_made_from_and_only_if_it_was_made() -> None:
+async def test_each_is_closed_once_before_what_it_was_made_from_and_only_if_it_was_made() -> None:
     things = Things()
-    assert asyncio.run(closing(use(things), things)) == "done"
+    assert await closing(use(things), things) == "done"
     assert CLOSED == ["server"]
     shut_down(things)
     shut_down(things)
     assert CLOSED == ["server", "model", "processes"]
 
 
-def test_what_belongs_to_the_loop_is_closed_when_the_work_fails() -> None:
+async def test_what_belongs_to_the_loop_is_closed_when_the_work_fails() -> None:
     things = Things()
 
     async def failing() -> None:
@@ -69,27 +69,27 @@ def test_what_belongs_to_the_loop_is_closed_when_the_work_fails() -> None:
         raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
-        asyncio.run(closing(failing(), things))
+        await closing(failing(), things)
     assert CLOSED == ["server"]
     shut_down(things)
 
 
-def test_one_that_cannot_be_closed_leaves_none_open() -> None:
+async def test_one_that_cannot_be_closed_leaves_none_open() -> None:
     things = Things()
     things.model.override(providers.Resource(closed_at_end, AtEnd, "broken", things.processes, fails=True))
     things.server.override(LoopResource(InLoop, "broken server", fails=True))
     with pytest.raises(OSError, match="broken server"):
-        asyncio.run(closing(use(things), things))
+        await closing(use(things), things)
     with pytest.raises(OSError, match="broken"):
         shut_down(things)
     assert CLOSED == ["broken server", "broken", "processes"]
 
 
 @pytest.mark.parametrize("kind", [AtEnd, InLoop])
-def test_what_the_caller_gave_is_closed_like_what_was_made(kind: type) -> None:
+async def test_what_the_caller_gave_is_closed_like_what_was_made(kind: type) -> None:
     things = Things()
     things.model.override(given(kind("mine")))
-    asyncio.run(closing(use(things), things))
+    await closing(use(things), things)
     shut_down(things)
     assert sorted(CLOSED) == ["mine", "server"]
 
@@ -99,9 +99,9 @@ class Both(AtEnd):
         CLOSED.append("aclose")
 
 
-def test_both_ways_of_closing_are_used() -> None:
+async def test_both_ways_of_closing_are_used() -> None:
     things = Things()
     things.model.override(given(Both("close")))
-    asyncio.run(closing(use(things), things))
+    await closing(use(things), things)
     shut_down(things)
     assert sorted(CLOSED) == ["aclose", "close", "server"]

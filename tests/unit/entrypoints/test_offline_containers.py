@@ -74,15 +74,16 @@ def test_the_reference_has_processes_where_the_actor_cannot_stand_for_it() -> No
     assert make_dpo_roles(DPO) == {"actor": actor}
     named = evolve(DPO, ref=RefConfig(model_name_or_path="r"))
     continued = evolve(DPO, ckpt=CheckpointConfig(resume=Resume.AUTO))
-    for run in (named, continued):
+    streamed = evolve(DPO, data=evolve(DPO.data, stream=True))
+    for run in (named, continued, streamed):
         assert make_dpo_roles(run) == {"actor": actor, "reference": actor}
         assert dpo_container(run).roles() == make_dpo_roles(run)
     for run in (DPO, named):  # the reference shares the actor's GPUs, where it is there
         container = dpo_container(run)
         processes = {name: role.processes for name, role in container.roles().items()}
         assert neighbours("actor", processes, container.colocated()) == sorted(processes)
-    free = evolve(continued, dpo=PreferenceSettings(loss=("simpo",)))
-    assert make_dpo_roles(free) == {"actor": actor}
+    for run in (continued, streamed):
+        assert make_dpo_roles(evolve(run, dpo=PreferenceSettings(loss=("simpo",)))) == {"actor": actor}
 
 
 def test_more_epochs_take_the_steps_of_the_examples_that_are_left(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ def test_every_setting_named_in_a_table_exists(module: str) -> None:
 
 @pytest.mark.parametrize("module", examples.TRAINERS)
 def test_every_flag_is_honoured_or_the_reason_is_said(module: str) -> None:
-    """A flag of its own, given with an unusual value, changes the settings or is on a line of the notes."""
+    """A flag of its own, given with an unusual value, changes the settings or is on a line of the notes, unless every
+    run does what it asks for."""
     program = examples.TRAINERS[module].program
     words = {"SWITCH": (), "INTEGER": ("7",), "NUMBER": ("0.25",), "TEXT": ("text {}",), "PAIR": ("0.5", "0.6")}
     words |= {"WORDS": ("q_proj",), "PROBABILITIES": ("0.5,0.5",)}
@@ -81,6 +82,8 @@ def test_every_flag_is_honoured_or_the_reason_is_said(module: str) -> None:
 
     silent = []
     for spelled, (name, *_) in program.names.items():
+        if program.flags[name].always:
+            continue
         value = unusual.get(name, words[program.flags[name].kind.name])
         base = next((flags for prefix, flags in beside.items() if name.startswith(prefix)), ())
         given = run(*base, f"--{spelled}", *value)
@@ -390,11 +393,11 @@ def test_merging_adapters(dtype: tuple[str, ...], capsys: pytest.CaptureFixture[
 
 
 def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["openrlhf", "deepspeed", "--module", "openrlhf.cli.train_dpo", *LEAST, "--ipo", "--use_wandb", "key"]
+    argv = ["openrlhf", "deepspeed", "--module", "openrlhf.cli.train_dpo", *LEAST, "--ipo", "--flash_attn"]
     assert main(argv) == 0
     output = capsys.readouterr()
     assert output.out.startswith("# rollgrad train dpo --config FILE\n")
-    assert "not honoured: --use_wandb" in output.err
+    assert "not honoured: --flash_attn" in output.err
     path = tmp_path / "run.yaml"
     path.write_text(output.out)
     assert main(["train", "dpo", "--config", str(path), "--print_config"]) == 0

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,11 +16,14 @@ from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
+from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError
+from rollgrad.entrypoints.composition.outputs import make_sample_log
 from rollgrad.entrypoints.config_io import load_config
 from rollgrad.entrypoints.description import settings_file
 from rollgrad.entrypoints.run_directory import alone, keep_steps, output_problem, remove_run, write_config
+from rollgrad.testing.metric_sink import FakeRunTracker
 
 WAIT_SECONDS = 200.0
 HOLD = """
@@ -151,10 +156,14 @@ TEXTS = ("\u2028", "\u2029", "\x85", "\x0b\x0c\x1c\x1d\x1e", "\r\n", "\ud800", "
 def test_logs_are_continued_whatever_they_hold(tmp_path: Path) -> None:
     """Half a line, zeros after a power loss, foreign lines, all that tools take for a line's end."""
     log = tmp_path / "samples.jsonl"
-    write = SampleWriter(log, lambda tokens: "".join(TEXTS), 1)
+    tracker = FakeRunTracker()
+    write = SampleWriter(log, lambda tokens: "".join(TEXTS), 1, tell=tracker.samples)
     prompt = Prompt(token_ids=(1,), text="".join(TEXTS), label="".join(TEXTS))
     for step in range(1, 5):
         write(step, [group(prompt)])
+    assert [step for step, _ in tracker.sampled] == [1, 2, 3, 4]
+    (sample,) = tracker.sampled[0][1]
+    assert sample["response"] == "".join(TEXTS).replace("\ud800", "\\ud800"), "which can be sent"
     whole = log.read_bytes()
     lines = whole.split(b"\n")[:-1]
     assert [json.loads(line)["prompt"] for line in lines] == ["".join(TEXTS)] * 4
@@ -182,6 +191,19 @@ def group(prompt: Prompt) -> RolloutGroup:
     return evolve(run.sampled[0][1][0], prompt=prompt)
 
 
+def test_samples_have_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-12345678")
+    told = "the key sk-12345678."
+    codec: Any = SimpleNamespace(decode=lambda tokens: told)
+    config = RLConfig(ckpt=CheckpointConfig(output_dir=str(tmp_path)), logger=LoggerConfig(log_samples=1))
+    tracker = FakeRunTracker()
+    make_sample_log(config, codec, tracker)(1, [group(Prompt(token_ids=(1,), text=told, label=told))])
+    assert "12345678" not in str(tracker.sampled)
+    assert tracker.sampled
+    (line,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert {line[name] for name in ("prompt", "response", "label")} == {"the key ***."}
+
+
 def test_samples_that_cannot_be_written_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     played = group(Prompt(token_ids=(1,), text="a"))
     write = SampleWriter(tmp_path / "missing" / "samples.jsonl", lambda tokens: "", 1)
@@ -191,7 +213,7 @@ def test_samples_that_cannot_be_written_end_no_run(tmp_path: Path, capsys: pytes
 
 
 def test_a_report_is_made_of_what_can_be_read(tmp_path: Path) -> None:
-    from rollgrad.adapters.tracking.report import read_metrics
+    from rollgrad.adapters.tracking.metrics_file import read_metrics
 
     good = [b'{"step": 1, "reward/mean": 0.5}', b'{"step": 2, "reward/mean": null}', b'{"step": 3, "reward/mean": 1}']
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*BROKEN, good[0], *BROKEN, *good[1:], *BROKEN]))
@@ -238,6 +260,18 @@ def test_a_state_of_either_kind_tells_of_a_run_and_goes_with_it(tmp_path: Path) 
         assert output_problem(CheckpointConfig(output_dir=str(tmp_path), resume=Resume.ALWAYS)) is None
         remove_run(ckpt)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_the_profile_of_a_run_goes_with_it_and_a_run_of_that_name_stays(tmp_path: Path) -> None:
+    ckpt = CheckpointConfig(output_dir=str(tmp_path), overwrite=True)
+    trace = tmp_path / "profile" / "step-000002" / "run.json.gz"
+    for other in (None, tmp_path / "profile" / "metrics.jsonl"):
+        trace.parent.mkdir(parents=True)
+        trace.write_bytes(b"")
+        if other is not None:
+            other.write_text('{"step": 1}\n')
+        remove_run(ckpt)
+        assert list(tmp_path.rglob("*")) == ([] if other is None else [other.parent, other])
 
 
 def test_rollouts_alone_are_a_run_too(tmp_path: Path) -> None:

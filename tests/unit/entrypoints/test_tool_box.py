@@ -1,6 +1,5 @@
 """Tools that `agent.tools` names, and the rules of the section `agent`."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -26,27 +25,24 @@ def helper():
 '''
 
 
-def names(box: ToolBox) -> list[str]:
-    async def opened() -> list[str]:
-        try:
-            return [tool.name for tool in await box.open()]
-        finally:
-            await box.aclose()
-            await box.aclose()
-
-    return asyncio.run(opened())
+async def names(box: ToolBox) -> list[str]:
+    try:
+        return [tool.name for tool in await box.open()]
+    finally:
+        await box.aclose()
+        await box.aclose()
 
 
-def test_built_in_tools_files_and_servers(tmp_path: Path) -> None:
+async def test_built_in_tools_files_and_servers(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)
     box = ToolBox(f"think, python ,{tmp_path / 'tools.py'},mcp:{mcp_command(tmp_path)}")
-    found = names(box)
+    found = await names(box)
     assert found[:3] == ["think", "python", "double"]
     assert len(found) > 3
 
 
-def test_no_tools() -> None:
-    assert names(ToolBox(None)) == []
+async def test_no_tools() -> None:
+    assert await names(ToolBox(None)) == []
 
 
 @pytest.mark.parametrize(
@@ -66,9 +62,9 @@ def test_mistakes(named: str, message: str, tmp_path: Path, monkeypatch: pytest.
     assert message in str(raised.value)
 
 
-def test_a_server_that_is_none() -> None:
+async def test_a_server_that_is_none() -> None:
     with pytest.raises(ConfigurationError, match="The MCP server 'false' cannot be used"):
-        names(ToolBox("mcp:false"))
+        await names(ToolBox("mcp:false"))
 
 
 def config() -> RLConfig:

@@ -14,7 +14,7 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.translated import problems
 from rollgrad.entrypoints.config_io import setting_names
-from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS
+from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS, WITHOUT_DROPOUT
 from rollgrad.entrypoints.translation.draft import TranslatedRun
 from rollgrad.entrypoints.trl.command import RUNS, translate_command
 from tests.dataclass_fields import fields
@@ -78,20 +78,24 @@ def test_every_flag_is_honoured_or_the_reason_is_said(command: str) -> None:
         "loss_type": {"dpo": ("ipo",), "kto": ("apo_zero_unpaired",), "sft": ("dft",)}.get(command, ("grpo",)),
         "importance_sampling_level": ("sequence",),
         "scale_rewards": ("none",),
+        "f_divergence_type": ("js_divergence",),
         "vllm_mode": ("server",),
         "eval_strategy": ("steps",),
         "eval_steps": ("20",),
         "save_strategy": ("no",),
         "save_steps": ("20",),
+        "disable_dropout": ("False",) if command in WITHOUT_DROPOUT else (),
     }
     beside = {
         "lora_": ("--use_peft",),
+        "disable_dropout": ("--use_peft",),
         "load_in_4bit": ("--use_peft",),
         "bnb": ("--use_peft",),
         "eval_steps": ("--eval_strategy", "steps"),
         "dataset_test": ("--eval_strategy", "steps"),
         "vllm_": ("--use_vllm",),
         "use_bias": ("--beta", "0.1"),
+        "f_alpha": ("--f_divergence_type", "alpha_divergence"),
         "label_smoothing": ("--loss_type", "robust") if command == "dpo" else (),
     }
     unusual |= {"per_device_train_batch_size": ("16",), "dataset_text_field": ("document",)}
@@ -135,6 +139,21 @@ def test_the_defaults_of_trl_count(command: str, lr: float) -> None:
     assert holds(settings(command), expected)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_model_is_uploaded_to_the_repository_that_trl_takes(command: str) -> None:
+    named = translated(command, "--push_to_hub", "--hub_model_id", "me/name", "--hub_strategy", "end")
+    assert named.run.ckpt.push_to_hub == "me/name"
+    (note,) = (note for note in named.notes if "hub" in note)
+    assert note.startswith("not identical: --push_to_hub: the model is uploaded once, when the run has ended")
+    for flags, said in (
+        (("--push_to_hub",), "not honoured: --push_to_hub: name the repository with its owner: --hub_model_id me/name"),
+        (("--hub_model_id", "me/name"), "not honoured: --hub_model_id me/name: nothing is uploaded without"),
+    ):
+        without = translated(command, *flags)
+        assert without.run.ckpt.push_to_hub is None
+        assert any(note.startswith(said) for note in without.notes)
+
+
 def test_the_batch_is_that_of_all_processes() -> None:
     flags = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3", "--num_processes", "2")
     assert holds(
@@ -174,6 +193,41 @@ def test_adapters() -> None:
     assert settings("sft", "--lora_r", "8")["actor.lora.rank"] == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "flags", "share"),
+    [
+        ("sft", (), 0.05),
+        ("grpo", (), 0.05),
+        ("sft", ("--lora_dropout", "0.2"), 0.2),
+        ("sft", ("--lora_dropout", "0.2", "--disable_dropout"), 0.0),
+        ("dpo", ("--lora_dropout", "0.2"), 0.0),
+        ("dpo", ("--lora_dropout", "0.2", "--disable_dropout", "false"), 0.2),
+        ("kto", ("--no_disable_dropout",), 0.05),
+        ("reward", (), 0.0),
+    ],
+)
+def test_adapters_leave_out_what_they_do_in_trl(command: str, flags: tuple[str, ...], share: float) -> None:
+    result = translated(command, "--use_peft", *flags)
+    assert result.run.actor.lora.dropout == share
+    assert any("--lora_dropout" in note for note in result.notes) is (bool(flags) and "0.2" in flags and not share)
+
+
+def test_trackers() -> None:
+    flags = ("--report_to", "wandb", "tensorboard", "--project", "p", "--run_name", "n", "--output_dir", "runs/x")
+    assert holds(
+        settings("sft", *flags),
+        {
+            "logger.report_to": ("wandb",),
+            "logger.project": "p",
+            "logger.run_name": "n",
+            "logger.tensorboard_dir": "runs/x/tensorboard",
+        },
+    )
+    assert settings("sft", "--report_to", "none") == settings("sft")
+    notes = translated("sft", "--report_to", "comet_ml", "--run_name", "n").notes
+    assert [note.partition(":")[0] for note in notes if "report" in note] == ["not honoured", "not honoured"]
+
+
 def test_switches_are_turned_off() -> None:
     assert not settings("sft", "--no_gradient_checkpointing")["actor.gradient_checkpointing"]
     assert settings("sft", "--no_bf16")["actor.dtype"] == settings("sft", "--bf16", "False")["actor.dtype"] == "float32"
@@ -194,6 +248,8 @@ def test_data_and_evaluation() -> None:
     assert settings("sft", "--completion_only_loss", "False")["data.train_on"] == "all"
     streamed = settings("sft", "--dataset_streaming", "--max_steps", "9", "--neftune_noise_alpha", "5")
     assert holds(streamed, {"data.stream": True, "train.max_steps": 9, "train.neftune_alpha": 5.0})
+    for command in ("dpo", "kto", "reward"):
+        assert settings(command, "--streaming", "--max_steps", "9")["data.stream"]
     assert (settings("sft")["data.overlong"], settings("reward")["data.overlong"]) == ("cut", "drop")
 
 
@@ -211,6 +267,9 @@ def test_losses() -> None:
     assert holds(mixed, {"dpo.loss": ("sigmoid", "bco_pair", "sft"), "dpo.loss_weights": (0.8, 0.2, 1.0)})
     robust = settings("dpo", "--loss_type", "robust", "--label_smoothing", "0.1", "--beta", "0.3")
     assert holds(robust, {"dpo.loss": ("robust",), "dpo.label_smoothing": 0.1, "dpo.beta": 0.3})
+    alpha = settings("dpo", "--f_divergence_type", "alpha_divergence", "--f_alpha_divergence_coef", "0.7")
+    assert alpha["dpo.f_divergence"] == "alpha_divergence"
+    assert alpha["dpo.f_alpha"] == pytest.approx(0.3)
     assert settings("kto", "--loss_type", "apo_zero_unpaired")["kto.loss"] == "apo_zero_unpaired"
     assert settings("reward", "--center_rewards_coefficient", "0.01")["rm.centring"] == 0.01
     with pytest.raises(ConfigurationError, match="--loss_type"):
@@ -368,10 +427,10 @@ def test_a_file_of_settings_is_read_and_flags_win(tmp_path: Path) -> None:
 
 
 def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trl", "reward", *LEAST, "--report_to", "wandb"]) == 0
+    assert main(["trl", "reward", *LEAST, "--report_to", "comet_ml"]) == 0
     output = capsys.readouterr()
     assert output.out.startswith("# rollgrad train rm --config FILE\n")
-    assert "not honoured: --report_to wandb" in output.err
+    assert "not honoured: --report_to comet_ml" in output.err
     path = tmp_path / "run.yaml"
     path.write_text(output.out)
     assert main(["train", "rm", "--config", str(path), "--print_config"]) == 0

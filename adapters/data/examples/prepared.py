@@ -1,0 +1,164 @@
+"""Prepared data as examples by index: demonstrations, preference pairs, labelled replies, and labelled steps.
+
+Does not own: how rows become tokens, and where they are kept (`preparation`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+from attrs import field, frozen
+
+from rollgrad.adapters.data.examples.report import DataReport
+from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens
+from rollgrad.domain.episodes.images import PlacedImages
+
+
+@frozen(eq=False)
+class PreparedExamples:
+    """The examples of a data set as arrays, by index; `rows` is the place of each in the data.
+
+    `fingerprint` is that of the tokens. `origin` is that of the rows, the template and the settings, whatever the day;
+    `written_on` the date that a template wrote which writes it.
+
+    `tokens` int32 and `weights` float32 of all branches end to end, `lengths` and `prompt_lengths` int64 of each
+    branch, `branch_counts` int64, `row_weights` and `margins` float32 of each example; `labels` bool of each branch,
+    true for a good reply (the chosen one of a pair), false for all where rows have no labels.
+    """
+
+    tokens: Any
+    weights: Any
+    lengths: Any
+    prompt_lengths: Any
+    branch_counts: Any
+    rows: Any
+    row_weights: Any
+    margins: Any
+    labels: Any
+    report: DataReport
+    fingerprint: str
+    origin: str
+    written_on: str | None = None
+    read_again: Callable[[int], Sequence[PlacedImages]] | None = None
+    """Returns the images of each branch of a row, which are read when they are needed; None where rows have none."""
+    names: Sequence[str] = field(default=(), repr=False)
+    """Name of the data set that each row of the data is of, whether it became an example or not; empty where there is
+    one data set."""
+
+    def __len__(self) -> int:
+        return len(self.branch_counts)
+
+    def __getitem__(self, index: int) -> Demonstration:
+        branches = []
+        first = int(self._firsts[index])
+        images = None if self.read_again is None else self.read_again(int(self.rows[index]))
+        for branch in range(first, first + int(self.branch_counts[index])):
+            start = int(self._starts[branch])
+            stop = start + int(self.lengths[branch])
+            branches.append(
+                WeightedTokens(
+                    token_ids_T=torch.from_numpy(self.tokens[start:stop].astype(numpy.int64)),
+                    weights_T=torch.from_numpy(numpy.array(self.weights[start:stop])),
+                    prompt_length=int(self.prompt_lengths[branch]),
+                    images=() if images is None else images[branch - first],
+                )
+            )
+        return Demonstration(branches=tuple(branches), row=int(self.rows[index]), weight=float(self.row_weights[index]))
+
+    def length(self, index: int) -> int:
+        """Returns the number of tokens of an example, all branches together."""
+        return int(self._totals[index])
+
+    _firsts: Any = field(init=False, repr=False)
+    _starts: Any = field(init=False, repr=False)
+    _totals: Any = field(init=False, repr=False)
+
+    @_firsts.default
+    def _first_branches(self) -> Any:
+        return numpy.cumsum(self.branch_counts) - self.branch_counts
+
+    @_starts.default
+    def _first_tokens(self) -> Any:
+        return numpy.cumsum(self.lengths) - self.lengths
+
+    @_totals.default
+    def _tokens_of_examples(self) -> Any:
+        return numpy.add.reduceat(numpy.asarray(self.lengths), self._firsts) if len(self) else self.lengths
+
+
+def as_preference(example: Demonstration, margin: float) -> Preference:
+    """Returns an example whose branches are a chosen and a rejected reply."""
+    chosen, rejected = example.branches
+    return Preference(chosen=chosen, rejected=rejected, row=example.row, weight=example.weight, margin=margin)
+
+
+def as_steps(example: Demonstration) -> StepLabels:
+    """Returns an example whose only branch is a solution: weights above 0 are 1 + the label of the step that ends
+    there."""
+    (solution,) = example.branches
+    ends_K = solution.weights_T.nonzero()[:, 0]
+    return StepLabels(
+        token_ids_T=solution.token_ids_T,
+        ends=ends_K.tolist(),
+        labels=(solution.weights_T[ends_K] - 1).tolist(),
+        row=example.row,
+        weight=example.weight,
+    )
+
+
+@frozen(eq=False)
+class PreparedPairs:
+    """The preference pairs of a data set, by index: of each example the branches are its chosen and rejected reply."""
+
+    examples: PreparedExamples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Preference:
+        return as_preference(self.examples[index], float(self.examples.margins[index]))
+
+
+@frozen(eq=False)
+class PreparedLabels:
+    """The labelled replies of a data set, by index: the reply of each row, of a pair the chosen one, and after them the
+    rejected replies, so that neighbours answer different prompts."""
+
+    examples: PreparedExamples
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Label:
+        place, number = int(self._places[index]), int(index >= len(self.examples))
+        example = self.examples[place]
+        branch = int(self.examples._firsts[place]) + number
+        return Label(
+            reply=example.branches[number],
+            desirable=bool(self.examples.labels[branch]),
+            row=example.row,
+            weight=example.weight,
+            place=index,
+        )
+
+    _places: Any = field(init=False, repr=False)
+
+    @_places.default
+    def _rows_of_replies(self) -> Any:
+        return numpy.concatenate(
+            [numpy.arange(len(self.examples)), numpy.flatnonzero(self.examples.branch_counts == 2)]
+        )
+
+
+@frozen(eq=False)
+class PreparedSteps:
+    """The solutions of a data set, by index."""
+
+    examples: PreparedExamples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> StepLabels:
+        return as_steps(self.examples[index])

@@ -1,0 +1,48 @@
+"""Hands the weights of which a process has a share (`adapters/models/torch/weight_shards.py`) over to ZeRO stage 3.
+
+Does not own: how a model is loaded, nor what ZeRO does with it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from rollgrad.adapters.models.torch.forward import Scorer
+from rollgrad.adapters.models.torch.weight_shards import is_sharded, parameter_places, replace_parameter, together
+
+
+def fetch_heads(module: nn.Module) -> None:
+    """Makes ZeRO-3 put the vocabulary's head together for the part of `module` that reads its weight."""
+    from deepspeed import zero
+
+    for scorer in (part for part in module.modules() if isinstance(part, Scorer)):
+        for weight in (scorer.head.weight, scorer.head.bias):
+            if weight is not None:
+                zero.register_external_parameter(scorer, weight)
+
+
+def partition(module: nn.Module, config: Mapping[str, Any]) -> None:
+    """Divides a module with sharded weights as the ZeRO-3 of DeepSpeed's `config` does, one parameter at a time; any
+    other module is left to DeepSpeed, which divides it when it is whole.
+
+    All parameters get the format of the first that is sharded, as DeepSpeed's own division gives them one.
+    """
+    dtype = next((parameter.dtype for parameter in module.parameters() if is_sharded(parameter)), None)
+    if dtype is None:
+        return
+    from deepspeed import zero
+
+    places = parameter_places(module)
+    first: Any = None
+    while places:
+        sharded = next(iter(places))
+        owners = places.pop(sharded)
+        whole: Any = nn.Parameter(together(sharded).to(dtype), requires_grad=sharded.requires_grad)
+        replace_parameter(owners, whole)
+        del sharded  # the last reference to this process's share, which ZeRO's takes the place of
+        if first is None:
+            first = whole
+            zero.Init(module=nn.ParameterList([whole]), config_dict_or_path=dict(config))
+        else:
+            first.convert_to_zero_parameters([whole])

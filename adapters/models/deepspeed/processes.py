@@ -1,0 +1,53 @@
+"""The group of processes in which DeepSpeed divides models, and the library itself."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from rollgrad.domain.errors import MissingExtraError
+
+
+def start_process_group(*, rank: int, size: int, host: str, port: int, local_rank: int, timeout: float) -> None:
+    """Joins the processes of a group, which wait for each other `timeout` seconds at most, now and later. They meet at
+    an existing `torch.distributed.TCPStore`, like torchrun's.
+
+    Raises:
+        MissingExtraError: DeepSpeed is not installed.
+    """
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    deepspeed = deepspeed_library()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # compiling this inference kernel would take a minute
+    )
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    deepspeed.init_distributed(
+        backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout), rank=rank, world_size=size
+    )
+
+
+def deepspeed_library() -> Any:
+    """Returns the module `deepspeed`, which reports errors alone.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise MissingExtraError(
+            "Training in several processes needs DeepSpeed: pip install rollgrad[deepspeed,ray]."
+        ) from error
+    from deepspeed.utils import logger
+
+    logger.setLevel("ERROR")
+    return deepspeed

@@ -1,0 +1,1 @@
+"""Models divided over the processes of a group by torch's FSDP2."""

@@ -1,0 +1,188 @@
+"""Divides a module over the processes of a group by torch's `fully_shard` (FSDP2; Zhao et al. 2023, "PyTorch FSDP:
+Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277).
+
+Each layer is whole only while it computes; what is outside of the layers (embeddings, last norm, head) is whole during
+each forward and backward pass. Parameters are divided by rows.
+Invariants: one parameter is divided after the other, so that a process holds no more than it has loaded; tied weights
+stay tied; the sum of the processes' gradients is taken, not their mean.
+Does not own: the optimizer, nor how a model is loaded.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, distributed, nn
+
+from rollgrad.adapters.models.torch.untrained_parameters import may_lack_gradient
+from rollgrad.adapters.models.torch.weight_shards import (
+    Place,
+    is_sharded,
+    layer_stacks,
+    parameter_places,
+    replace_parameter,
+)
+from rollgrad.domain.errors import ConfigurationError
+
+
+def start_process_group(*, rank: int, size: int, host: str, port: int, local_rank: int, timeout: float) -> None:
+    """Joins the processes of a group, which wait for each other `timeout` seconds at most, now and later. They meet at
+    an existing `torch.distributed.TCPStore`, like torchrun's."""
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    # It warns of changes in place to what a model returns, of which there are none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    distributed.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+
+
+@frozen(kw_only=True, eq=False)
+class DividedModule:
+    """A module after `divide`: `formats` has the number format in which each parameter computes, `mesh` the processes,
+    `device` where they compute."""
+
+    module: nn.Module
+    formats: Mapping[nn.Parameter, torch.dtype]
+    mesh: Any
+    device: torch.device
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Returns the module's forward pass."""
+        output = self.module(*inputs)
+        if not torch.is_grad_enabled():
+            self.rest()
+        return output
+
+    def rest(self) -> None:
+        """Frees what was left whole for a backward pass that does not come."""
+        self.module.reshard()  # type: ignore[operator]
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        """Returns a whole parameter in the format in which it computes; every process must ask for it."""
+        return self.gathered(parameter, rows_of(parameter).to(self.formats[parameter]))
+
+    def gathered(self, parameter: nn.Parameter, rows: Tensor) -> Tensor:
+        """Returns a whole tensor in the shape of `parameter` from each process's `rows`."""
+        whole: Tensor = _of_rows(rows.to(self.device), self.mesh, parameter).full_tensor()
+        return whole
+
+    def place(self, count: int) -> tuple[int, int]:
+        """Returns the first of this process's rows and the one after its last, out of `count`."""
+        return _place(count, self.mesh)
+
+
+def rows_of(parameter: Any) -> Tensor:
+    """Returns this process's rows of a divided parameter, in FSDP's own memory."""
+    with torch.no_grad():
+        rows: Tensor = parameter.to_local()
+    return rows
+
+
+def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
+    """Divides `module` in place over all processes of torch's default group.
+
+    Args:
+        module: equal in every process, whole or with matrices of which each process has its rows, as DTensors.
+        offload: whether parameters and gradients rest in the CPU's memory.
+
+    Trained parameters become float32, and compute in the format that they had; frozen ones keep it.
+
+    Raises:
+        ConfigurationError: FSDP2 cannot divide a parameter.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # imports that take half a second
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    first = next(module.parameters())
+    device, dtype = first.device, first.dtype
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    odd = [part for part in module.modules() if any(p.dtype != dtype for p in part.parameters(recurse=False))]
+    if numbers := [name for name, parameter in module.named_parameters() if not parameter.ndim]:
+        raise ConfigurationError(
+            f"cluster.strategy is fsdp2, but {numbers[0]} of the model is a single number, which has no rows to "
+            "divide: set --cluster.strategy deepspeed."
+        )
+    for part in odd:
+        if len(formats := {str(parameter.dtype).removeprefix("torch.") for parameter in part.parameters()}) > 1:
+            raise ConfigurationError(
+                f"cluster.strategy is fsdp2, but a {type(part).__name__} of the model has parameters in "
+                f"{' and '.join(sorted(formats))}, which one unit cannot compute: set --actor.dtype float32, or "
+                "--cluster.strategy deepspeed."
+            )
+    shares = _taken_out(module, mesh, torch.device("cpu") if offload else device)
+    policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    layers = [layer for stack in layer_stacks(module) for layer in stack]
+    units = dict.fromkeys([*odd, *layers, module])  # inner ones first
+    for unit in units:
+        precision = MixedPrecisionPolicy(
+            param_dtype=None if unit in odd else dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,  # the model casts where it does in one process
+        )
+        try:
+            divided = fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=policy)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"cluster.strategy is fsdp2, which cannot divide the model ({error}): set --cluster.strategy deepspeed."
+            ) from error
+        divided.set_gradient_divide_factor(1.0)
+        divided.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        if unit is not module and any(may_lack_gradient(name) for name, _ in unit.named_parameters()):
+            # Tokens may reach an expert in some of the processes only, and all must send the same gradients.
+            divided.set_reduce_scatter_unused_params(True, recurse=False)
+    computing = {}
+    for places, (rows, compute, requires_grad) in shares:
+        part, name, _ = places[0]
+        # `from_local` would move the rows of all parameters to the GPU, which those that rest elsewhere may not fit.
+        own: Any = DTensor(rows, getattr(part, name)._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        parameter = nn.Parameter(own, requires_grad=requires_grad)
+        replace_parameter(places, parameter)
+        computing[parameter] = compute
+    for unit in units:
+        # After this FSDP takes the parameters that are there now.
+        unit._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]
+    return DividedModule(module=module, formats=computing, mesh=mesh, device=device)
+
+
+Share = tuple[Tensor, torch.dtype, bool]
+"""This process's rows of a parameter, the format in which it computes, and whether it is trained."""
+
+
+def _taken_out(module: nn.Module, mesh: Any, device: torch.device) -> list[tuple[list[Place], Share]]:
+    """Puts parameters without memory in the places of a module's parameters; returns this process's rows of those."""
+    owners = parameter_places(module)
+    shares = []
+    while owners:
+        parameter = next(iter(owners))
+        places, compute, trained = owners.pop(parameter), parameter.dtype, parameter.requires_grad
+        kept = torch.float32 if trained else compute
+        whole = not is_sharded(parameter)
+        rows = parameter.detach()[slice(*_place(len(parameter), mesh))] if whole else rows_of(parameter)
+        part = rows.untyped_storage().nbytes() > rows.nbytes  # also of a file's, whose memory it would keep
+        rows = rows.to(device, kept, copy=part).contiguous()
+        empty = torch.empty(parameter.shape, dtype=kept, device="meta")
+        replace_parameter(places, nn.Parameter(empty, requires_grad=trained))
+        shares.append((places, (rows, compute, trained)))
+        del parameter
+    return shares
+
+
+def _place(count: int, mesh: Any) -> tuple[int, int]:
+    """Returns the first of the rows that a DTensor divided over `mesh` has in this process, and the one after its last,
+    out of `count`; there may be none."""
+    most = -(-count // mesh.size())
+    first = min(mesh.get_local_rank() * most, count)
+    return first, min(first + most, count)
+
+
+def _of_rows(rows: Tensor, mesh: Any, like: Tensor) -> Any:
+    """Returns a DTensor in the shape of `like`, a divided parameter, of which each process has its `rows`."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())

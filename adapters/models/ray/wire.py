@@ -1,0 +1,310 @@
+"""Batches on their way to the processes of a group, and results on their way back: a few bytes a token.
+
+Columns travel as numpy arrays, which Ray hands over without a copy. What is constant over stretches of tokens (masks,
+turns, versions, weights, advantages of whole replies) travels as stretches, floats at action tokens alone, token ids in
+32 bits; positions are counted anew, and equal columns travel once, as does each image, without its file.
+Invariant: at every token that a result depends on, a batch arrives as it was; floats outside actions arrive as 0.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import fields, frozen
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.passes import Passes
+from rollgrad.domain.batches.sharding import least, weightless
+from rollgrad.domain.episodes.images import Image, PlacedImage, PlacedImages
+from rollgrad.domain.ports.models import LossOutput, PolicyObjective, TokenScores
+
+Array = NDArray[Any]
+
+FEW = 16
+"""Tokens of a stretch, on average, from which a column travels as stretches."""
+
+SCORE, LOGPROBS, VALUES = "score", "logprobs", "values"
+"""Calls whose results are columns: all of `TokenScores`, the log-probs alone, values."""
+
+COUNTED_ANEW = "positions_N"
+ONLY_HERE = "places_N"
+"""Columns that do not travel: the second means something in the process of the whole batch alone."""
+
+
+@frozen
+class Stretches:
+    """A column whose value changes at the tokens `starts` only, the first of which is 0."""
+
+    starts: Array
+    values: Array
+
+    def column(self, count: int) -> Array:
+        """Returns the whole column, of `count` tokens."""
+        return self.values.repeat(np.diff(self.starts, append=count))
+
+
+@frozen
+class AtActions:
+    """A column that is 0 but at action tokens; `source` is the column that has its values."""
+
+    source: str
+
+
+@frozen
+class SentImages:
+    """Images of a batch: `tensors` of each, by its digest; `places`, for each sequence, has the digest, the first token
+    and the one behind the last of each of its images."""
+
+    tensors: dict[str, dict[str, Array]]
+    places: list[list[tuple[str, int, int]]]
+
+    def placed(self) -> tuple[PlacedImages, ...]:
+        """Returns the images of each sequence."""
+        images = {
+            digest: Image(
+                digest=digest,
+                data=b"",
+                tensors={name: torch.from_numpy(np.array(array)) for name, array in own.items()},
+            )
+            for digest, own in self.tensors.items()
+        }
+        return tuple(
+            tuple(PlacedImage(image=images[digest], start=start, stop=stop) for digest, start, stop in own)
+            for own in self.places
+        )
+
+
+@frozen
+class SentBatch:
+    """Passes of one process: `counts` sequences of its own each, then `fillers` others, which get the weight 0.
+    `columns` by name; `actions` are values at action tokens, by the name of the first column that has them."""
+
+    kind: type[PackedBatch]
+    counts: list[int]
+    fillers: list[int]
+    columns: dict[str, Any]
+    actions: dict[str, Array]
+    images: SentImages
+    others: dict[str, Any]
+
+    def passes(self) -> list[PackedBatch]:
+        """Returns the batches, in order."""
+        batch, ends = self._batch(), np.cumsum(np.add(self.counts, self.fillers)).tolist()
+        found = []
+        for count, more, end in zip(self.counts, self.fillers, ends, strict=True):
+            part = batch.select(range(end - count - more, end))
+            found.append(weightless(part, torch.arange(count + more) >= count) if more else part)
+        return found
+
+    def own(self, results: Sequence[Tensor]) -> Array:
+        """Returns the results of `passes` for its own action tokens, float32 unless they take less and have a numpy
+        type; fillers come after these in each."""
+        lengths = self.columns["lengths_S"]
+        mask = self.columns["action_mask_N"].column(int(lengths.sum()))
+        actions_S = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
+        ends = np.cumsum(np.add(self.counts, self.fillers)) - self.fillers
+        own = [int(actions_S[end - count : end].sum()) for count, end in zip(self.counts, ends, strict=True)]
+        joined = torch.cat([result[:count] for result, count in zip(results, own, strict=True)])
+        return (joined if joined.dtype in (torch.bool, torch.float16) else joined.float()).numpy()
+
+    def _batch(self) -> PackedBatch:
+        lengths = self.columns["lengths_S"]
+        total = int(lengths.sum())
+        mask = self.columns["action_mask_N"].column(total)
+        read: dict[str, Any] = {}
+        for name, column in self.columns.items():
+            if isinstance(column, AtActions):
+                values = self.actions[column.source]
+                whole = np.zeros(total, values.dtype)
+                whole[mask] = values
+            elif isinstance(column, Stretches):
+                whole = column.column(total)
+            else:
+                whole = np.array(column)  # a copy: what Ray hands over cannot be written to
+            read[name] = torch.from_numpy(whole)
+        read["tokens_N"] = read["tokens_N"].long()
+        starts = np.cumsum(lengths) - lengths
+        read[COUNTED_ANEW] = torch.from_numpy(np.arange(total) - np.repeat(starts, lengths))
+        return self.kind(**read, **self.others, images_S=self.images.placed())
+
+
+class _Whole:
+    """A batch of which each process gets a part: where its columns change is found once for all parts."""
+
+    def __init__(self, batch: PackedBatch) -> None:
+        self.batch = batch
+        self._columns = [(name, axis, column.numpy()) for name, axis, column in batch.columns()]
+        self._changes = {
+            name: _changes(column, always=name == "action_mask_N")
+            for name, axis, column in self._columns
+            if axis == "N" and column.ndim == 1 and name not in (COUNTED_ANEW, ONLY_HERE, "tokens_N")
+        }
+
+    def sent(self, sequences: Sequence[int], counts: Sequence[int], fillers: Sequence[int]) -> SentBatch:
+        """Returns a process's batch as it travels, whose sequences are passes of so many and so many fillers each."""
+        batch = self.batch
+        index_S = torch.as_tensor(sequences, dtype=torch.int64)
+        runs = batch.runs(index_S)
+        mask = _joined(batch.action_mask_N.numpy(), runs)
+        columns: dict[str, Any] = {}
+        actions: dict[str, Array] = {}
+        for name, axis, column in self._columns:
+            if name in (COUNTED_ANEW, ONLY_HERE):
+                continue
+            if axis != "N":
+                columns[name] = column[index_S.numpy()]
+            elif name == "tokens_N":
+                columns[name] = _joined(column, runs, np.int32)
+            elif (changes := self._changes.get(name)) is not None:
+                columns[name] = _stretches(column, changes, runs)
+            elif column.dtype.kind != "f" or column.ndim > 1:
+                columns[name] = _joined(column, runs)
+            else:
+                columns[name] = _at_actions(name, _joined(column, runs)[mask], actions)
+        others = {f.name: getattr(batch, f.name) for f in fields(type(batch)) if f.name != "images_S"}
+        plain = {name: value for name, value in others.items() if not isinstance(value, Tensor)}
+        images = _images([batch.images_S[sequence] for sequence in sequences] if batch.images_S else [])
+        return SentBatch(type(batch), list(counts), list(fillers), columns, actions, images, plain)
+
+
+def _images(images_S: Sequence[PlacedImages]) -> SentImages:
+    images = {placed.image.digest: placed.image for own in images_S for placed in own}
+    return SentImages(
+        tensors={
+            digest: {name: tensor.numpy() for name, tensor in image.tensors.items()} for digest, image in images.items()
+        },
+        places=[[(placed.image.digest, placed.start, placed.stop) for placed in own] for own in images_S],
+    )
+
+
+def _changes(column_N: Array, *, always: bool) -> Array | None:
+    """Returns the tokens at which a column has another value than at the one before; None if they are many, unless
+    `always`."""
+    differs = column_N[1:] != column_N[:-1]
+    if not always and FEW * np.count_nonzero(differs) >= len(column_N):
+        return None
+    return np.flatnonzero(differs) + 1
+
+
+def _joined(column_N: Array, runs: Sequence[tuple[int, int]], dtype: Any = None) -> Array:
+    """Returns the runs of a column end to end."""
+    return np.concatenate([column_N[start:stop] for start, stop in runs], dtype=dtype, casting="same_kind")
+
+
+def _stretches(column_N: Array, changes: Array, runs: Sequence[tuple[int, int]]) -> Stretches:
+    """Returns the runs of a column end to end, as stretches; each run begins one."""
+    begins, starts, total = list[Array](), list[Array](), 0
+    places = np.searchsorted(changes, np.array(runs)).tolist()
+    for (start, stop), (first, last) in zip(runs, places, strict=True):
+        own = changes[first:last]
+        own = own if len(own) and own[0] == start else np.concatenate([[start], own])
+        begins.append(own)
+        starts.append(own - (start - total))
+        total += stop - start
+    return Stretches(np.concatenate(starts).astype(np.int32), column_N[np.concatenate(begins)])
+
+
+def _at_actions(name: str, values_A: Array, actions: dict[str, Array]) -> AtActions:
+    """Returns where a column's values at action tokens travel: with another column that has the same, if there is
+    one."""
+    for known, same_A in actions.items():
+        if np.array_equal(values_A, same_A):
+            return AtActions(known)
+    actions[name] = values_A
+    return AtActions(name)
+
+
+def divided(passes: Passes[Any], parts: int) -> list[SentBatch]:
+    """Returns the part of each process, planned for so many. A pass of which a process has no sequence is filled, and
+    so is one without images if the batch has any: the layers that images go through, where processes divide them,
+    compute in all of them or in none."""
+    batch, whole, found = passes.whole, _Whole(passes.whole), []
+    filler: list[int] = []
+    for part in range(parts):
+        own = [plan[part] for plan in passes.plan]
+        lacking = [not any(map(batch.images_of, each)) if batch.images_S else not each for each in own]
+        if any(lacking) and not filler:
+            filler = least(batch).tolist()
+        fillers = [filler if lacks else [] for lacks in lacking]
+        sequences = [s for each, more in zip(own, fillers, strict=True) for s in (*each, *more)]
+        found.append(whole.sent(sequences, [len(each) for each in own], [len(more) for more in fillers]))
+    return found
+
+
+def merged(passes: Passes[Any], columns: Sequence[Array]) -> Tensor:
+    """Returns a column [N] of the whole batch from the values of each part's action tokens."""
+    whole = passes.whole
+    mask_N = whole.action_mask_N.numpy()
+    full_N = np.zeros(whole.token_count, np.float32)
+    for part, values_A in enumerate(columns):
+        sequences = torch.tensor([s for plan in passes.plan for s in plan[part]], dtype=torch.int64)
+        taken = 0
+        for start, stop in whole.runs(sequences):
+            mask = mask_N[start:stop]
+            following = taken + int(np.count_nonzero(mask))
+            full_N[start:stop][mask] = values_A[taken:following]
+            taken = following
+    return torch.from_numpy(full_N)
+
+
+class Recording:
+    """A policy's objective that keeps what it is told of tokens, in the process that calls it."""
+
+    def __init__(self, objective: PolicyObjective[Any]) -> None:
+        self._objective = objective
+        self._passes: list[dict[str, Tensor]] = []
+
+    def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
+        """Returns the objective's share of the loss."""
+        output = self._objective(scores, batch)
+        columns = {"logprobs_N": scores.logprobs_N, "entropy_N": scores.entropy_N, "clipped_N": output.clipped_N}
+        mask_N = batch.action_mask_N
+        told = {name: c.detach()[mask_N.to(c.device)] for name, c in columns.items() if c is not None}
+        told["entropy_N"] = told["entropy_N"].half()  # it is looked at: three digits are enough, in half the bytes
+        self._passes.append(told)
+        return output
+
+    def told(self, batches: Sequence[SentBatch]) -> list[dict[str, Array]]:
+        """Returns log-probs, entropies and, of an objective with ratios, which tokens were clipped, at the action
+        tokens of each of the batches whose passes it was called with, in order."""
+        passes = iter(self._passes)
+        of_batches = [list(islice(passes, len(batch.counts))) for batch in batches]
+        return [
+            {name: batch.own([columns[name].cpu() for columns in own]) for name in own[0]}
+            for batch, own in zip(batches, of_batches, strict=True)
+        ]
+
+
+def called(model: Any, method: str, arguments: Sequence[Any]) -> Any:
+    """Calls a method of a model in its process. With a list of `SentBatch`, `update` gets all their passes, and others
+    one after the other; the columns of their results return at action tokens alone, by name. With a `Recording` as
+    objective, `update` returns its metrics and such columns of each `SentBatch`."""
+    batches = arguments[0] if arguments else None
+    if not (isinstance(batches, list) and batches and isinstance(batches[0], SentBatch)):
+        return getattr(model, method)(*arguments)
+    if method == "update":
+        metrics = model.update([part for batch in batches for part in batch.passes()], *arguments[1:])
+        return (metrics, arguments[1].told(batches)) if isinstance(arguments[1], Recording) else metrics
+    (batch,) = batches
+    found: dict[str, list[Tensor]] = {}
+    for part in batch.passes():
+        for name, column_N in _columns(model, method, part):
+            found.setdefault(name, []).append(column_N.cpu()[part.action_mask_N])
+    return {name: batch.own(columns) for name, columns in found.items()}
+
+
+def _columns(model: Any, method: str, batch: PackedBatch) -> Iterator[tuple[str, Tensor]]:
+    if method == VALUES:
+        yield VALUES, model.values(batch)
+        return
+    scores: TokenScores = model.score(batch)
+    if method == LOGPROBS:
+        yield "logprobs_N", scores.logprobs_N
+        return
+    for attribute in fields(type(scores)):
+        if isinstance(column_N := getattr(scores, attribute.name), Tensor):
+            yield attribute.name, column_N

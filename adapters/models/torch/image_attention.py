@@ -1,0 +1,87 @@
+"""Attention of models in which the tokens of an image see each other, such as Gemma 3's.
+
+Invariant: tokens of texts attend as a `ForestAttention` lets them; each run of tokens that stand for a part of an image
+sees what is before it, as far as the layer looks back, and all of itself.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollgrad.adapters.models.torch.attention import AttentionPlan, ForestAttention, backbone
+from rollgrad.adapters.models.torch.kernels import dense
+from rollgrad.adapters.models.torch.layout import Layout, Node
+
+
+def make_plan(model: Any, layout: Layout) -> AttentionPlan:
+    """Returns the plan of a model's pass over a layout."""
+    weight = next(model.parameters())
+    forest = ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype)
+    if not layout.images or not sees_whole_images(model):
+        return forest
+    return ImageAttention(forest, [ImageRun(*each, weight.device, weight.dtype) for each in image_runs(model, layout)])
+
+
+def sees_whole_images(model: Any) -> bool:
+    """Returns whether the tokens of an image see each other, for which the model's own code is told which they are."""
+    return "token_type_ids" in inspect.signature(backbone(model).forward).parameters
+
+
+def image_runs(model: Any, layout: Layout) -> Iterator[tuple[Node, int, int]]:
+    """Yields each run of neighbouring tokens of a layout that stand for an image, from the first to behind the last,
+    and the node that it is in."""
+    token = backbone(model).config.image_token_id
+    for placed in layout.images:
+        node = next(each for each in layout.nodes if each.start <= placed.start < each.start + each.length)
+        seen = layout.tokens_M[placed.start : placed.stop].eq(token).int()
+        changes = torch.diff(seen, prepend=seen.new_zeros(1), append=seen.new_zeros(1)).tolist()
+        starts, stops = ([place for place, change in enumerate(changes) if change == kind] for kind in (1, -1))
+        for start, stop in zip(starts, stops, strict=True):
+            yield node, placed.start + start, placed.start + stop
+
+
+class ImageRun:
+    """The tokens `start` to `stop` (half-open) of a layout, which are in `node`, and all that they see."""
+
+    def __init__(self, node: Node, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> None:
+        first, last = (node.prefix_length + place - node.start for place in (start, stop))
+        self.token_Q = torch.arange(start, stop, device=device)
+        self._key_token_K = node.path()[:last].to(device)
+        self._position_Q = torch.arange(first, last, device=device)
+        self._first, self._dtype = first, dtype
+
+    def attend(self, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
+        """Returns [Q, Hq, E]."""
+        q, k, v = (
+            x.index_select(0, index).transpose(0, 1)[None]
+            for x, index in ((q_M, self.token_Q), (k_M, self._key_token_K), (v_M, self._key_token_K))
+        )
+        return dense(q, k, v, scaling=scaling, mask=self._mask(window))[0].transpose(0, 1)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """Returns the additive mask [1, 1, Q, K]."""
+        key_K = torch.arange(len(self._key_token_K), device=self._key_token_K.device)
+        oldest_Q = self._position_Q - (len(key_K) if window is None else window)
+        hidden_QK = (key_K < self._first) & (key_K <= oldest_Q[:, None])
+        mask = torch.zeros(hidden_QK.shape, dtype=self._dtype, device=key_K.device)
+        return mask.masked_fill(hidden_QK, float("-inf"))[None, None]
+
+
+class ImageAttention(AttentionPlan):
+    """Attends as `forest` does, but for `runs` of the tokens of images."""
+
+    def __init__(self, forest: ForestAttention, runs: Sequence[ImageRun]) -> None:
+        self._forest, self._runs = forest, runs
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout."""
+        attended = self._forest.attend(layer, query, key, value, scaling, window)
+        q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        seen = [run.attend(q_M, k_M, v_M, scaling, window) for run in self._runs]
+        tokens = torch.cat([run.token_Q for run in self._runs])
+        return attended.index_copy(1, tokens, torch.cat(seen)[None])

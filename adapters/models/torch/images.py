@@ -1,0 +1,147 @@
+"""Forward passes of models that see images.
+
+A model's own code computes the features of images and puts them in the place of placeholder tokens, one after the other
+in the order of the tokens; here it is told which tokens stand for which images, and gets its own position ids.
+Invariants: a pass over tokens without images is the text model's; a placeholder token that the policy sampled itself
+stands for no image. Does not own: reading images (`adapters/chat/pictures.py`).
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rollgrad.adapters.models.torch.attention import AttentionPlan, backbone
+from rollgrad.adapters.models.torch.layout import Layout
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.episodes.images import PlacedImages
+
+
+def run_body(
+    model: Any, tokens_BT: Tensor, positions: Tensor, plan: AttentionPlan, images: PlacedImages = (), **settings: Any
+) -> Any:
+    """Returns the output of a language model's body for tokens [B, T], which may be on another device.
+
+    Args:
+        model: with packed attention installed.
+        tokens_BT: the tokens; with images B is 1.
+        positions: position ids [B, T], or [K, B, T] of a model with K numbers a position.
+        plan: decides which tokens each token attends to.
+        images: the images among the tokens of the only row.
+        settings: other arguments of the model.
+    """
+    body, weight = backbone(model), next(model.parameters())
+    tokens = tokens_BT.to(weight.device)
+    arguments = {
+        "position_ids": positions.to(weight.device),
+        "use_cache": False,
+        "attention_plan": plan,
+        **settings,
+    }
+    if not images:
+        return body(input_ids=tokens, **arguments)
+    real = tokens.clone()
+    real[~placeholders(model, tokens[0], images)[None] & (tokens == body.config.image_token_id)] = 0
+    with _embedded_as(body, tokens):
+        return body(input_ids=real, **joined_tensors(images, weight.device, weight.dtype), **arguments)
+
+
+def placeholders(model: Any, tokens_T: Tensor, images: PlacedImages) -> Tensor:
+    """Returns a mask [T] of the tokens that a model replaces by the features of `images`."""
+    inside_T = torch.zeros(len(tokens_T), dtype=torch.bool)
+    for placed in images:
+        inside_T[placed.start : placed.stop] = True
+    token: int = backbone(model).config.image_token_id
+    return inside_T.to(tokens_T.device) & tokens_T.eq(token)
+
+
+@contextmanager
+def _embedded_as(body: Any, tokens: Tensor) -> Iterator[None]:
+    """Makes a model embed `tokens` inside the block, whatever tokens it is given: it takes each placeholder that it is
+    given for a part of an image."""
+    handle = body.get_input_embeddings().register_forward_pre_hook(lambda module, given: (tokens,))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def joined_tensors(images: PlacedImages, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns the tensors of all images end to end, by the names of the model's arguments. Those of images with several
+    parts are filled up with zeros, which models leave out."""
+    names = images[0].image.tensors.keys()
+    joined = {name: _stacked([placed.image.tensors[name] for placed in images]) for name in names}
+    return {
+        name: tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+        for name, tensor in joined.items()
+    }
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        lacking = [most - size for most, size in zip(shape, tensor.shape[1:], strict=True)]
+        padded.append(functional.pad(tensor, [side for size in reversed(lacking) for side in (0, size)]))
+    return torch.cat(padded)
+
+
+def model_factory(config: Any) -> Any:
+    """Returns the class of transformers that loads a causal language model with these settings: another one if it also
+    sees images."""
+    import transformers
+
+    sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForImageTextToText if sees and not text else transformers.AutoModelForCausalLM
+
+
+def freeze_tower(model: Any) -> None:
+    """Freezes what makes a language model's input of images: all of the model but its decoder and its embeddings."""
+    if getattr(model.config, "vision_config", None) is None:
+        return
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    of_text = {parameter for part in parts if part is not None for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if parameter not in of_text:
+            parameter.requires_grad_(False)
+
+
+def batch_positions(model: Any, batch: PackedBatch, layout: Layout) -> Tensor | None:
+    """Returns the model's position ids [K, 1, M] of a batch with images; None if its position is the number of tokens
+    before a token, as in text."""
+    if not batch.images_S or not has_own_positions(model):
+        return None
+    of_sequences = []
+    for images, start, length in zip(batch.images_S, batch.starts_S.tolist(), batch.lengths_S.tolist(), strict=True):
+        of_sequences.append(own_positions(model, batch.tokens_N[start : start + length], images))
+    positions_KN = torch.cat(of_sequences, dim=1)
+    positions_KM = torch.zeros(len(positions_KN), len(layout.tokens_M), dtype=torch.int64)
+    positions_KM[:, layout.index_N] = positions_KN
+    return positions_KM[:, None]
+
+
+def has_own_positions(model: Any) -> bool:
+    """Returns whether positions of a model depend on images: whether it has several numbers a position, such as the
+    time, height and width of Qwen's."""
+    return hasattr(backbone(model), "get_rope_index")
+
+
+def own_positions(model: Any, tokens_T: Tensor, images: PlacedImages) -> Tensor:
+    """Returns the position ids [K, T] of a sequence, of a model that `has_own_positions`."""
+    if not images:
+        return torch.arange(len(tokens_T)).expand(3, -1)
+    body = backbone(model)
+    known = inspect.signature(body.get_rope_index).parameters
+    sizes = [name for name in images[0].image.tensors if name in known]  # not the pixels, which take megabytes
+    positions_K1T, _ = body.get_rope_index(
+        input_ids=tokens_T[None],
+        mm_token_type_ids=placeholders(model, tokens_T, images).int()[None],
+        **{name: _stacked([placed.image.tensors[name] for placed in images]) for name in sizes},
+    )
+    positions_KT: Tensor = positions_K1T[:, 0]
+    return positions_KT

@@ -1,0 +1,278 @@
+"""Measures what a pass of a model holds beside its weights, without computing anything: on the meta device tensors have
+shapes and no numbers, and their bytes are counted while they live.
+
+Attention is taken to keep queries, keys, values and its result, as fused kernels do. The output embedding is left out:
+its slices are counted by `application.settings.memory_plan_passes`. Passes are over text: what a tower holds of images
+is not counted.
+Does not own: models whose code asks what a tensor's numbers are; they cannot be measured so.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from attrs import evolve
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from rollgrad.adapters.models.torch.attention import ATTENTION, ForestAttention, backbone, install_attention
+from rollgrad.adapters.models.torch.images import model_factory
+from rollgrad.adapters.models.torch.kernels import has_varlen
+from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.models import train_without_dropout
+from rollgrad.adapters.models.torch.padded import use_exact_attention, use_own_attention
+from rollgrad.application.settings.model_shape import PassMemory, Points
+from rollgrad.domain.errors import ConfigurationError
+
+log = structlog.get_logger(__name__)
+aten = torch.ops.aten
+
+PRODUCTS = {
+    **dict.fromkeys((aten.mm.default, aten.bmm.default, aten._grouped_mm.default), 0),
+    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), 1),
+}
+"""Products of matrices, and which of their arguments is the left factor."""
+
+ROUNDING = 1.05
+"""Factor for what allocators round up and kernels work with."""
+
+PACKED = (16, 1024, 4096, 16384)
+"""Tokens of the passes that are measured: of few the peak is gradients of weights, of many activations."""
+
+ROWS = (1, 8)
+"""Sequences of the passes that are measured of a model that is computed padded."""
+
+
+States = Callable[[int, int], Tensor]
+"""Function that returns the last hidden states of so many sequences of one length."""
+
+
+def measured_passes(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int,
+    checkpointing: bool = False,
+    judges: bool = False,
+) -> PassMemory | None:
+    """Returns what passes of a model hold; None where its code cannot run without numbers.
+
+    Args:
+        name: hub name or directory; its settings alone are read.
+        dtype: number format.
+        device: where the model would compute.
+        longest: tokens of the longest sequence, by which memory grows faster than by the token where a model is
+            computed padded.
+        checkpointing: whether training recomputes activations.
+        judges: whether it is a reward model, which is not trained and has texts side by side (`reward_model.py`).
+    """
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(str(Path(name).expanduser()))
+    with torch.device("meta"):
+        model = model_factory(settings).from_config(settings, dtype=dtype).eval()
+    try:
+        if judges:
+            return _judging(model, longest)
+        return _measured(model, device, longest=longest, checkpointing=checkpointing)
+    except Exception as error:  # a model's code may do anything that has no meaning without numbers
+        log.debug(f"Passes of {type(model).__name__} cannot be measured without weights: {error}")
+        return None
+
+
+def _measured(model: Any, device: torch.device, *, longest: int, checkpointing: bool) -> PassMemory:
+    states = partial(_states, model, device)
+    try:
+        install_attention(model)
+        padded, shapes = False, [_sequences(tokens, longest) for tokens in sorted({*PACKED, longest})]
+        scored = [_scored(model, states, *shape) for shape in shapes]
+    except ConfigurationError:
+        use_own_attention(model)
+        padded, shapes = True, [(rows, longest) for rows in ROWS]
+        scored = [_scored(model, states, *shape) for shape in shapes]
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        train_without_dropout(model)
+    saved, trained = zip(*(_trained(model, states, *shape) for shape in shapes), strict=True)
+    return evolve(_found(shapes, scored, padded=padded), saved=_points(shapes, saved), trained=_points(shapes, trained))
+
+
+def _judging(model: Any, longest: int) -> PassMemory:
+    shapes = [(rows, longest) for rows in ROWS]
+    with _UncomputedProducts():
+        with _Alive(model):  # which answers the questions of its code
+            use_exact_attention(model)
+        return _found(shapes, [_scored(model, partial(_texts, model), *shape) for shape in shapes], padded=True)
+
+
+def _found(shapes: Sequence[tuple[int, int]], scored: Sequence["_Alive"], *, padded: bool) -> PassMemory:
+    return PassMemory(
+        scored=_points(shapes, [alive.peak for alive in scored]),
+        padded=padded,
+        flops=scored[-1].flops / math.prod(shapes[-1]),
+    )
+
+
+def _sequences(tokens: int, longest: int) -> tuple[int, int]:
+    """Returns how many sequences a pass of about so many tokens has, and the length of each."""
+    return math.ceil(tokens / longest), min(tokens, longest)
+
+
+def _points(shapes: Sequence[tuple[int, int]], found: Sequence[int]) -> Points:
+    held = dict(zip((rows * length for rows, length in shapes), found, strict=True))
+    return tuple((tokens, math.ceil(ROUNDING * held[tokens])) for tokens in sorted(held))
+
+
+@torch.no_grad()
+def _scored(model: Any, states: States, rows: int, length: int) -> "_Alive":
+    """Returns what was counted in a pass without gradients, of so many sequences of that length."""
+    alive = _Alive(model)
+    with alive:
+        states(rows, length)
+    return alive
+
+
+def _trained(model: Any, states: States, rows: int, length: int) -> tuple[int, int]:
+    """Returns the bytes at the end of a forward pass whose gradients follow, and the peak of both passes. Gradients of
+    weights are counted while they are computed."""
+    handles = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
+    alive = _Alive(model)
+    try:
+        with alive:
+            found = states(rows, length)
+            saved = alive.now
+            total = found.sum()
+            del found
+            total.backward()  # type: ignore[no-untyped-call]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return saved, alive.peak
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _states(model: Any, device: torch.device, rows: int, length: int) -> Tensor:
+    """Returns the last hidden states, from which a head reads those that it needs."""
+    ids, settings = torch.empty(rows, length, dtype=torch.int64, device="meta"), {}
+    if model.config._attn_implementation == ATTENTION:
+        ids, settings = ids.view(1, -1), {"attention_plan": _UncomputedAttention(rows, length, device, model.dtype)}
+    hidden = backbone(model)(input_ids=ids, use_cache=False, **settings).last_hidden_state.flatten(0, 1)
+    every: Tensor = hidden.index_select(0, torch.arange(rows * length, device="meta"))
+    return every
+
+
+def _texts(model: Any, rows: int, length: int) -> Tensor:
+    """Returns the last hidden states of texts that are filled up to one length."""
+    ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
+    states: Tensor = backbone(model)(input_ids=ids, attention_mask=ids, use_cache=False).last_hidden_state
+    return states
+
+
+class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the tensors that operations inside have made and that live, and the FLOPs of products."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = self.flops = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            return False  # the answer to a question about numbers, such as whether any token is padding
+        compute = _grouped_product if func is aten._grouped_mm.default else func
+        made = compute(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            self.flops += 2 * made.numel() * args[PRODUCTS[func]].shape[-1]
+        for tensor in tree_iter(made):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        return made
+
+    def _note(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._end, key, size)
+
+    def _end(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+class _UncomputedAttention(ForestAttention):
+    """The plan of a training pass on a device, whose kernels keep what they would keep there, and compute nothing."""
+
+    def __init__(self, rows: int, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        nodes = [Node(row * tokens, tokens) for row in range(rows)]
+        super().__init__(nodes, device=torch.device("meta"), dtype=dtype)
+        self._computing = device
+
+    def has_varlen(self, query: Tensor) -> bool:
+        """Implements `ForestAttention.has_varlen`."""
+        return has_varlen(self._computing, query.dtype, query.shape[-1])
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor | None = None) -> Tensor:
+        """Returns a tensor in the place of the kernel's result, [B, H, Q, E]."""
+        if self._computing.type == "cuda":
+            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+        return _kept(query.transpose(1, 2), key, value, mask).transpose(1, 2)
+
+    def varlen(self, query_QHD: Tensor, key_KGD: Tensor, value_KGE: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Returns a tensor in the place of the kernel's result, [Q, H, E]."""
+        return _kept(query_QHD, key_KGD, value_KGE)
+
+
+class _UncomputedProducts(TorchFunctionMode):
+    """Has torch's scaled dot-product attention keep what a fused kernel keeps, and compute nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_attended if func is functional.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+    added = None if attn_mask is None else attn_mask.to(query.dtype)  # torch makes one that is added to scores
+    return _kept(query.transpose(1, 2), key, value, added).transpose(1, 2)
+
+
+def _kept(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Returns a tensor of the value's width for each query [..., H, D]; the backward pass keeps all that is given."""
+    out: Tensor = _Uncomputed.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Uncomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Returns a tensor in the place of the product of groups of rows with a matrix each, or of groups of columns with
+    rows, whose shape torch tells in bfloat16 alone."""
+    if b.ndim == 3:
+        return a.new_empty(*a.shape[:-1], b.shape[-1])
+    groups = () if offsets is None else (len(offsets),)
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])

@@ -1,0 +1,150 @@
+"""OpenAI's `POST /v1/completions`: a text, or its token ids, that the model continues without a chat template.
+
+`min_tokens`, `stop_token_ids` and `return_token_ids` are as in vLLM, so that another rollgrad may sample here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rollgrad.adapters.servers.guard import HttpError, error_body
+from rollgrad.adapters.servers.openai_wire import (
+    MOST_CHOICES,
+    MOST_LIKELY,
+    SHAPING,
+    CompletionChunks,
+    head_of,
+    token_usage,
+)
+from rollgrad.adapters.servers.wire import (
+    MAX_COUNT,
+    MAX_STOPS,
+    Call,
+    Decode,
+    EventStream,
+    Wire,
+    bad,
+    call_of,
+    count,
+    refuse_others,
+    sampling_of,
+    stops,
+)
+from rollgrad.application.episodes.reply import ChatReply
+from rollgrad.domain.episodes.generation import StopReason
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **SHAPING,
+    "echo": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+}
+"""Settings with the values that change nothing; any other is refused."""
+
+
+class CompletionsWire(Wire):
+    """The `Wire` of OpenAI's completions."""
+
+    def decode(self, body: Mapping[str, Any]) -> Call:
+        """Parses the body of a completion."""
+        choices = count(body, "n", 1, MOST_CHOICES) or 1
+        refuse_others(body, {**NEUTRAL, "best_of": (choices,)})
+        settings = {
+            **sampling_of(body, "max_tokens"),
+            "stop_strings": stops(body, "stop"),
+            "top_logprobs": count(body, "logprobs", 0, MOST_LIKELY),
+            "min_new_tokens": count(body, "min_tokens", 0),
+            "stop_token_ids": _stop_token_ids(body),
+        }
+        return call_of(body, settings, prompt=_prompt(body.get("prompt")), choices=choices)
+
+    def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
+        """Returns a `text_completion`."""
+        choices = [
+            _choice(call, index, reply, decode, str(reply.parsed.message["content"]))
+            for index, reply in enumerate(replies)
+        ]
+        if call.body.get("return_token_ids"):
+            for choice in choices:
+                choice["prompt_token_ids"] = list(replies[0].prompt_token_ids)
+        return {**_head(call, call_id), "choices": choices, "usage": token_usage(replies)}
+
+    def events(self, call: Call, call_id: str) -> EventStream:
+        """Returns the stream of `text_completion` events."""
+        return _Chunks(call, _head(call, call_id))
+
+    def error(self, error: HttpError) -> dict[str, Any]:
+        """Returns an error body in OpenAI's form."""
+        return error_body(error)
+
+
+class _Chunks(CompletionChunks):
+    def start(self) -> Iterator[str]:
+        yield from ()
+
+    def piece(self, field: str, text: str, choice: int) -> Iterator[str]:
+        yield self._of_choice(index=choice, text=text, logprobs=None, finish_reason=None)
+
+    def finish(self, replies: Sequence[ChatReply], decode: Decode) -> Iterator[str]:
+        for index, reply in enumerate(replies):
+            yield self._of_choice(**_choice(self._call, index, reply, decode, ""))
+        yield from self._end(replies)
+
+
+def _prompt(given: Any) -> str | tuple[int, ...]:
+    """Returns the one prompt of a body: a text or token ids, each also as a list of one."""
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
+        given = given[0]
+    if isinstance(given, str) and given:
+        return given
+    if isinstance(given, list) and given and not any(isinstance(one, str | list) for one in given):
+        return _token_ids(given, "prompt")
+    raise bad("prompt must be one text, or the token ids of one, and not empty: send a request for each prompt.")
+
+
+def _token_ids(given: Any, where: str) -> tuple[int, ...]:
+    given = [] if given is None else given
+    if not isinstance(given, list) or not all(type(token) is int and 0 <= token <= MAX_COUNT for token in given):
+        raise bad(f"{where} must be token ids, whole numbers from 0 on.")
+    return tuple(given)
+
+
+def _stop_token_ids(body: Mapping[str, Any]) -> tuple[int, ...] | None:
+    found = _token_ids(body.get("stop_token_ids"), "stop_token_ids")
+    if len(found) > MAX_STOPS:
+        raise bad(f"stop_token_ids has {len(found)} ids, but it may have {MAX_STOPS} at most.")
+    return found or None
+
+
+def _head(call: Call, call_id: str) -> dict[str, Any]:
+    return head_of(call, f"cmpl-{call_id}", "text_completion")
+
+
+def _choice(call: Call, index: int, reply: ChatReply, decode: Decode, text: str) -> dict[str, Any]:
+    stopped = reply.generation.stop_reason is StopReason.STOP
+    choice = {
+        "index": index,
+        "text": text,
+        "logprobs": None if call.body.get("logprobs") is None else _logprobs(reply, decode),
+        "finish_reason": "stop" if stopped else "length",
+    }
+    if call.body.get("return_token_ids"):
+        choice["token_ids"] = list(reply.generation.token_ids)
+    return choice
+
+
+def _logprobs(reply: ChatReply, decode: Decode) -> dict[str, Any]:
+    tokens = [decode([token_id]) for token_id in reply.generation.token_ids]
+    places = [0]
+    for token in tokens:
+        places.append(places[-1] + len(token))
+    likeliest: list[dict[str, float]] = []
+    for each in reply.generation.top_logprobs:
+        likeliest.append({})
+        for one, logprob in each:
+            likeliest[-1].setdefault(decode([one]), logprob)  # of tokens with one text the likeliest
+    return {
+        "tokens": tokens,
+        "token_logprobs": list(reply.generation.logprobs),
+        "top_logprobs": likeliest or None,
+        "text_offset": places[:-1],
+    }

@@ -1,0 +1,287 @@
+"""OpenAI's `POST /v1/responses`: items in, items and their events out.
+
+Nothing is stored: a request brings its whole conversation, and one that names an earlier response is refused. Items of
+one reply (reasoning, message, calls) are one assistant message, as on the other wires, so that all play the same
+sessions.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rollgrad.adapters.servers.content import content_of, text_of
+from rollgrad.adapters.servers.guard import HttpError, error_body, error_type
+from rollgrad.adapters.servers.openai_wire import KEEP_ALIVE
+from rollgrad.adapters.servers.wire import (
+    Call,
+    Decode,
+    EventStream,
+    Wire,
+    arguments_of,
+    bad,
+    call_of,
+    calls_of,
+    named_event,
+    read,
+    refuse_others,
+    sampling_of,
+    text_schema,
+    tool_of,
+    tools_and_form,
+    usage_of,
+)
+from rollgrad.application.episodes.reply import ChatReply
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.messages import Message, call_entry
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {"background": (False,), "truncation": ("disabled",), "top_logprobs": (0,)}
+"""Settings with the values that change nothing; any other is refused."""
+STORED = ("previous_response_id", "conversation", "prompt")
+"""Settings that name what a server keeps."""
+TEXTS = ("input_text", "output_text", "text")
+ROLES = ("system", "developer", "user", "assistant")
+
+
+class ResponsesWire(Wire):
+    """The `Wire` of OpenAI's responses."""
+
+    def decode(self, body: Mapping[str, Any]) -> Call:
+        """Parses the body of a response."""
+        refuse_others(body, NEUTRAL)
+        for name in STORED:
+            if body.get(name) is not None:
+                raise bad(f"{name} is set, but this server keeps nothing: send the whole conversation as input.")
+        described = read(read(body, "text", dict, {}), "format", dict, {"type": "text"})
+        tools, form = tools_and_form(body, _tool, text_schema(described, "text.format"))
+        instructions = read(body, "instructions", str, "")
+        items = read(body, "input", (str, list))
+        if not items:
+            raise bad("input is missing: give a text, or the items of the conversation so far.", "missing_messages")
+        messages = [{"role": "user", "content": items}] if isinstance(items, str) else _messages(items)
+        if instructions:
+            messages.insert(0, {"role": "system", "content": instructions})
+        return call_of(body, sampling_of(body, "max_output_tokens"), messages=messages, tools=tools, form=form)
+
+    def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
+        """Returns a `response`."""
+        (reply,) = replies
+        message = reply.parsed.message
+        output = []
+        if message.get("reasoning_content"):
+            output.append(_reasoning(call_id, message["reasoning_content"]))
+        calls = calls_of(message)
+        if message.get("content") or not calls:
+            output.append(_said(call_id, str(message.get("content") or "")))
+        output += [_called(*one) for one in calls]
+        return _response(call, call_id, output, reply)
+
+    def events(self, call: Call, call_id: str) -> EventStream:
+        """Returns the stream of a response's events."""
+        return _Events(call, call_id)
+
+    def error(self, error: HttpError) -> dict[str, Any]:
+        """Returns an error body in OpenAI's form."""
+        return error_body(error)
+
+
+class _Events(EventStream):
+    def __init__(self, call: Call, call_id: str) -> None:
+        self._call, self._id = call, call_id
+        self._number = -1
+        self._output: list[dict[str, Any]] = []
+        self._open: str | None = None
+        """The field whose item is open: `content` or `reasoning_content`."""
+        self._text = ""
+
+    def start(self) -> Iterator[str]:
+        begun = _response(self._call, self._id, [], None)
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+
+    def piece(self, field: str, text: str, choice: int) -> Iterator[str]:
+        if self._open != field:
+            yield from self._close()
+            yield from self._begin(field)
+        self._text += text
+        extra: dict[str, Any] = {"logprobs": []} if field == "content" else {}
+        yield self._part_event("delta", delta=text, **extra)
+
+    def finish(self, replies: Sequence[ChatReply], decode: Decode) -> Iterator[str]:
+        (reply,) = replies
+        yield from self._close()
+        calls = calls_of(reply.parsed.message)
+        if not calls and not any(item["type"] == "message" for item in self._output):
+            yield from self._begin("content")
+            yield from self._close()
+        for one in calls:
+            item = _called(*one)
+            place = len(self._output)
+            self._output.append(item)
+            where = {"item_id": item["id"], "output_index": place}
+            begun = {**item, "arguments": "", "status": "in_progress"}
+            yield self._event("response.output_item.added", output_index=place, item=begun)
+            yield self._event("response.function_call_arguments.delta", **where, delta=item["arguments"])
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **where, **done)
+            yield self._event("response.output_item.done", output_index=place, item=item)
+        whole = _response(self._call, self._id, self._output, reply)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def failed(self, error: HttpError) -> Iterator[str]:
+        failed = _response(self._call, self._id, self._output, None)
+        told = {"code": "server_error", "message": f"{error_type(error)}: {error.detail}"}
+        yield self._event("response.failed", response={**failed, "status": "failed", "error": told})
+
+    def keep_alive(self) -> str:
+        return KEEP_ALIVE
+
+    def _begin(self, field: str) -> Iterator[str]:
+        self._open, self._text = field, ""
+        item = {**_item(self._id, field, ""), "status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=len(self._output), item=item)
+        yield self._part_added("added")
+
+    def _close(self) -> Iterator[str]:
+        if self._open is None:
+            return
+        extra: dict[str, Any] = {"logprobs": []} if self._open == "content" else {}
+        yield self._part_event("done", text=self._text, **extra)
+        yield self._part_added("done")
+        item = _item(self._id, self._open, self._text)
+        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._open = None
+
+    def _part_added(self, what: str) -> str:
+        assert self._open is not None
+        item = _item(self._id, self._open, self._text)
+        where = {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
+        return self._event(f"response.content_part.{what}", **where, part=item["content"][0])
+
+    def _part_event(self, what: str, **fields: Any) -> str:
+        assert self._open is not None
+        kind = "output_text" if self._open == "content" else "reasoning_text"
+        where = {"item_id": _item_id(self._id, self._open), "output_index": len(self._output), "content_index": 0}
+        return self._event(f"response.{kind}.{what}", **where, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        self._number += 1
+        return named_event(kind, sequence_number=self._number, **fields)
+
+
+def _response(call: Call, call_id: str, output: Sequence[Mapping[str, Any]], reply: ChatReply | None) -> dict[str, Any]:
+    """Returns the response object; without a reply the one of its beginning."""
+    status, usage = "in_progress", None
+    if reply is not None:
+        status = "completed" if reply.generation.stop_reason is StopReason.STOP else "incomplete"
+        read_tokens, written = usage_of([reply])
+        usage = {
+            "input_tokens": read_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read_tokens + written,
+        }
+    body = call.body
+    answer = {
+        "id": f"resp_{call_id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": call.model,
+        "output": list(output),
+        "usage": usage,
+        "store": False,
+        "previous_response_id": None,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "text": body.get("text") or {"format": {"type": "text"}},
+        "metadata": body.get("metadata") or {},
+        **{name: body.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")},
+    }
+    if reply is not None and body.get("return_token_ids"):
+        answer["prompt_token_ids"] = list(reply.prompt_token_ids)
+        answer["token_ids"] = list(reply.generation.token_ids)
+    return answer
+
+
+def _item_id(call_id: str, field: str) -> str:
+    return f"{'msg' if field == 'content' else 'rs'}_{call_id}"
+
+
+def _item(call_id: str, field: str, text: str) -> dict[str, Any]:
+    return _said(call_id, text) if field == "content" else _reasoning(call_id, text)
+
+
+def _said(call_id: str, text: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    head = {"type": "message", "id": _item_id(call_id, "content"), "role": "assistant", "status": "completed"}
+    return {**head, "content": content}
+
+
+def _reasoning(call_id: str, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    head = {"type": "reasoning", "id": _item_id(call_id, "reasoning_content"), "summary": [], "status": "completed"}
+    return {**head, "content": content}
+
+
+def _called(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    head = {"type": "function_call", "id": f"fc_{call_id}", "call_id": call_id, "status": "completed"}
+    return {**head, "name": name, "arguments": arguments}
+
+
+def _messages(items: Sequence[Any]) -> list[Message]:
+    """Returns the conversation of input items; those of one reply become one message."""
+    messages: list[Any] = []
+    names: dict[str, str] = {}
+
+    def reply(*, follows: Sequence[str]) -> dict[str, Any]:
+        """Returns the assistant message that an item belongs to: the last one, unless it has one of these fields."""
+        if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(field) for field in follows):
+            messages.append({"role": "assistant", "content": ""})
+        last: dict[str, Any] = messages[-1]
+        return last
+
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise bad(f"{where} must be an object.")
+        kind = item.get("type") or "message"
+        if kind == "message" and item.get("role") in ROLES:
+            role = "system" if item["role"] == "developer" else item["role"]
+            if role == "assistant":
+                text = text_of(item.get("content"), f"{where}.content", TEXTS)
+                reply(follows=("content", "tool_calls"))["content"] = text
+            else:
+                reads = content_of if role == "user" else text_of
+                messages.append({"role": role, "content": reads(item.get("content"), f"{where}.content", TEXTS)})
+        elif kind == "reasoning":
+            thought = text_of(read(item, "content", list, []), f"{where}.content", ("reasoning_text",))
+            if thought:
+                reply(follows=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = thought
+        elif kind == "function_call":
+            call_id, name = read(item, "call_id", str, ""), read(item, "name", str, "")
+            names[call_id] = name
+            entry = call_entry(call_id, name, arguments_of(item.get("arguments") or "{}"))
+            reply(follows=()).setdefault("tool_calls", []).append(entry)
+        elif kind == "function_call_output":
+            call_id = read(item, "call_id", str, "")
+            content = content_of(item.get("output"), f"{where}.output", TEXTS)
+            result = {"role": "tool", "tool_call_id": call_id, "name": names.get(call_id, ""), "content": content}
+            messages.append(result)
+        else:
+            raise bad(
+                f"{where} is of type {kind!r}, but this model reads messages, reasoning, calls and their outputs."
+            )
+    return messages
+
+
+def _tool(tool: Any, index: int) -> Mapping[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise bad(
+            f"tools[{index}] must be of type function, with a name: tools that run at the server are not offered."
+        )
+    return tool_of(tool, "parameters")

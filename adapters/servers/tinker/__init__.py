@@ -1,0 +1,1 @@
+"""The Tinker API: training and sampling that a client drives, over HTTP."""

@@ -1,0 +1,1 @@
+"""Spans of episodes for OpenTelemetry."""

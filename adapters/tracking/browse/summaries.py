@@ -1,0 +1,222 @@
+"""Summary rows of one file of rollouts: all but its tokens and whole texts, and what a row's group tells of it."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollgrad.adapters.tracking.browse.filters import Kind
+from rollgrad.adapters.tracking.trajectory_files import PREFIXES, read_trajectories
+from rollgrad.adapters.tracking.trajectory_schema import SHOWN, schema
+
+if TYPE_CHECKING:
+    import pyarrow
+
+NOTHING = 1e-6
+"""Advantage that is none: what rounding leaves of equal rewards less their mean."""
+
+TEXTS: Mapping[str, str] = {
+    "kind": "update or evaluation",
+    "datasource": "origin of the prompt",
+    "prompt": "prompt as the model saw it",
+    "label": "what the reward compares with",
+    "response": "all after the prompt",
+    "stop_reason": "why the reply ended: stop, length, environment, turn_limit, timeout or aborted",
+    "failure": "kind of a failed episode: infrastructure, environment, reward, not_applicable or data",
+    "failure_message": "why an episode failed",
+    "step": "number of the update that learned from the rollout, or after which it was evaluated",
+    "group_id": "the rollouts of one prompt share it",
+    "sample_id": "the branches of one rollout share it",
+    "branch": "number of the branch within the rollout",
+    "reward": "sum of the branch's rewards",
+    "score": "outcome for filters and evaluation",
+    "baseline": "reward of the prompt's greedy rollout",
+    "advantage": "mean over the sampled tokens",
+    "seconds": "duration of the episode with its reward",
+    "turns": "number of turns",
+    "prompt_tokens": "number of tokens of the prompt",
+    "action_tokens": "number of sampled tokens",
+    "version_first": "updates behind the weights that sampled the oldest token",
+    "version_last": "updates behind the weights that sampled the newest token",
+    "group_size": "number of rollouts in the group",
+    "group_spread": "greatest reward less the least one in the group",
+    "zero_spread": "whether all rollouts of the group had the same reward and no advantage, so that it taught nothing",
+    "new_reward": "reward by the newest rollgrad rescore",
+    "star": "whether it was starred",
+    "tag": "its tags",
+    "note": "its note",
+}
+"""Meaning of each column that filters know, in their words."""
+
+MAPS = {"part": "reward_parts", "metric": "metrics"}
+"""Columns of named numbers, by the word before the name in a filter."""
+STORED = [
+    name
+    for name in (*TEXTS, *MAPS.values())
+    if name not in {"group_size", "group_spread", "zero_spread", "new_reward", "star", "tag", "note"}
+]
+CUT = ("prompt", "response", "label")
+"""Texts of which a summary row has the beginning."""
+KEY_KINDS = {kind: prefix.removesuffix("-") for kind, prefix in PREFIXES.items()}
+"""First word of a key, by the kind of the rollout."""
+
+
+def kinds_of(table: "pyarrow.Table") -> dict[str, Kind]:
+    """Returns what each column holds that a filter may name."""
+    import pyarrow as pa
+
+    found = {"new_reward": Kind.NUMBER, "star": Kind.FLAG, "tag": Kind.TEXTS, "note": Kind.TEXT}
+    for name in TEXTS:
+        if name in table.column_names:
+            kind = table.schema.field(name).type
+            found[name] = (
+                Kind.TEXT
+                if pa.types.is_string(kind)
+                else Kind.FLAG
+                if pa.types.is_boolean(kind)
+                else Kind.INTEGER
+                if pa.types.is_integer(kind)
+                else Kind.NUMBER
+            )
+    for word, column in MAPS.items():
+        found |= {f"{word}.{name}": Kind.NUMBER for name in names_in(table, column)}
+    return {name: found[name] for name in (*(name for name in TEXTS if name in found), *found)}
+
+
+def names_in(table: "pyarrow.Table", column: str) -> list[str]:
+    """Returns the names in a column of named numbers."""
+    import pyarrow.compute as pc
+
+    keys = (key for chunk in table[column].chunks for key in pc.unique(chunk.keys).to_pylist())
+    return sorted(set(keys))
+
+
+def read_summaries(path: Path) -> "pyarrow.Table":
+    """Returns the summary rows of a file of rollouts.
+
+    Raises:
+        DataError: it cannot be read, or has other columns than rollouts.
+    """
+    table = read_trajectories(path, ["response_start" if name == "response" else name for name in STORED])
+    if "response_start" in table.column_names:
+        return summaries(table.rename_columns({"response_start": "response"}))
+    return summaries(read_trajectories(path, STORED))  # a file of an earlier version has whole responses alone
+
+
+def summaries(table: "pyarrow.Table") -> "pyarrow.Table":
+    """Returns rows with `key`, `prompt_id` and what their groups tell; `table` has the columns of `STORED`, or some.
+
+    Raises:
+        pyarrow.ArrowException: a column has another type.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    whole = schema()
+    made: dict[str, Any] = {}
+    for name in STORED:
+        kind = whole.field(name).type
+        made[name] = table[name].cast(kind) if name in table.column_names else pa.nulls(len(table), kind)
+    made["prompt_id"] = _prompt_ids(made["prompt"])
+    for name in CUT:
+        made[name] = pc.utf8_slice_codeunits(made[name], 0, SHOWN)
+    made["branch"] = pc.fill_null(made["branch"], -1)  # failed episodes have none
+    made["key"] = pc.binary_join_element_wise(
+        pc.if_else(pc.equal(made["kind"], "update"), KEY_KINDS["update"], KEY_KINDS["evaluation"]),
+        *(made[name].cast(pa.string()) for name in ("step", "group_id", "sample_id", "branch")),
+        "/",
+    )
+    made["group_size"], made["group_spread"], learned = _groups(made)
+    same = pc.and_(pc.equal(made["group_spread"], 0.0), pc.greater(made["group_size"], 1))
+    made["zero_spread"] = pc.and_(same, pc.invert(learned))
+    return pa.table(made).combine_chunks()
+
+
+def prompt_id(prompt: str | None) -> str:
+    """Returns a name of a prompt, equal in all runs."""
+    return hashlib.sha256((prompt or "").encode()).hexdigest()[:16]
+
+
+def _prompt_ids(prompts: Any) -> Any:
+    import pyarrow as pa
+
+    texts = prompts.to_pylist()
+    known = {text: prompt_id(text) for text in set(texts)}
+    return pa.array([known[text] for text in texts], type=pa.string())
+
+
+def _groups(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Returns the number of rollouts, the spread of their rewards, and whether one has an advantage, of each row's
+    group: a critic, or a mean over other groups, gives some to a group without spread."""
+    import pyarrow as pa
+
+    rewards: dict[int, dict[int, float | None]] = {}
+    groups = columns["group_id"].to_pylist()
+    for group, sample, reward in zip(
+        groups, columns["sample_id"].to_pylist(), columns["reward"].to_pylist(), strict=True
+    ):
+        samples = rewards.setdefault(group, {})
+        before = samples.get(sample)
+        samples[sample] = before if reward is None else reward + (before or 0.0)  # branches add up
+    spreads = {}
+    for group, samples in rewards.items():
+        known = [reward for reward in samples.values() if reward is not None]
+        spreads[group] = max(known) - min(known) if known else None
+    advantages = zip(groups, columns["advantage"].to_pylist(), strict=True)
+    learned = {group for group, advantage in advantages if advantage is not None and abs(advantage) > NOTHING}
+    sizes = pa.array([len(rewards[group]) for group in groups], type=pa.int32())
+    spread = pa.array([spreads[group] for group in groups], type=pa.float64())
+    return sizes, spread, pa.array([group in learned for group in groups], type=pa.bool_())
+
+
+def sample_rows(path: Path) -> "pyarrow.Table":
+    """Returns the rows of `samples.jsonl`, for a run without files of rollouts: each is a group of its own.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    import pyarrow as pa
+
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")):
+        try:
+            row = json.loads(line)
+            rows.append(
+                {
+                    "kind": "update",
+                    "step": int(row["step"]),
+                    "group_id": number,
+                    "sample_id": number,
+                    "branch": 0,
+                    "prompt": str(row["prompt"]),
+                    "response": str(row["response"]),
+                    "label": str(row.get("label")),
+                    "reward": float(row["reward"]),
+                    "score": float(row["reward"]),
+                    "stop_reason": str(row.get("stop_reason")),
+                }
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            continue  # an incomplete last line, or what is no sample
+    fields = [schema().field(name) for name in STORED]
+    clean = [{key: _clean(value) for key, value in row.items()} for row in rows]
+    return pa.Table.from_pylist(clean, schema=pa.schema(fields))
+
+
+def _clean(value: Any) -> Any:
+    """Returns a text as UTF-8 can hold it."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+def plain(row: Mapping[str, Any], maps: Sequence[str] = tuple(MAPS.values())) -> dict[str, Any]:
+    """Returns a row as JSON holds it: named numbers as objects, numbers that are not finite as null."""
+    return {name: _named(value) if name in maps else _finite(value) for name, value in row.items()}
+
+
+def _named(pairs: Any) -> dict[str, Any]:
+    return {name: _finite(value) for name, value in pairs or ()}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value

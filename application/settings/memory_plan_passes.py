@@ -1,0 +1,98 @@
+"""Bytes that passes of a model hold at their peak, beside its weights, gradients and optimizer's state: measured for
+its own code (`PassMemory`), else by formula; and those of the output embedding and of the embedded engine.
+
+Does not own: which processes hold it (`memory_plan.py`).
+"""
+
+import math
+
+from rollgrad.application.settings.derived import longest_sample, ranks
+from rollgrad.application.settings.model_shape import ModelShape, bytes_of_pass
+from rollgrad.application.settings.run import RLConfig
+
+FLOAT32_BYTES = 4
+
+MIB = 2**20
+
+ACTIVATIONS_PER_HIDDEN = 36
+"""Numbers kept a token, layer and hidden unit for the backward pass of a model that cannot be measured: the most that
+was found of transformers' decoders, where fused layers keep 17 (Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", equation 1)."""
+
+WHOLE_ACTIVATIONS_PER_HIDDEN = 11
+"""Those of them that tensor parallelism does not divide, 5 of 17 (the same, equation 2)."""
+
+CHECKPOINTED_ACTIVATIONS_PER_HIDDEN = 1
+"""Under gradient checkpointing a layer keeps its input only."""
+
+CACHE_BLOCK, PREFILL_TOKENS, SAMPLED_LOGITS = 128, 8192, 6
+"""Tokens of a block of the embedded engine's cache, those that it computes in one pass, and copies of a step's logits
+that sampling holds at once: sorted ones, their order, and running sums."""
+
+
+def pass_tokens(config: RLConfig, parts: float, budget: int | None = None) -> int:
+    """Returns the tokens that one process passes over at a time: one of so many `parts` of a micro-batch of `budget`
+    tokens, whose size goes by the actor's processes, and at least its part of the longest sequence."""
+    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    longest = longest_sample(config)
+    least = math.ceil(longest / config.ds.sequence_parallel_size)
+    most = (budget or config.train.max_tokens_per_micro_batch) * ranks(config) / parts
+    return max(least, math.ceil(min(most, samples * longest / parts)))
+
+
+def training_bytes(config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, head: int) -> int:
+    """Returns what the forward and backward pass of actor or critic hold at their peak; `head` is held by the output
+    embedding between the two."""
+    of_layer = _activations_per_hidden(config)
+    if shape.passes is not None:
+        share = tokens * of_layer / ACTIVATIONS_PER_HIDDEN
+        # The head's gradient comes before those of the layers.
+        return max(bytes_of_pass(shape.passes.saved, share) + head, bytes_of_pass(shape.passes.trained, share))
+    checkpointing = config.actor.gradient_checkpointing
+    kept = CHECKPOINTED_ACTIVATIONS_PER_HIDDEN if checkpointing else of_layer
+    # Checkpointing recomputes one layer at a time in full.
+    per_token = shape.hidden * (shape.layers * kept + (of_layer if checkpointing else 0))
+    return math.ceil(tokens * per_token * compute_bytes) + head
+
+
+def scoring_bytes(config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int) -> int:
+    """Returns what a pass of so many tokens without gradients holds at its peak, the output embedding left out."""
+    of_layer = _activations_per_hidden(config)
+    if shape.passes is None:
+        return math.ceil(tokens * shape.hidden * of_layer * compute_bytes)
+    return bytes_of_pass(shape.passes.scored, tokens * of_layer / ACTIVATIONS_PER_HIDDEN)
+
+
+def head_bytes(
+    config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, gpu: int, *, gradients: bool = False
+) -> int:
+    """Returns what the output embedding holds at its peak on a GPU of `gpu` bytes, or without one (0): a slice of
+    float32 logits, its softmax and their product, and of its gradient a float32 sum, a product and, in another format,
+    the sum in it (`adapters.models.torch.chunked_logprobs`, whose slices these are)."""
+    # An agent's replies may be nearly all of its tokens.
+    share = 1.0 if config.train.agent_func_path else config.rollout.max_new_tokens / longest_sample(config)
+    logits = math.ceil(min(1.0, share) * tokens) * shape.embedding // shape.hidden * FLOAT32_BYTES
+    of_gradient = FLOAT32_BYTES + (2 * compute_bytes if compute_bytes < FLOAT32_BYTES else 0)
+    size = config.ds.tensor_parallel_size
+    slices = 3 * min(logits // size, max(64 * MIB, gpu // 64))
+    return slices + (shape.embedding // size * of_gradient if gradients and not shape.adapters else 0)
+
+
+def embedded_bytes(config: RLConfig, shape: ModelShape, compute_bytes: int) -> int:
+    """Returns what the embedded engine holds: keys and values in whole blocks, and a pass over prompts or a step of all
+    sequences; of a model that is computed padded, a pass over whole sequences."""
+    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    ahead = config.train.max_staleness + 1 if config.train.async_enable else 1
+    sequences = min(config.rollout.max_batch_size, samples * ahead)
+    length = math.ceil(longest_sample(config) / CACHE_BLOCK) * CACHE_BLOCK
+    padded = shape.passes is not None and shape.passes.padded
+    numbers = 0 if padded else 2 * shape.layers * shape.kv_heads * shape.head_dim
+    prompt = longest_sample(config) if padded else config.data.prompt_limit
+    once = max(prompt, min(PREFILL_TOKENS, sequences * prompt))
+    logits = SAMPLED_LOGITS * sequences * (shape.embedding // shape.hidden) * FLOAT32_BYTES
+    return sequences * length * numbers * compute_bytes + max(scoring_bytes(config, shape, once, compute_bytes), logits)
+
+
+def _activations_per_hidden(config: RLConfig) -> float:
+    divided = ACTIVATIONS_PER_HIDDEN - WHOLE_ACTIVATIONS_PER_HIDDEN
+    return WHOLE_ACTIVATIONS_PER_HIDDEN + divided / config.ds.tensor_parallel_size

@@ -1,0 +1,85 @@
+"""The sizes of a model on which its memory depends: numbers alone, importable without torch."""
+
+import math
+
+from attrs import frozen
+
+QUANTISED_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+"""Bytes of a number in NF4 with double quantisation: an 8-bit scale for 64 of them, a 32-bit one for 256 scales
+(Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", section 3)."""
+
+
+Points = tuple[tuple[int, int], ...]
+"""Pairs of (tokens of a pass, bytes that it holds), fewest tokens first."""
+
+
+@frozen(kw_only=True)
+class PassMemory:
+    """Bytes that passes of a model hold beside its weights, as they were measured for some numbers of tokens, and what
+    they compute: for one number format, and without the output embedding."""
+
+    scored: Points
+    """At the peak of a pass without gradients."""
+    saved: Points = ()
+    """At the end of a forward pass whose gradients follow, of a model that is trained."""
+    trained: Points = ()
+    """At the peak of both passes, gradients of weights on their way included."""
+
+    padded: bool = False
+    """Whether the model is computed with padding."""
+    flops: float = 0.0
+    """Floating-point operations of products in a token's forward pass, without those of fused attention."""
+
+
+def bytes_of_pass(points: Points, tokens: float) -> int:
+    """Returns what a pass of so many tokens holds. It grows by the token between two points, and after the last as
+    between the last two. A peak is the largest of several such lines, so that between points no pass holds more."""
+    index = min(sum(tokens > measured for measured, _ in points[:-1]), len(points) - 1)
+    (few, least), (many, most) = points[max(0, index - 1)], points[max(1, index)]
+    return max(least, math.ceil(least + (most - least) * (tokens - few) / (many - few)))
+
+
+@frozen(kw_only=True)
+class ModelShape:
+    """Shape of a decoder, on which its memory depends. `parameters` counts tied tensors once, and no adapters;
+    `adapters` counts the numbers in these, which are then all that is trained; `quantised` those that are kept in 4
+    bits; `embedding` those of the input embedding, which is `tied` to the output's if both are one; `stored` is the
+    bytes of a number in the model's files, 0 if it is not known."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    kv_heads: int
+    head_dim: int
+    adapters: int = 0
+    quantised: int = 0
+    embedding: int = 0
+    tied: bool = False
+    stored: int = 0
+    passes: PassMemory | None = None
+    """Result of measuring the model's own code; None takes the formula of an ordinary decoder."""
+
+    @property
+    def trained(self) -> int:
+        """Numbers that have gradients."""
+        return self.adapters or self.parameters
+
+    def weights(self, compute_bytes: int) -> int:
+        """Bytes of all weights."""
+        others = self.parameters - self.quantised + self.adapters
+        return others * compute_bytes + math.ceil(self.quantised * QUANTISED_BITS / 8)
+
+    def loading(self, compute_bytes: int, processes: int) -> int:
+        """Bytes of the machine's memory that each of so many processes needs to load the model for a GPU: its share of
+        a divided one, and the largest part that is put together; of a whole one all, if its numbers are converted, and
+        else nothing, for then there are pages of files alone, which the system drops when it needs room."""
+        if self.quantised:  # matrix by matrix
+            return 0
+        whole = self.weights(compute_bytes)
+        if processes > 1:
+            return math.ceil(whole / processes) + max(math.ceil(whole / self.layers), self.embedding * compute_bytes)
+        return 0 if self.stored == compute_bytes else whole
+
+    def dequantised(self, compute_bytes: int) -> int:
+        """Bytes that a pass has of dequantised weights at once: those of one matrix, so less than of one layer."""
+        return math.ceil(self.quantised / self.layers) * compute_bytes

@@ -1,0 +1,80 @@
+"""Datums: sequences as clients of a training API send them, with the token to predict after each of their tokens.
+
+Invariant: a packed datum has one token more than the datum, so that what is predicted after its last token has a place,
+too. What a client asks for after the token at place t is at place t + 1, as in every packed batch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from rollgrad.domain.batches.packed import PackedBatch
+
+
+@frozen(kw_only=True, eq=False)
+class Datum:
+    """A sequence of T tokens, at least one.
+
+    `tokens_T` int64 are what the model reads, `targets_T` int64 the tokens whose log-probs count, each after the token
+    at its place. All else is float32: `weights_T` of the token losses, and for losses of policies the log-probs
+    `sampled_logprobs_T` under the sampling distribution and `advantages_T`; those of cross-entropy are 0.
+    """
+
+    tokens_T: Tensor
+    targets_T: Tensor
+    weights_T: Tensor
+    sampled_logprobs_T: Tensor
+    advantages_T: Tensor
+
+
+@frozen(kw_only=True, eq=False)
+class DatumBatch(PackedBatch):
+    """Packed datums. Every token but the first of a sequence is an action; `targets_N` int64 is the token whose
+    log-prob counts there, `loss_weights_N` the weight of its loss."""
+
+    targets_N: Tensor
+    sampled_logprobs_N: Tensor
+    advantages_N: Tensor
+
+    @property
+    def predicted_N(self) -> Tensor:
+        """Tokens whose log-probs are computed."""
+        return self.targets_N
+
+
+def pack_datums(datums: Sequence[Datum]) -> DatumBatch:
+    """Lays datums end to end. All are one group: what some begin with alike, such as the prompt of several samples, is
+    computed once.
+
+    Raises:
+        ValueError: `datums` is empty.
+    """
+    if not datums:
+        raise ValueError("Nothing to pack: a batch holds at least one datum.")
+    lengths_S = torch.tensor([len(datum.tokens_T) + 1 for datum in datums])
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    positions_N = torch.arange(int(lengths_S.sum())) - torch.repeat_interleave(starts_S, lengths_S)
+    return DatumBatch(
+        tokens_N=torch.cat([part for datum in datums for part in (datum.tokens_T, datum.targets_T[-1:])]),
+        positions_N=positions_N,
+        action_mask_N=positions_N > 0,
+        lengths_S=lengths_S,
+        prompt_lengths_S=torch.ones_like(lengths_S),
+        group_ids_S=torch.zeros_like(lengths_S),
+        loss_weights_N=_shifted([datum.weights_T for datum in datums]),
+        targets_N=_shifted([datum.targets_T for datum in datums]),
+        sampled_logprobs_N=_shifted([datum.sampled_logprobs_T for datum in datums]),
+        advantages_N=_shifted([datum.advantages_T for datum in datums]),
+    )
+
+
+def of_datums(values_N: Tensor, batch: DatumBatch) -> list[Tensor]:
+    """Returns a column of a packed batch as one [T] a datum."""
+    return [values_T[1:] for values_T in torch.split(values_N, batch.lengths_S.tolist())]
+
+
+def _shifted(columns: Sequence[Tensor]) -> Tensor:
+    """Returns columns [T] as one, each after a 0 at the place of its sequence's first token."""
+    return torch.cat([part for column_T in columns for part in (column_T.new_zeros(1), column_T)])

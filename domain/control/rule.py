@@ -1,0 +1,47 @@
+"""A rule by which a sign is seen in the metrics of one step, and the settings of a run that it may depend on. Pure."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import frozen
+
+Metrics = Mapping[str, float]
+
+
+@frozen(kw_only=True)
+class LearningSettings:
+    """Settings of a run that findings depend on.
+
+    `steps`: rollouts of the whole run. `judged_by_outcome`: whether advantages come from the rewards of whole replies,
+    rather than from a teacher or from single turns. `compared_in_groups`: whether a reply's advantage compares it with
+    others to the same prompt. `pass_threshold`: score from which a reply passes. `max_new_tokens`: length at which a
+    reply is truncated.
+    """
+
+    steps: int
+    judged_by_outcome: bool = True
+    compared_in_groups: bool = True
+    pass_threshold: float = 1.0
+    max_new_tokens: int = 1024
+
+
+@frozen(kw_only=True)
+class Rule:
+    """Rule of one finding. `sign` returns a value if the step shows the sign, else None; a streak consists of equal
+    values. `describe` returns evidence and settings to look at, from the latest metrics and the number of rollouts in
+    the streak. `no_update`: the sign means that the weights do not change, which is reported of runs shorter than the
+    window, too."""
+
+    sign: Callable[[Metrics, LearningSettings], Any]
+    describe: Callable[[Metrics, LearningSettings, int], tuple[str, str]]
+    no_update: bool = False
+
+
+def in_rollouts(count: int) -> str:
+    """Returns how many rollouts had a sign, in words."""
+    return "the rollout" if count == 1 else f"{count} rollouts in a row"
+
+
+def in_steps(count: int) -> str:
+    """Returns how many steps had a sign, in words."""
+    return "the step" if count == 1 else f"{count} steps in a row"

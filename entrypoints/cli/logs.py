@@ -1,0 +1,27 @@
+"""Log of the commands."""
+
+import logging
+import sys
+
+
+def configure_logging() -> None:
+    """Sends structlog's events to stderr: coloured on a terminal, else one key=value line each."""
+    import structlog
+
+    renderer: structlog.typing.Processor
+    if sys.stderr.isatty():
+        renderer = structlog.dev.ConsoleRenderer()
+    else:
+        renderer = structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"])
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        # looked up anew: while a progress bar is shown, it stands for stderr, and prints lines above itself
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )

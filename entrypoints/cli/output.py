@@ -1,0 +1,40 @@
+"""Output of commands: results on stdout, and tables of metrics."""
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollgrad.entrypoints.library import TrainResult
+
+
+def results_only_on_stdout() -> contextlib.AbstractContextManager[object]:
+    """Sends to stderr what libraries (DeepSpeed, on import) and reward functions print."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
+def show_result(output_dir: str, result: "TrainResult", *, console: bool) -> None:
+    """Prints the report's path, or the run's directory, and says on stderr how the run ended; with `console` the
+    evaluations before and after it, too."""
+    columns = {name: metrics for name, metrics in (("before", result.before), ("after", result.after)) if metrics}
+    if columns and console:
+        show_metrics("Evaluation", columns)
+    named = Path(output_dir)  # as the settings have it: the result's is absolute
+    if result.interrupted:
+        sys.stderr.write(f"interrupted after {result.steps} steps; what was trained is in {named}\n")
+    sys.stdout.write(f"{named / result.report.name if result.report else named}\n")
+    sys.stdout.flush()
+    sys.stderr.writelines(f"warning: {finding}\n" for finding in result.findings)
+
+
+def show_metrics(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:
+    """Prints a table of metrics, whose `columns` are by name."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("metric", *columns, title=title)
+    for name in dict.fromkeys(name for metrics in columns.values() for name in metrics):
+        table.add_row(name, *(f"{metrics[name]:.4g}" if name in metrics else "" for metrics in columns.values()))
+    Console(highlight=False, markup=False).print(table)

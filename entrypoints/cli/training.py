@@ -1,0 +1,108 @@
+"""`rollgrad train rl`, the trainers over examples, and `rollgrad eval`: what each command does with its settings."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.rules import evaluation_errors, setting_errors
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.errors import RollgradError, raise_together
+from rollgrad.entrypoints.cli.help import asks_for_help, show_help
+from rollgrad.entrypoints.cli.logs import configure_logging
+from rollgrad.entrypoints.cli.offline import TRAINERS, parse_offline, rehearse_offline
+from rollgrad.entrypoints.cli.output import results_only_on_stdout, show_metrics, show_result
+from rollgrad.entrypoints.cli.parsing import EvalArguments, TrainArguments, parse_run
+from rollgrad.entrypoints.composition.extensions import spelling_errors
+from rollgrad.entrypoints.config_io import dump_config
+from rollgrad.entrypoints.redaction import print_settings
+
+SIGNAL_STATUS = 128
+"""Number added to a signal's number, as in shells' exit codes of killed processes."""
+
+
+def train_rl(arguments: Sequence[str]) -> int:
+    """`rollgrad train rl`."""
+    if asks_for_help(arguments):
+        return show_help("train rl", TrainArguments, arguments)
+    parsed, config, unread = parse_run(TrainArguments, RLConfig, "train rl", arguments)
+    if parsed.print_config:
+        return _print_config(config, [*unread, *spelling_errors(config), *setting_errors(config)])
+    return run_rl(config, unread, dry_run=parsed.dry_run)
+
+
+def _print_config(config: RLConfig | OfflineRun, errors: Sequence[RollgradError]) -> int:
+    print_settings(dump_config(config))
+    raise_together(errors)
+    return 0
+
+
+def run_rl(config: RLConfig, unread: Sequence[RollgradError] = (), *, dry_run: bool = False) -> int:
+    """Trains, unless there is a problem; `unread` are the problems of the settings' file."""
+    from rollgrad.entrypoints.dry_run import file_problems
+
+    errors = [*unread, *spelling_errors(config), *setting_errors(config)]
+    if dry_run:
+        from rollgrad.entrypoints.rehearsal import rehearse
+
+        configure_logging()
+        rehearse(config, errors)
+        return 0
+    raise_together([*errors, *file_problems(config).values()])
+    with results_only_on_stdout():
+        from rollgrad.entrypoints.library import train
+
+        configure_logging()
+        result = train(config)
+    show_result(config.ckpt.output_dir, result, console=config.logger.console)
+    return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
+
+
+def train_offline(name: str, arguments: Sequence[str]) -> int:
+    """`rollgrad train sft` and the other trainers over examples."""
+    if asks_for_help(arguments):
+        return show_help(f"train {name}", TRAINERS[name].arguments, arguments)
+    parsed, run, errors = parse_offline(name, arguments)
+    if parsed.print_config:
+        return _print_config(run, errors)
+    configure_logging()
+    if parsed.dry_run:
+        rehearse_offline(run, errors)
+        return 0
+    return run_offline(name, run, errors)
+
+
+def run_offline(name: str, run: OfflineRun, errors: Sequence[RollgradError]) -> int:
+    """Trains, unless there is a problem; `errors` are those of the settings."""
+    from rollgrad.entrypoints.dry_run import example_file_problems
+
+    raise_together([*errors, *example_file_problems(run)])
+    with results_only_on_stdout():
+        from rollgrad.entrypoints import offline
+
+        result = getattr(offline, f"train_{name}")(run)
+    show_result(run.ckpt.output_dir, result, console=run.logger.console)
+    return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """`rollgrad eval`."""
+    if asks_for_help(arguments):
+        return show_help("eval", EvalArguments, arguments)
+    parsed, config, unread = parse_run(EvalArguments, RLConfig, "eval", arguments)
+    errors = [*unread, *spelling_errors(config), *evaluation_errors(config)]
+    if parsed.print_config:
+        return _print_config(config, errors)
+    from rollgrad.entrypoints.dry_run import eval_file_problems
+
+    raise_together([*errors, *eval_file_problems(config).values()])
+    with results_only_on_stdout():
+        from rollgrad.entrypoints.library import evaluate as evaluate_model
+
+        configure_logging()
+        metrics = evaluate_model(config)
+    if parsed.json:
+        sys.stdout.write(json.dumps(metrics, indent=2) + "\n")
+    else:
+        show_metrics(f"{config.actor.model_name_or_path} on {config.eval.dataset}", {"value": metrics})
+    return 0

@@ -1,0 +1,32 @@
+"""Decides whether clients may prescribe the form of replies in a training run, which models then follow when they
+compute log-probs."""
+
+from collections.abc import Callable, Sequence
+
+from rollgrad.adapters.engines.embedded.grammars import Grammars
+from rollgrad.adapters.models.torch.allowed_tokens import Masks
+from rollgrad.application.episodes.chat_service import UNPRESCRIBED
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.entrypoints.composition.algorithm import reference_kind
+
+FOLLOWERS = ("engine", "policy", "reference")
+"""Adapters that must follow a form alike, which those of the caller need not do."""
+
+
+def unprescribed(config: RLConfig, brought: Sequence[str]) -> str | None:
+    """Returns the refusal of forms of replies; None where clients may prescribe them. `brought` are adapters of the
+    caller."""
+    reasons = {
+        f"rollout.engine {config.rollout.engine}": config.rollout.engine is not Engine.EMBEDDED,
+        "cluster.enable": config.cluster.enable,
+        "algo.kl.estimator full": reference_kind(config) == "compared",
+        **{f"an adapter of one's own ({name})": name in brought for name in FOLLOWERS},
+    }
+    found = [reason for reason, applies in reasons.items() if applies]
+    return UNPRESCRIBED.format(f" with {' and '.join(found)}") if found else None
+
+
+def make_masks(config: RLConfig, brought: Sequence[str], grammars: Callable[[], Grammars]) -> Masks | None:
+    """Returns what follows the forms of replies for the models that are trained; None where there are none."""
+    return None if unprescribed(config, brought) is not None else grammars().masks

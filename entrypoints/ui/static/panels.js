@@ -1,0 +1,31 @@
+// The charts that a run is read by, in this order; each is shown if the run has one of its metrics. Every other metric is
+// found by search. `stack`: parts of the last curve, the rest of which is the topmost layer.
+
+export const PANELS = [
+  { title: "Reward", unit: "mean of the rollout", curves: { "reward/mean": "reward" } },
+  { title: "Evaluation", unit: "held-out prompts", curves: { "eval/pass@1": "pass@1" } },
+  { title: "Response length", unit: "mean tokens", curves: { "rollout/response_length_mean": "length" } },
+  { title: "Truncated replies", unit: "share of the rollout", curves: { "rollout/truncated_share": "truncated" } },
+  { title: "Groups without spread", unit: "share: they teach nothing", curves: { "rollout/zero_spread_share": "no spread" } },
+  { title: "Entropy", unit: "nats per token", curves: { "rollout/entropy": "sampled", "policy/entropy": "in the update" } },
+  { title: "KL divergence", unit: "nats per token", curves: { "policy/ref_kl": "to reference", "policy/approx_kl": "to old policy" } },
+  { title: "Trainer against engine", unit: "KL, nats per token", curves: { "policy/mismatch_kl": "mismatch" } },
+  { title: "Clipped ratios", unit: "share of tokens", curves: { "policy/clip_low_share": "below", "policy/clip_high_share": "above" } },
+  { title: "Gradient norm", unit: "before clipping", curves: { "policy/grad_norm": "policy", "train/grad_norm": "norm" } },
+  { title: "Staleness", unit: "updates", curves: { "staleness/mean": "mean", "staleness/max": "greatest" } },
+  { title: "Training loss", unit: "mean of the optimizer step", curves: { "train/loss": "loss" } },
+  { title: "Held-out loss", unit: "mean of the held-out examples", curves: { "eval/loss": "loss" } },
+  { title: "Accuracy", unit: "share", curves: { "train/accuracy": "training", "eval/accuracy": "held out" } },
+  { title: "Rewards of pairs", unit: "beta × log-ratio", curves: { "train/chosen_reward": "chosen", "train/rejected_reward": "rejected" } },
+  { title: "Rewards of replies", unit: "beta × log-ratio", curves: { "train/desirable_reward": "good", "train/undesirable_reward": "bad" } },
+  { title: "Judged steps", unit: "share of steps", curves: { "train/step_accuracy": "right", "eval/step_accuracy": "right, held out", "train/error_f1": "F1 of errors" } },
+  { title: "Divergence from the teacher", unit: "nats per token", curves: { "train/divergence": "training", "eval/divergence": "held out" } },
+  {
+    title: "Time per step", unit: "seconds", stack: true,
+    curves: { "time/generate_s": "generation", "time/experience_s": "experience", "time/update_s": "update", "time/sync_s": "weights", "time/step_s": "other" },
+  },
+];
+
+/** Returns the panels that have something to show, of `series` by metric. */
+export const drawn = (series) =>
+  PANELS.filter(({ curves }) => Object.keys(curves).some((name) => series[name]?.values.some((value) => value !== null && value !== 0)));

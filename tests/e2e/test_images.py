@@ -1,0 +1,370 @@
+"""Whole runs of a tiny model that sees images."""
+
+import base64
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import rollgrad
+from rollgrad.adapters.data.examples.formats import read_row
+from rollgrad.adapters.data.examples.recognition import ReadingSettings
+from rollgrad.adapters.data.examples.rows import RowError
+from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
+from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError
+from rollgrad.adapters.servers.openai_wire import OpenAIWire
+from rollgrad.adapters.servers.responses_wire import ResponsesWire
+from rollgrad.application.episodes.reply import ChatReply
+from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.examples import ExampleFormat
+from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, _loaded_app
+from rollgrad.entrypoints.composition.assistant import load_assistant
+from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
+from tests.example_runs import logged, weights
+from tests.image_runs import Gallery
+from tests.tiny_vision import picture, save_tiny_vlm
+
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return [float(len(query) % 3) for query in queries]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Qwen2.5-VL with its processor."""
+    return Path(save_tiny_vlm("qwen2_5_vl", tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def workspace(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with rows of one, two and no images, a reward and a configuration of two steps."""
+    for name, color in {"red": (200, 0, 0), "blue": (0, 0, 200)}.items():
+        (tmp_path / f"{name}.png").write_bytes(picture(color))
+    red = base64.b64encode((tmp_path / "red.png").read_bytes()).decode()
+    rows = [
+        {"prompt": "What is <image>?", "images": ["red.png"], "label": "red"},
+        {"prompt": "Are they alike?", "images": ["blue.png", f"data:image/png;base64,{red}"], "label": "no"},
+        {"prompt": "What is 1 plus 1?", "images": [], "label": "2"},
+        {"prompt": "<image>: which color?", "images": ["blue.png"], "label": "blue"},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    settings = {
+        "actor": {"model_name_or_path": str(model), "dtype": "float32", "adam": {"lr": 1e-2}},
+        "algo": {"kl": {"init_coef": 0.01}},
+        "data": {"prompt_dataset": "prompts.jsonl", "image_key": "images", "label_key": "label"},
+        "reward": {"function_path": "reward.py"},
+        "rollout": {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 6},
+        "train": {"max_steps": 2, "batch_size": 4},
+        "logger": {"console": False},
+        "ckpt": {"output_dir": "out"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_policy_learns_from_images(
+    workspace: Path, model: Path, frozen: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--actor.freeze_visual_encoder"] if frozen else []
+    assert main(["train", "rl", "--config", "run.yaml", *flags]) == 0
+    steps = [row for row in logged(workspace / "out") if "policy/loss" in row]
+    assert len(steps) == 2
+    assert steps[0]["policy/mismatch_abs"] < 1e-5  # the trainer scores what the engine sampled
+    before, after = weights_of(model), weights(workspace / "out")
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any("visual" not in name for name in changed)
+    assert any("visual" in name for name in changed) != frozen
+    flags = ["--actor.model_name_or_path", "out/model", "--eval.dataset", "prompts.jsonl", "--ckpt.output_dir", "out2"]
+    assert main(["eval", "--config", "run.yaml", *flags]) == 0  # the model is saved with its processor
+    capsys.readouterr()
+    assert main(["replay", "out", "--step", "1"]) == 2
+    assert "rollouts are kept without their images" in capsys.readouterr().err
+
+
+def weights_of(model: Path) -> dict[str, object]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(model / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "What is <image>?", "images": ["none.png"]}, "Row 5 of .*none.png cannot be read"),
+        ({"prompt": "What is <image>?", "images": ["broken.png"]}, "Row 5 of .*An image cannot be read"),
+        ({"prompt": "<image> <image>", "images": ["red.png"]}, "Row 5 of .*1 images, but its messages have 2 marks"),
+        ({"prompt": "?", "images": ["http://nowhere/red.png"]}, "Row 5 of .*in a network"),
+        ({"prompt": "?", "images": ["thin.png"]}, "Row 5 of .*processor refuses an image of 9000 x 1 pixels"),
+        ({"prompt": "?", "images": ["red.png"] * 3}, "Row 5 of .*has 3 images, but data.max_images_per_prompt is 2"),
+    ],
+)
+def test_a_broken_row_is_named(
+    workspace: Path, capsys: pytest.CaptureFixture[str], row: dict[str, object], said: str
+) -> None:
+    (workspace / "broken.png").write_bytes((workspace / "red.png").read_bytes()[:100])
+    (workspace / "thin.png").write_bytes(picture((200, 0, 0), width=9000, height=1))
+    with (workspace / "prompts.jsonl").open("a") as rows:
+        rows.write("\n" + json.dumps({**row, "label": ""}))
+    assert main(["train", "rl", "--config", "run.yaml", "--data.max_images_per_prompt", "2"]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_long_images_are_dropped_whole(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data.max_prompt_tokens", "25", "--train.max_steps", "1"]
+    assert main(["train", "rl", "--config", "run.yaml", *flags, "--dry_run"]) == 0
+    assert "over-long prompts dropped" in capsys.readouterr().err
+
+
+def test_what_is_given_no_images_refuses_them(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--rollout.engine", "server", "--agent.command", "true", "--reward.function_path", "null"]
+    flags += ["--cluster.enable", "--ds.sequence_parallel_size", "2", "--rollout.server_urls", "http://nowhere"]
+    assert main(["train", "rl", "--config", "run.yaml", *flags, "--reward.model_name_or_path", "x"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    for name in (
+        "servers are given no images",
+        "programs that are clients are given none",
+        "a reward model is given none",
+        "leave out --ds.sequence_parallel_size",
+    ):
+        assert name in said
+
+
+def test_vllm_is_refused_where_it_cannot_make_the_processor(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.utils.is_torchvision_available", lambda: False)
+    assert main(["train", "rl", "--config", "run.yaml", "--rollout.engine", "vllm"]) == 2
+    assert re.search("part for videos needs torchvision.*--rollout.engine embedded", capsys.readouterr().err, re.DOTALL)
+
+
+SUPERVISED = [
+    {"prompt": "What is <image>?", "images": ["red.png"], "completion": "red"},
+    {"prompt": "Are they alike?", "images": ["blue.png", "red.png"], "completion": "no"},
+    {"prompt": "What is 1 plus 1?", "images": [], "completion": "2"},
+]
+PAIRS = [
+    {"prompt": "What is <image>?", "images": ["red.png"], "chosen": "red", "rejected": "blue"},
+    {"prompt": "What is 1 plus 1?", "images": None, "chosen": "2", "rejected": "3"},
+]
+
+
+def learning(trainer: str, rows: list[dict[str, object]], model: Path, *flags: str) -> list[str]:
+    """Writes rows; returns the words of a command that takes two optimizer steps of all of them."""
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["train", trainer, "--actor.model_name_or_path", str(model), "--actor.dtype", "float32"]
+    words += ["--actor.adam.lr", "1e-2", "--data.dataset", "rows.jsonl", "--data.image_key", "images"]
+    words += ["--train.batch_size", str(len(rows)), "--train.num_epochs", "2", "--ckpt.output_dir", f"out-{trainer}"]
+    return [*words, "--logger.no_console", *flags]
+
+
+def test_supervised_training_learns_from_images(workspace: Path, model: Path) -> None:
+    assert main(learning("sft", SUPERVISED, model)) == 0
+    first, second = (row["train/loss"] for row in logged(workspace / "out-sft") if "train/loss" in row)
+    assert first == pytest.approx(loss_of_transformers(model), abs=1e-4)
+    assert second < first
+    before, after = weights_of(model), weights(workspace / "out-sft")
+    assert any("visual" in name and not before[name].equal(after[name]) for name in before)
+
+
+def loss_of_transformers(path: Path) -> float:
+    """The mean loss of the trained tokens of SUPERVISED by the model's own code, one row at a time."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    from rollgrad.adapters.chat.pictures import load_processor, opened
+    from rollgrad.adapters.models.torch.loading import load_tokenizer
+
+    own = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(str(path), flag="path")
+    processor = load_processor(str(path), tokenizer, flag="path")
+    losses = []
+    for row in SUPERVISED:
+        images = [opened(Path(name).read_bytes()) for name in row["images"]]
+        mark, text = {"type": "image"}, {"type": "text"}
+        before, _, behind = str(row["prompt"]).rpartition("<image>")
+        content = [{**text, "text": before}, *([mark] * len(images)), {**text, "text": behind}]
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        prompt, whole = (
+            processor(text=[text], images=images or None, return_tensors="pt")
+            for text in (asked, f"{asked}{row['completion']}<|im_end|>")
+        )
+        logits_TV = own(**whole).logits[0].detach().log_softmax(-1)
+        start, ids = prompt["input_ids"].shape[1], whole["input_ids"][0]
+        losses += [-float(logits_TV[place - 1, ids[place]]) for place in range(start, len(ids))]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "kto"])
+def test_a_reference_sees_the_images_of_pairs(workspace: Path, model: Path, trainer: str) -> None:
+    """A policy that begins as its reference has the loss of no preference, which another input would change."""
+    cache = ["--data.cache_dir", "cache"]
+    assert main(learning(trainer, PAIRS, model, *cache)) == 0
+    losses = [row["train/loss"] for row in logged(workspace / f"out-{trainer}") if "train/loss" in row]
+    assert losses[0] == pytest.approx(math.log(2) if trainer == "dpo" else 0.5, abs=1e-4)
+    assert losses[1] != pytest.approx(losses[0], abs=1e-3)
+
+
+def test_what_trains_on_images_elsewhere_is_refused(
+    workspace: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(learning("rm", PAIRS, model, "--data.num_workers", "2")) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "a reward model is given no images" in said
+    assert "leave out --data.num_workers" in said
+
+
+def test_a_critic_that_sees_no_images_is_refused(
+    workspace: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--algo.advantage.estimator", "gae", "--critic.model_name_or_path", str(tiny_model_dir)]
+    assert main(["train", "rl", "--config", "run.yaml", *flags]) == 2
+    assert re.search("--critic.model_name_or_path .*it sees no images", capsys.readouterr().err)
+
+
+@pytest.fixture
+def reader(model: Path, tmp_path: Path) -> Path:
+    """The folder of a tiny model with the same vocabulary that sees nothing."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=1, max_position_embeddings=512, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "reader")
+    tokenizer.save_pretrained(tmp_path / "reader")
+    return tmp_path / "reader"
+
+
+def test_a_reference_that_sees_no_images_is_refused(
+    workspace: Path, reader: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--algo.kl.use_loss", "--algo.kl.estimator", "full", "--ref.model_name_or_path", str(reader)]
+    assert main(["train", "rl", "--config", "run.yaml", *flags]) == 2
+    assert re.search("--ref.model_name_or_path .*it sees no images", capsys.readouterr().err)
+
+
+def test_replies_to_files_of_images_are_written(workspace: Path) -> None:
+    from datasets import Dataset
+
+    file = (workspace / "red.png").read_bytes()
+    Dataset.from_list([{"prompt": "What is <image>?", "images": [{"bytes": file, "path": None}]}]).to_parquet(
+        "p.parquet"
+    )
+    config = rollgrad.load_config("run.yaml")
+    config.data.prompt_dataset, config.data.label_key = "p.parquet", None
+    config.rollout.n_samples_per_prompt = 1
+    assert rollgrad.generate(config, "replies.jsonl").made == 1
+    (row,) = map(json.loads, Path("replies.jsonl").read_text().splitlines())
+    assert {"type": "image"} in row["messages"][0]["content"]
+    with pytest.raises(RowError, match="The row has images, but text alone is trained"):
+        read_row(row, ExampleFormat.COMPLETION, ReadingSettings())
+
+
+@pytest.mark.parametrize("wire", ["chat", "responses", "messages"])
+async def test_a_served_model_sees_the_images_of_clients(workspace: Path, model: Path, wire: str) -> None:
+    """The tokens are those of a rollout, on each wire, and a client cannot have the server read its own files."""
+    file = (workspace / "red.png").read_bytes()
+    written = base64.b64encode(file).decode()
+    uri = f"data:image/png;base64,{written}"
+
+    def bodies(url: str, source: dict[str, str]) -> tuple[Any, list[dict[str, Any]]]:
+        ask = {"type": "text", "text": "What is it?"}
+        if wire == "chat":
+            return OpenAIWire(), [{"type": "image_url", "image_url": {"url": url}}, ask]
+        if wire == "responses":
+            return ResponsesWire(), [{"type": "input_image", "image_url": url}, {**ask, "type": "input_text"}]
+        return AnthropicWire(), [{"type": "image", "source": source}, ask]
+
+    def body(url: str, source: dict[str, str]) -> tuple[Any, dict[str, Any]]:
+        made, content = bodies(url, source)
+        field, limit = ("input", "max_output_tokens") if wire == "responses" else ("messages", "max_tokens")
+        return made, {field: [{"role": "user", "content": content}], "model": "m", limit: 3}
+
+    assistant = load_assistant(AssistantArguments(model=str(model), dtype=DType.FLOAT32))
+    made, asked = body(uri, {"type": "base64", "media_type": "image/png", "data": written})
+
+    async def answer() -> ChatReply:
+        try:
+            return await assistant.assistant.answer(made.decode(asked).request)
+        finally:
+            await assistant.aclose()
+
+    parts = [{"type": "image", "image": file}, {"type": "text", "text": "What is it?"}]
+    expected = assistant.codec.render([{"role": "user", "content": parts}])
+    assert len(expected.images) == 1
+    assert (await answer()).prompt_token_ids == expected.token_ids
+    for path in ("red.png", "http://nowhere/red.png"):
+        made, asked = body(path, {"type": "url", "url": path})
+        with pytest.raises(HttpError, match="an image without its content"):
+            made.decode(asked)
+
+
+def test_an_image_may_have_more_bytes_than_its_tokens_as_text(model: Path) -> None:
+    with _loaded_app(ServeAgentArguments(model=str(model), dtype=DType.FLOAT32), []) as (_, largest):
+        assert largest == MAX_BODY_BYTES
+
+
+AGENT = """
+from pathlib import Path
+
+import torch
+
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class Instance(AgentInstanceBase):
+    async def reset(self, states):
+        self.turns = 0
+        return {"observation": states["observation"]}
+
+    async def step(self, states):
+        self.turns += 1
+        picture = Path("blue.png").read_bytes()
+        return {
+            "rewards": torch.tensor(float(len(states["action_text"]) % 2)),
+            "environment_feedback": " and <|vision_start|><|image_pad|><|vision_end|>?",
+            "environment_images": [picture],
+            "done": self.turns == 2,
+        }
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Instance)
+"""
+
+
+@pytest.mark.parametrize("plays", ["environment", "agent file"])
+def test_an_environment_answers_with_images(workspace: Path, plays: str) -> None:
+    config = rollgrad.load_config("run.yaml")
+    config.reward.function_path, config.data.label_key = None, None
+    config.rollout.max_new_tokens, config.rollout.stop_strings = 60, tuple("abcdefghi stuvw")  # short, but whole
+    (workspace / "agent.py").write_text(AGENT)
+    if plays == "agent file":
+        config.train.agent_func_path = "agent.py"
+    result = rollgrad.train(config, environment=Gallery if plays == "environment" else None)
+    assert result.steps == 2
+    first = next(row for row in logged(workspace / "out") if "policy/loss" in row)
+    assert first["policy/mismatch_abs"] < 1e-5  # tokens of all turns are scored as they were sampled
+    assert first["reward/turns"] > 1.5
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_draws_and_trains(run_script: Callable[..., str], tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    printed = run_script("examples/shapes.py", "--steps", "1", "--rows", "40", "--output_dir", str(output))
+    assert re.search(r"greedy accuracy +│ +\d+%", printed)
+    assert any("policy/loss" in row for row in logged(output))

@@ -1,0 +1,80 @@
+"""A fake engine that takes weights out of shared memory, and can be killed at any step of a transfer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver, WeightsDifferError
+from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory
+from rollgrad.testing.models import VOCABULARY
+from tests.fakes.fleet_member import FakeFleetMember
+
+
+class FakeWeightReceiver(FakeFleetMember, WeightReceiver):
+    """Holds the table of a `FakePolicy`. `die_at`: begin, take, finish, prove or abandon; it is killed there, once."""
+
+    transferring = 0
+    """Transfers that any fake has begun and not ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: dict[str, torch.Tensor] = {}
+        self.die_at: str | None = None
+        self.broken: str | None = None
+        self.takes = 0
+        """Updates of this transfer."""
+        self._taking = False
+
+    async def _step(self, name: str) -> None:
+        if self.die_at == name:
+            self.die_at = None
+            self.kill()
+        if self._dead.is_set():
+            self._end()
+        await self.ping()
+
+    def _end(self) -> None:
+        FakeWeightReceiver.transferring -= self._taking
+        self._taking = False
+
+    async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
+        await self._step("begin")
+        self.set_version(self.version)  # refuses while requests run
+        if info is not None:
+            self._memory = SharedMemory(**info)
+        self._assembler = Assembler(torch.device("cpu"))
+        self._coming: dict[str, torch.Tensor] = {}
+        self.takes = 0
+        self._taking = True
+        FakeWeightReceiver.transferring += 1
+        return EngineModel(torch.float32, VOCABULARY)
+
+    async def take_weights(self, update: Mapping[str, Any]) -> None:
+        await self._step("take")
+        self._coming |= dict(self._assembler.take(self._memory.bucket(update["bucket"]), update["pieces"]))
+        self.takes += 1
+
+    async def finish_weights(self, version: int) -> None:
+        await self._step("finish")
+        self.weights, self.broken = self._coming, None
+        self.set_version(version)
+
+    async def prove_weights(self, probe: Probe) -> None:
+        await self._step("prove")
+        self._end()
+        table = self.weights["logits"].log_softmax(0)
+        self.broken = probe.difference([float(table[token]) for token in probe.tokens[1:]], torch.float32)
+        if self.broken is not None:
+            raise WeightsDifferError(self.broken)
+
+    async def abandon_weights(self, reason: str) -> None:
+        await self._step("abandon")
+        if self._taking:
+            self.broken = reason
+        self._end()
+
+    async def restart(self) -> None:
+        self._end()
+        await super().restart()
+        self.weights, self.broken = {}, None

@@ -1,0 +1,169 @@
+"""The operation of an agent server on a real socket: counts, log, readiness, limits, and its end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import httpx2
+import pytest
+import structlog
+
+from rollgrad.adapters.servers import operation
+from rollgrad.adapters.servers.agent_server import AgentServer
+from rollgrad.adapters.servers.operation import Operation, needs_token
+from rollgrad.adapters.servers.server import Server
+from rollgrad.application.episodes.chat_service import ChatService
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.errors import CheckpointError, EngineError
+from rollgrad.testing.chat_codec import EOS, FakeChatCodec
+from tests.fakes.scripted_engine import ScriptedEngine
+
+TOKEN = "secret-token"
+CHAT = "/v1/chat/completions"
+SECONDS = 60.0
+
+
+class Operated:
+    """A server with one scripted engine."""
+
+    def __init__(self, **limits: Any) -> None:
+        codec = FakeChatCodec()
+        self.engine = ScriptedEngine(codec, EOS, lambda prompt: "a reply")
+        service = ChatService(self.engine, codec, max_waiting=limits.pop("max_waiting", 100))
+
+        async def answer(request: Any, on_piece: Any) -> Any:
+            return await service.reply(request, SamplingParams(), on_piece=on_piece)
+
+        operated = Operation(service, **limits)
+        app = AgentServer(service, codec, model="m", answer=answer, operation=operated).app()
+        self.server = Server(app, token=TOKEN, name="agent server", guarded=needs_token, stop_seconds=SECONDS)
+        self.http: httpx2.AsyncClient
+
+    async def ask(self, **more: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": "my private words"}], **more}
+        return await self.http.post(CHAT, json=body)
+
+    async def waiting(self, count: int) -> None:
+        async with asyncio.timeout(SECONDS):
+            while self.engine.waiting < count:
+                await asyncio.sleep(0.005)
+
+
+async def play(scenario: Callable[[Operated], Awaitable[None]], **limits: Any) -> None:
+    operated = Operated(**limits)
+    url = await operated.server.start()
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with httpx2.AsyncClient(base_url=url, timeout=SECONDS, headers=headers) as operated.http:
+        await scenario(operated)
+    operated.engine.free.set()
+    await operated.server.stop()
+
+
+async def test_counts_and_log_tell_no_content() -> None:
+    async def scenario(operated: Operated) -> None:
+        with structlog.testing.capture_logs() as logs:
+            assert (await operated.ask()).status_code == 200
+            assert (await operated.ask(stream=True)).status_code == 200
+            assert (await operated.ask(temperature=9)).status_code == 400
+            await operated.http.post("/s/the-key-of-a-session/v1/messages", json={})
+        told = (await operated.http.get("/metrics")).text
+        assert f'rollgrad_requests_total{{path="{CHAT}",status="200"}} 2.0' in told
+        assert f'rollgrad_requests_total{{path="{CHAT}",status="400"}} 1.0' in told
+        assert 'rollgrad_requests_total{path="other"' in told
+        assert "rollgrad_request_seconds_count 4.0" in told
+        replies = sum(len(reply.token_ids) for _, reply in operated.engine.said)
+        prompts = sum(len(prompt) for prompt, _ in operated.engine.said)
+        assert f'rollgrad_tokens_total{{kind="reply"}} {replies:.1f}' in told
+        assert f'rollgrad_tokens_total{{kind="prompt"}} {prompts:.1f}' in told
+        assert [(log["path"], log["status"]) for log in logs if log["event"] == "request"] == [
+            (CHAT, 200),
+            (CHAT, 200),
+            (CHAT, 400),
+            ("other", 410),
+        ]
+        assert not any(secret in f"{logs} {told}" for secret in ("private", "a reply", "the-key", TOKEN))
+
+    await play(scenario)
+
+
+async def test_a_reload_needs_the_token_and_says_what_is_loaded() -> None:
+    told = iter([{"model": "step_3", "version": 1}])
+
+    async def reload() -> Mapping[str, Any]:
+        try:
+            return next(told)
+        except StopIteration:
+            raise CheckpointError("There is nothing newer.") from None
+
+    async def scenario(operated: Operated) -> None:
+        async with httpx2.AsyncClient(base_url=str(operated.server.url), timeout=SECONDS) as stranger:
+            assert (await stranger.post("/reload")).status_code == 401
+        assert (await operated.http.post("/reload")).json() == {"model": "step_3", "version": 1}
+        failed = await operated.http.post("/reload")
+        assert (failed.status_code, failed.json()["error"]["message"]) == (503, "There is nothing newer.")
+
+    await play(scenario, reload=reload)
+
+
+async def test_only_probes_need_no_token() -> None:
+    async def scenario(operated: Operated) -> None:
+        async with httpx2.AsyncClient(base_url=str(operated.server.url), timeout=SECONDS) as stranger:
+            assert (await stranger.get("/health")).status_code == 200
+            assert (await stranger.get("/ready")).json() == {"status": "ready"}
+            assert (await stranger.get("/metrics")).status_code == 401
+
+    await play(scenario)
+
+
+async def test_a_server_whose_engine_has_died_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation, "CHECK_SECONDS", 0.01)
+    answers: list[Exception | asyncio.Event] = [EngineError("vLLM's processes have died."), asyncio.Event()]
+
+    async def check() -> None:
+        if answers:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            await answer.wait()
+
+    async def scenario(operated: Operated) -> None:
+        for reason in ("dead", "silent"):
+            told = await operated.http.get("/ready")
+            assert (told.status_code, told.json()) == (503, {"status": "failed"}), reason
+        assert (await operated.http.get("/health")).status_code == 200
+        assert (await operated.http.get("/ready")).status_code == 200
+
+    await play(scenario, check=check)
+
+
+async def test_a_client_with_too_many_requests_waits_and_a_full_server_is_not_ready() -> None:
+    async def scenario(operated: Operated) -> None:
+        operated.engine.free.clear()
+        held = [asyncio.create_task(operated.ask()) for _ in range(2)]
+        await operated.waiting(2)
+        refused = await operated.ask()
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        assert "This client has 2 requests in flight" in refused.json()["error"]["message"]
+        assert (await operated.http.get("/ready")).status_code == 503
+        operated.engine.free.set()
+        assert [(await each).status_code for each in held] == [200, 200]
+        assert (await operated.ask()).status_code == 200
+        assert (await operated.http.get("/ready")).status_code == 200
+
+    await play(scenario, client_requests=2, max_waiting=2)
+
+
+async def test_answers_in_flight_are_finished_when_the_server_stops() -> None:
+    async def scenario(operated: Operated) -> None:
+        operated.engine.free.clear()
+        held = [asyncio.create_task(operated.ask(stream=stream)) for stream in (False, True)]
+        await operated.waiting(2)
+        stopping = asyncio.create_task(operated.server.stop())
+        await asyncio.sleep(0)
+        operated.engine.free.set()
+        plain, streamed = [await each for each in held]
+        assert plain.json()["choices"][0]["message"]["content"] == "a reply"
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        await stopping
+
+    await play(scenario)

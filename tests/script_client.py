@@ -1,0 +1,33 @@
+"""Stands for a Python program that runs elsewhere (`tests/script_host.py`): it has its streams, gets its signals, and
+ends as it does. Its words are the path of the host's socket, and those after `python`.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+
+def main(path: str, *words: str) -> None:
+    answer = b""
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as host:
+        host.connect(path)
+        socket.send_fds(host, [b"."], [0, 1, 2])
+        host.sendall(json.dumps([words, os.getcwd(), dict(os.environ)]).encode() + b"\n")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: host.sendall(bytes([number])))
+        answer = host.recv(16)
+    if not answer:
+        sys.exit(f"The process that runs programs died at {' '.join(words)}")
+    status = int(answer)
+    if status < 0:
+        if status != -signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,309 @@
+"""Models of transformers that see images, tiny and random, with their processors; and images for them."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rollgrad.adapters.chat.pictures import ImageRenderer, without_videos
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.domain.ports.chat_codec import RenderedPrompt
+from tests.tiny_models import make_tiny_tokenizer
+
+PARTS_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+}
+FAMILIES = ("qwen2_5_vl", "idefics3", "qwen3_vl", "internvl", "llava_onevision", "gemma3")
+
+
+def picture(color: tuple[int, int, int], *, width: int = 40, height: int = 40) -> bytes:
+    """A PNG whose left half has a color, and whose right half is noise that the color seeds."""
+    import torch
+    from PIL import Image
+
+    noise = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(sum(color)))
+    image = Image.fromarray(noise.to(torch.uint8).numpy())
+    image.paste(color, (0, 0, width // 2, height))
+    written = io.BytesIO()
+    image.save(written, format="PNG")
+    return written.getvalue()
+
+
+def _tokenizer(mark: str, *special: str, **named: str) -> Any:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.chat_template = PARTS_TEMPLATE.replace("IMAGE", mark)
+    for name, token in named.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    return tokenizer
+
+
+def _text(tokenizer: Any, **more: Any) -> dict[str, Any]:
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {**TEXT, "vocab_size": len(tokenizer), **ends, **more}
+
+
+def qwen2_5_vl() -> tuple[Any, Any]:
+    """A Qwen2.5-VL with windows in its tower, and positions of three numbers."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = _tokenizer(
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+    )
+    images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=256, max_pixels=2048)
+    config = Qwen2_5_VLConfig(
+        text_config=_text(
+            tokenizer, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        ),
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 8,
+            "out_hidden_size": 32,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.2,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        tie_word_embeddings=False,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config), _processor(Qwen2_5_VLProcessor, images, tokenizer)
+
+
+def qwen3_vl() -> tuple[Any, Any]:
+    """A Qwen3-VL, whose first layers get features of the tower's layers."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = _tokenizer(
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+    )
+    images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=256, max_pixels=2048)
+    config = Qwen3VLConfig(
+        text_config=_text(
+            tokenizer,
+            head_dim=8,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        ),
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 8,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+            "initializer_range": 0.2,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        tie_word_embeddings=False,
+    )
+    return Qwen3VLForConditionalGeneration(config), _processor(Qwen3VLProcessor, images, tokenizer)
+
+
+def idefics3() -> tuple[Any, Any]:
+    """An Idefics3, whose class SmolVLM shares: images are cut into tiles."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    tokenizer = _tokenizer(
+        "<image>",
+        *("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"),
+        *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    )
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+    config = Idefics3Config(
+        text_config={"model_type": "llama", **_text(tokenizer, head_dim=32)},  # which vLLM has on a CPU
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+            "initializer_range": 0.2,
+        },
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    return Idefics3ForConditionalGeneration(config), Idefics3Processor(
+        images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template
+    )
+
+
+def internvl() -> tuple[Any, Any]:
+    """An InternVL with a Qwen2 as its language model."""
+    from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLProcessor
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    tokenizer = _tokenizer(
+        "<IMG_CONTEXT>",
+        *("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+        start_image_token="<img>",
+        end_image_token="</img>",
+        context_image_token="<IMG_CONTEXT>",
+        video_token="<video>",
+    )
+    images = GotOcr2ImageProcessorPil(size={"height": 32, "width": 32}, crop_to_patches=True, max_patches=4)
+    config = InternVLConfig(
+        text_config={"model_type": "qwen2", **_text(tokenizer)},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": [32, 32],
+            "patch_size": [8, 8],
+            "initializer_range": 0.2,
+        },
+        downsample_ratio=0.5,
+        image_seq_length=4,
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        tie_word_embeddings=False,
+    )
+    return InternVLForConditionalGeneration(config), _processor(
+        InternVLProcessor, images, tokenizer, image_seq_length=4
+    )
+
+
+def llava_onevision() -> tuple[Any, Any]:
+    """A LLaVA-OneVision: tiles in a grid, with a token at the end of each of its lines."""
+    from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, LlavaOnevisionProcessor
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
+
+    tokenizer = _tokenizer("<image>", "<image>", "<video>")
+    grid = [[32, 32], [32, 64], [64, 32], [64, 64]]
+    images = LlavaOnevisionImageProcessorPil(size={"height": 32, "width": 32}, image_grid_pinpoints=grid)
+    config = LlavaOnevisionConfig(
+        text_config={"model_type": "qwen2", **_text(tokenizer)},
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+            "vision_use_head": False,
+        },
+        image_grid_pinpoints=grid,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+        tie_word_embeddings=False,
+    )
+    processor = _processor(
+        LlavaOnevisionProcessor, images, tokenizer, num_image_tokens=16, vision_feature_select_strategy="full"
+    )
+    return LlavaOnevisionForConditionalGeneration(config), processor
+
+
+def gemma3() -> tuple[Any, Any]:
+    """A Gemma 3, in which the tokens of an image see each other, in a layer that looks back a little and in one that
+    sees all."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    tokenizer = _tokenizer(
+        "<start_of_image>",
+        *("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+        boi_token="<start_of_image>",
+        image_token="<image_soft_token>",
+        eoi_token="<end_of_image>",
+    )
+    config = Gemma3Config(
+        text_config=_text(tokenizer, head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+        tie_word_embeddings=False,
+    )
+    images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    return Gemma3ForConditionalGeneration(config), Gemma3Processor(
+        images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4
+    )
+
+
+def _processor(kind: Any, images: Any, tokenizer: Any, **settings: Any) -> Any:
+    return without_videos(kind)(images, tokenizer, chat_template=tokenizer.chat_template, **settings)
+
+
+def tiny_vlm(family: str, *, seed: int = 0) -> tuple[Any, Any]:
+    """A random model of a family, whose parts all have an effect, and its processor."""
+    import torch
+
+    torch.manual_seed(seed)
+    model, processor = globals()[family]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.05)
+    return model.eval(), processor
+
+
+def save_tiny_vlm(family: str, path: Path) -> str:
+    """Writes a model of a family with its processor; returns the folder."""
+    model, processor = tiny_vlm(family)
+    model.save_pretrained(path)
+    processor.save_pretrained(path)
+    return str(path)
+
+
+def codec_of(processor: Any) -> TemplateCodec:
+    """The codec of a processor's template."""
+    return TemplateCodec(processor.tokenizer, images=ImageRenderer(processor))
+
+
+def ask(codec: TemplateCodec, *parts: bytes | str) -> RenderedPrompt:
+    """A prompt of one message with texts and images."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return codec.render([{"role": "user", "content": content}])

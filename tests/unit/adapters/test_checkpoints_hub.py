@@ -1,0 +1,78 @@
+"""Models are uploaded to the hub, here a server with its wire."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.training import upload
+from tests.fakes.hub import Hub, hub_double
+
+TOKEN = "hf_a-token-of-nobody"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_double() as served:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", served.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield served
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model" / "critic").mkdir(parents=True)
+    (tmp_path / "model" / "README.md").write_text("---\ntags: [rollgrad]\n---\n# runs\n")
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(range(256)))
+    (tmp_path / "model" / "critic" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def test_a_model_is_uploaded_whole_to_a_private_repository(hub: Hub, model: Path) -> None:
+    check_upload("me/name")
+    address = upload_model(model, "me/name")
+    assert address.startswith(f"{hub.url}/me/name/commit/")
+    there = {str(path.relative_to(model)): path.read_bytes() for path in model.rglob("*") if path.is_file()}
+    assert hub.files == there
+    (made,) = hub.made
+    assert made == {"name": "name", "organization": "me", "visibility": "private"}
+    assert hub.tokens == {f"Bearer {TOKEN}"}
+
+
+def test_an_upload_that_fails_is_a_warning_without_the_token(
+    hub: Hub, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.broken = True
+    upload(model, "me/name")
+    said = "".join(capfd.readouterr())
+    assert f"hf upload me/name {model} does it" in said
+    assert "403" in said
+    assert TOKEN not in said
+
+
+def test_a_process_that_has_imported_nothing_of_the_hub_can_ask_it() -> None:
+    code = "from rollgrad.adapters.checkpoints.hub import check_upload; check_upload('me/name')"
+    environment = {**os.environ, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+@pytest.mark.parametrize("name", ["me/my--model", "me/model.git", "me/-model"])
+def test_a_name_that_the_hub_would_refuse_at_the_end_is_refused_at_once(name: str, hub: Hub) -> None:
+    with pytest.raises(ConfigurationError, match=f"ckpt.push_to_hub is '{name}', a name that the hub does not take"):
+        check_upload(name)
+
+
+def test_without_a_token_or_a_hub_a_run_does_not_begin(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    with pytest.raises(ConfigurationError, match=r"'me/name', but there is no token for the hub: set HF_TOKEN"):
+        check_upload("me/name")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigurationError, match="but HF_HUB_OFFLINE says"):
+        check_upload("me/name")

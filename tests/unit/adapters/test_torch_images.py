@@ -1,0 +1,304 @@
+"""Models that see images: tokens are their processor's, and packed passes what transformers computes one by one."""
+
+import asyncio
+import copy
+import inspect
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgrad.adapters.chat.pictures import ImageRenderer, opened
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.models.torch import image_attention
+from rollgrad.adapters.models.torch.attention import install_attention
+from rollgrad.adapters.models.torch.forward import PackedLM
+from rollgrad.adapters.models.torch.image_check import check_images
+from rollgrad.adapters.models.torch.images import joined_tensors, placeholders
+from rollgrad.application.episodes.ledger import TokenLedger
+from rollgrad.application.episodes.runtime import AgentRuntime
+from rollgrad.application.episodes.session import AgentSession
+from rollgrad.domain.batches.packed import RolloutBatch, pack
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.messages import Action
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
+from rollgrad.domain.errors import ConfigurationError, DataError
+from rollgrad.domain.ports.chat_codec import RenderedPrompt
+from rollgrad.domain.ports.environment import Environment, StepResult, WholePrompt
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from tests.tiny_vision import ask, codec_of, picture, tiny_vlm
+
+EXACT = ("qwen2_5_vl", "qwen3_vl", "idefics3", "internvl", "llava_onevision", "gemma3")
+RED, BLUE, WIDE = picture((200, 0, 0)), picture((0, 0, 200)), picture((0, 150, 0), width=56, height=24)
+
+
+def played(prompt: RenderedPrompt, *actions: list[int], group: int, sample: int = 0) -> Trajectory:
+    """An episode that replies with `actions`, and is asked the prompt again between them."""
+    images, builder = list(prompt.images), None
+    tokens = list(prompt.token_ids)
+    for turn, action in enumerate(actions):
+        if turn:
+            images += [placed.moved(len(tokens)) for placed in prompt.images]
+            tokens += prompt.token_ids
+        tokens += action
+    builder = TrajectoryBuilder(prompt.token_ids, group_id=group, sample_id=sample, images=tuple(images))
+    for turn, action in enumerate(actions):
+        if turn:
+            builder.add_observation(prompt.token_ids)
+        builder.add_action(
+            Generation(
+                token_ids=action,
+                logprobs=[-1.0] * len(action),
+                versions=[0] * len(action),
+                stop_reason=StopReason.STOP,
+            )
+        )
+    return builder.build(stop_reason=StopReason.STOP)
+
+
+def one_by_one(model: Any, batch: RolloutBatch) -> Tensor:
+    """Log-probs of the action tokens by the model's own forward pass over each sequence."""
+    known = inspect.signature(model.forward).parameters.keys()
+    found = []
+    for index, start in enumerate(batch.starts_S.tolist()):
+        stop = start + int(batch.lengths_S[index])
+        tokens_T, images = batch.tokens_N[start:stop], batch.images_S[index] if batch.images_S else ()
+        inputs: dict[str, Any] = joined_tensors(images, torch.device("cpu"), torch.float32) if images else {}
+        for name in known & {"mm_token_type_ids", "token_type_ids"} if images else ():
+            inputs[name] = placeholders(model, tokens_T, images).int()[None]
+        logits_TV = model(input_ids=tokens_T[None], use_cache=False, **inputs).logits[0]
+        logprobs_T = logits_TV[:-1].log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
+        found.append(logprobs_T[batch.action_mask_N[start + 1 : stop]])
+    return torch.cat(found)
+
+
+def batch_of(codec: TemplateCodec) -> RolloutBatch:
+    """Groups that share a prompt with its image, or its tokens alone; a reply to text; and one of two turns."""
+    red, wide, text = ask(codec, "What is ", RED, "?"), ask(codec, WIDE, "and?"), ask(codec, "2 plus 2?")
+    return pack(
+        [
+            played(red, [5, 9, 11], group=0),
+            played(red, [7], group=0, sample=1),
+            played(text, [20, 30], group=1),
+            played(wide, [5, 6, 8], [40, 41], group=2),
+            played(ask(codec, BLUE, "?"), [12], group=3),
+            played(ask(codec, RED, "?"), [12], group=3, sample=1),  # equal tokens, another image
+        ]
+    )
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_packed_values_and_gradients_are_those_of_one_sequence_at_a_time(family: str) -> None:
+    model, processor = tiny_vlm(family)
+    own = copy.deepcopy(model)
+    install_attention(model)
+    batch = batch_of(codec_of(processor))
+    weights_A = torch.linspace(-1, 1, int(batch.action_mask_N.sum()))
+    expected_A, found_A = one_by_one(own, batch), PackedLM(model)(batch)[0]
+    torch.testing.assert_close(found_A, expected_A, atol=1e-5, rtol=1e-5)
+    (expected_A * weights_A).sum().backward()
+    (found_A * weights_A).sum().backward()
+    largest = max(float(p.grad.abs().max()) for p in own.parameters() if p.grad is not None)
+    seen = 0.0
+    for (name, mine), theirs in zip(model.named_parameters(), own.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None and theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5 * largest, rtol=0, msg=name)
+            seen += float(mine.grad.abs().max()) * ("vis" in name)
+    assert seen > 0  # the tower learns
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_tokens_and_tensors_are_those_of_the_processor(family: str) -> None:
+    _, processor = tiny_vlm(family)
+    codec = codec_of(processor)
+    found = ask(codec, "Is ", WIDE, " red?")
+    content = [{"type": "text", "text": "Is "}, {"type": "image"}, {"type": "text", "text": " red?"}]
+    text = processor.tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    expected = processor(text=[text], images=[opened(WIDE)], return_tensors="pt", add_special_tokens=False)
+    assert found.token_ids == tuple(expected["input_ids"][0].tolist())
+    (placed,) = found.images
+    for name, tensor in placed.image.tensors.items():
+        torch.testing.assert_close(tensor, expected[name])
+    mark = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    spelled = ask(codec, "Is ", WIDE, f" like {processor.image_token}?")
+    assert spelled.images == found.images
+    assert mark not in spelled.token_ids[placed.stop :]  # a mark that the user spells out is text
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_a_family_is_accepted(family: str) -> None:
+    model, processor = tiny_vlm(family)
+    tower = model.config.vision_config._attn_implementation
+    install_attention(model)
+    check_images(model, ImageRenderer(processor), family, "--model")
+    assert model.config.vision_config._attn_implementation == tower != "eager"  # which keeps all scores of an image
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_several_images_are_those_of_the_processor_or_refused(family: str) -> None:
+    _, processor = tiny_vlm(family)
+    codec, image = codec_of(processor), {"type": "image", "image": RED}
+    text = processor.tokenizer.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}] * 2}], tokenize=False, add_generation_prompt=True
+    )
+    expected = processor(text=[text], images=[[opened(RED)] * 2], return_tensors="pt", add_special_tokens=False)
+    if family != "llava_onevision":
+        assert ask(codec, RED, RED).token_ids == tuple(expected["input_ids"][0].tolist())
+        return
+    asked = [{"role": "user", "content": [image]}, {"role": "assistant", "content": "red"}]
+    reply = codec.encode("red")
+    with pytest.raises(DataError, match="2 images, which the model's processor renders together"):
+        ask(codec, RED, RED)
+    with pytest.raises(DataError, match="2 images, which the model's processor renders together"):
+        codec.continued(asked, [{"role": "user", "content": [image]}], reply_token_ids=reply)
+    with pytest.raises(DataError, match="2 images, which the model's processor renders together"):
+        codec.marked(processor.image_token, [RED], earlier=1)
+
+
+@pytest.mark.parametrize("template", ["smolvlm", "llava_onevision"])
+def test_templates_that_read_parts_alone_write_texts(template: str) -> None:
+    """Those of the models themselves, which take the characters of a text for parts and write none of them."""
+    _, processor = tiny_vlm("idefics3")
+    processor.tokenizer.chat_template = {
+        "smolvlm": (
+            "{% for message in messages %}{{message['role'] | capitalize}}"
+            "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+            "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+            "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+        ),
+        "llava_onevision": (
+            "{% for message in messages %}{{'<|im_start|>' + message['role'] + ' '}}"
+            "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}"
+            "{% endfor %}"
+            "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+            "{{ '\n' + content['text'] }}{% endfor %}{{'<|im_end|>'}}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        ),
+    }[template]
+    codec = codec_of(processor)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 plus 2?"}]
+    rendered = codec.render(asked)
+    assert "Be brief." in rendered.text
+    assert "2 plus 2?" in rendered.text
+    answered = [*asked, {"role": "assistant", "content": "4"}]
+    new = [{"role": "user", "content": [{"type": "image", "image": RED}, {"type": "text", "text": "and?"}]}]
+    found = codec.continued(answered, new, reply_token_ids=codec.encode("4<|im_end|>"))
+    assert found is not None
+    assert "and?" in codec.decode(found.token_ids)
+
+
+class Opening(Environment):
+    """Opens an episode with a text, and ends it."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    async def reset(self, prompt: Prompt) -> str:
+        return self._text
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(terminated=True)
+
+    async def close(self) -> None:
+        """Has nothing to close."""
+
+
+async def test_a_text_in_the_place_of_a_prompt_keeps_its_images() -> None:
+    _, processor = tiny_vlm("qwen2_5_vl")
+    codec, asked = codec_of(processor), []
+
+    class Engine:
+        async def generate(self, request: GenerationRequest, **_: Any) -> Generation:
+            asked.append(request)
+            return Generation(token_ids=[5], logprobs=[-1.0], versions=[0], stop_reason=StopReason.STOP)
+
+    async def play(opening: str) -> None:
+        rendered = ask(codec, "What is ", RED, "?")
+        prompt = Prompt(token_ids=rendered.token_ids, text=rendered.text, images=rendered.images)
+        runtime = AgentRuntime(cast("RolloutEngine", Engine()), codec, max_turns=1)
+        session = AgentSession(Opening(opening))
+        async for _ in runtime.play(session, TokenLedger(codec), prompt, SamplingParams(max_new_tokens=1, seed=0)):
+            pass
+
+    await play(WholePrompt("Look: " + ask(codec, "What is ", RED, "?").text))
+    (request,), (placed,) = asked, ask(codec, RED).images
+    (found,) = request.images
+    assert found.image == placed.image
+    mark = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    assert set(request.prompt_token_ids[found.start : found.stop]) == {mark}
+    with pytest.raises(DataError, match="0 marks for 1 images"):
+        await play(WholePrompt("Look!"))
+    with pytest.raises(DataError, match="no image that it stands for"):
+        await play(f" and {processor.image_token}?")
+
+
+def test_a_model_whose_images_are_computed_otherwise_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = tiny_vlm("gemma3")
+    install_attention(model)
+    monkeypatch.setattr(image_attention, "sees_whole_images", lambda model: False)
+    with pytest.raises(ConfigurationError, match=r"gemma3.*Gemma3ForConditionalGeneration.*leave out --data.image_key"):
+        check_images(model, ImageRenderer(processor), "gemma3", "--model")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3", "gemma3"])
+async def test_replies_to_images_are_scored_as_they_were_sampled(family: str) -> None:
+    model, processor = tiny_vlm(family)
+    own = copy.deepcopy(model)
+    install_attention(model)
+    codec = codec_of(processor)
+    engine = EmbeddedEngine(model, eos_token_ids=[])
+    prompts = [ask(codec, "What is ", data, "?") for data in (RED, RED, BLUE)] + [ask(codec, "2 plus 2?")]
+
+    def request(prompt: RenderedPrompt, seed: int, **changes: Any) -> GenerationRequest:
+        params = SamplingParams(max_new_tokens=6, seed=seed)
+        return GenerationRequest(
+            prompt_token_ids=prompt.token_ids, params=params, keep=True, images=changes.get("images", prompt.images)
+        )
+
+    async def replies() -> list[Generation]:
+        together = [engine.generate(request(prompt, seed)) for seed, prompt in enumerate(prompts)]
+        return [
+            *await asyncio.gather(*together),
+            await engine.generate(request(prompts[2], 0, images=prompts[0].images)),
+        ]
+
+    *found, again = await replies()
+    batch = pack([played(p, list(r.token_ids), group=n) for n, (p, r) in enumerate(zip(prompts, found, strict=True))])
+    for reply, expected_T in zip(found, one_by_one(own, batch).split([6] * len(prompts)), strict=True):
+        torch.testing.assert_close(torch.tensor(reply.logprobs), expected_T, atol=1e-5, rtol=1e-5)
+    assert again.token_ids == found[0].token_ids  # equal tokens with other images are another prompt
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_a_conversation_goes_on_with_images(family: str) -> None:
+    _, processor = tiny_vlm(family)
+    codec = codec_of(processor)
+    image = {"type": "image", "image": WIDE}
+    asked = [{"role": "user", "content": [{"type": "image", "image": RED}, {"type": "text", "text": "?"}]}]
+    then = [{"role": "user", "content": [image, {"type": "text", "text": "and?"}]}]
+    answered = [*asked, {"role": "assistant", "content": "red"}]
+    ledger, reply = TokenLedger(codec), codec.encode("red")
+    first = ledger.prepare(asked)
+    ledger.commit(
+        first,
+        Generation(
+            token_ids=reply, logprobs=[-1.0] * len(reply), versions=[0] * len(reply), stop_reason=StopReason.STOP
+        ),
+        answered[-1],
+    )
+    second, whole = ledger.prepare([*answered, *then]), codec.render([*answered, *then])
+    assert second.parent == 0
+    assert (second.token_ids, second.images) == (whole.token_ids, whole.images)
+    other = [{"role": "user", "content": [{"type": "image", "image": BLUE}, {"type": "text", "text": "?"}]}]
+    assert ledger.prepare([*other, *answered[1:], *then]).parent is None  # another image is another history
+    mark = processor.tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}], tokenize=False)
+    followed = ledger.follow(f" so {mark}", [WIDE])
+    assert followed.images[0] == first.images[0]
+    assert followed.images[1].image == whole.images[1].image

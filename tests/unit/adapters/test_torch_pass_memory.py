@@ -1,0 +1,116 @@
+"""The memory of passes that is counted without weights is that of real ones."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgrad.adapters.models.torch import pass_memory
+from rollgrad.adapters.models.torch.forward import PackedValue
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.padded import use_exact_attention
+from rollgrad.adapters.models.torch.pass_memory import ROUNDING, measured_passes
+from rollgrad.adapters.models.torch.reward_model import EncodedText, RewardModel
+from rollgrad.application.settings.model_shape import PassMemory, bytes_of_pass
+from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.testing.agent_executor import make_trajectory
+from tests.tiny_architectures import tiny_model
+
+CPU = torch.device("cpu")
+LENGTH, ROWS = 64, 16
+TOLERANCE = 0.05
+"""Share that a pass of a tiny model holds besides, of its positions and of the states that its head reads."""
+
+
+@pytest.fixture
+def path(architecture: str, tmp_path: Path) -> str:
+    tiny_model(architecture).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def measured(path: str, device: torch.device = CPU) -> PassMemory:
+    found = measured_passes(path, dtype=torch.float32, device=device, longest=LENGTH)
+    assert found is not None
+    return found
+
+
+def batch() -> PackedBatch:
+    """Each sequence has a prompt of its own."""
+    replies = [[3 + (7 * row + token) % 80 for token in range(LENGTH - 1)] for row in range(ROWS)]
+    return pack([make_trajectory([3 + row], reply, group_id=row, sample_id=row) for row, reply in enumerate(replies)])
+
+
+@contextmanager
+def gradients_dropped(module: torch.nn.Module) -> Iterator[None]:
+    handles = [p.register_post_accumulate_grad_hook(pass_memory._drop) for p in module.parameters() if p.requires_grad]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+# With experts; with layers that look back a little alone, and all; with queries, keys and values from one product, in
+# whose memory they lie; with biases and learned positions.
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma3_text", "phi3", "gpt2"])
+def test_passes_hold_what_is_measured_without_weights(path: str) -> None:
+    without, model = measured(path), load_causal_lm(path, dtype=torch.float32, device=CPU, flag="--model")
+    value = PackedValue(model, {})
+    held: dict[str, int] = {}
+    with torch.no_grad(), pass_memory._Alive(value) as alive:
+        value(batch())
+    held["scored"] = alive.peak
+    with gradients_dropped(value), pass_memory._Alive(value) as alive:
+        values_A = value(batch())
+        held["saved"] = alive.now
+        values_A.sum().backward()
+    held["trained"] = alive.peak
+    for name, found in held.items():
+        planned = bytes_of_pass(getattr(without, name), ROWS * LENGTH) / ROUNDING
+        assert planned == pytest.approx(found, rel=TOLERANCE), name
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2"])
+def test_texts_hold_what_is_measured_without_weights(path: str) -> None:
+    without = measured_passes(path, dtype=torch.float32, device=CPU, longest=LENGTH, judges=True)
+    assert without is not None
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    use_exact_attention(model.eval())
+    texts = [tuple(range(3, 3 + LENGTH - (row == 1))) for row in range(ROWS)]  # one of them is filled up
+    with torch.no_grad(), pass_memory._Alive(model) as alive:
+        RewardModel(model, None).score_encoded([EncodedText(text, truncated=False) for text in texts])
+    assert bytes_of_pass(without.scored, ROWS * LENGTH) / ROUNDING == pytest.approx(alive.peak, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("architecture", "experts"), [("llama", 1), ("qwen3_moe", 2 / 4)])
+def test_a_token_is_multiplied_with_the_matrices_of_the_experts_that_it_chooses(path: str, experts: float) -> None:
+    body = load_causal_lm(path, dtype=torch.float32, device=CPU, flag="--model").model.named_parameters()
+    matrices = {name: weight.numel() for name, weight in body if weight.ndim > 1 and "embed" not in name}
+    used = sum(count * (experts if "experts" in name else 1) for name, count in matrices.items())
+    assert measured(path).flops == pytest.approx(2 * used, rel=0.01)
+
+
+@pytest.mark.parametrize("architecture", ["llama"])
+def test_on_a_gpu_queries_are_not_copied(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = measured(path)
+    monkeypatch.setattr(pass_memory, "has_varlen", lambda *_: True)
+    assert measured(path, torch.device("cuda")).scored[-1] < copied.scored[-1]
+
+
+@pytest.mark.parametrize("architecture", ["gemma2"])
+def test_padded_sequences_have_whole_scores(path: str) -> None:
+    found = measured(path)
+    assert found.padded
+    assert found.trained[0][0] == LENGTH
+
+
+@pytest.mark.parametrize("architecture", ["llama"])
+def test_a_model_that_asks_for_numbers_is_not_measured(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+
+    monkeypatch.setattr(pass_memory, "backbone", lambda model: asks)
+    assert measured_passes(path, dtype=torch.float32, device=CPU, longest=LENGTH) is None

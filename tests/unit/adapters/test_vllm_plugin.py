@@ -1,0 +1,89 @@
+"""vLLM's processes of an engine end with the process that started them, however that ends."""
+
+import importlib.util
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollgrad.adapters.engines.vllm import plugin
+from rollgrad.adapters.engines.vllm.launch import start
+from rollgrad.application.settings.sections.vllm import SyncBackend
+from rollgrad.domain.errors import MissingExtraError
+
+DEADLINE = 120.0
+"""Seconds after which a test has failed."""
+
+
+def engine(name: str) -> None:
+    """Works until it is killed, as vLLM's process of an engine does."""
+    plugin.end_with_parent()
+    print(name, psutil.Process().pid, flush=True)
+    time.sleep(DEADLINE)
+
+
+def start_engines() -> None:
+    """Starts one of vLLM's processes and another, in a thread that ends at once."""
+    import threading
+
+    context = multiprocessing.get_context("spawn")
+    made = [context.Process(target=engine, args=(name,), name=name) for name in ("EngineCore_DP0", "Other")]
+    thread = threading.Thread(target=lambda: [process.start() for process in made])
+    thread.start()
+    thread.join()
+    for process in made:
+        process.join()
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_killed_process_leaves_no_engine_behind() -> None:
+    command = [sys.executable, "-c", f"from {__name__} import start_engines; start_engines()"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as parent:
+        assert parent.stdout is not None
+        told = dict(parent.stdout.readline().split() for _ in range(2))
+        core, other = (psutil.Process(int(told[name])) for name in ("EngineCore_DP0", "Other"))
+        try:
+            assert lives(core), "the thread that started it has ended, its process has not"
+            parent.kill()
+            parent.wait(DEADLINE)
+            end = time.monotonic() + DEADLINE
+            while lives(core) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert not lives(core)
+            assert lives(other), "what is not vLLM's is left alone"
+        finally:
+            for process in filter(lives, (core, other)):
+                process.kill()
+
+
+def test_engines_are_started_in_a_way_that_loads_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own way where no GPU is in use yet is a fork, which inherits that plugins are loaded."""
+    for name in ("VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "VLLM_WORKER_MULTIPROC_METHOD"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name in ("vllm", "vllm.config"):  # which tests before may have imported
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError):
+        start(SyncBackend.SHARED_MEMORY)
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="the names are in vLLM")
+def test_the_names_of_processes_are_those_of_vllm() -> None:
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    source = (Path(found.origin).parent / "v1" / "engine" / "utils.py").read_text(encoding="utf-8")
+    (name,) = (line for line in source.splitlines() if line.strip().startswith("name=") and "EngineCore" in line)
+    assert name.count(f'"{plugin.ENGINE_CORE}') == 2, name

@@ -1,0 +1,133 @@
+"""Common beginnings of sequences are counted, and computed, once in each part, however a batch is divided."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollgrad.application.learning.microbatch import split
+from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
+from rollgrad.domain.batches.partition import (
+    REPEATS,
+    Piece,
+    distinct_tokens,
+    divided,
+    least_possible,
+    micro_batches,
+    pieces,
+)
+from rollgrad.domain.batches.prefixes import shared_prefixes
+from rollgrad.domain.batches.sharding import shards
+from rollgrad.testing.agent_executor import make_trajectory
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+BRANCHES = st.tuples(st.integers(0, 2), st.integers(0, 3), TOKENS, TOKENS)
+"""Group, sample, prompt and reply: many of two tokens begin alike."""
+
+
+def packed(rows: Sequence[tuple[int, int, list[int], list[int]]]) -> RolloutBatch:
+    ordered = sorted(rows, key=lambda row: row[:2])
+    return pack([make_trajectory(p, a, group_id=g, sample_id=s) for g, s, p, a in ordered])
+
+
+def distinct(batch: PackedBatch) -> int:
+    """Nodes of the tries, one a group, that hold the sequences, counted one by one."""
+    rows = [tuple(row.tolist()) for row in batch.tokens_N.split(batch.lengths_S.tolist())]
+    groups = batch.group_ids_S.tolist()
+    return len({(g, row[:end]) for g, row in zip(groups, rows, strict=True) for end in range(1, len(row) + 1)})
+
+
+def prompts(groups: int, samples: int, prompt: int, reply: int) -> list[Piece]:
+    """Rollouts with replies of a third to five thirds of `reply` tokens."""
+    generator = torch.Generator().manual_seed(0)
+    replies = torch.randint(reply // 3, reply * 5 // 3, (groups * samples,), generator=generator).tolist()
+    return [Piece([i], i // samples, prompt + r, prompt + r, prompt) for i, r in enumerate(replies)]
+
+
+@settings(deadline=None)
+@given(st.lists(BRANCHES, min_size=1, max_size=9))
+def test_distinct_tokens_are_those_of_a_trie(rows: list[tuple[int, int, list[int], list[int]]]) -> None:
+    batch = packed(rows)
+    found = shared_prefixes(batch)
+    assert found.distinct(batch.lengths_S.tolist()) == distinct(batch)
+    assert sorted(found.order) == list(range(len(batch)))
+
+
+@settings(deadline=None)
+@given(st.lists(BRANCHES, min_size=1, max_size=9), st.integers(1, 40), st.integers(1, 4))
+def test_every_division_has_each_token_once_and_keeps_its_budget(
+    rows: list[tuple[int, int, list[int], list[int]]], budget: int, parts: int
+) -> None:
+    batch = packed(rows)
+    longest = int(batch.lengths_S.max())
+    found = split(batch, budget * parts, parts)
+    rest = sorted(zip(batch.group_ids_S.tolist(), batch.sample_ids_S.tolist(), batch.lengths_S.tolist(), strict=True))
+    seen = [(int(p.group_ids_S[i]), int(p.sample_ids_S[i]), int(p.lengths_S[i])) for p in found for i in range(len(p))]
+    assert sorted(seen) == rest
+    for part in found:
+        shared = shards(part, parts)
+        assert torch.equal(shared.merged([shard.tokens_N for shard in shared.parts]), part.tokens_N)
+        assert all(distinct(shard) <= max(budget, longest) for shard in shared.parts)
+    places_N = found.merged([part.tokens_N + 2 * part.positions_N for part in found])
+    assert torch.equal(places_N, batch.tokens_N + 2 * batch.positions_N)
+
+
+@settings(deadline=None)
+@given(st.lists(BRANCHES, min_size=1, max_size=9), st.integers(1, 4))
+def test_a_part_is_counted_with_no_fewer_tokens_than_it_has(
+    rows: list[tuple[int, int, list[int], list[int]]], parts: int
+) -> None:
+    """Then no budget is broken; replies to one prompt are counted exactly."""
+    batch = packed(rows)
+    together = pieces(batch, batch.token_count, shared_prefixes(batch))
+    for part in divided(together, parts):
+        if part:
+            assert distinct_tokens(part) >= distinct(batch.select([s for piece in part for s in piece.sequences]))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.lists(st.integers(0, 30), min_size=1, max_size=5)), min_size=1),
+    st.integers(1, 9),
+)
+def test_no_part_has_much_more_than_its_share(sizes: list[tuple[int, list[int]]], parts: int) -> None:
+    """Never more than a fair share and the largest group, which is what dealing whole groups out gives."""
+    rollouts = [
+        Piece([100 * group + i], group, shared + own, shared + own, shared if len(replies) > 1 else 0)
+        for group, (shared, replies) in enumerate(sizes)
+        for i, own in enumerate(replies)
+    ]
+    found = divided(rollouts, parts)
+    assert sorted(piece.sequences[0] for part in found for piece in part) == [p.sequences[0] for p in rollouts]
+    groups = [shared + sum(replies) for shared, replies in sizes]
+    assert max(map(distinct_tokens, found)) <= sum(groups) / parts + max(groups)
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.parametrize(("prompt", "reply"), [(2048, 512), (1024, 1024), (512, 2048)])
+def test_ranks_compute_little_more_than_sharing_allows(prompt: int, reply: int, ranks: int) -> None:
+    rollouts = prompts(32, 8, prompt, reply)
+    found = divided(rollouts, ranks)
+    work = sum(map(distinct_tokens, found)) / ranks
+    assert work <= 1.1 * least_possible(rollouts, ranks)
+    assert max(map(distinct_tokens, found)) <= 1.25 * least_possible(rollouts, ranks)
+
+
+def test_a_group_is_cut_only_where_that_is_cheaper() -> None:
+    rollouts = prompts(4, 8, 1000, 30)
+    for part in divided(rollouts, 4):
+        assert len({piece.group for piece in part}) == 1
+    assert all(divided(prompts(1, 8, 10, 300), 4))
+    whole = micro_batches(prompts(3, 8, 1000, 30), 2300)
+    assert [len(run) for run in whole] == [8, 8, 8]
+    assert len(micro_batches(prompts(4, 8, 10, 300), 4000)) == 3
+
+
+def test_keys_of_a_shared_prefix_have_room() -> None:
+    """Attention copies them for each sequence, so a thousand short replies do not go into one pass."""
+    runs = micro_batches(prompts(1, 64, 1000, 3), 1500)
+    assert max(sum(piece.repeated for piece in run) for run in runs) <= REPEATS * 1500
+    assert list(itertools.chain(*runs)) == prompts(1, 64, 1000, 3)

@@ -1,0 +1,118 @@
+"""An assistant on several engines: how they are started, when they count as dead, and their end."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.episodes.chat_request import ChatRequest
+from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.domain.control.engine_health import FleetBounds
+from rollgrad.domain.errors import EngineError
+from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
+from rollgrad.entrypoints.composition import cluster
+from rollgrad.entrypoints.composition.assistant import LoadedAssistant, load_assistant
+from rollgrad.entrypoints.composition.cluster import Role
+from tests.fakes.fleet_member import FakeFleetMember
+
+SECONDS = 60.0
+
+
+class FakeCluster:
+    """Starts fake engines where a cluster starts vLLM's."""
+
+    def __init__(self, config: Any, roles: Mapping[str, Role], colocated: list[Any]) -> None:
+        self.config, self.roles, self.closed = config, roles, False
+        self.members = [FakeFleetMember() for _ in range(roles["engines"].processes)]
+
+    def engines(self, settings: Mapping[str, Any], beside_training: bool) -> EngineFleet:
+        self.settings = settings
+        patient = FleetBounds(suspect_after=1000.0, dead_after=1000.0, max_restarts=10**9)
+        self.fleet = EngineFleet(self.members, bounds=patient, ping_seconds=0.005)
+        return self.fleet
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def until_dead(served: LoadedAssistant, members: list[FakeFleetMember]) -> None:
+    """Kills engines for good; returns when the assistant says that it can serve nothing."""
+    for member in members:
+        member.fail_starts = 10**9
+        member.kill()
+    assert served.check is not None
+    async with asyncio.timeout(SECONDS):
+        while True:
+            try:
+                await served.check()
+                await asyncio.sleep(0.005)
+            except EngineError as error:
+                assert "No engine serves" in str(error)  # noqa: PT017
+                return
+
+
+@pytest.fixture
+def loaded(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LoadedAssistant, FakeCluster]:
+    made: list[FakeCluster] = []
+
+    def fake(*arguments: Any) -> FakeCluster:
+        made.append(FakeCluster(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(cluster, "Cluster", fake)
+    arguments = ServeAgentArguments(
+        model=str(tiny_model_dir),
+        engine=Engine.VLLM,
+        num_engines=3,
+        cluster_address="auto",
+        tensor_parallel_size=2,
+        dtype=DType.FLOAT32,
+        max_new_tokens=4,
+    )
+    return load_assistant(arguments), made[0]
+
+
+async def test_requests_are_served_until_all_engines_are_dead(
+    loaded: tuple[LoadedAssistant, FakeCluster], tiny_model_dir: Path
+) -> None:
+    served, started = loaded
+    assert (started.config.cluster.address, started.config.vllm.gpus_per_engine) == ("auto", 2)
+    assert (started.settings["model"], started.settings["tensor_parallel_size"]) == (str(tiny_model_dir), 2)
+
+    assert served.check is not None
+    asked = [ChatRequest(messages=[{"role": "user", "content": f"go {number}"}]) for number in range(6)]
+    replies = await asyncio.gather(*map(served.assistant.answer, asked))
+    assert [len(reply.generation.token_ids) for reply in replies] == [4] * 6
+    assert all(member.served for member in started.members)
+    for member in started.members[1:]:
+        member.fail_starts = 10**9
+        member.kill()
+    await served.check()
+    await until_dead(served, started.members[:1])
+    await served.aclose()
+    assert started.closed
+    assert all(member.closed for member in started.members)
+
+
+async def test_engines_that_die_before_any_request_do_not_count_as_ready(
+    loaded: tuple[LoadedAssistant, FakeCluster],
+) -> None:
+    """Not even while a newer checkpoint waits for one that lives."""
+
+    served, started = loaded
+    await until_dead(served, started.members)
+    assert served.reload is not None
+    assert served.check is not None
+    reloading = asyncio.create_task(served.reload.reload())
+    async with asyncio.timeout(SECONDS):
+        while started.fleet.health.version is None:  # it is not being sent yet
+            assert not reloading.done()
+            await asyncio.sleep(0.005)
+    with pytest.raises(EngineError, match="No engine serves"):
+        await served.check()
+    reloading.cancel()
+    await served.aclose()
