@@ -25,8 +25,10 @@ class KeptGroups:
     _groups: dict[KeptGroup, Placement] = field(factory=dict)
 
     def group(self, size: int, name: str = "actor") -> KeptGroup:
-        """Returns a whole group that nobody has, without a model."""
-        idle = (one for one in self._groups if one.size == size and not one.lent and one._broken is None)
+        """Returns a whole group that nobody has, without a model. Those that have lost a process give up their room."""
+        for broken in [one for one in self._groups if one._broken is not None and not one.lent]:
+            self.end(broken)
+        idle = (one for one in self._groups if one.size == size and not one.lent)
         group = next(idle, None) or self._started(size)
         group.name, group.lent = name, True
         group.build(cluster.idle)

@@ -57,10 +57,10 @@ def runs_share_processes(ray: None, kept_groups: Any, monkeypatch: pytest.Monkey
 @pytest.fixture(scope="module")
 def ray(_rays_end: None) -> None:
     """A Ray on this machine, which runs find and leave: all modules share it, for it takes longer to start than many of
-    their tests."""
+    their tests. It has room for the groups of processes that they keep, and for a run's beside."""
     from rollgrad.adapters.ray.session import RaySession
 
-    RaySession(None, cpus=10)
+    RaySession(None, cpus=32)
 
 
 @pytest.fixture
