@@ -127,5 +127,6 @@ class AdapterCore(LocalCore):
             )
         modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
         settings = {"peft_type": "LORA", "r": self._lora.rank, "lora_alpha": self._lora.alpha, "bias": "none"}
+        settings["use_rslora"] = self._lora.rslora
         (path / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": modules}))
         save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,5 +1,6 @@
 """LoRA: a model whose weights stay, and a trained product of two narrow matrices beside each linear layer
-(Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1: W + alpha / rank * B A).
+(Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1: W + alpha / rank * B A; with
+`rslora` W + alpha / sqrt(rank) * B A, Kalajdzievski 2023, "rsLoRA", arXiv:2312.03732, eq. 2).
 
 Invariants: the model keeps its class and its parts; B starts at 0, so that fresh adapters change nothing; A starts by
 the seed, equal in every process. Exported weights are those of the plain model: adapters are added to the weights in
@@ -81,6 +82,7 @@ def add_lora(model: Any, lora: AdapterConfig, *, seed: int, at: str = "actor.lor
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
         lora_dropout=lora.dropout,  # which `AdapterDropout` computes
         target_modules=targets,
         bias="none",

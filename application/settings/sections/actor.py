@@ -59,6 +59,12 @@ class AdapterConfig:
 
     rank: int = setting(0, "Rows of the adapters' narrow matrices; 0 trains all weights.", NOT_NEGATIVE)
     alpha: int = setting(32, "An adapter counts alpha / rank times.", POSITIVE, only_if=WITH_ADAPTERS)
+    rslora: bool = setting(
+        False,
+        "Count adapters alpha / sqrt(rank) times, so that those of a high rank learn as fast as others (rsLoRA, "
+        "Kalajdzievski 2023, arXiv:2312.03732).",
+        only_if=WITH_ADAPTERS,
+    )
     dropout: float = setting(
         0.0,
         "Share of the inputs of adapters that updates leave out, chosen by the tokens and the step; sampling, scoring "

@@ -277,6 +277,21 @@ def test_what_is_saved_is_the_model_and_the_adapters(
         torch.testing.assert_close(unmerged.get_parameter(name), weight, rtol=1e-5, atol=1e-6)
 
 
+def test_adapters_of_rslora_count_by_the_root_of_their_rank(
+    make: Callable[..., TorchPolicy], tiny_model_dir: Path, batch: PackedBatch, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    policy, same = make(LoraConfig(rank=4, alpha=8, rslora=True)), make(LoraConfig(rank=4, alpha=16))
+    learn(policy, batch)
+    learn(same, batch)
+    expected = named(same)
+    assert all(torch.equal(weight, expected[name]) for name, weight in named(policy).items())
+    policy.save(tmp_path)
+    adapted = PeftModel.from_pretrained(plain(tiny_model_dir, torch.float32), tmp_path / "adapter")
+    torch.testing.assert_close(logprobs(adapted, batch), same.score(batch).logprobs_N, rtol=1e-4, atol=1e-4)
+
+
 def test_adapters_alone_are_no_model_to_start_from(make: Callable[..., TorchPolicy], tmp_path: Path) -> None:
     make().save(tmp_path)
     with pytest.raises(CheckpointError, match=r"holds adapters .*merged, as rollgrad saves it one directory above"):
