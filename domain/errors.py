@@ -24,6 +24,10 @@ class DataError(RollgradError, ValueError):
     """A dataset is missing, empty, or lacks what the settings ask of it."""
 
 
+class ImageError(DataError):
+    """An image cannot be read, or the model's processor refuses it."""
+
+
 class FilterError(DataError):
     """A filter of rollouts cannot be understood."""
 

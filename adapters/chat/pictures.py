@@ -1,7 +1,7 @@
 """Images in messages: reading them, and rendering them by a model's processor.
 
-Invariants: an image that cannot be read is a `DataError` that says which; nothing is fetched from a network; the tokens
-that stand for an image, and its tensors, are those of the processor itself. Does not own: the text around images
+Invariants: an image that cannot be read is an `ImageError` that says which; nothing is fetched from a network; the
+tokens that stand for an image, and its tensors, are those of the processor itself. Does not own: the text around images
 (`template_codec.py`), nor what a model makes of them (`adapters/models/torch/images.py`).
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from rollgrad.application.foreign import error_text, shown
 from rollgrad.domain.episodes.images import Image, PlacedImage, PlacedImages
 from rollgrad.domain.episodes.messages import Message
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, MissingExtraError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, ImageError, MissingExtraError
 
 MOST_BYTES = 64 * 2**20
 """Largest file of an image. Pillow itself refuses images of more than about 180 million pixels."""
@@ -80,7 +80,7 @@ class ImageRenderer:
         """Returns an image from the bytes of its file.
 
         Raises:
-            DataError: it is none, or the processor refuses it.
+            ImageError: it is none, or the processor refuses it.
         """
         picture = opened(data)
         try:
@@ -88,7 +88,7 @@ class ImageRenderer:
             ((replacement,),) = found["text_replacement_offsets"]
         except Exception as error:  # a processor's code may raise anything
             size = " x ".join(map(str, picture.size))
-            raise DataError(f"The model's processor refuses an image of {size} pixels: {error_text(error)}") from error
+            raise ImageError(f"The model's processor refuses an image of {size} pixels: {error_text(error)}") from error
         tensors = {name: value for name, value in found.items() if name not in OF_TEXT and isinstance(value, Tensor)}
         digest = hashlib.sha256(self._settings + data).hexdigest()
         return RenderedImage(image=Image(digest=digest, data=data, tensors=tensors), text=replacement["replacement"])
@@ -97,10 +97,10 @@ class ImageRenderer:
         """Checks that a text may have so many images, each of which is rendered by itself.
 
         Raises:
-            DataError: it has several, which the processor renders in another way than one that is alone.
+            ImageError: it has several, which the processor renders in another way than one that is alone.
         """
         if images > 1 and not self._alike:
-            raise DataError(
+            raise ImageError(
                 f"There are {images} images, which the model's processor renders together, in another way than one "
                 "that is alone: one image a prompt is what is computed for this model."
             )
@@ -138,7 +138,7 @@ def opened(data: bytes) -> Any:
     """Returns the Pillow image, upright and in RGB, of a file's bytes.
 
     Raises:
-        DataError: they are no image, or a broken one.
+        ImageError: they are no image, or a broken one.
     """
     import PIL.Image
     import PIL.ImageOps
@@ -149,7 +149,7 @@ def opened(data: bytes) -> Any:
                 raise ValueError("it is a program in PostScript, which is not run")
             return PIL.ImageOps.exif_transpose(picture).convert("RGB")
     except Exception as error:  # a decoder may raise anything on a broken file
-        raise DataError(f"An image cannot be read: {error_text(error)}") from error
+        raise ImageError(f"An image cannot be read: {error_text(error)}") from error
 
 
 def has_images(message: Message) -> bool:
@@ -194,7 +194,7 @@ def without_images(messages: Sequence[Message]) -> tuple[list[Message], list[byt
     """Returns the messages with a bare part in the place of each image, and the images' files in their order.
 
     Raises:
-        DataError: an image cannot be read.
+        ImageError: an image cannot be read.
     """
     parts = [part for message in messages if has_images(message) for part in message["content"]]
     return [*map(bare, messages)], [image_bytes(_source(part)) for part in parts if is_image(part)]
@@ -214,11 +214,11 @@ def image_bytes(source: Any) -> bytes:
         source: bytes, a path, a data URI, a Pillow image, or a mapping with `bytes` or `path`, as data sets have it.
 
     Raises:
-        DataError: there is no such file, it is too large, or no image.
+        ImageError: there is no such file, it is too large, or no image.
     """
     data = _read(source)
     if len(data) > MOST_BYTES:
-        raise DataError(f"An image of {len(data) / 2**20:.0f} MiB is too large: {MOST_BYTES // 2**20} MiB at most.")
+        raise ImageError(f"An image of {len(data) / 2**20:.0f} MiB is too large: {MOST_BYTES // 2**20} MiB at most.")
     opened(data)
     return data
 
@@ -233,28 +233,28 @@ def _read(source: Any) -> bytes:
         try:
             source.convert("RGB").save(written, format="PNG")
         except Exception as error:  # a decoder may raise anything on a broken file
-            raise DataError(f"An image cannot be read: {error_text(error)}") from error
+            raise ImageError(f"An image cannot be read: {error_text(error)}") from error
         return written.getvalue()
     if not isinstance(source, str | Path) or not str(source):
-        raise DataError(f"An image is {shown(source)}: it must be a path, a data URI, or the bytes of a file.")
+        raise ImageError(f"An image is {shown(source)}: it must be a path, a data URI, or the bytes of a file.")
     text = str(source)
     if text.startswith("data:"):
         try:
             return base64.b64decode(text.partition(",")[2], validate=True)
         except binascii.Error as error:
-            raise DataError(f"The data URI of an image is not in base64 ({error}).") from error
+            raise ImageError(f"The data URI of an image is not in base64 ({error}).") from error
     if text.startswith(("http://", "https://")):
-        raise DataError(f"The image {text[:200]} is in a network, from which none is fetched: download it.")
+        raise ImageError(f"The image {text[:200]} is in a network, from which none is fetched: download it.")
     try:
         path = Path(text.removeprefix("file://")).expanduser()
         if not stat.S_ISREG(path.stat().st_mode):  # a device or a pipe might never end
-            raise DataError(f"The image {text[:200]} is no file.")
+            raise ImageError(f"The image {text[:200]} is no file.")
         if path.stat().st_size > MOST_BYTES:
-            raise DataError(f"The image {text[:200]} is larger than {MOST_BYTES // 2**20} MiB.")
+            raise ImageError(f"The image {text[:200]} is larger than {MOST_BYTES // 2**20} MiB.")
         return path.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # of paths with a NUL, and of unknown users' homes
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"The image {text[:200]} cannot be read: {reason}.") from error
+        raise ImageError(f"The image {text[:200]} cannot be read: {reason}.") from error
 
 
 def load_processor(name_or_path: str, tokenizer: Any, *, flag: str) -> Any:

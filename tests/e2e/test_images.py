@@ -206,6 +206,24 @@ def loss_of_transformers(path: Path) -> float:
     return sum(losses) / len(losses)
 
 
+LABELLED = [{"prompt": p["prompt"], "images": p["images"], "completion": p["chosen"], "label": True} for p in PAIRS]
+
+
+@pytest.mark.parametrize(("trainer", "rows"), [("sft", SUPERVISED), ("dpo", PAIRS), ("kto", LABELLED)])
+def test_streamed_rows_have_their_images(
+    workspace: Path, model: Path, trainer: str, rows: list[dict[str, object]]
+) -> None:
+    """A step has all rows, so that their order makes no difference."""
+    found = []
+    for flags in (["--data.stream", "--train.max_steps", "2"], ["--train.num_epochs", "2"]):
+        words = learning(trainer, rows, model, "--data.cache_dir", "cache")
+        place = words.index("--train.num_epochs")
+        assert main([*words[:place], *words[place + 2 :], *flags]) == 0
+        found.append([row["train/loss"] for row in logged(workspace / f"out-{trainer}") if "train/loss" in row])
+        (workspace / f"out-{trainer}").rename(workspace / f"out-{len(found)}")
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
 @pytest.mark.parametrize("trainer", ["dpo", "kto"])
 def test_a_reference_sees_the_images_of_pairs(workspace: Path, model: Path, trainer: str) -> None:
     """A policy that begins as its reference has the loss of no preference, which another input would change."""

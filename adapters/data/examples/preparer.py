@@ -27,7 +27,7 @@ from rollgrad.adapters.data.examples.rows import (
     broken,
 )
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
-from rollgrad.domain.errors import ConfigurationError, DataError
+from rollgrad.domain.errors import ConfigurationError, DataError, ImageError
 
 
 @frozen(kw_only=True)
@@ -134,7 +134,7 @@ class Preparer:
         except ConfigurationError:
             raise
         except DataError as error:
-            raise RowError(Reason.REFUSED, " ".join(str(error).split())[:500]) from error
+            raise _refused(error) from error
         except Exception as error:  # a template is a program of the model's authors: it fails in every way
             raise RowError(Reason.REFUSED, f"The chat template fails: {type(error).__name__}: {error}"[:500]) from error
 
@@ -160,7 +160,7 @@ class Preparer:
         except (ConfigurationError, RowError):
             raise
         except DataError as error:
-            raise RowError(Reason.REFUSED, " ".join(str(error).split())[:500]) from error
+            raise _refused(error) from error
         except Exception as error:  # a template is a program of the model's authors: it fails in every way
             raise RowError(Reason.REFUSED, f"The chat template fails: {type(error).__name__}: {error}"[:500]) from error
 
@@ -178,6 +178,12 @@ class Preparer:
         if not any(weights):
             raise RowError(Reason.UNTRAINED, "None of input_ids is trained.")
         return TrainingTokens(branches=(TokenBranch(token_ids=sample.token_ids, weights=weights),))
+
+
+def _refused(error: DataError) -> RowError:
+    """The error of a row of which an image, or the chat template, cannot make tokens."""
+    reason = Reason.IMAGE if isinstance(error, ImageError) else Reason.REFUSED
+    return RowError(reason, " ".join(str(error).split())[:500])
 
 
 def _refuse_equal(branches: Sequence[TokenBranch]) -> None:

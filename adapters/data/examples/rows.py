@@ -30,6 +30,8 @@ class Reason(StrEnum):
     """The row has nothing to learn: no text, no messages, or a trained reply without content."""
     REFUSED = "refused_by_template"
     """The chat template cannot write the messages."""
+    IMAGE = "refused_image"
+    """An image cannot be read, or the model's processor refuses it."""
     UNTRAINED = "no_trained_token"
     """The row has no token with a weight in the loss."""
     OVERLONG = "overlong"

@@ -76,6 +76,7 @@ def demonstration(row: PreparedRow, position: int) -> Demonstration:
             token_ids_T=torch.tensor(branch.token_ids),
             weights_T=torch.tensor(branch.weights, dtype=torch.float32),
             prompt_length=shared,
+            images=branch.images,
         )
         for branch in row.branches
     )

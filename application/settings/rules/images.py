@@ -37,8 +37,6 @@ def example_image_problems(run: OfflineRun) -> Iterator[str]:
         return
     known = f"data.image_key is {key!r}, but "
     yield from _divided_problems(known, run)
-    if getattr(run.data, "stream", False):
-        yield f"{known}streamed rows are text: leave out --data.stream."
     if run.data.num_workers != RowsConfig().num_workers:
         yield f"{known}images are read in the run's own process: leave out --data.num_workers."
 

@@ -10,7 +10,7 @@ from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.data.examples.preparation import prepare_examples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
-from rollgrad.adapters.data.examples.rows import RowError
+from rollgrad.adapters.data.examples.rows import Reason, RowError
 from rollgrad.adapters.data.examples.sources import open_sources
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows, TrainOn
 from rollgrad.domain.errors import DataError
@@ -91,16 +91,21 @@ def test_both_replies_of_a_pair_have_the_images_of_their_prompt(processor: Any) 
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "said", "reason"),
     [
-        ({"messages": CHAT, "images": [RED]}, "1 images, but its messages have 2 marks"),
-        ({"messages": CHAT, "images": [RED, "none.png"]}, "none.png cannot be read"),
-        ({"messages": CHAT}, "no column 'images'"),
+        ({"messages": CHAT, "images": [RED]}, "1 images, but its messages have 2 marks", Reason.BROKEN),
+        ({"messages": CHAT, "images": [RED, "none.png"]}, "none.png cannot be read", Reason.IMAGE),
+        ({"messages": CHAT, "images": [RED, b"no picture"]}, "An image cannot be read", Reason.IMAGE),
+        ({"messages": CHAT, "images": [RED, "http://nowhere/a.png"]}, "in a network", Reason.IMAGE),
+        ({"messages": CHAT}, "no column 'images'", Reason.BROKEN),
     ],
 )
-def test_a_row_with_other_images_than_marks_is_refused(processor: Any, row: dict[str, Any], said: str) -> None:
-    with pytest.raises(RowError, match=said):
+def test_a_row_with_other_images_than_marks_is_refused(
+    processor: Any, row: dict[str, Any], said: str, reason: Reason
+) -> None:
+    with pytest.raises(RowError, match=said) as caught:
         preparer(processor).prepare(row, MESSAGES)
+    assert caught.value.reason is reason
 
 
 def test_images_are_never_cut(processor: Any) -> None:
