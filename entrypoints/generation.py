@@ -34,7 +34,7 @@ from rollgrad.domain.episodes.replies import Reply, UnsampledReply
 from rollgrad.domain.episodes.rewards import FailureKind, Reward, RewardRequest, RolloutFailure
 from rollgrad.domain.errors import ConfigurationError, DataError, RewardError, RollgradError, raise_together
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.entrypoints.composition.cluster import keep_role
+from rollgrad.entrypoints.composition.cluster import keep_roles
 from rollgrad.entrypoints.composition.lifetimes import closing, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer
 from rollgrad.entrypoints.description import flat_settings
@@ -119,7 +119,7 @@ def generate_chosen(
     config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is
     raise_together(generation_errors(config))
     container = container_with(config, NoReward(), None, adapters, "generate")
-    keep_role(container, "engines")
+    keep_roles(container, "engines")
     out = Path(out).absolute()
     try:
         prompts = container.prompts()
@@ -191,7 +191,7 @@ def score(
     if not config.actor.model_name_or_path:
         config = evolve(config, actor=evolve(config.actor, model_name_or_path=_only(models)))
     container = container_with(config, reward, None, adapters, "score")
-    keep_role(container, "reward")
+    keep_roles(container, "reward")
     try:
         with row_log(
             out,

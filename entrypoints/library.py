@@ -15,6 +15,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.entrypoints.composition.cluster import keep_roles
 from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.lifetimes import closing, give, given, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
@@ -82,6 +83,7 @@ def evaluate(
     validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
     container = container_with(config, reward, environment, adapters)
     container.reward_spec.override(providers.Object(config.eval.dataset))
+    keep_roles(container, "engines", "reward")
     try:
         evaluation: EvaluationService = container.evaluation()
         return run_interruptibly(closing(evaluation.run(), container))

@@ -141,9 +141,9 @@ class Role:
     on_a_machine: int
 
 
-def keep_role(container: Any, kept: str) -> None:
-    """Leaves all roles but one out of the cluster, where a command needs no other: they take no places in it."""
-    roles = {name: role if name == kept else Role(0, 0) for name, role in container.roles().items()}
+def keep_roles(container: Any, *kept: str) -> None:
+    """Leaves other roles out of the cluster, where a command needs none of them: they take no places in it."""
+    roles = {name: role if name in kept else Role(0, 0) for name, role in container.roles().items()}
     container.roles.override(providers.Object(roles))
 
 
