@@ -81,7 +81,9 @@ def make_examples(preparation: Preparation, train: ExampleTrainConfig, *, check:
     """
     data, settings = preparation.data, preparation.settings
     if data.stream:
-        examples = prepare_examples(preparation.head(), preparation.tokenizer, settings, cache_dir=None)
+        examples = prepare_examples(
+            preparation.head(), preparation.tokenizer, settings, cache_dir=None, images=preparation.images
+        )
         examples.report.first_rows = True
     else:
         mixture = open_sources(
@@ -109,7 +111,7 @@ def make_stream(
     return StreamedExamples(
         lambda: stream_rows(data.dataset, data.split),
         source.kind,
-        Preparer(preparation.tokenizer, preparation.settings),
+        Preparer(preparation.tokenizer, preparation.settings, preparation.images),
         form,
         buffer=data.shuffle_buffer,
         seed=train.seed,
@@ -132,8 +134,8 @@ def make_eval_examples(preparation: Preparation, evaluation: ExampleEvalConfig) 
     )
     examples = _prepared(preparation, mixture, "eval.dataset")
     examples.report.check(preparation.data.max_dropped, "eval.dataset")
-    names = names_of([part.name for part in mixture.parts])
-    return evolve(examples, names=[names[part] for part in mixture.of]) if len(set(names)) > 1 else examples
+    names = mixture.datasources(names_of([part.name for part in mixture.parts]))
+    return evolve(examples, names=names) if len(set(names)) > 1 else examples
 
 
 def names_of(datasets: Sequence[str]) -> list[str]:

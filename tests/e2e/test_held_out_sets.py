@@ -57,5 +57,10 @@ def test_each_set_is_measured_as_if_it_were_alone(
         assert {f"eval/{name}/{metric.removeprefix('eval/')}" for metric in metrics} < both.keys()
         for metric, value in metrics.items():
             assert both[f"eval/{name}/{metric.removeprefix('eval/')}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
+    if trainer == "sft":  # rows of one file may say themselves where they are from
+        named = [{**row(number), "datasource": "first" if number < 10 else None} for number in (0, 10, 1, 11, 2)]
+        rest = [{**row(number), "datasource": "second"} for number in (12, 13, 14)]
+        one, other = written(tmp_path / "second.jsonl", named), written(tmp_path / "rest.jsonl", rest)
+        assert measured(f"{one},{other}") == pytest.approx(both, rel=1e-4, abs=1e-6)
     losses = sorted(metrics["eval/loss"] for metrics in alone.values())
     assert losses[0] < both["eval/loss"] < losses[1]

@@ -16,7 +16,13 @@ from typing import Any
 import numpy
 from attrs import field, frozen
 
-from rollgrad.adapters.data.datasets.loading import FILE_FORMATS, check_probs, load_dataset, split_configuration
+from rollgrad.adapters.data.datasets.loading import (
+    FILE_FORMATS,
+    check_probs,
+    load_dataset,
+    origin,
+    split_configuration,
+)
 from rollgrad.adapters.data.examples.joined import JoinedPairs, is_labelled, joined
 from rollgrad.adapters.data.examples.kept_index import kept_index
 from rollgrad.adapters.data.examples.ranked import RankedPairs, pair_ends
@@ -65,6 +71,22 @@ class Mixture:
     def source(self, index: int) -> tuple[Source, int]:
         """Returns the source of row `index`, and the row's number in it."""
         return self.parts[int(self.of[index])], int(self.rows[index])
+
+    def datasources(self, names: Sequence[str]) -> list[str]:
+        """Returns the origin of each row: what its column `datasource` says, else the name in `names` of its part."""
+        # Of a table the column alone is read: its rows may have pictures.
+        tables: list[Any] = [part.rows for part in self.parts]
+        columns = [rows["datasource"] if "datasource" in getattr(rows, "column_names", ()) else None for rows in tables]
+        found = []
+        for index, part in enumerate(self.of):
+            source, number = self.source(index)
+            column = columns[part]
+            try:
+                given = source.rows[number].get("datasource") if column is None else column[number]
+            except RowError:  # it is counted when all rows are read
+                given = None
+            found.append(names[part] if given in (None, origin(source.name)) else str(given))
+        return found
 
     @property
     def fingerprint(self) -> str:
