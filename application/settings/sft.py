@@ -27,6 +27,15 @@ class SupervisedLoss(StrEnum):
     """Cross-entropy weighted by the token's probability, without a gradient through the weight."""
 
 
+class SupervisedAggregation(StrEnum):
+    """Aggregation of the losses of an optimizer step's tokens into one number."""
+
+    TOKEN_MEAN = "token_mean"
+    """The mean over all trained tokens."""
+    SEQUENCE_MEAN = "sequence_mean"
+    """The mean over examples of the mean over their trained tokens."""
+
+
 WITH_NLL = Condition(lambda here, run: here.loss is SupervisedLoss.NLL, "the loss is not nll", "set --train.loss nll")
 
 
@@ -56,8 +65,13 @@ class SupervisedTrainConfig(ExampleTrainConfig):
     )
     loss: SupervisedLoss = setting(
         SupervisedLoss.NLL,
-        "nll: cross-entropy, the mean over the trained tokens of an optimizer step. dft: each token's weighted by its "
-        "probability (Wu et al. 2025, arXiv:2508.05629).",
+        "Loss of each token. nll: cross-entropy. dft: cross-entropy weighted by the token's probability (Wu et al. "
+        "2025, arXiv:2508.05629).",
+    )
+    loss_aggregation: SupervisedAggregation = setting(
+        SupervisedAggregation.TOKEN_MEAN,
+        "How token losses become one number: token_mean is the mean over all trained tokens of an optimizer step; "
+        "sequence_mean the mean over its examples, long or short, of the mean over the trained tokens of each.",
     )
     neftune_alpha: float = setting(
         0.0,

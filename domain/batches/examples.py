@@ -4,6 +4,7 @@ Invariant: weights are fixed for the whole step before it is split, and add up t
 gradient.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens
+from rollgrad.domain.errors import DataError
 
 CHOSEN, REJECTED = 0, 1
 """`sample_ids_S` of the two replies of a pair."""
@@ -24,13 +26,15 @@ class ExampleBatch(PackedBatch):
 
     `sample_ids_S` int64 tells the sequences of a unit apart; `scores_S` float32 is what the data say of each, a label
     or a margin, 0 by default. Filled in where a loss needs them: `ref_logprobs_N` (under the reference),
-    `positive_weights_N` (weights of a second term, over the tokens of chosen replies).
+    `positive_weights_N` (weights of a second term, over the tokens of chosen replies), `opposites_S2` (what each reply
+    of a pair is compared with by losses that sort the pairs of the step, `domain.algorithms.losses.transport`).
     """
 
     sample_ids_S: Tensor
     scores_S: Tensor = field(default=Factory(lambda batch: torch.zeros(len(batch.lengths_S)), takes_self=True))
     ref_logprobs_N: Tensor | None = None
     positive_weights_N: Tensor | None = None
+    opposites_S2: Tensor | None = None
 
 
 def pack_sequences(
@@ -73,14 +77,15 @@ class DemonstrationBatch(ExampleBatch):
     teacher_logprobs_NK: Tensor | None = None
 
 
-def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> DemonstrationBatch:
+def pack_demonstrations(demonstrations: Sequence[Demonstration], *, sequence_mean: bool = False) -> DemonstrationBatch:
     """Lays the demonstrations of one optimizer step end to end, all branches of each; `group_ids_S` is the place of a
     demonstration among them. `loss_weights_N` is each token's weight, times that of its demonstration, as a share of
-    the sum over the step: a mean over its trained tokens where all weigh 1. A teacher's
-    predictions are filled in if all have theirs.
+    the sum over the step: a mean over its trained tokens where all weigh 1. With `sequence_mean` it is the token's
+    share in its demonstration, times that demonstration's share in the step: a mean over demonstrations, long or short,
+    of the mean over the trained tokens of each. A teacher's predictions are filled in if all have theirs.
 
     Raises:
-        ValueError: all weights are 0.
+        DataError: all weights are 0.
     """
     places = [place for place, demonstration in enumerate(demonstrations) for _ in demonstration.branches]
     packed = pack_sequences(
@@ -89,7 +94,10 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> Demonstratio
         sample_ids=[number for demonstration in demonstrations for number in range(len(demonstration.branches))],
     )
     weights_D = torch.tensor([demonstration.weight for demonstration in demonstrations], dtype=torch.float64)
-    weights_N = packed.filled("loss_weights_N") * weights_D[packed.group_ids_S][packed.sequence_ids_N]
+    own_N, places_N = packed.filled("loss_weights_N").double(), packed.group_ids_S[packed.sequence_ids_N]
+    if sequence_mean:
+        own_N = own_N / torch.zeros_like(weights_D).index_add(0, places_N, own_N)[places_N]
+    weights_N = own_N * weights_D[places_N]
     columns: dict[str, Any] = {name: column for name, _, column in packed.columns()}
     shares_N = _shares(weights_N, weights_N.sum(), packed.action_mask_N)
     return DemonstrationBatch(
@@ -107,7 +115,7 @@ def pack_preferences(pairs: Sequence[Preference]) -> ExampleBatch:
     over the tokens of all chosen replies.
 
     Raises:
-        ValueError: all pairs have the weight 0.
+        DataError: all pairs have the weight 0.
     """
     batch, weights_N, total = _pack_pairs(pairs)
     chosen_N = batch.action_mask_N & (batch.sample_ids_S == CHOSEN)[batch.sequence_ids_N]
@@ -137,7 +145,7 @@ def pack_labels(labels: Sequence[Label]) -> ExampleBatch:
     trained token, the reply's share in the sum of all weights.
 
     Raises:
-        ValueError: all replies have the weight 0.
+        DataError: all replies have the weight 0.
     """
     batch = pack_sequences(
         [label.reply for label in labels], group_ids=range(len(labels)), sample_ids=[0] * len(labels)
@@ -166,13 +174,19 @@ def mismatched(labels: Sequence[Label], *, longest: int | None = None) -> list[W
 
 
 def other_completion(asked: WeightedTokens, answered: WeightedTokens, *, longest: int | None = None) -> WeightedTokens:
-    """Returns what precedes the first trained token of `asked`, and after it what follows that of `answered`; of the
-    end as much as `longest` leaves."""
+    """Returns what precedes the first trained token of `asked`, and after it what follows that of `answered`, each with
+    its images; of the end as much as `longest` leaves, without the tokens of an image that would be cut."""
     own, other = (int((sequence.weights_T > 0).nonzero()[0]) for sequence in (asked, answered))
-    tokens_T = torch.cat([asked.token_ids_T[:own], answered.token_ids_T[other:]])[:longest]
-    weights_T = torch.cat([torch.zeros(own), answered.weights_T[other:]])[:longest]
-    images = tuple(placed for placed in asked.images if placed.stop <= own)
-    return WeightedTokens(token_ids_T=tokens_T, weights_T=weights_T, prompt_length=own, images=images)
+    images = [placed for placed in asked.images if placed.stop <= own]
+    images += [placed.moved(own - other) for placed in answered.images if placed.start >= other]
+    end = min(longest or math.inf, own + len(answered) - other)
+    stop = next((placed.start for placed in images if placed.stop > end), int(end))
+    return WeightedTokens(
+        token_ids_T=torch.cat([asked.token_ids_T[:own], answered.token_ids_T[other:]])[:stop],
+        weights_T=torch.cat([torch.zeros(own), answered.weights_T[other:]])[:stop],
+        prompt_length=own,
+        images=tuple(placed for placed in images if placed.stop <= stop),
+    )
 
 
 def pack_comparisons(pairs: Sequence[Preference], *, margins: bool = False) -> ExampleBatch:
@@ -180,7 +194,7 @@ def pack_comparisons(pairs: Sequence[Preference], *, margins: bool = False) -> E
     last token alone is an action, at which its score is read. `scores_S` is the pair's margin with `margins`, else 0.
 
     Raises:
-        ValueError: all pairs have the weight 0.
+        DataError: all pairs have the weight 0.
     """
     batch, weights_N, total = _pack_pairs(pairs)
     last_N = torch.zeros(batch.token_count, dtype=torch.bool).index_fill(0, batch.starts_S + batch.lengths_S - 1, True)
@@ -218,7 +232,7 @@ def pack_steps(solutions: Sequence[StepLabels]) -> StepBatch:
     labelled step, the solution's weight as a share of the sum over all steps.
 
     Raises:
-        ValueError: all solutions have the weight 0.
+        DataError: all solutions have the weight 0.
     """
     marked = []
     for solution in solutions:
@@ -236,5 +250,8 @@ def pack_steps(solutions: Sequence[StepLabels]) -> StepBatch:
 
 def _shares(weights_N: Tensor, total: Tensor, mask_N: Tensor) -> Tensor:
     if float(total) <= 0:
-        raise ValueError("All examples of an optimizer step have the weight 0: there is nothing to learn from.")
+        raise DataError(
+            "All examples of an optimizer step, or of held-out data, have the weight 0, so that nothing can be learned "
+            "or measured: give some a weight above 0."
+        )
     return torch.where(mask_N, weights_N / total, 0.0).float()

@@ -1,12 +1,13 @@
 """The composition root of `rollgrad train sft`."""
 
+from functools import partial
 from typing import Any
 
 from dependency_injector import providers
 
 from rollgrad.adapters.chat.token_bytes import token_bytes
 from rollgrad.adapters.data.examples.streaming import demonstration
-from rollgrad.application.settings.sft import SFTRun
+from rollgrad.application.settings.sft import SFTRun, SupervisedAggregation
 from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
 from rollgrad.domain.batches.examples import pack_demonstrations
 from rollgrad.entrypoints.composition.examples import make_budget, make_stream, make_total_steps
@@ -22,7 +23,12 @@ def sft_container(config: SFTRun) -> OfflineContainer:
     budget = providers.Callable(make_budget, config.train, container.examples)
     complete(
         container,
-        pack=providers.Object(pack_demonstrations),
+        pack=providers.Object(
+            partial(
+                pack_demonstrations,
+                sequence_mean=config.train.loss_aggregation is SupervisedAggregation.SEQUENCE_MEAN,
+            )
+        ),
         objective=providers.Singleton(
             SupervisedObjective,
             loss=config.train.loss,

@@ -20,6 +20,7 @@ from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective
 from rollgrad.domain.batches.examples import mismatched
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.examples import Label, WeightedTokens
+from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, TokenScores
@@ -164,6 +165,29 @@ def test_completions_follow_the_prompt_after_theirs() -> None:
         assert int(reply.weights_T.sum()) == other.trained_length
     assert {len(reply) for reply in mismatched(LABELS, longest=4)} <= {2, 3, 4}
     assert all(reply.trained_length for reply in mismatched(LABELS, longest=4))
+
+
+def test_images_go_with_the_tokens_that_stand_for_them() -> None:
+    """Those within the completion, too, and none of which some tokens are cut off."""
+    pictures = [Image(digest=name, data=b"", tensors={}) for name in "abc"]
+
+    def seeing(place: int, *places: tuple[int, int]) -> Label:
+        placed = tuple(
+            PlacedImage(image=image, start=start, stop=stop)
+            for image, (start, stop) in zip(pictures[place:], places, strict=False)
+        )
+        tokens_T, weights_T = torch.arange(9) + 10 * place, torch.tensor([0.0] * 4 + [1, 0, 0, 0, 1])
+        reply = WeightedTokens(token_ids_T=tokens_T, weights_T=weights_T, prompt_length=2, images=placed)
+        return Label(reply=reply, desirable=True, row=place, place=place)
+
+    asked, answered = seeing(0, (1, 3)), seeing(1, (0, 1), (5, 7))
+    first, second = mismatched([asked, answered])  # each with the completion of the other
+    assert [(placed.image.digest, placed.start, placed.stop) for placed in first.images] == [("a", 1, 3), ("c", 5, 7)]
+    assert [(placed.image.digest, placed.start, placed.stop) for placed in second.images] == [("b", 0, 1)]
+    for longest, length in ((9, 9), (7, 7), (6, 5)):
+        cut, _ = mismatched([asked, answered], longest=longest)
+        assert len(cut) == length
+        assert len(cut.images) == (1 if length == 5 else 2)
 
 
 def test_log_probs_of_mismatched_replies_are_kept_whatever_steps_ask_for_them(

@@ -39,6 +39,19 @@ def test_weights_are_shares_of_the_step() -> None:
         pack_demonstrations([Demonstration(branches=(tokens([1, 2], [0, 1]),), row=0, weight=0.0)])
 
 
+def test_long_and_short_demonstrations_weigh_the_same_in_a_mean_over_sequences() -> None:
+    batch = pack_demonstrations(
+        [
+            Demonstration(branches=(tokens([1, 2, 3], [0, 1, 1]), tokens([1, 4], [0, 0.5])), row=0),
+            Demonstration(branches=(tokens([5, 6], [0, 1]),), row=1, weight=2.0),
+        ],
+        sequence_mean=True,
+    )
+    assert batch.filled("loss_weights_N").tolist() == pytest.approx(
+        [0, 1 / 2.5 / 3, 1 / 2.5 / 3, 0, 0.5 / 2.5 / 3, 0, 2 / 3]
+    )
+
+
 def gradient(parts: list[DemonstrationBatch], loss: str, logits_VV: Tensor) -> tuple[Tensor, Tensor]:
     """The summed loss of the parts and its gradient, of a model that predicts each token from the one before."""
     logits_VV = logits_VV.clone().requires_grad_(True)
@@ -68,8 +81,11 @@ demonstrated = st.tuples(st.lists(sequences, min_size=1, max_size=3), st.sampled
     processes=st.integers(1, 3),
     order=st.randoms(use_true_random=False),
     loss=st.sampled_from(["nll", "dft"]),
+    sequence_mean=st.booleans(),
 )
-def test_any_split_order_or_division_gives_the_same_gradient(rows, budget, processes, order, loss) -> None:  # type: ignore[no-untyped-def]
+def test_any_split_order_or_division_gives_the_same_gradient(  # type: ignore[no-untyped-def]
+    rows, budget, processes, order, loss, sequence_mean
+) -> None:
     demonstrations = [
         Demonstration(
             # the last token is trained, so that something is
@@ -80,22 +96,28 @@ def test_any_split_order_or_division_gives_the_same_gradient(rows, budget, proce
         for place, (branches, weight) in enumerate(rows)
     ]
     logits_VV = torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole, expected = gradient([pack_demonstrations(demonstrations)], loss, logits_VV)
+    whole, expected = gradient([pack_demonstrations(demonstrations, sequence_mean=sequence_mean)], loss, logits_VV)
     # the oracle, written out
-    weights = [(d.weight * float(w)) for d in demonstrations for b in d.branches for w in b.weights_T]
+    own = [sum(float(w) for b in d.branches for w in b.weights_T) if sequence_mean else 1.0 for d in demonstrations]
+    weights = [
+        d.weight * float(w) / of
+        for d, of in zip(demonstrations, own, strict=True)
+        for b in d.branches
+        for w in b.weights_T
+    ]
     logprobs = logits_VV.log_softmax(-1)
     token_losses = []
-    for demonstration in demonstrations:
+    for demonstration, of in zip(demonstrations, own, strict=True):
         for branch in demonstration.branches:
             ids = branch.token_ids_T.tolist()
             for place, weight in enumerate(branch.weights_T.tolist()):
                 if weight:
                     logprob = float(logprobs[ids[place - 1], ids[place]])
                     scale = 1.0 if loss == "nll" else float(torch.tensor(logprob).double().exp())
-                    token_losses.append(demonstration.weight * weight * -scale * logprob)
+                    token_losses.append(demonstration.weight * weight / of * -scale * logprob)
     assert float(whole) == pytest.approx(sum(token_losses) / sum(weights), rel=1e-5)
     order.shuffle(demonstrations)
-    batch = pack_demonstrations(demonstrations)
+    batch = pack_demonstrations(demonstrations, sequence_mean=sequence_mean)
     parts = [piece for part in shards(batch, processes).parts for piece in split(part, budget)]
     divided, found = gradient(parts, loss, logits_VV)
     torch.testing.assert_close(divided, whole, rtol=1e-5, atol=1e-6)
