@@ -195,11 +195,9 @@ class ExampleEvaluation(Evaluation, Generic[Example]):
         if cancelled:
             raise asyncio.CancelledError
         sets = self._sets(examples)
-        portions: Sequence[Sequence[Sequence[ExampleBatch]]] = (
-            self._learner.portions(list(sets.values()))
-            if len(sets) > 1
-            else [[[part] for part in self._learner.parts(examples)]]
-        )
+        portions, cancelled = await uninterrupted(asyncio.to_thread(self._portions, examples, list(sets.values())))
+        if cancelled:
+            raise asyncio.CancelledError
         measured: list[Mapping[str, Tensor | float]] = []
         alone: dict[str, list[Mapping[str, Tensor | float]]] = {name: [] for name in sets}
         for name, portion in zip(sets, portions, strict=True):
@@ -214,6 +212,14 @@ class ExampleEvaluation(Evaluation, Generic[Example]):
         for set_name, parts in alone.items():
             metrics |= {f"eval/{set_name}/{name}": value for name, value in together(parts).items()}
         return metrics
+
+    def _portions(
+        self, examples: Sequence[Example], sets: Sequence[Sequence[Example]]
+    ) -> Sequence[Sequence[Sequence[ExampleBatch]]]:
+        """Returns the micro-batches of each set, each as often as it is measured."""
+        if len(sets) > 1:
+            return self._learner.portions(sets)
+        return [[[part] for part in self._learner.parts(examples)]]
 
     def _sets(self, examples: Sequence[Example]) -> dict[str, list[Example]]:
         """Returns the examples of each data set, by name."""

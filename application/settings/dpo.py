@@ -51,6 +51,11 @@ def has_reference(dpo: PreferenceSettings) -> bool:
     return any(PAIR_LOSSES[name].reference for name in dpo.loss if name != IMITATION)
 
 
+def sorts_pairs(dpo: PreferenceSettings) -> bool:
+    """Returns whether one of the losses compares a pair with others of its step."""
+    return any(PAIR_LOSSES[name].sorts for name in dpo.loss if name != IMITATION)
+
+
 def dpo_errors(run: DPORun) -> list[ConfigurationError]:
     """Returns every rule that the settings of a run over preference pairs break."""
     return example_errors(run, loss_problems, reference_problems)
@@ -98,10 +103,47 @@ def loss_problems(run: DPORun) -> Iterator[str]:
             "dpo.loss has exo_pair, whose divergence is infinite for labels without doubt, but dpo.label_smoothing is "
             "0: set --dpo.label_smoothing, such as 0.001."
         )
+    if dpo.wpo and dpo.loss == (IMITATION,):
+        yield f"dpo.wpo weighs losses of pairs, but dpo.loss is {IMITATION} alone: leave --dpo.wpo out."
+    if dpo.wpo and sorts_pairs(dpo):
+        yield (
+            f"dpo.wpo weighs pairs, but dpo.loss is {' '.join(dpo.loss)}, and aot and aot_unpaired compare replies of "
+            "different pairs: leave --dpo.wpo out, or change --dpo.loss."
+        )
     if dpo.loss == (IMITATION,) and (dpo.beta, dpo.ld_alpha) != (default.beta, default.ld_alpha):
         yield f"dpo.beta or dpo.ld_alpha is set, but the loss {IMITATION} compares no replies: leave them out."
+    yield from _moving_problems(run)
     if run.ref.model_name_or_path is not None and not has_reference(dpo):
         yield (
             f"ref.model_name_or_path is {run.ref.model_name_or_path!r}, but {', '.join(dpo.loss)} compares with no "
             "reference: leave --ref.model_name_or_path out, or change --dpo.loss."
+        )
+
+
+def _moving_problems(run: DPORun) -> Iterator[str]:
+    """Yields what a reference that moves does not go with."""
+    if run.dpo.ref_sync_steps is None:
+        return
+    known = f"dpo.ref_sync_steps is {run.dpo.ref_sync_steps}, but "
+    if not has_reference(run.dpo):
+        yield f"{known}{', '.join(run.dpo.loss)} compares with no reference: leave --dpo.ref_sync_steps out."
+    if run.ref.model_name_or_path is not None:
+        yield (
+            f"{known}ref.model_name_or_path is {run.ref.model_name_or_path!r}, and a reference that moves begins as "
+            "the policy: leave --ref.model_name_or_path or --dpo.ref_sync_steps out."
+        )
+    if run.actor.lora.rank:
+        yield (
+            f"{known}actor.lora.rank is {run.actor.lora.rank}, and with adapters the reference is the model without "
+            "them: leave --actor.lora.rank or --dpo.ref_sync_steps out."
+        )
+    if run.train.enable_ema:
+        yield (
+            f"{known}train.enable_ema is on, and one average of the weights is kept: leave --train.enable_ema or "
+            "--dpo.ref_sync_steps out."
+        )
+    if run.cluster.enable:
+        yield (
+            f"{known}cluster.enable is on, and a reference moves in one process alone: leave --cluster.enable or "
+            "--dpo.ref_sync_steps out."
         )

@@ -64,11 +64,12 @@ class PolicyLossTraits(_AlgorithmTraits):
 
 @frozen(kw_only=True)
 class PairLossTraits:
-    """`reference`: compares with a reference. `beta`: its own, where none is set. `uses`: the other settings that
-    change it."""
+    """`reference`: compares with a reference. `beta`: its own, where none is set. `sorts`: compares a pair with others
+    of its optimizer step, by their rank. `uses`: the other settings that change it."""
 
     reference: bool = True
     beta: float = 0.1
+    sorts: bool = False
     uses: tuple[str, ...] = ()
 
 
@@ -127,6 +128,8 @@ PAIR_LOSSES: dict[str, PairLossTraits] = {
     "exo_pair": PairLossTraits(uses=("label_smoothing", "f_divergence")),
     "sppo_hard": PairLossTraits(),
     "discopop": PairLossTraits(uses=("discopop_tau", "f_divergence")),
+    "aot": PairLossTraits(sorts=True, uses=("label_smoothing",)),
+    "aot_unpaired": PairLossTraits(sorts=True, uses=("label_smoothing",)),
 }
 """The losses of preference pairs that `--dpo.loss` takes."""
 

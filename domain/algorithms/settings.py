@@ -345,6 +345,11 @@ class FDivergence(StrEnum):
     ALPHA = "alpha_divergence"
 
 
+MOVING = Condition(
+    lambda here, run: here.ref_sync_steps is not None, "the reference never moves", "set --{at}ref_sync_steps"
+)
+
+
 @define(kw_only=True)
 class PreferenceSettings:
     """The loss of preference pairs."""
@@ -352,8 +357,8 @@ class PreferenceSettings:
     loss: tuple[str, ...] = setting(
         ("sigmoid",),
         "Losses that are added up: sigmoid (DPO; with label_smoothing cDPO), robust, ipo, ipo_sum, hinge, "
-        "sigmoid_norm, simpo, orpo, apo_zero, apo_down, nca_pair, bco_pair, exo_pair, sppo_hard, discopop, or sft, "
-        "the negative log-likelihood of the chosen replies.",
+        "sigmoid_norm, simpo, orpo, apo_zero, apo_down, nca_pair, bco_pair, exo_pair, sppo_hard, discopop, aot, "
+        "aot_unpaired, or sft, the negative log-likelihood of the chosen replies.",
         Range(lambda names: bool(names) and len(set(names)) == len(names), "at least one name, and each once"),
     )
     loss_weights: tuple[float, ...] | None = setting(
@@ -387,6 +392,23 @@ class PreferenceSettings:
         "What a token beyond the length of the pair's shorter reply counts in the sums of log-probs (LD-DPO); 1 is as "
         "much as the others.",
         SHARE,
+    )
+    wpo: bool = setting(
+        False,
+        "Weigh the losses of each pair by how likely the policy is to write both replies itself, token by token (WPO, "
+        "Zhou et al. 2024, arXiv:2406.11827); sft, which is no loss of pairs, is not weighed.",
+    )
+    ref_sync_steps: int | None = setting(
+        None,
+        "Optimizer steps after each of which the reference moves toward the policy (TR-DPO, Gorbatovski et al. 2024, "
+        "arXiv:2404.09656; there 256 to 1024); its log-probs are then computed in each step. None: it never moves.",
+        COUNT,
+    )
+    ref_mixup: float = setting(
+        0.6,
+        "Share of the policy in the weights of the reference that has moved; the rest is the reference before.",
+        SOME_SHARE,
+        only_if=MOVING,
     )
 
     @property

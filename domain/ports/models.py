@@ -1,6 +1,7 @@
 """Ports: the trained policy, the critic and the frozen reference, over packed batches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,15 +18,18 @@ class TokenScores:
 
     Both are of softmax(logits / temperature), with the sampling temperature of the rollout. `correct_N` float32 is 1
     where the token is the most likely one, else 0, and `mean_logprobs_N` float32 the mean of log-probs over the
-    vocabulary; None unless the model was made to find them. `divergence_N` float32 is the divergence from a teacher of
-    the distribution that predicts the token; None without one. Of a model that compares two tokens as what follows the
-    action token, all are of these two alone, and `odds_N` float32 is the logit of the first less that of the second.
+    vocabulary, `collision_N` float32 the collision entropy of the distribution that predicts the token,
+    -log sum_v p_v^2 (nats); None unless the model was made to find them. `divergence_N` float32 is the divergence from
+    a teacher of the distribution that predicts the token; None without one. Of a model that compares two tokens as what
+    follows the action token, all are of these two alone, and `odds_N` float32 is the logit of the first less that of
+    the second.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor
     correct_N: Tensor | None = None
     mean_logprobs_N: Tensor | None = None
+    collision_N: Tensor | None = None
     divergence_N: Tensor | None = None
     odds_N: Tensor | None = None
 
@@ -102,6 +106,15 @@ class PolicyModel(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
+        ...
+
+
+@runtime_checkable
+class AveragedPolicy(PolicyModel, Protocol):
+    """A policy that keeps a moving average of its weights."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Returns the context inside which the policy computes with the averages."""
         ...
 
 

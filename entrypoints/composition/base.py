@@ -54,6 +54,8 @@ class BaseContainer(containers.DeclarativeContainer):
     """Temperature of the distribution whose log-probs the models compute."""
     correct: providers.Provider[bool] = providers.Object(False)
     """Whether the policy's scores say which tokens are the most likely ones."""
+    collision: providers.Provider[bool] = providers.Object(False)
+    """Whether they then have the collision entropy, too."""
     neftune_alpha: providers.Provider[float] = providers.Object(0.0)
     """Size of the noise on the policy's embeddings while it is trained."""
     outcomes: providers.Provider[Any] = providers.Object(None)
@@ -81,6 +83,8 @@ class BaseContainer(containers.DeclarativeContainer):
     """Roles that share the same GPUs."""
     cluster = providers.Resource(closed_at_end, Cluster, config, roles, colocated)
 
+    average: providers.Provider[Any] = providers.Callable(averaging, config.provided.train)
+    """Settings of the moving average of the actor's weights."""
     optimize: providers.Provider[Any] = providers.Object(MasterOptimizer)
     divide: providers.Provider[Any] = providers.Object(None)
     shard: providers.Provider[Any] = providers.Object(None)
@@ -93,12 +97,11 @@ class BaseContainer(containers.DeclarativeContainer):
         config.provided.actor,
         actor_model,
         tokenizer,
-        providers.Callable(
-            make_optimizer, config.provided.actor, actor_steps, providers.Callable(averaging, config.provided.train)
-        ),
+        providers.Callable(make_optimizer, config.provided.actor, actor_steps, average),
         optimize,
         temperature=temperature,
         correct=correct,
+        collision=collision,
         neftune_alpha=neftune_alpha,
         teacher=teacher,
         outcomes=outcomes,

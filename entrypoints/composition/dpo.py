@@ -7,14 +7,20 @@ from dependency_injector import providers
 
 from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedPairs
 from rollgrad.adapters.data.examples.streaming import preference
-from rollgrad.application.settings.dpo import DPORun, has_reference
+from rollgrad.application.learning.examples import Pack
+from rollgrad.application.learning.moving import against_average
+from rollgrad.application.learning.ranked import ranked
+from rollgrad.application.settings.dpo import DPORun, has_reference, sorts_pairs
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
+from rollgrad.domain.algorithms.losses.transport import UNEQUAL
 from rollgrad.domain.batches.examples import ExampleBatch, pack_preferences
 from rollgrad.domain.episodes.examples import Preference
+from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.example_source import ExampleSource
+from rollgrad.domain.ports.models import AveragedPolicy, PolicyModel
 from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.examples import make_stream
-from rollgrad.entrypoints.composition.offline import complete
+from rollgrad.entrypoints.composition.offline import complete, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.composition.reference import ReferencedContainer, References, make_referenced_roles
 
 NOT_LOG_2 = "the loss would not begin at log 2"
@@ -33,9 +39,12 @@ def make_pairs(
 
     Raises:
         ConfigurationError: the actor does not begin as its reference.
+        DataError: a loss ranks pairs, which have different weights.
     """
     pairs = PreparedPairs(examples) if isinstance(examples, PreparedExamples) else examples
-    if not has_reference(run.dpo):
+    if sorts_pairs(run.dpo) and isinstance(examples, PreparedExamples) and len(set(examples.row_weights.tolist())) > 1:
+        raise DataError(UNEQUAL)
+    if not has_reference(run.dpo) or run.dpo.ref_sync_steps is not None:
         return pairs
     return references.of(pairs, examples, setting=setting, otherwise=NOT_LOG_2)
 
@@ -54,6 +63,16 @@ def make_streamed_pack(
     pairs = PreparedPairs(first) if isinstance(first, PreparedExamples) else first
     reference = references.live(pairs, otherwise=NOT_LOG_2)
     return lambda examples: pack_preferences(reference.of(examples))
+
+
+def make_ranked_pack(run: DPORun, policy: PolicyModel, pack: Pack[Preference]) -> Pack[Preference]:
+    """Returns what packs pairs for losses that compare replies by their rank."""
+    return ranked(pack, policy, run.dpo, max_tokens=tokens_per_pass(run), shares=shares_of_pass(run))
+
+
+def make_moving_pack(run: DPORun, policy: AveragedPolicy) -> Pack[Preference]:
+    """Returns what packs pairs with the log-probs of a reference that moves toward the policy."""
+    return against_average(policy, max_tokens=tokens_per_pass(run), shares=shares_of_pass(run))
 
 
 class DPOContainer(ReferencedContainer):
@@ -83,9 +102,17 @@ def dpo_container(config: DPORun) -> DPOContainer:
     if config.data.stream:
         pack = providers.Singleton(make_streamed_pack, config, container.examples, container.references)
         learned = providers.Singleton(make_stream, container.preparation, config.train, preference)
+    if config.dpo.ref_sync_steps is not None:
+        pack = providers.Singleton(make_moving_pack, config, container.policy)
+        average = {"ema_beta": 1 - config.dpo.ref_mixup, "ema_every": config.dpo.ref_sync_steps, "ema_saved": False}
+        container.average.override(providers.Object(average))
+    if sorts_pairs(config.dpo):
+        pack = providers.Singleton(make_ranked_pack, config, container.policy, pack)
     complete(
         container,
         pack=pack,
+        correct=providers.Object(True),
+        collision=providers.Object(config.dpo.wpo),
         objective=providers.Singleton(PreferenceObjective, settings=config.dpo),
         learned=learned,
         held_out=container.eval_pairs,

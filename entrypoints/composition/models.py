@@ -5,6 +5,7 @@ processes with parts of models (`cluster.py`), which call the same functions.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,10 +41,15 @@ def compute_device(actor: ModelConfig) -> torch.device:
     return default_device()
 
 
+NO_AVERAGE: Mapping[str, Any] = {}
+"""Settings of an optimizer that keeps no moving average."""
+
+
 def make_optimizer(
-    section: ActorConfig | CriticConfig, total_steps: int, ema_beta: float | None = None
+    section: ActorConfig | CriticConfig, total_steps: int, average: Mapping[str, Any] = NO_AVERAGE
 ) -> OptimizerSettings:
-    """Returns a model's optimizer settings for a run of `total_steps` optimizer steps."""
+    """Returns a model's optimizer settings for a run of `total_steps` optimizer steps; `average` are those of a moving
+    average of its weights."""
     return OptimizerSettings(
         lr=section.peak_lr,
         betas=section.adam.betas,
@@ -55,13 +61,13 @@ def make_optimizer(
         max_norm=section.max_norm,
         total_steps=total_steps,
         muon=MuonSettings(lr=section.muon.lr, momentum=section.muon.momentum) if section.optim is Optim.MUON else None,
-        ema_beta=ema_beta,
+        **average,
     )
 
 
-def averaging(train: TrainConfig) -> float | None:
-    """Returns the decay of the moving average of the actor's weights, None if there is none."""
-    return train.ema_beta if train.enable_ema else None
+def averaging(train: TrainConfig) -> Mapping[str, Any]:
+    """Returns the optimizer's settings of the moving average of the actor's weights, none if there is none."""
+    return {"ema_beta": train.ema_beta} if train.enable_ema else NO_AVERAGE
 
 
 def make_actor_model(
@@ -118,13 +124,14 @@ def make_policy(
     *,
     temperature: float,
     correct: bool,
+    collision: bool,
     neftune_alpha: float,
     teacher: Teacher | KeptTeacher | None,
     outcomes: tuple[int, int] | None,
 ) -> TorchPolicy:
     """Returns `model` under an optimizer; its log-probs are those of sampling at `temperature`. With `correct` its
-    scores say which tokens are the most likely ones, with a `teacher` how far it is from that; `outcomes` are two
-    tokens that they compare."""
+    scores say which tokens are the most likely ones, with `collision` also the collision entropy, with a `teacher` how
+    far it is from that; `outcomes` are two tokens that they compare."""
     return TorchPolicy(
         model,
         tokenizer,
@@ -134,6 +141,7 @@ def make_policy(
         aux_loss_coef=actor.aux_loss_coef,
         router_z_loss_coef=actor.router_z_loss_coef,
         correct=correct,
+        collision=collision,
         neftune_alpha=neftune_alpha,
         teacher=teacher,
         outcomes=outcomes,

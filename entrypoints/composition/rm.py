@@ -24,7 +24,7 @@ from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.entrypoints.composition.base import BaseContainer, trainer_kind
 from rollgrad.entrypoints.composition.chat import make_tokenizer
 from rollgrad.entrypoints.composition.examples import make_stream
-from rollgrad.entrypoints.composition.models import averaging, make_optimizer, make_trained_reward
+from rollgrad.entrypoints.composition.models import make_optimizer, make_trained_reward
 from rollgrad.entrypoints.composition.offline import (
     OfflineContainer,
     complete,
@@ -77,7 +77,7 @@ class RMContainer(OfflineContainer):
             make_optimizer,
             BaseContainer.config.provided.actor,
             BaseContainer.actor_steps,
-            providers.Callable(averaging, BaseContainer.config.provided.train),
+            BaseContainer.average,
         ),
         BaseContainer.optimize,
         BaseContainer.shard,

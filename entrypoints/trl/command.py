@@ -36,6 +36,12 @@ stderr. A file of --config is read as TRL does.
   --run   train instead of printing
 """
 
+OLDER_LOSSES = {"aot_pair": "aot"}
+"""Losses of pairs that earlier releases of TRL called otherwise."""
+
+SYNC_STEPS = 512
+"""TRL's default number of steps between moves of a reference."""
+
 LORA_DROPOUT = 0.05
 """TRL's default share of the inputs of adapters that training leaves out."""
 
@@ -148,6 +154,8 @@ def _model(draft: Draft) -> None:
         draft.set("actor.lora.rank", draft.value("lora_r", 16))
         draft.set("actor.lora.alpha", draft.value("lora_alpha", 32))
         draft.set("actor.lora.target_modules", draft.value("lora_target_modules", ["all-linear"]))
+        if draft.value("use_rslora", False):
+            draft.set("actor.lora.rslora", True)
         off = draft.value("disable_dropout", False)
         draft.set("actor.lora.dropout", 0.0 if off else draft.value("lora_dropout", LORA_DROPOUT))
         if off:
@@ -157,7 +165,7 @@ def _model(draft: Draft) -> None:
         if "lora_target_modules" not in draft.options:
             draft.change("use_peft", "all linear layers get adapters, in TRL those that peft knows for the model")
         return
-    for name in ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout", "load_in_4bit"):
+    for name in ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout", "load_in_4bit", "use_rslora"):
         draft.lose(name, "all weights are trained without --use_peft")
     if not draft.value("disable_dropout", False):
         draft.lose("disable_dropout", "adapters alone leave anything out, and there are none without --use_peft")
@@ -310,18 +318,23 @@ def _finish_sft(draft: Draft) -> None:
 
 def _finish_dpo(draft: Draft) -> None:
     _rows(draft, cut=True)
-    losses = draft.value("loss_type", ["sigmoid"])
-    missing = [loss for loss in losses if loss.startswith("aot")]
-    if missing:
-        raise ConfigurationError(f"The loss {missing[0]} is not there: change --loss_type.")
+    losses = [OLDER_LOSSES.get(loss, loss) for loss in draft.value("loss_type", ["sigmoid"])]
     draft.set("dpo.loss", losses)
+    if draft.value("use_weighting", False) and "sft" in losses:
+        draft.change("use_weighting", "the likelihood of the chosen replies is not weighed, in TRL by the mean weight")
+    if draft.value("sync_ref_model", False):
+        draft.set("dpo.ref_sync_steps", draft.value("ref_model_sync_steps", SYNC_STEPS))
+        draft.set("dpo.ref_mixup", draft.value("ref_model_mixup_alpha", 0.6))
+    else:
+        for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
+            draft.lose(name, "the reference never moves without --sync_ref_model, in TRL neither")
     coef = draft.value("f_alpha_divergence_coef", 0.5)
     if draft.value("f_divergence_type", "reverse_kl") == "alpha_divergence":
         draft.set("dpo.f_alpha", 1 - coef)  # TRL's is that of u^(coef - 1), ours that of u^-alpha
     elif coef != 0.5:
         draft.lose("f_alpha_divergence_coef", "the divergence is not the alpha-divergence, in TRL neither")
     smoothing = draft.value("label_smoothing", 0.0)
-    if {"robust", "exo_pair"} & set(losses):
+    if {"robust", "exo_pair", "aot", "aot_unpaired"} & set(losses):
         draft.set("dpo.label_smoothing", smoothing)
     elif smoothing:
         draft.lose("label_smoothing", f"{', '.join(losses)} does not read it, in TRL neither")

@@ -16,11 +16,13 @@ from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.sections.examples import ExampleEvalConfig
+from rollgrad.application.settings.sections.optimizer import LRScheduler
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.composition.dpo import dpo_container
 from tests.example_runs import Stopping, logged, small, weights, written
 
 PAIRS, BATCH, STEPS = 18, 6, 6
@@ -232,3 +234,109 @@ def test_the_example_in_its_smallest_form(tiny_model_dir: Path, tmp_path: Path) 
     held_out = [row["eval/loss"] for row in logged(tmp_path / "run") if "eval/loss" in row]
     assert held_out[0] == pytest.approx(math.log(2), abs=1e-5)
     assert held_out[-1] < held_out[0]
+
+
+def by_tr_dpo(run: DPORun, *, steps: int) -> tuple[list[float], Any]:
+    """(the loss of each step, the trained model) of TR-DPO by transformers and torch alone, all pairs a step: after
+    every so many steps the reference is mixed with the policy (arXiv:2404.09656, eq. 6)."""
+    from transformers import AutoModelForCausalLM
+
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(run.actor.model_name_or_path, dtype=torch.float32).eval() for _ in range(2)
+    )
+    assert run.actor.adam.lr is not None
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=run.actor.adam.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    found = dpo_container(run).pairs()
+    replies = [reply for index in range(len(found)) for reply in found[index].replies]
+
+    def logprobs(network: Any) -> torch.Tensor:
+        sums = []
+        for reply in replies:
+            scores_TV = network(reply.token_ids_T[None]).logits[0, :-1].log_softmax(-1)
+            own_T = scores_TV.gather(1, reply.token_ids_T[1:, None])[:, 0]
+            sums.append((own_T * reply.weights_T[1:]).sum())
+        return torch.stack(sums).view(-1, 2)
+
+    losses = []
+    for step in range(1, steps + 1):
+        with torch.no_grad():
+            before = logprobs(reference)
+        ratios = logprobs(policy) - before
+        loss = -torch.nn.functional.logsigmoid(0.1 * (ratios[:, 0] - ratios[:, 1])).mean()
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert run.dpo.ref_sync_steps is not None
+        if step % run.dpo.ref_sync_steps == 0:
+            with torch.no_grad():
+                for mine, its in zip(reference.parameters(), policy.parameters(), strict=True):
+                    mine.mul_(1 - run.dpo.ref_mixup).add_(its, alpha=run.dpo.ref_mixup)
+    return losses, policy
+
+
+def test_a_reference_follows_the_policy(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> None:
+    """Step for step as written out, also where the run ended early; held-out pairs have the reference as it is."""
+
+    def run(name: str, **dpo: Any) -> DPORun:
+        made = settings(tiny_model_dir, pairs, tmp_path / name, **dpo)
+        made.train.batch_size, made.train.num_epochs = PAIRS, 5
+        made.actor.lr_scheduler, made.actor.lr_warmup_ratio, made.actor.max_norm = LRScheduler.CONSTANT, 0.0, 0.0
+        made.eval = ExampleEvalConfig(dataset=str(pairs))
+        return made
+
+    moving: dict[str, Any] = {"ref_sync_steps": 2, "ref_mixup": 0.7}
+    whole = rollgrad.train_dpo(run("whole", **moving))
+    losses = [row["train/loss"] for row in logged(tmp_path / "whole") if "train/loss" in row]
+    wanted, policy = by_tr_dpo(run("whole", **moving), steps=5)
+    assert losses == pytest.approx(wanted, abs=1e-4)
+    assert losses[2] > losses[1], "a reference that has come nearer has less of a margin"
+    saved = weights(whole.output_dir)
+    for name, parameter in policy.named_parameters():
+        if name in saved:
+            torch.testing.assert_close(saved[name], parameter.detach(), rtol=0, atol=1e-4)
+    assert not (whole.model / "ema").exists()
+    assert not list((tmp_path / "cache").rglob("reference")), "nothing of a reference that moves is kept"
+    parts = run("parts", **moving)
+    with pytest.raises(CheckpointError, match="disk is full"):
+        rollgrad.train_dpo(parts, sink=Stopping(after=3))
+    parts.ckpt.resume = Resume.ALWAYS
+    rollgrad.train_dpo(parts)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(tmp_path / "parts").items())
+    ended = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert ended["eval/loss"] == pytest.approx(whole.after["eval/loss"])
+    still = rollgrad.train_dpo(run("still"))
+    assert whole.after["eval/reward_margin"] < still.after["eval/reward_margin"]
+
+
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
+def test_ranks_are_those_of_the_whole_step(tiny_model_dir: Path, pairs: Path, tmp_path: Path, loss: str) -> None:
+    """However few tokens a pass has."""
+    found = []
+    for budget in (16384, 60):
+        run = settings(tiny_model_dir, pairs, tmp_path / f"run{budget}", loss=(loss,))
+        run.train.max_tokens_per_micro_batch, run.train.max_steps, run.train.num_epochs = budget, 3, 1
+        run.eval = ExampleEvalConfig(dataset=str(pairs), max_samples=5)
+        result = rollgrad.train_dpo(run)
+        found.append([row["train/loss"] for row in logged(tmp_path / f"run{budget}") if "train/loss" in row])
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+    assert found[0][0] == pytest.approx(math.log(2), abs=1e-4)
+    assert found[0][-1] < found[0][0]
+    assert result.after["eval/loss"] < result.before["eval/loss"]
+
+
+def test_pairs_that_weigh_differently_are_not_ranked(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) | {"weight": 1 + number % 2} for number, line in enumerate(pairs.open())]
+    run = settings(tiny_model_dir, written(tmp_path / "weighed.jsonl", rows), tmp_path / "run", loss=("aot",))
+    with pytest.raises(DataError, match="leave the column weight out"):
+        rollgrad.train_dpo(run)
+
+
+def test_pairs_count_by_what_the_policy_would_write(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> None:
+    run = settings(tiny_model_dir, pairs, tmp_path / "run", wpo=True)
+    run.train.max_steps, run.train.num_epochs = 1, 1
+    rollgrad.train_dpo(run)
+    (row,) = [row for row in logged(tmp_path / "run") if "train/loss" in row]
+    assert row["train/loss"] == pytest.approx(math.log(2) * row["train/wpo_weight"], rel=1e-3)
+    assert row["train/entropy"] > 1
+    assert 0 <= row["train/chosen_token_accuracy"] <= 1

@@ -26,6 +26,7 @@ from rollgrad.domain.algorithms.losses.distillation import divergence
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import pairwise_reward_loss
 from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
+from rollgrad.domain.algorithms.losses.transport import with_opposites
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective
 from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
 from rollgrad.domain.batches.examples import (
@@ -80,13 +81,19 @@ def policy(reference: Any) -> Any:
     return moved
 
 
-def ours(model: Any, batch: ExampleBatch, objective: Callable[..., LossOutput]) -> tuple[float, dict[str, Tensor]]:
-    """(loss, its gradient at each weight), packed."""
+def ours(
+    model: Any,
+    batch: ExampleBatch,
+    objective: Callable[..., LossOutput],
+    metrics: dict[str, float] | None = None,
+) -> tuple[float, dict[str, Tensor]]:
+    """(loss, its gradient at each weight), packed; fills in `metrics`."""
     model.zero_grad()
-    columns = [scatter(column_A, batch) for column_A in PackedLM(model, correct=True)(batch)]
-    logprobs_N, entropy_N, correct_N, mean_N = columns
-    scores = TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, correct_N=correct_N, mean_logprobs_N=mean_N)
-    output = objective(scores, batch)
+    columns = [scatter(column_A, batch) for column_A in PackedLM(model, correct=True, collision=True)(batch)]
+    names = ("logprobs_N", "entropy_N", "correct_N", "mean_logprobs_N", "collision_N")
+    output = objective(TokenScores(**dict(zip(names, columns, strict=True))), batch)
+    if metrics is not None:
+        metrics |= {name: float(value) for name, value in output.metrics.items()}
     output.loss.backward()
     return float(output.loss.detach()), gradients(model)
 
@@ -150,7 +157,7 @@ def unpacked(model: Any, tiny_model_dir: Path) -> Any:
 
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     plain.load_state_dict(model.state_dict())
-    add_fused_lm_head(plain, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+    add_fused_lm_head(plain, outputs=("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs"))
     return plain
 
 
@@ -181,6 +188,12 @@ def agree(found: tuple[float, dict[str, Tensor]], loss: Tensor, theirs: Any) -> 
         ("sppo_hard", "sppo_hard", 0.0, FDivergence.REVERSE_KL),
         ("discopop", "discopop", 0.0, FDivergence.REVERSE_KL),
         ("sft", "sft", 0.0, FDivergence.REVERSE_KL),
+        ("aot", "aot", 0.0, FDivergence.REVERSE_KL),
+        ("aot", "aot", SMOOTHING, FDivergence.REVERSE_KL),
+        ("aot_unpaired", "aot_unpaired", 0.0, FDivergence.REVERSE_KL),
+        ("aot_unpaired", "aot_unpaired", SMOOTHING, FDivergence.REVERSE_KL),
+        ("sigmoid wpo", "sigmoid", 0.0, FDivergence.REVERSE_KL),
+        ("bco_pair wpo", "bco_pair", 0.0, FDivergence.REVERSE_KL),
     ],
 )
 def test_dpo(
@@ -196,10 +209,14 @@ def test_dpo(
     from trl import DPOTrainer
 
     with_reference = scored(reference, pairs)
+    name, _, wpo = name.partition(" ")
     settings = PreferenceSettings(
-        loss=(name,), beta=BETA, label_smoothing=smoothing, f_divergence=divergence, f_alpha=0.3
+        loss=(name,), beta=BETA, label_smoothing=smoothing, f_divergence=divergence, f_alpha=0.3, wpo=bool(wpo)
     )
-    found = ours(policy, pack_preferences(with_reference), PreferenceObjective(settings=settings))
+    batch, metrics = pack_preferences(with_reference), dict[str, float]()
+    with torch.no_grad():
+        batch = with_opposites(batch, scatter(PackedLM(policy)(batch)[0], batch), settings)
+    found = ours(policy, batch, PreferenceObjective(settings=settings), metrics)
     model = unpacked(policy, tiny_model_dir)
     sums = [torch.split(pair.ref_logprobs_A, [pair.chosen.trained_length, pair.rejected.trained_length])
             for pair in with_reference if pair.ref_logprobs_A is not None]  # fmt: skip
@@ -219,9 +236,17 @@ def test_dpo(
         loss_weights=[1.0],
         beta=BETA,
         label_smoothing=smoothing,
-        use_weighting=False,
+        use_weighting=bool(wpo),
     )
     agree(found, made._compute_loss(model, inputs, return_outputs=False), model)
+    for own, other in (
+        ("entropy", "entropy"),
+        ("chosen_token_accuracy", "mean_token_accuracy"),
+        ("chosen_logprob", "logps/chosen"),
+        ("reward_margin", "rewards/margins"),
+    ):
+        (wanted,) = made._metrics["train"][other]
+        assert metrics[own] == pytest.approx(wanted, rel=1e-4), own
 
 
 @pytest.mark.parametrize("loss", ["nll", "dft"])

@@ -170,7 +170,7 @@ class DeepSpeedModule(TrainedModule):
             self._proof.look(self._gradient_sizes())
         self._engine.step()
         if self._average is not None:
-            self._average.follow()
+            self._average.follow(self.steps + 1)
         self._largest.clear()
         self.steps += 1
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm

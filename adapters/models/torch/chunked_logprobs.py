@@ -117,6 +117,7 @@ def token_logprobs(
     form: LogitForm = PLAIN_LOGITS,
     *,
     correct: bool = False,
+    collision: bool = False,
     allowed: AllowedTokens | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the log-prob of each target and the entropy (nats) of softmax(logits / temperature).
@@ -131,15 +132,18 @@ def token_logprobs(
         form: formula of the logits.
         correct: also finds where the target is the most likely token, and the mean log-prob over the vocabulary, which
             takes two more passes over the logits.
+        collision: with `correct`, also finds the collision entropy, -log sum_v p_v^2 (nats), without a gradient; one
+            more pass.
         allowed: the tokens that are possible in some rows, where all others have the logit minus infinity; only of a
             whole vocabulary.
 
     Returns:
         (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias; with `correct` also correct_A,
-        float32, 1 where no token is more likely than the target, else 0, and mean_A, differentiable as well.
+        float32, 1 where no token is more likely than the target, else 0, and mean_A, differentiable as well; then with
+        `collision` collision_A.
     """
     result: tuple[Tensor, ...] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary, form, correct, allowed
+        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary, form, correct, collision, allowed
     )
     return result
 
@@ -163,11 +167,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         vocabulary: VocabularyShare,
         form: LogitForm,
         correct: bool,
+        collision: bool,
         allowed: AllowedTokens | None,
     ) -> tuple[Tensor, ...]:
         rows = max(1, chunk_bytes(hidden.device) // (4 * weight.shape[0]))
         index, mine = vocabulary.rows(targets, len(weight))
-        columns = torch.empty(6 if correct else 3, len(hidden), dtype=torch.float32, device=hidden.device)
+        columns = torch.empty(
+            3 + 3 * correct + (correct and collision), len(hidden), dtype=torch.float32, device=hidden.device
+        )
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = form.logits(hidden[part], weight, bias)
@@ -181,8 +188,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             log_probs = logits.sub_(lse.clamp(min=NO_MASS)[:, None]).clamp_(min=NO_CHANCE, max=0.0)
             if correct:
                 found += [log_probs.sum(-1), torch.full_like(lse, len(weight))]
+            probs = log_probs.exp()
+            if correct and collision:
+                found.append(torch.linalg.vecdot(probs, probs))
             # Entropy as lse minus the mean logit would cancel badly for logits beyond 100; this form does not.
-            columns[:, part] = torch.stack([lse, target, -torch.linalg.vecdot(log_probs.exp(), log_probs), *found])
+            columns[:, part] = torch.stack([lse, target, -torch.linalg.vecdot(probs, log_probs), *found])
+            del probs  # before the next chunk's logits take memory
         lse, target, own, *more = vocabulary.gathered(columns).unbind(1)
         normaliser = torch.logsumexp(lse, dim=0)
         logprobs = target.sum(0) - normaliser
@@ -193,13 +204,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not correct:
             return logprobs, entropy
-        best, totals, counts = more
+        best, totals, counts, *squares = more
         correct_A = (target.sum(0) >= best.amax(0)).float()
         # The sums are of each process's own log-softmax, over its rows alone.
         mean = (totals + counts * (lse - normaliser).clamp(min=NO_CHANCE)).sum(0) / counts.sum(0)
         ctx.size = counts.sum(0)
-        ctx.mark_non_differentiable(correct_A)
-        return logprobs, entropy, correct_A, mean
+        collisions = [-((2 * (lse - normaliser)).exp() * square).sum(0).log() for square in squares]
+        ctx.mark_non_differentiable(correct_A, *collisions)
+        return logprobs, entropy, correct_A, mean, *collisions
 
     @staticmethod
     def backward(
@@ -208,6 +220,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_entropy: Tensor | None,
         _: Tensor | None = None,
         grad_mean: Tensor | None = None,
+        __: Tensor | None = None,
     ) -> Any:
         hidden, weight, bias, index, mine, normaliser, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
@@ -240,7 +253,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         ctx.vocabulary.sum(grad_hidden)
         cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 6
+        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 7
 
 
 def _logit_gradient(

@@ -1,4 +1,5 @@
-"""An exponential moving average of master weights: average <- beta x average + (1 - beta) x weight, after each step.
+"""An exponential moving average of master weights: average <- beta x average + (1 - beta) x weight, after each step or
+each so many.
 
 Invariants: it starts at the weights that training starts from; it is float32, in the CPU's memory, and divided as the
 masters are, so that keeping it sends nothing. Does not own: the masters, nor the weights that a model computes with.
@@ -12,16 +13,19 @@ from torch import Tensor
 
 
 class MovingAverage:
-    """Moving average of `masters`, float32 tensors on any device that stay the same objects; `beta` is its decay."""
+    """Moving average of `masters`, float32 tensors on any device that stay the same objects; `beta` is its decay, which
+    is applied after every so many steps."""
 
-    def __init__(self, masters: Sequence[Tensor], beta: float) -> None:
+    def __init__(self, masters: Sequence[Tensor], beta: float, every: int = 1) -> None:
         self._masters = masters
-        self._beta = beta
+        self._beta, self._every = beta, every
         self._averages = [master.detach().to("cpu", copy=True) for master in masters]
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Updates the average after an optimizer step."""
+    def follow(self, step: int) -> None:
+        """Updates the average after an optimizer step, whose number is counted from 1."""
+        if step % self._every:
+            return
         for average, master in zip(self._averages, self._masters, strict=True):
             average.lerp_(master.to("cpu"), 1 - self._beta)
 

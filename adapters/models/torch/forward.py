@@ -121,9 +121,9 @@ class PackedLM(nn.Module):
     """A causal language model over packed batches. `forward(batch)` returns (logprobs_A, entropy_A) of the action
     tokens under softmax(logits / temperature), float32; `forward(batch, True)` also (tokens_E, probabilities_E,
     squares) of its routers, as `expert_balance.routed` computes them. With `correct` there are two more columns of
-    action tokens: 1 where the token is the most likely one, else 0, and the mean log-prob over the vocabulary. With a
-    `teacher` the columns are those of `distilled_logprobs`. With `outcomes`, two token ids, they are those of
-    `OutcomeScorer` after each action token.
+    action tokens: 1 where the token is the most likely one, else 0, and the mean log-prob over the vocabulary; with
+    `collision` beside it also the collision entropy. With a `teacher` the columns are those of `distilled_logprobs`.
+    With `outcomes`, two token ids, they are those of `OutcomeScorer` after each action token.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
@@ -134,6 +134,7 @@ class PackedLM(nn.Module):
         *,
         temperature: float = 1.0,
         correct: bool = False,
+        collision: bool = False,
         teacher: Teacher | KeptTeacher | None = None,
         outcomes: tuple[int, int] | None = None,
     ) -> None:
@@ -146,7 +147,7 @@ class PackedLM(nn.Module):
             sequence_group(teacher.model)  # refuses one with too few heads
         head, form = model.get_output_embeddings(), logit_form(model)
         self.scorer = (
-            Scorer(head, temperature, form, correct=correct)
+            Scorer(head, temperature, form, correct=correct, collision=collision)
             if outcomes is None
             else OutcomeScorer(head, outcomes, form)
         )
@@ -177,9 +178,17 @@ class Scorer(nn.Module):
     """Computes log-probs from the vocabulary's head. The head remains a child of the model alone: torch would count the
     parameters of a module with two parents twice."""
 
-    def __init__(self, head: Any, temperature: float, form: LogitForm = PLAIN_LOGITS, *, correct: bool = False) -> None:
+    def __init__(
+        self,
+        head: Any,
+        temperature: float,
+        form: LogitForm = PLAIN_LOGITS,
+        *,
+        correct: bool = False,
+        collision: bool = False,
+    ) -> None:
         super().__init__()
-        self._correct = correct
+        self._correct, self._collision = correct, collision
         self._head = (head,)
         self._form = form
         self._temperature = temperature
@@ -200,8 +209,9 @@ class Scorer(nn.Module):
         *,
         allowed: AllowedTokens | None = None,
     ) -> tuple[Tensor, ...]:
-        """Returns (logprobs_A, entropy_A), and (correct_A, mean_A) if they were asked for; with a `teacher` the columns
-        of `distilled_logprobs`. Where only some tokens were `allowed`, the first two are of these."""
+        """Returns (logprobs_A, entropy_A), and (correct_A, mean_A) and collision_A if they were asked for; with a
+        `teacher` the columns of `distilled_logprobs`. Where only some tokens were `allowed`, the first two are of
+        these."""
         head = self.head
         if teacher is not None and settings is not None:
             return distilled_logprobs(
@@ -224,6 +234,7 @@ class Scorer(nn.Module):
             self.vocabulary,
             self._form,
             correct=self._correct,
+            collision=self._collision,
             allowed=allowed,
         )
 

@@ -7,7 +7,7 @@ Does not own: losses (the objective is an argument), batching, nor the engines t
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -142,13 +142,8 @@ def copied_weights(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict
 
 
 def _token_scores(scored: Sequence[Tensor], batch: PackedBatch) -> TokenScores:
-    logprobs_A, entropy_A, *more = scored
-    return TokenScores(
-        logprobs_N=scatter(logprobs_A, batch),
-        entropy_N=scatter(entropy_A, batch),
-        correct_N=scatter(more[0], batch) if more else None,
-        mean_logprobs_N=scatter(more[1], batch) if more else None,
-    )
+    names = ("logprobs_N", "entropy_N", "correct_N", "mean_logprobs_N", "collision_N")
+    return TokenScores(**{name: scatter(column_A, batch) for name, column_A in zip(names, scored, strict=False)})
 
 
 class TorchPolicy(PolicyModel):
@@ -166,6 +161,7 @@ class TorchPolicy(PolicyModel):
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`expert_balance.py`).
         router_z_loss_coef: weight of its routers' z-loss; each of the two, or both, takes another forward pass.
         correct: whether scores say which tokens are the most likely ones, and the mean log-prob over the vocabulary.
+        collision: whether they then have the collision entropy, too.
         neftune_alpha: size of the noise on embeddings in updates (`neftune.py`).
         teacher: gives scores the divergence from it, in place of that mean; None gives none.
         outcomes: two tokens that scores compare as what follows each action token; None compares none.
@@ -186,6 +182,7 @@ class TorchPolicy(PolicyModel):
         aux_loss_coef: float = 0.0,
         router_z_loss_coef: float = 0.0,
         correct: bool = False,
+        collision: bool = False,
         neftune_alpha: float = 0.0,
         teacher: Teacher | KeptTeacher | None = None,
         outcomes: tuple[int, int] | None = None,
@@ -202,8 +199,15 @@ class TorchPolicy(PolicyModel):
         self._dropout = AdapterDropout(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(self._dropout.checkpointing)
-        self._averages = settings.ema_beta is not None
-        packed = PackedLM(model, temperature=temperature, correct=correct, teacher=teacher, outcomes=outcomes)
+        self._averages = settings.ema_beta is not None and settings.ema_saved
+        packed = PackedLM(
+            model,
+            temperature=temperature,
+            correct=correct,
+            collision=collision,
+            teacher=teacher,
+            outcomes=outcomes,
+        )
         self._dropout.of(packed)
         self._noise = EmbeddingNoise(packed, model, neftune_alpha) if neftune_alpha else None
         self._trained = optimize(packed, settings)
@@ -296,6 +300,10 @@ class TorchPolicy(PolicyModel):
     def state_dict(self) -> dict[str, Any]:
         """Implements `PolicyModel.state_dict`."""
         return self._trained.state_dict()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Implements `AveragedPolicy.averaged`."""
+        return self._trained.averaged()
 
     def sleep(self) -> None:
         """Leaves the GPU's memory of the optimizer to others, until the next update."""

@@ -40,7 +40,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 @frozen(kw_only=True)
 class OptimizerSettings:
     """Learning rate (peak), AdamW's constants, schedule over `total_steps` optimizer steps, and the norm to clip at
-    (0: never); with `muon`, hidden matrices are stepped by Muon, with `ema_beta` a moving average is kept."""
+    (0: never); with `muon`, hidden matrices are stepped by Muon, with `ema_beta` a moving average is kept,
+    which moves after every `ema_every` steps; `ema_saved` says whether it is written beside the model."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
@@ -53,6 +54,8 @@ class OptimizerSettings:
     total_steps: int = 1
     muon: MuonSettings | None = None
     ema_beta: float | None = None
+    ema_every: int = 1
+    ema_saved: bool = True
 
 
 def stepping(
@@ -152,7 +155,7 @@ def check_state(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]], set
     if ("averages" in state) != (settings.ema_beta is not None):
         raise CheckpointError(
             f"The state to continue from has {'a' if 'averages' in state else 'no'} moving average of the weights: set "
-            "--train.enable_ema to what it was."
+            "--train.enable_ema, or --dpo.ref_sync_steps, to what it was."
         )
 
 
@@ -210,7 +213,9 @@ class MasterOptimizer(TrainedModule):
         self._keys = moment_keys(module, settings)
         adam = partial(torch.optim.AdamW, betas=settings.betas, eps=settings.eps, fused=True)
         self._stepping = stepping(module, masters, settings, adam, directions)
-        self._average = None if settings.ema_beta is None else MovingAverage(self._masters, settings.ema_beta)
+        self._average = (
+            None if settings.ema_beta is None else MovingAverage(self._masters, settings.ema_beta, settings.ema_every)
+        )
         self._proof = GradientProof(self._names, tells=self.first)
         self._scaling = scaling or Scaling(module)
         self._sleeping = SleepingTensors(self._sleepers, self._masters[0].device)
@@ -263,7 +268,7 @@ class MasterOptimizer(TrainedModule):
             torch._foreach_mul_(gradients, shrink)
         self._stepping.step()
         if self._average is not None:
-            self._average.follow()
+            self._average.follow(self.steps + 1)
         self.clear()
         self._publish()
         self.steps += 1

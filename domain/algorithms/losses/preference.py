@@ -17,69 +17,14 @@ from torch.nn.functional import logsigmoid
 
 from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES, PairLossTraits
 from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
-from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
+from rollgrad.domain.algorithms.losses.pairs import PAIRED, UNPAIRED, Pairs, by_reply, gap, pairs_of
+from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch
+from rollgrad.domain.batches.metrics import Mean
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 CERTAIN = -1e-6
 """Mean log-probs are held below this where log(1 - p) is needed: nearer to 0 its gradient is not finite in float32."""
-
-
-LARGEST_EXPONENT = 80.0
-"""Exponents are held below this, whose power float32 has: a reply that is e^-80 times as likely as under the reference
-has no gradient by a forward KL."""
-
-
-@frozen(kw_only=True, eq=False)
-class Pairs:
-    """P pairs of replies; the last axis is (chosen, rejected): `logprobs_P2` sums of the trained tokens' log-probs,
-    `ref_logprobs_P2` those under the reference (None without one), `lengths_P2` numbers of trained tokens. `divergence`
-    and its `alpha` are those of h."""
-
-    logprobs_P2: Tensor
-    ref_logprobs_P2: Tensor | None
-    lengths_P2: Tensor
-    divergence: FDivergence = FDivergence.REVERSE_KL
-    alpha: float = 1.0
-
-    @property
-    def log_ratios_P2(self) -> Tensor:
-        """r, the log-prob against the reference.
-
-        Raises:
-            ValueError: there is no reference.
-        """
-        if self.ref_logprobs_P2 is None:
-            raise ValueError("This loss compares with a reference, but the batch has no ref_logprobs_N.")
-        return self.logprobs_P2 - self.ref_logprobs_P2
-
-    @property
-    def log_ratio_gap_P(self) -> Tensor:
-        """h."""
-        return _gap(divergence_slope(self.log_ratios_P2, self.divergence, self.alpha))
-
-    @property
-    def mean_log_ratio_gap_P(self) -> Tensor:
-        """h_bar."""
-        return _gap(self.log_ratios_P2 / self.lengths_P2)
-
-    @property
-    def mean_logprobs_P2(self) -> Tensor:
-        """s_bar."""
-        return self.logprobs_P2 / self.lengths_P2
-
-
-def divergence_slope(log_ratios: Tensor, divergence: FDivergence, alpha: float = 1.0) -> Tensor:
-    """Returns f'(u) of a divergence at u = e^log_ratios, up to a constant: log u of the reverse KL, -1 / u of the
-    forward KL, log(u / (1 + u)) of the Jensen-Shannon divergence, (1 - u^-alpha) / alpha of the alpha-divergence."""
-    match divergence:
-        case FDivergence.REVERSE_KL:
-            return log_ratios
-        case FDivergence.JS:
-            return logsigmoid(log_ratios)
-        case FDivergence.FORWARD_KL:
-            alpha = 1.0  # of which it is the alpha-divergence
-    return -torch.expm1((-alpha * log_ratios).clamp(max=LARGEST_EXPONENT)) / alpha
 
 
 @frozen(kw_only=True)
@@ -159,7 +104,7 @@ def sigmoid_norm(pairs: Pairs, params: PairLossParams) -> Tensor:
 def simpo(pairs: Pairs, params: PairLossParams) -> Tensor:
     """-log sigmoid(beta (s_bar_chosen - s_bar_rejected) - gamma), without a reference (Meng et al. 2024, "SimPO",
     arXiv:2405.14734; there beta is 2 to 2.5); `label_smoothing` as in `sigmoid`."""
-    return _smoothed(params.beta * _gap(pairs.mean_logprobs_P2) - params.simpo_gamma, params.label_smoothing)
+    return _smoothed(params.beta * gap(pairs.mean_logprobs_P2) - params.simpo_gamma, params.label_smoothing)
 
 
 @pair_loss("orpo")
@@ -169,7 +114,7 @@ def orpo(pairs: Pairs, params: PairLossParams) -> Tensor:
     mean_P2 = pairs.mean_logprobs_P2
     held_P2 = mean_P2.clamp(max=CERTAIN)
     odds_P2 = held_P2 - (-torch.expm1(held_P2)).log()
-    return -mean_P2[:, 0] - params.beta * logsigmoid(_gap(odds_P2))
+    return -mean_P2[:, 0] - params.beta * logsigmoid(gap(odds_P2))
 
 
 @pair_loss("apo_zero")
@@ -228,6 +173,30 @@ def discopop(pairs: Pairs, params: PairLossParams) -> Tensor:
     return -(1 - mixing_P) * logsigmoid(x_P) + mixing_P * (-x_P).exp()
 
 
+@pair_loss("aot")
+def aot(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """-log sigmoid(beta (u - v)), where u = s_chosen - s_rejected is the pair's own and v the value of the same rank
+    among the s_ref_chosen - s_ref_rejected of the step's pairs (Melnyk et al. 2024, "Distributional Preference
+    Alignment of LLMs via Optimal Transport", arXiv:2406.05882, paired); `label_smoothing` as in `sigmoid`."""
+    x_P = gap(pairs.logprobs_P2) - pairs.opposite(PAIRED)[:, 0]
+    return _smoothed(params.beta * x_P, params.label_smoothing)
+
+
+@pair_loss("aot_unpaired")
+def aot_unpaired(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """-log sigmoid(beta (r_chosen - r_rejected)) of replies of the same rank, one among the step's chosen replies, the
+    other among its rejected ones (Melnyk et al. 2024, arXiv:2406.05882, unpaired); `label_smoothing` as in `sigmoid`.
+
+    A reply's opposite is a constant here, and each of the two has its half of what both lose, with the whole
+    gradient at its own log-prob."""
+    chosen_P, rejected_P = pairs.log_ratios_P2.unbind(1)
+    of_chosen_P, of_rejected_P = pairs.opposite(UNPAIRED).unbind(1)
+    both_P = _smoothed(params.beta * (chosen_P - of_chosen_P), params.label_smoothing) + _smoothed(
+        params.beta * (of_rejected_P - rejected_P), params.label_smoothing
+    )
+    return both_P - both_P.detach() / 2
+
+
 @frozen(kw_only=True)
 class PreferenceObjective:
     """Weighted sum of the pairs' losses; a `PolicyObjective` over micro-batches that hold whole pairs.
@@ -237,7 +206,9 @@ class PreferenceObjective:
     of each chosen token in the mean over the step's chosen tokens.
 
     `settings` are those of the losses and their mixture (MPO, Wang et al. 2024, arXiv:2411.10442). Its `ld_alpha`
-    weighs the tokens beyond the length of a pair's shorter reply (Liu et al. 2024, "LD-DPO", arXiv:2409.06411).
+    weighs the tokens beyond the length of a pair's shorter reply (Liu et al. 2024, "LD-DPO", arXiv:2409.06411). With
+    its `wpo` a pair's losses count w_chosen w_rejected times, a constant, where w = e^(mean of log pi - log sum_v
+    pi_v^2 over the reply's tokens) (Zhou et al. 2024, "WPO", arXiv:2406.11827, sampled alignment).
     """
 
     settings: PreferenceSettings = field(factory=PreferenceSettings)
@@ -259,26 +230,42 @@ class PreferenceObjective:
     def __call__(self, scores: TokenScores, batch: ExampleBatch) -> LossOutput:
         """Returns the micro-batch's share; metrics are means over pairs: `chosen_reward` and `rejected_reward` (beta r,
         without a reference beta s_bar), their `reward_margin`, `accuracy` (the share of margins above 0),
-        `chosen_logprob`, `rejected_logprob`, and `chosen_fell_share` (chosen replies less likely than under the
-        reference).
+        `chosen_logprob`, `rejected_logprob`, `chosen_fell_share` (chosen replies less likely than under the reference)
+        and with `wpo` `wpo_weight`. Means over tokens are `entropy`, of both replies, and `chosen_token_accuracy`, the
+        share of chosen tokens that are the most likely ones, where the scores have it.
 
         Raises:
-            ValueError: the batch lacks weights, or a loss needs reference log-probs that it lacks.
+            ValueError: the batch lacks weights, or a loss needs something that it or the scores lack.
         """
         mask_N = batch.action_mask_N
         logprobs_N = torch.where(mask_N, scores.logprobs_N, 0.0)
-        pairs, weights_P = self._pairs(logprobs_N, batch)
+        pairs, weights_P = pairs_of(logprobs_N, batch, self.settings)
+        factor_P = self._policy_weights(logprobs_N, scores, batch, pairs) if self.settings.wpo else None
+        scale_P = weights_P if factor_P is None else weights_P * factor_P
         loss = logprobs_N.new_zeros(())
-        metrics: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor | float] = {}
         for name, weight in self.settings.mixture.items():
             if name == IMITATION:
-                metrics["chosen_nll"] = -weighted_sum(logprobs_N, batch.filled("positive_weights_N"), mask_N)
-                loss = loss + weight * metrics["chosen_nll"]
+                term = -weighted_sum(logprobs_N, batch.filled("positive_weights_N"), mask_N)
             else:
-                metrics[f"{name}_loss"] = (weights_P * FUNCTIONS[name](pairs, self.params(name))).sum()
-                loss = loss + weight * metrics[f"{name}_loss"]
-        metrics |= {name: (weights_P * column_P).sum() for name, column_P in self._columns(pairs).items()}
-        return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
+                term = (scale_P * FUNCTIONS[name](pairs, self.params(name))).sum()
+            metrics["chosen_nll" if name == IMITATION else f"{name}_loss"] = term.detach()
+            loss = loss + weight * term
+        columns = self._columns(pairs) | ({} if factor_P is None else {"wpo_weight": factor_P})
+        metrics |= {name: (weights_P * column_P).sum() for name, column_P in columns.items()}
+        weights_N = torch.where(mask_N, batch.filled("loss_weights_N"), 0.0)
+        metrics["entropy"] = Mean(weighted_sum(scores.entropy_N.detach(), weights_N, mask_N), weights_N.sum())
+        if scores.correct_N is not None:
+            chosen_weights_N = batch.filled("positive_weights_N")
+            metrics["chosen_token_accuracy"] = weighted_sum(scores.correct_N, chosen_weights_N, mask_N)
+        return LossOutput(loss=loss, metrics=metrics)
+
+    def _policy_weights(self, logprobs_N: Tensor, scores: TokenScores, batch: ExampleBatch, pairs: Pairs) -> Tensor:
+        """Returns by how much each pair's losses count, without a gradient."""
+        if scores.collision_N is None:
+            raise ValueError("WPO reads collision_N, which the scores do not have.")
+        aligned_N = torch.where(batch.action_mask_N, logprobs_N.detach() + scores.collision_N, 0.0)
+        return (by_reply(aligned_N, batch) / pairs.lengths_P2).sum(1).exp()
 
     def _columns(self, pairs: Pairs) -> dict[str, Tensor]:
         """Returns the metrics of the pairs."""
@@ -296,38 +283,6 @@ class PreferenceObjective:
             "rejected_logprob": rejected_logprob_P,
         }
         return columns | ({"chosen_fell_share": (chosen_P < 0).to(chosen_P.dtype)} if with_reference else {})
-
-    def _pairs(self, logprobs_N: Tensor, batch: ExampleBatch) -> tuple[Pairs, Tensor]:
-        """The pairs of the micro-batch, and their weights_P."""
-        mask_N, ref_N = batch.action_mask_N, batch.ref_logprobs_N
-        pair_S, count = batch.units_S, batch.unit_count
-        cell_N = (2 * pair_S + batch.sample_ids_S)[batch.sequence_ids_N]
-
-        def sums(values_N: Tensor) -> Tensor:
-            return values_N.new_zeros(2 * count).index_add(0, cell_N, values_N).view(count, 2)
-
-        trained_N = torch.where(mask_N, 1.0, 0.0).to(logprobs_N.dtype)
-        lengths_P2 = sums(trained_N)
-        shares_N = trained_N
-        if self.settings.ld_alpha != 1.0:
-            before_N = trained_N.cumsum(0) - trained_N
-            place_N = before_N - before_N[batch.starts_S][batch.sequence_ids_N]
-            shorter_N = lengths_P2.amin(1)[pair_S][batch.sequence_ids_N]
-            shares_N = torch.where(place_N < shorter_N, trained_N, self.settings.ld_alpha * trained_N)
-        pairs = Pairs(
-            logprobs_P2=sums(logprobs_N * shares_N),
-            ref_logprobs_P2=None if ref_N is None else sums(torch.where(mask_N, ref_N, 0.0).to(logprobs_N) * shares_N),
-            lengths_P2=lengths_P2.clamp(min=1),
-            divergence=self.settings.f_divergence,
-            alpha=self.settings.f_alpha,
-        )
-        weights_N = torch.where(mask_N, batch.filled("loss_weights_N"), 0.0)
-        weights_P2 = weights_N.new_zeros(2 * count).scatter_reduce(0, cell_N, weights_N, "amax").view(count, 2)
-        return pairs, weights_P2.amax(1)
-
-
-def _gap(values_P2: Tensor) -> Tensor:
-    return values_P2[:, 0] - values_P2[:, 1]
 
 
 def _smoothed(x_P: Tensor, label_smoothing: float) -> Tensor:

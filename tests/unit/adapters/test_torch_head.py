@@ -269,6 +269,24 @@ def test_the_mean_over_the_vocabulary(chunk_rows: int, bias: bool) -> None:
     torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_collision_entropy(chunk_rows: int, bias: bool) -> None:
+    """Beside the other results, which it does not change, and without a gradient."""
+    hidden, weight, offset, targets = leaves(9, bias=bias)
+    softmax = (torch.nn.functional.linear(hidden, weight, offset).double() / 0.7).softmax(-1)
+    *found, collision = token_logprobs(hidden, weight, offset, targets, 0.7, correct=True, collision=True)
+    torch.testing.assert_close(collision.double(), -softmax.square().sum(-1).log(), rtol=1e-5, atol=1e-6)
+    assert not collision.requires_grad
+    plainly = token_logprobs(hidden, weight, offset, targets, 0.7, correct=True)
+    assert all(map(torch.equal, found, plainly))
+    for one, other in zip(
+        torch.autograd.grad(found[0].sum(), [hidden, weight]),
+        torch.autograd.grad(plainly[0].sum(), [hidden, weight]),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("masked", [0, 19])
 @pytest.mark.parametrize("bounds", [(0, 19, 37), (0, 1, 30, 37)])
 def test_shares_of_the_vocabulary_give_what_the_whole_gives(
@@ -283,7 +301,9 @@ def test_shares_of_the_vocabulary_give_what_the_whole_gives(
     targets[::2] = torch.nn.functional.linear(hidden, weight, offset).argmax(-1)[::2]
     compared = slice(None) if masked == 0 else slice(2)  # no mean over a vocabulary of which a part is masked out
     pull = pull[compared]
-    logprobs, entropy, correct, mean = token_logprobs(hidden, weight, offset, targets, 0.7, correct=True)
+    logprobs, entropy, correct, mean, collision = token_logprobs(
+        hidden, weight, offset, targets, 0.7, correct=True, collision=True
+    )
     expected = [logprobs, entropy, mean][compared]
     assert correct[::2].tolist() == [1.0] * 5
     expected_gradients = torch.autograd.grad((pull * torch.stack(expected)).sum(), [hidden, weight, offset])
@@ -297,8 +317,11 @@ def test_shares_of_the_vocabulary_give_what_the_whole_gives(
             for x, part in zip((hidden, weight, offset), (slice(None), rows, rows), strict=True)
         ]
         share = ThreadShare(first=bounds[rank], rank=rank, table=table)
-        logprobs, entropy, shared, mean = token_logprobs(*inputs, targets, 0.7, share, correct=True)
+        logprobs, entropy, shared, mean, squares = token_logprobs(
+            *inputs, targets, 0.7, share, correct=True, collision=True
+        )
         assert torch.equal(shared, correct)
+        torch.testing.assert_close(squares, collision, rtol=1e-5, atol=1e-5)
         found = [logprobs, entropy, mean][compared]
         return found, torch.autograd.grad((pull * torch.stack(found)).sum(), inputs)
 

@@ -1,6 +1,8 @@
 """Settings of preference runs: each changes something, or is refused in one sentence."""
 
 import re
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -55,6 +57,8 @@ def test_a_run_with_a_model_and_pairs_is_right() -> None:
         ({"loss": ("sft",), "beta": 0.1}, "compares no replies"),
         ({"loss": ("hinge", "apo_zero"), "f_divergence": FDivergence.JS}, "which apo_zero does not read"),
         ({"f_alpha": 0.3}, "leave --dpo.f_alpha out, or set --dpo.f_divergence alpha_divergence"),
+        ({"loss": ("sft",), "wpo": True}, "leave --dpo.wpo out"),
+        ({"loss": ("sigmoid", "aot"), "wpo": True}, "leave --dpo.wpo out, or change --dpo.loss"),
     ],
 )
 def test_settings_of_the_loss_that_cannot_be(dpo: dict[str, Any], said: str) -> None:
@@ -117,3 +121,26 @@ def test_what_other_trainers_learn_from_is_not_imitated(kind: ExampleFormat, tra
     )
     (error,) = sft_errors(run)
     assert trainer in str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda run: setattr(run.dpo, "loss", ("simpo",)), "simpo compares with no reference"),
+        (lambda run: setattr(run.ref, "model_name_or_path", "other"), "begins as the policy"),
+        (lambda run: setattr(run.actor.lora, "rank", 4), "leave --actor.lora.rank or --dpo.ref_sync_steps out"),
+        (lambda run: setattr(run.train, "enable_ema", True), "one average of the weights is kept"),
+        (lambda run: setattr(run.cluster, "enable", True), "in one process alone"),
+    ],
+)
+def test_what_a_reference_that_moves_does_not_go_with(change: Callable[[DPORun], None], said: str) -> None:
+    run = deepcopy(RUN)
+    run.dpo.ref_sync_steps = 2
+    assert sentences(run) == []
+    change(run)
+    assert [sentence for sentence in sentences(run) if re.search(said, sentence)], sentences(run)
+
+
+def test_how_much_a_reference_moves_needs_one_that_does() -> None:
+    (sentence,) = sentences(evolve(RUN, dpo=PreferenceSettings(ref_mixup=0.5)))
+    assert "set --dpo.ref_sync_steps" in sentence

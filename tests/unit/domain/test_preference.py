@@ -90,6 +90,10 @@ ORACLES: dict[str, Oracle] = {
 }
 
 
+RANKED = {"aot", "aot_unpaired"}
+"""Losses that compare pairs with each other, in `test_transport`."""
+
+
 def reply(rng: random.Random, prompt: list[int]) -> WeightedTokens:
     """Random tokens after `prompt`, some of which are not trained."""
     length = rng.randint(1, 5)
@@ -120,11 +124,12 @@ def batch_of(pairs: list[Preference], seed: int) -> tuple[PackedBatch, Tensor]:
 
 
 def output(
-    objective: PreferenceObjective, theta_N: Tensor, batch: PackedBatch
+    objective: PreferenceObjective, theta_N: Tensor, batch: PackedBatch, **columns: Tensor
 ) -> tuple[float, Tensor, dict[str, float]]:
     """(loss, its gradient at the log-probs, metrics)."""
     leaf = theta_N.clone().requires_grad_()
-    found = objective(TokenScores(logprobs_N=leaf, entropy_N=torch.zeros_like(leaf)), batch)
+    scores = TokenScores(**{"logprobs_N": leaf, "entropy_N": torch.zeros_like(leaf), **columns})
+    found = objective(scores, batch)
     (gradient,) = torch.autograd.grad(found.loss, leaf)
     return float(found.loss.detach()), gradient, {name: float(value) for name, value in found.metrics.items()}
 
@@ -143,7 +148,7 @@ def sums(batch: PackedBatch, values_N: Tensor) -> list[tuple[float, float]]:
 
 
 def test_every_loss_has_an_oracle_and_an_entry() -> None:
-    assert ORACLES.keys() == FUNCTIONS.keys() == PAIR_LOSSES.keys()
+    assert ORACLES.keys() | RANKED == FUNCTIONS.keys() == PAIR_LOSSES.keys()
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -217,7 +222,9 @@ def test_metrics_by_hand() -> None:
     pairs = [Preference(chosen=one, rejected=two, row=0), Preference(chosen=two, rejected=one, row=1)]
     batch = evolve(pack_preferences(pairs), ref_logprobs_N=torch.tensor([0, -1, -1] * 4).double())
     theta_N = torch.tensor([0, -0.5, -0.5, 0, -1, -2, 0, -2, -1, 0, -1, -0.5]).double()
-    _, _, metrics = output(PreferenceObjective(settings=PreferenceSettings(loss=("sigmoid", "sft"))), theta_N, batch)
+    entropy_N, correct_N = torch.arange(12).double(), torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 0, 0])
+    objective = PreferenceObjective(settings=PreferenceSettings(loss=("sigmoid", "sft")))
+    _, _, metrics = output(objective, theta_N, batch, entropy_N=entropy_N, correct_N=correct_N)
     assert metrics.pop("sigmoid_loss") == pytest.approx((math.log1p(math.exp(-0.2)) + math.log1p(math.exp(0.15))) / 2)
     assert metrics == pytest.approx(
         {
@@ -229,6 +236,8 @@ def test_metrics_by_hand() -> None:
             "chosen_logprob": -2.0,
             "rejected_logprob": -2.25,
             "chosen_fell_share": 0.5,
+            "entropy": (1 + 2 + 4 + 5 + 7 + 8 + 10 + 11) / 8,
+            "chosen_token_accuracy": 3 / 4,
         }
     )
 
@@ -241,6 +250,35 @@ def test_ld_dpo_weighs_the_tokens_beyond_the_shorter_reply() -> None:
     theta_N = torch.tensor([0, -1, 0, -10, -100, 0, -1000], dtype=torch.float64)
     _, _, metrics = output(PreferenceObjective(settings=PreferenceSettings(ld_alpha=0.5)), theta_N, batch)
     assert (metrics["chosen_logprob"], metrics["rejected_logprob"]) == (-56.0, -1000.0)
+
+
+@EXAMPLES
+@given(seed=SEEDS)
+def test_wpo_weighs_pairs_by_what_the_policy_would_write(seed: int) -> None:
+    """e^(mean of log pi - log sum_v pi_v^2) of both replies, without a gradient."""
+    pairs = random_pairs(seed)
+    batch, theta_N = batch_of(pairs, seed)
+    collision_N = torch.rand(batch.token_count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    settings = PreferenceSettings(loss=("sigmoid", "hinge"), beta=BETA, wpo=True)
+    loss, gradient, metrics = output(PreferenceObjective(settings=settings), theta_N, batch, collision_N=collision_N)
+    factors = [
+        math.exp(c / pair.chosen.trained_length) * math.exp(r / pair.rejected.trained_length)
+        for pair, (c, r) in zip(pairs, sums(batch, theta_N + collision_N), strict=True)
+    ]
+    total = math.fsum(pair.weight for pair in pairs)
+    assert metrics["wpo_weight"] == pytest.approx(
+        math.fsum(pair.weight / total * factor for pair, factor in zip(pairs, factors, strict=True)), rel=1e-6
+    )
+    weighed = pack_preferences(
+        [evolve(pair, weight=pair.weight / total * factor) for pair, factor in zip(pairs, factors, strict=True)]
+    )
+    scale = math.fsum(pair.weight / total * factor for pair, factor in zip(pairs, factors, strict=True))
+    plain = PreferenceObjective(settings=evolve(settings, wpo=False))
+    wanted, slope, _ = output(plain, theta_N, evolve(weighed, ref_logprobs_N=batch.ref_logprobs_N))
+    assert loss == pytest.approx(scale * wanted, rel=1e-5)
+    torch.testing.assert_close(gradient, scale * slope, rtol=1e-5, atol=1e-8)
+    with pytest.raises(ValueError, match="collision_N"):
+        output(PreferenceObjective(settings=settings), theta_N, batch)
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,10 @@ def test_adapters() -> None:
         },
     )
     assert settings("sft", "--lora_r", "8")["actor.lora.rank"] == 0
+    assert settings("dpo", "--use_peft", "--use_rslora")["actor.lora.rslora"]
+    assert not settings("dpo", "--use_peft")["actor.lora.rslora"]
+    assert any("--use_rslora" in note for note in translated("sft", "--use_rslora").notes)
+    assert any("DoRA" in note for note in translated("sft", "--use_peft", "--use_dora").notes)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +276,17 @@ def test_losses() -> None:
     assert alpha["dpo.f_alpha"] == pytest.approx(0.3)
     assert settings("kto", "--loss_type", "apo_zero_unpaired")["kto.loss"] == "apo_zero_unpaired"
     assert settings("reward", "--center_rewards_coefficient", "0.01")["rm.centring"] == 0.01
-    with pytest.raises(ConfigurationError, match="--loss_type"):
-        translated("dpo", "--loss_type", "aot")
+    smoothed = settings("dpo", "--loss_type", "aot_unpaired", "aot_pair", "--label_smoothing", "0.1")
+    assert holds(smoothed, {"dpo.loss": ("aot_unpaired", "aot"), "dpo.label_smoothing": 0.1, "dpo.wpo": False})
+    weighed = translated("dpo", "--use_weighting", "--loss_type", "sigmoid", "sft")
+    assert weighed.run.dpo.wpo
+    assert any("--use_weighting" in note for note in weighed.notes)
+    assert not any("--use_weighting" in note for note in translated("dpo", "--use_weighting").notes)
+    moving = settings("dpo", "--sync_ref_model", "--ref_model_mixup_alpha", "0.5")
+    assert holds(moving, {"dpo.ref_sync_steps": 512, "dpo.ref_mixup": 0.5})
+    still = translated("dpo", "--ref_model_sync_steps", "64")
+    assert still.run.dpo.ref_sync_steps is None
+    assert any("--ref_model_sync_steps" in note for note in still.notes)
     with pytest.raises(ConfigurationError, match="--loss_type"):
         translated("kto", "--loss_type", "other")
 
