@@ -82,6 +82,10 @@ def read_config(
         return _structured(run, data, preset, extension)
 
 
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""The faster one, where PyYAML was built with libyaml."""
+
+
 class _OnceLoader(yaml.SafeLoader):
     """Reads plain values; a key that a mapping has twice is an error, where YAML's own loaders drop the first."""
 
@@ -197,16 +201,31 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 def dump_config(config: attrs.AttrsInstance) -> str:
     """Returns every setting of a run as YAML."""
+    return yaml_text(settings_tree(config))
+
+
+def yaml_text(value: Any) -> str:
+    """Returns nested mappings and lists as YAML, in their order."""
     # Escaped beyond ASCII: unescaped, U+0085 would read back as a space.
-    text: str = yaml.safe_dump(_converter.unstructure(config), sort_keys=False)
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False)
     return text
 
 
-def changed_settings(run: attrs.AttrsInstance) -> str:
-    """Returns the settings of a run that differ from the defaults, as YAML."""
-    changed = _difference(yaml.safe_load(dump_config(run)), yaml.safe_load(dump_config(type(run)())))
-    text: str = yaml.safe_dump(changed, sort_keys=False)
-    return text
+def settings_tree(config: attrs.AttrsInstance) -> dict[str, Any]:
+    """Returns every setting of a run as nested mappings, lists and plain values: what YAML would read back."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    tree: dict[str, Any] = plain(_converter.unstructure(config))
+    return tree
+
+
+def changed_settings(run: attrs.AttrsInstance) -> dict[str, Any]:
+    """Returns the settings of a run that differ from the defaults, as `settings_tree` has them."""
+    return _difference(settings_tree(run), settings_tree(type(run)()))
 
 
 def setting_names(cls: type[attrs.AttrsInstance] = RLConfig, prefix: str = "") -> Iterator[str]:

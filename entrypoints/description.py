@@ -12,7 +12,6 @@ from operator import getitem
 from typing import Any
 
 import structlog
-import yaml
 from attrs import AttrsInstance
 
 import rollgrad
@@ -22,7 +21,7 @@ from rollgrad.application.settings.brought import with_brought
 from rollgrad.application.settings.rules.resume import MODELS, changes, refusals
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, raise_together
-from rollgrad.entrypoints.config_io import dump_config, setting_names
+from rollgrad.entrypoints.config_io import setting_names, settings_tree, yaml_text
 from rollgrad.entrypoints.redaction import HIDDEN, is_secret_name, known_secrets, redact
 
 log = structlog.get_logger(__name__)
@@ -71,7 +70,7 @@ def versions() -> dict[str, str]:
 def settings_file(config: AttrsInstance) -> str:
     """Returns the settings as YAML, without secrets, below the versions as a comment."""
     computed_by = ", ".join(f"{name} {version}" for name, version in versions().items())
-    return f"# {computed_by}\n{yaml.safe_dump(public_settings(config), sort_keys=False)}"
+    return f"# {computed_by}\n{yaml_text(public_settings(config))}"
 
 
 def check_continues(begun: Mapping[str, Any] | None, now: Description, run: type[AttrsInstance] = RLConfig) -> None:
@@ -115,4 +114,4 @@ def public_settings(config: AttrsInstance) -> Any:
             return value
         return HIDDEN if is_secret_name(name) else redact(value, secrets)
 
-    return public(yaml.safe_load(dump_config(config)), "")
+    return public(settings_tree(config), "")

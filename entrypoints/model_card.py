@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import rollgrad
 from rollgrad.adapters.checkpoints.files import replace_file
-from rollgrad.entrypoints.config_io import changed_settings
+from rollgrad.entrypoints.config_io import changed_settings, yaml_text
 from rollgrad.entrypoints.redaction import known_secrets, redact
 
 CARD_FILE = "README.md"
@@ -41,15 +39,14 @@ def write_model_card(
     initial = config.actor.model_name_or_path
     local = Path(initial).exists()
     metadata = {"library_name": "transformers", "tags": ["rollgrad"]} | ({} if local else {"base_model": initial})
-    settings = yaml.safe_load(changed_settings(config))
     public = {
         name: {key: value for key, value in section.items() if key not in PRIVATE_KEYS}
-        for name, section in settings.items()
+        for name, section in changed_settings(config).items()
         if name not in PRIVATE
     }
-    shown = yaml.safe_dump({name: section for name, section in public.items() if section}, sort_keys=False)
+    shown = yaml_text({name: section for name, section in public.items() if section})
     parts = [
-        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
+        f"---\n{yaml_text(metadata)}---",
         f"# {model.absolute().parent.name}",
         f"{MARK}(https://pypi.org/project/rollgrad) {rollgrad.__version__} in {steps} steps from "
         f"{Path(initial).name if local else initial}.",

@@ -105,6 +105,7 @@ def draw_curves(metrics_path: Path, image: Path, *, title: str) -> Path:
         OSError: a file cannot be read or written.
     """
     import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     series = read_metrics(metrics_path)
@@ -112,7 +113,7 @@ def draw_curves(metrics_path: Path, image: Path, *, title: str) -> Path:
     columns = 2 if len(panels) <= 4 else 4
     rows = max(1, -(-len(panels) // columns))
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(3.7 * columns, 2.7 * rows + 0.5), facecolor="white")
+        figure = Figure(figsize=(3.7 * columns, 2.7 * rows + 0.5), dpi=150, facecolor="white")
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
         figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color="#20242c")
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -122,7 +123,8 @@ def draw_curves(metrics_path: Path, image: Path, *, title: str) -> Path:
             axes.set_ylabel(panel.unit, fontsize=9)
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
-        figure.savefig(image, format="png", dpi=150)
+        canvas: Any = FigureCanvasAgg(figure)  # `Figure.savefig` would draw twice
+        canvas.print_png(image)
     return image
 
 

@@ -8,7 +8,7 @@ from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules import setting_errors
 from rollgrad.domain.errors import RollgradError, problem_lines
 from rollgrad.entrypoints.cli.offline import TRAINERS
-from rollgrad.entrypoints.config_io import changed_settings
+from rollgrad.entrypoints.config_io import changed_settings, yaml_text
 from rollgrad.entrypoints.redaction import print_settings
 from rollgrad.entrypoints.translation.draft import TranslatedCommand, TranslatedRun
 
@@ -27,4 +27,4 @@ def show_translation(translated: TranslatedRun | TranslatedCommand) -> None:
         return
     refusals = (line for error in problems(translated) for line in problem_lines(error))
     sys.stderr.writelines(f"rollgrad {translated.command} will refuse this: {line}\n" for line in refusals)
-    print_settings(f"# rollgrad {translated.command} --config FILE\n{changed_settings(translated.run)}")
+    print_settings(f"# rollgrad {translated.command} --config FILE\n{yaml_text(changed_settings(translated.run))}")

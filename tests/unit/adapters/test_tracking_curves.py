@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rollgrad.adapters.tracking import curves
@@ -23,13 +24,13 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def titles(rows: list[dict[str, Any]]) -> list[str]:
         figures: list[Figure] = []
-        save = Figure.savefig
+        save: Any = FigureCanvasAgg.print_png
 
-        def kept(self: Figure, *args: Any, **kwargs: Any) -> None:
-            figures.append(self)
-            save(self, *args, **kwargs)
+        def kept(self: Any, image: Path) -> None:
+            figures.append(self.figure)
+            save(self, image)
 
-        monkeypatch.setattr(Figure, "savefig", kept)
+        monkeypatch.setattr(FigureCanvasAgg, "print_png", kept)
         image = draw_curves(metrics_file(tmp_path, rows), tmp_path / "curves.png", title="a <b> & c")
         assert image.read_bytes().startswith(b"\x89PNG")
         return [axes.get_title(loc="left") for axes in figures[-1].axes if axes.get_title(loc="left")]
