@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from tests.fakes.kept_run import hostile_rows, write_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PHONE, DESK = (390, 844), (1440, 900)
+SIZE = {"width": DESK[0], "height": DESK[1]}
 PATIENCE = 180_000
 """Milliseconds that a browser may take on a busy machine; nothing waits for them to pass."""
 
@@ -27,6 +28,15 @@ GO = """address => new Promise(done => {
 """Changes the address, and waits until the page has drawn what it knows of the new one."""
 
 
+FORGET = """() => {
+    if (location.origin !== 'null') {
+        localStorage.clear();
+        sessionStorage.clear();
+    }
+}"""
+"""Removes what the page keeps; one that is no file and has no server keeps nothing."""
+
+
 class Page:
     """A page of the browser, which keeps what went wrong in it: errors, warnings, and requests to other places."""
 
@@ -34,10 +44,14 @@ class Page:
         self.page = page
         self.base = base
         self.problems: list[str] = []
-        page.on("console", lambda message: message.type in ("error", "warning") and self.problems.append(message.text))
-        page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("dialog", lambda dialog: (self.problems.append(f"dialog {dialog.message}"), dialog.dismiss()))
-        page.on("request", self._asked)
+        self._heard: dict[str, Callable[[Any], Any]] = {
+            "console": lambda message: message.type in ("error", "warning") and self.problems.append(message.text),
+            "pageerror": lambda error: self.problems.append(str(error)),
+            "dialog": lambda dialog: (self.problems.append(f"dialog {dialog.message}"), dialog.dismiss()),
+            "request": self._asked,
+        }
+        for event, listener in self._heard.items():
+            page.on(event, listener)
 
     def _asked(self, request: Any) -> None:
         if not request.url.startswith((self.base, "data:", "blob:")):
@@ -52,6 +66,15 @@ class Page:
             self.page.goto(url)
         self.settle()
         return self.page
+
+    def leave(self) -> None:
+        """Leaves nothing of the page but what its browser has read."""
+        for event, listener in self._heard.items():
+            self.page.remove_listener(event, listener)
+        self.page.evaluate(FORGET)
+        self.page.goto("about:blank")
+        self.page.emulate_media(color_scheme="light")
+        self.page.set_viewport_size(SIZE)
 
     def settle(self) -> None:
         """Waits until nothing is being read."""
@@ -96,14 +119,15 @@ def serving(root: Path, port: int = 0) -> Iterator[str]:
 
 @contextmanager
 def opened(browser: Any, base: str) -> Iterator[Page]:
-    """Gives a page of `base`; an error in it, or a request to another place, fails the test."""
-    width, height = DESK
-    context = browser.new_context(viewport={"width": width, "height": height})
-    context.set_default_timeout(PATIENCE)
-    made = Page(context.new_page(), base)
+    """Gives a page of `base`; an error in it, or a request to another place, fails the test. It is always the same one,
+    as if nobody had used it: a new one is a process, which works longer than most tests."""
+    if not browser.contexts:
+        browser.new_context(viewport=SIZE).set_default_timeout(PATIENCE)
+        browser.contexts[0].new_page()
+    made = Page(browser.contexts[0].pages[0], base)
     yield made
     problems = list(made.problems)
-    context.close()
+    made.leave()
     assert not problems
 
 

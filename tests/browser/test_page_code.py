@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import Page, opened
+from tests.browser.conftest import Page
 from tests.fakes.kept_run import STEPS
 
 pytestmark = pytest.mark.browser
 
 
-@pytest.fixture(scope="module")
-def code(browser: Any, served: str) -> Any:
+@pytest.fixture
+def code(page: Page) -> Any:
     """Calls an exported function of a module for each of several lists of arguments."""
 
     def call(module: str, name: str, *calls: Any) -> list[Any]:
@@ -21,11 +21,10 @@ def code(browser: Any, served: str) -> Any:
             const used = (await import('./' + module))[name];
             return calls.map(given => used(...given));
         }"""
-        return page.page.evaluate(script, [module, name, [list(given) for given in calls]])
+        return page.run_code(script, [module, name, [list(given) for given in calls]])
 
-    with opened(browser, served) as page:
-        page.open("#/")
-        yield call
+    page.open("#/")
+    return call
 
 
 def test_differences_have_all_of_both_texts_and_what_is_common(code: Any) -> None:
