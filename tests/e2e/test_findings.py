@@ -11,6 +11,10 @@ from rollgrad.entrypoints.cli.main import main
 Run = Callable[..., tuple[list[str], str]]
 
 
+ENDING = ("--rollout.max_new_tokens", "60", "--rollout.stop_strings", "a", "e", "i", "o")
+"""Flags by which replies of a random model end by themselves, after four tokens."""
+
+
 @pytest.fixture
 def run(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -38,8 +42,7 @@ def test_a_constant_reward_is_said_at_the_third_step_and_at_the_end(run: Run) ->
         "[0.0 for query in queries]",
         "--algo.advantage.estimator",
         "rloo",
-        "--rollout.max_new_tokens",
-        "300",
+        *ENDING,
     )
     said = [number for number, line in enumerate(lines) if "level=warning" in line]
     assert len(said) == 1
@@ -72,7 +75,6 @@ def test_a_run_that_learns_says_nothing(run: Run) -> None:
         "[len(set(query)) / 100 for query in queries]",
         "--algo.advantage.estimator",
         "rloo",
-        "--rollout.max_new_tokens",
-        "300",
+        *ENDING,
     )
     assert [line for line in lines if "warning" in line] == []

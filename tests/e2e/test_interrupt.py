@@ -56,19 +56,25 @@ def heed_interrupts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "group"),
     [
-        ("--train.async_enable", "--train.partial_rollout", "keep", "--ckpt.state_steps", "1000"),
+        (("--train.async_enable", "--train.partial_rollout", "keep", "--ckpt.state_steps", "1000"), False),
         # Its scorer runs in worker processes, which a terminal's Ctrl-C reaches as well.
         (
-            *("--data.prompt_dataset", "reasoning_gym:basic_arithmetic", "--reward.function_path", "None"),
-            *("--reward.timeout", "300"),
+            (
+                *("--data.prompt_dataset", "reasoning_gym:basic_arithmetic", "--reward.function_path", "None"),
+                *("--reward.timeout", "300"),
+            ),
+            True,
         ),
     ],
     ids=["asynchronous", "worker_processes"],
 )
-def test_ctrl_c_saves_and_says_where(workspace: Path, flags: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl", "--config", "run.yaml", *flags]
+def test_ctrl_c_saves_and_says_where(
+    workspace: Path, rollgrad_command: list[str], flags: tuple[str, ...], group: bool
+) -> None:
+    python = [sys.executable, "-m", "rollgrad.entrypoints.cli.main"] if group else rollgrad_command
+    command = [*python, "train", "rl", "--config", "run.yaml", *flags]
     process = subprocess.Popen(
         command,
         cwd=workspace,
@@ -80,7 +86,7 @@ def test_ctrl_c_saves_and_says_where(workspace: Path, flags: tuple[str, ...]) ->
     )
     try:
         wait_for_lines(process, workspace / "out" / "metrics.jsonl", 4)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # a program of `rollgrad_command` has a group of its own, and is told
         stdout, stderr = process.communicate(timeout=STOP_SECONDS)
     finally:
         if process.poll() is None:

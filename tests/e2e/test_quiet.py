@@ -20,8 +20,11 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("name", FLAGS)
-def test_a_run_says_nothing_but_its_own_lines(name: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "imports"), [("rloo", True), ("ppo with adapters", False)])
+def test_a_run_says_nothing_but_its_own_lines(
+    name: str, imports: bool, tiny_model_dir: Path, rollgrad_command: list[str], tmp_path: Path
+) -> None:
+    """One of them also imports everything."""
     rows = [{"input": f"What is {a} plus {a}?", "label": str(2 * a)} for a in range(1, 9)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "reward.py").write_text(
@@ -30,9 +33,13 @@ def test_a_run_says_nothing_but_its_own_lines(name: str, tiny_model_dir: Path, t
     command = ["train", "rl", "--actor.model_name_or_path", str(tiny_model_dir), "--actor.adam.lr", "1e-3"]
     command += ["--data.prompt_dataset", "prompts.jsonl", "--data.label_key", "label"]
     command += ["--reward.function_path", "reward.py", "--rollout.batch_size", "4"]
-    command += ["--rollout.n_samples_per_prompt", "2", "--rollout.max_new_tokens", "300", "--train.max_steps", "2"]
+    command += ["--rollout.n_samples_per_prompt", "2", "--train.max_steps", "2"]
+    command += ["--rollout.max_new_tokens", "60", "--rollout.stop_strings", "a", "e", "i", "o"]  # replies end
     run = subprocess.run(
-        [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *command, *FLAGS[name], "--ckpt.output_dir", "out"],
+        [
+            *([sys.executable, "-m", "rollgrad.entrypoints.cli.main"] if imports else rollgrad_command),
+            *(*command, *FLAGS[name], "--ckpt.output_dir", "out"),
+        ],
         cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")},
         capture_output=True,
