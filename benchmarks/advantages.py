@@ -191,7 +191,7 @@ def main(work: Work) -> None:
         ours.round()
         loop.round()
     share = others.share()
-    bandwidth = measure(torch.float32).bandwidth
+    bandwidth = measure(torch.float32, smoke=work.smoke).bandwidth
     tokens, slots = len(inputs.action_mask_N), padded.mask_ST.numel()
     actions = int(inputs.action_mask_N.sum())
     least = tokens * (GAE_BYTES + RETURNS_BYTES)

@@ -52,9 +52,9 @@ def model(model_dir: Path, dtype: torch.dtype) -> Any:
 
 
 @pytest.fixture(scope="session")
-def machine(dtype: torch.dtype) -> Machine:
+def machine(dtype: torch.dtype, smoke: bool) -> Machine:
     """Peaks in that format, measured once a run."""
-    return measure(dtype, DEVICE)
+    return measure(dtype, DEVICE, smoke=smoke)
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import psutil
 import torch
 from attrs import frozen
 
-MATRIX = 2048
-READ_BYTES = 512 * 2**20
+MATRIX, SMOKE_MATRIX = 2048, 64
+READ_BYTES, SMOKE_READ_BYTES = 512 * 2**20, 2**20
 CPU = torch.device("cpu")
 
 
@@ -21,13 +21,15 @@ class Machine:
     bandwidth: float
 
 
-def measure(dtype: torch.dtype, device: torch.device = CPU) -> Machine:
-    """Measures the matrix product in `dtype` and a sum over memory that no cache holds, on a device."""
-    a, b = (torch.randn(MATRIX, MATRIX).to(device=device, dtype=dtype) for _ in range(2))
-    stream = torch.ones(READ_BYTES // 4, device=device)
+def measure(dtype: torch.dtype, device: torch.device = CPU, *, smoke: bool = False) -> Machine:
+    """Measures the matrix product in `dtype` and a sum over memory that no cache holds, on a device; with `smoke` so
+    little of both that the figures mean nothing."""
+    side, size = (SMOKE_MATRIX, SMOKE_READ_BYTES) if smoke else (MATRIX, READ_BYTES)
+    a, b = (torch.randn(side, side).to(device=device, dtype=dtype) for _ in range(2))
+    stream = torch.ones(size // 4, device=device)
     return Machine(
-        flops=2 * MATRIX**3 / best_of(lambda: a @ b),
-        bandwidth=READ_BYTES / best_of(lambda: stream.sum()),
+        flops=2 * side**3 / best_of(lambda: a @ b),
+        bandwidth=size / best_of(lambda: stream.sum()),
     )
 
 

@@ -219,7 +219,7 @@ def print_floor(work: Work, contenders: tuple[Contender, ...]) -> float:
     chat = [{"role": "user", "content": work.questions()[0]}]
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     prompt = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
-    machine = measure(dtype)
+    machine = measure(dtype, smoke=work.smoke)
     cost = ModelCost.of(AutoModelForCausalLM.from_pretrained(work.model, dtype=dtype))
     replies, prompts = work.rows * work.new_tokens, work.prompts * prompt
     generation = cost.generation(

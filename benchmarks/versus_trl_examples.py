@@ -204,7 +204,7 @@ def _compare(work: Examples) -> None:
     distinct = sum(sum(row.values()) for row in rows)
     trained = distinct - sum(row["prompt"] for row in rows)
     dtype = work.torch_dtype()
-    machine = measure(dtype)
+    machine = measure(dtype, smoke=work.smoke)
     cost = ModelCost.of(AutoModelForCausalLM.from_pretrained(work.model, dtype=dtype))
     floor = cost.update(distinct, trained) / machine.flops
     print(
