@@ -8,7 +8,14 @@ from typing import Any
 import attrs
 
 from rollgrad.application.settings.dpo import dpo_errors
-from rollgrad.application.settings.loop import CSFTRun, IterDPORun, LoopRun, sampling_run, training_run
+from rollgrad.application.settings.loop import (
+    CSFTRun,
+    IterDPORun,
+    LoopRun,
+    Reference,
+    sampling_run,
+    training_run,
+)
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.rules.generation import generation_errors, scoring_errors
 from rollgrad.application.settings.rules.inputs import eval_problems
@@ -80,6 +87,11 @@ def _own_problems(run: LoopRun) -> Iterator[str]:
         yield (
             f"rollout.n_samples_per_prompt is {run.rollout.n_samples_per_prompt}, but a pair has two replies: set "
             "--rollout.n_samples_per_prompt to 2 or more."
+        )
+    if isinstance(run, IterDPORun) and run.dpo.ref_sync_steps and run.loop.reference is Reference.INITIAL:
+        yield (
+            f"dpo.ref_sync_steps is {run.dpo.ref_sync_steps} and loop.reference is initial, but a reference that moves "
+            "begins as the model of its iteration: set --loop.reference previous, or leave --dpo.ref_sync_steps out."
         )
     if isinstance(run, CSFTRun) and run.data.input_template is not None:
         yield (

@@ -409,6 +409,8 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
         "server",
         "--data.image_key",
         "images",
+        "--dpo.ref_sync_steps",
+        "4",
     ]
     assert main(["loop", "iter_dpo", *words]) == 2
     error = capsys.readouterr().err
@@ -418,6 +420,7 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
         "rollout.top_p",
         "train.batch_size",
         "engine is server",
+        "set --loop.reference previous",
     ):
         assert part in error
     for flag in ("--actor.model_name_or_path", "--data.prompt_dataset", "--rollout.n_samples_per_prompt", "No reward"):
