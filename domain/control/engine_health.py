@@ -2,8 +2,8 @@
 clock, no thread, no I/O.
 
 Times are seconds of any clock that does not go back; engines are numbered from 0. Invariants: an engine that serves
-has the current weights; deaths = restarts + engines that are dead now; an engine never starts again more often than
-`max_restarts`.
+has the current weights; deaths = restarts + engines that are dead now; an engine starts again `max_restarts` times at
+most without having lived for `healed_after` in between.
 """
 
 from collections import Counter, OrderedDict
@@ -50,12 +50,14 @@ ALIVE = frozenset({EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE})
 
 @frozen(kw_only=True)
 class FleetBounds:
-    """Bounds of a fleet. `suspect_after`, `dead_after`: seconds of silence. `max_restarts`: restarts of each engine in
-    the whole run."""
+    """Bounds of a fleet. `suspect_after`, `dead_after`: seconds of silence. `max_restarts`: restarts of each engine,
+    those before it lived for `healed_after` seconds not counted: a server that runs for months loses an engine now and
+    then, one that cannot run dies again and again."""
 
     suspect_after: float = field(default=10.0, validator=validators.gt(0.0))
     dead_after: float = field(default=60.0, validator=validators.gt(0.0))
     max_restarts: int = field(default=3, validator=validators.ge(0))
+    healed_after: float = field(default=3600.0, validator=validators.gt(0.0))
 
 
 @define
@@ -64,6 +66,10 @@ class _Engine:
     heard: float = 0.0
     """Time of its last answer."""
     restarts: int = 0
+    started: float = 0.0
+    """Time of its latest start."""
+    spent: int = 0
+    """Restarts that count."""
 
 
 @define
@@ -90,7 +96,7 @@ class FleetHealth:
     def __attrs_post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"A fleet has at least one engine, not {self.size}.")
-        self._engines = [_Engine(heard=self.began) for _ in range(self.size)]
+        self._engines = [_Engine(heard=self.began, started=self.began) for _ in range(self.size)]
         self.states[EngineState.HEALTHY] = self.size
 
     def state(self, engine: int) -> EngineState:
@@ -125,7 +131,7 @@ class FleetHealth:
     def restartable(self, engine: int) -> bool:
         """Returns whether an engine is dead and may start again."""
         one = self._engine(engine)
-        return one.state is EngineState.DEAD and one.restarts < self.bounds.max_restarts
+        return one.state is EngineState.DEAD and one.spent < self.bounds.max_restarts
 
     def restarts(self, engine: int) -> int:
         """Returns how often an engine has been restarted."""
@@ -172,23 +178,26 @@ class FleetHealth:
     def died(self, engine: int, kind: Death, reason: str) -> None:
         """Records that a living or starting engine is given up."""
         one = self._require(engine, {*ALIVE, EngineState.RESTARTING}, "die")
+        if one.state in ALIVE and one.heard - one.started >= self.bounds.healed_after:
+            one.spent = 0
         self._move(one, EngineState.DEAD)
         self.deaths[kind] += 1
         self.last_reason = reason
-        self._lost += one.restarts >= self.bounds.max_restarts
+        self._lost += one.spent >= self.bounds.max_restarts
 
     def restarting(self, engine: int) -> None:
         """Records that a dead engine is being started again."""
         one = self._require(engine, {EngineState.DEAD}, "be restarted")
         if not self.restartable(engine):
-            raise ValueError(f"Engine {engine} has had its {one.restarts} restarts and cannot be restarted.")
+            raise ValueError(f"Engine {engine} has had its {one.spent} restarts and cannot be restarted.")
         one.restarts += 1
+        one.spent += 1
         self._move(one, EngineState.RESTARTING)
 
     def restarted(self, engine: int, now: float) -> None:
         """Records that an engine runs again, with the weights that engines start with."""
         one = self._require(engine, {EngineState.RESTARTING}, "have restarted")
-        one.heard = now
+        one.heard = one.started = now
         self._move(one, EngineState.HEALTHY if self.version is None else EngineState.STALE)
 
     def weights(self, version: int) -> None:

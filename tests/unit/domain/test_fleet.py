@@ -25,6 +25,7 @@ BOUNDS = st.builds(
     suspect_after=st.sampled_from([1.0, 5.0, 20.0]),
     dead_after=st.sampled_from([2.0, 10.0, 30.0]),
     max_restarts=st.integers(0, 3),
+    healed_after=st.sampled_from([5.0, 30.0, 1000.0]),
 )
 
 
@@ -39,12 +40,15 @@ class World:
     holds: list[int | None] = field(init=False)
     runs: list[bool] = field(init=False)
     heard: list[float] = field(init=False)
+    began: list[float] = field(init=False)
     starts: Counter[int] = field(factory=Counter)
+    counted: Counter[int] = field(factory=Counter)
+    """Starts since the last life that was long enough."""
     deaths: int = 0
 
     def __attrs_post_init__(self) -> None:
         size = self.health.size
-        self.holds, self.runs, self.heard = [None] * size, [True] * size, [0.0] * size
+        self.holds, self.runs, self.heard, self.began = [None] * size, [True] * size, [0.0] * size, [0.0] * size
 
     def engine(self) -> int:
         return self.chance.randrange(self.health.size)
@@ -62,14 +66,18 @@ class World:
         ]
         assert self.health.tick(self.now) == due
         for engine in due:
-            self.runs[engine] = False
-        self.deaths += len(due)
+            self.end(engine)
         for engine in self.health.serving:
             assert self.now - self.heard[engine] <= bounds.suspect_after
 
     def die(self) -> None:
         engine = self.engine()
         self.health.died(engine, self.chance.choice(list(Death)), "a reason")
+        self.end(engine)
+
+    def end(self, engine: int) -> None:
+        if self.runs[engine] and self.heard[engine] >= self.began[engine] + self.health.bounds.healed_after:
+            self.counted[engine] = 0
         self.runs[engine] = False
         self.deaths += 1
 
@@ -77,11 +85,13 @@ class World:
         engine = self.engine()
         self.health.restarting(engine)
         self.starts[engine] += 1
+        self.counted[engine] += 1
 
     def started(self) -> None:
         engine = self.engine()
         self.health.restarted(engine, self.now)
-        self.runs[engine], self.holds[engine], self.heard[engine] = True, None, self.now
+        self.runs[engine], self.holds[engine] = True, None
+        self.heard[engine] = self.began[engine] = self.now
 
     def push(self) -> None:
         version = self.chance.randint(0, 3) + (self.pushed or 0) - self.chance.randint(0, 1)
@@ -104,14 +114,15 @@ class World:
             assert self.runs[engine] == (state in ALIVE)
             if health.serves(engine):
                 assert self.holds[engine] == self.pushed == health.version
-            assert health.restarts(engine) == self.starts[engine] <= health.bounds.max_restarts
+            assert health.restarts(engine) == self.starts[engine]
+            assert self.counted[engine] <= health.bounds.max_restarts
             assert health.silence(engine, self.now) == self.now - self.heard[engine]
         states = Counter(map(health.state, range(health.size)))
         assert +health.states == states
         assert health.deaths.total() == self.deaths == self.starts.total() + states[EngineState.DEAD]
         assert set(health.serving) <= set(health.living)
         exhausted = all(
-            health.state(e) is EngineState.DEAD and self.starts[e] == health.bounds.max_restarts
+            health.state(e) is EngineState.DEAD and self.counted[e] == health.bounds.max_restarts
             for e in range(health.size)
         )
         assert (health.failure is not None) == exhausted
@@ -191,6 +202,31 @@ def test_when_no_restart_is_left_the_reason_is_one_sentence() -> None:
     )
     with pytest.raises(ValueError, match="has had its 1 restarts"):
         health.restarting(0)
+
+
+def test_restarts_count_no_more_after_a_long_life() -> None:
+    health = fleet(1, max_restarts=1, healed_after=100)
+    for life in range(3):
+        began = 1000 * life
+        health.answered(0, began + 100)
+        health.died(0, Death.FAILED, "it was killed")
+        health.restarting(0)
+        health.restarted(0, began + 1000)
+    assert health.restarts(0) == 3
+    health.answered(0, 3099)
+    health.died(0, Death.FAILED, "it was killed again")
+    assert health.to_restart == []
+    assert health.failure is not None
+
+
+def test_a_long_life_does_not_count_for_replacements_that_never_start() -> None:
+    health = fleet(1, max_restarts=2, healed_after=100)
+    health.answered(0, 500)
+    health.died(0, Death.FAILED, "it was killed")
+    for _ in range(2):
+        health.restarting(0)
+        health.died(0, Death.START, "no GPU is free")
+    assert health.to_restart == []
 
 
 def test_what_cannot_be_is_refused() -> None:
