@@ -5,8 +5,8 @@ environments block, so they run in threads.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 from rollgrad.adapters.openrlhf.agent_library.model import LLMEngine, Piece
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
@@ -100,7 +100,9 @@ class ServedEngine(RolloutEngine):
     def _sample(self, prompt: list[int], limit: int) -> Piece:
         streamed = {} if self._on_text is None else {"stream": True}
         given = self._engine.generate(prompt, max_tokens=limit, **streamed)
-        parts = [given] if isinstance(given, tuple) else given  # an engine of one's own may not stream
+        # An engine of one's own may not stream, and give the one reply as a list of its tokens and its text.
+        whole = isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], str)
+        parts = cast("Iterable[Piece]", [given] if whole else given)
         token_ids, texts = list[int](), list[str]()
         for tokens, text in parts:
             token_ids += tokens

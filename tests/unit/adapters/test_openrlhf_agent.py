@@ -418,9 +418,14 @@ async def test_replies_are_told_while_they_are_sampled() -> None:
     assert len(parts) > 1
 
 
-def test_an_engine_that_does_not_stream_tells_whole_replies() -> None:
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_an_engine_that_does_not_stream_tells_whole_replies(kind: type) -> None:
+    class Whole(ScriptedEngine):
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return kind(super().generate(*args))
+
     heard: list[str] = []
-    engine = ScriptedEngine([call("final", answer="3")])
+    engine = Whole([call("final", answer="3")])
     list(
         AgentRuntime(engine, environment(), make_template()).run_steps(
             [{"role": "user", "content": "?"}], on_text=heard.append
