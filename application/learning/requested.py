@@ -20,13 +20,16 @@ class RequestedTraining:
     pass_tokens: int
     accumulated: int = 0
     """Datums whose gradients the next step will take."""
+    spoilt: bool = False
+    """Whether a gradient of the next step is missing, because what should have added it failed."""
 
     def forward_backward(
         self, datums: Sequence[Datum], objective: PolicyObjective[DatumBatch]
     ) -> tuple[list[Tensor], float]:
         """Adds the datums' gradient to that of the next step; returns logprobs_T of each, and the summed loss.
 
-        If it fails, all that was accumulated is dropped: of several passes some have added their gradients.
+        If it fails, all that was accumulated is dropped, because of several passes some have added their gradients, and
+        so is what is added until the next step, which is refused: a client may have sent it before it knew.
 
         Raises:
             NonFiniteUpdateError: the loss is not finite.
@@ -36,6 +39,7 @@ class RequestedTraining:
             logprobs_N, metrics = self.policy.accumulate(passes, objective)
         except BaseException:
             self.clear()
+            self.spoil()
             raise
         self.accumulated += len(datums)
         return of_datums(logprobs_N, passes.whole), float(metrics["loss"])
@@ -50,9 +54,15 @@ class RequestedTraining:
         """Takes an optimizer step; returns its metrics. Nothing is accumulated afterwards, also if it fails.
 
         Raises:
-            ConfigurationError: there is no gradient.
+            ConfigurationError: there is no gradient, or a part of it is missing; nothing has changed.
             NonFiniteUpdateError: the gradient is not finite; nothing has changed.
         """
+        if self.spoilt:
+            self.clear()
+            raise ConfigurationError(
+                "optim_step is refused, because a forward_backward before it failed: it would step with a part of the "
+                "gradient. Call forward_backward again for all of it."
+            )
         if not self.accumulated:
             raise ConfigurationError(
                 "optim_step has no gradient to step with: call forward_backward, with success, before it."
@@ -62,10 +72,14 @@ class RequestedTraining:
         finally:
             self.clear()
 
+    def spoil(self) -> None:
+        """Refuses the next step."""
+        self.spoilt = True
+
     def clear(self) -> None:
         """Drops all that was accumulated."""
         self.policy.clear()
-        self.accumulated = 0
+        self.accumulated, self.spoilt = 0, False
 
     def _passes(self, datums: Sequence[Datum]) -> Passes[DatumBatch]:
         return split(pack_datums(datums), self.pass_tokens, padded=self.policy.padded())

@@ -317,6 +317,7 @@ def test_what_is_not_supported_is_refused_by_its_name(client: Any, training: Any
         "no_such": message(lambda: training.forward_backward(data, "ppo", {"no_such": 1.0})),
         "reads target_tokens, weights": message(lambda: training.forward_backward(data, "cross_entropy")),
         "outside of": message(lambda: training.forward_backward([likely([1, 10**6])], "cross_entropy")),
+        "a part of the gradient": message(lambda: training.optim_step(adam())),
         "no gradient": message(lambda: training.optim_step(adam())),
         "optimizer 'dimuon'": message(lambda: new(optimizer=tinker.types.DimuonOptimizerConfig())),
         "train_mlp": message(lambda: new(train_mlp=False)),
@@ -336,6 +337,29 @@ def test_what_is_not_supported_is_refused_by_its_name(client: Any, training: Any
     # After all that the run is as it was.
     training.forward_backward([likely(WORDS)], "cross_entropy").result()
     training.optim_step(adam()).result()
+
+
+def test_a_step_that_was_sent_before_a_gradient_failed_is_not_taken(training: Any) -> None:
+    """The client sends all requests before it looks at the first answer."""
+    import tinker
+
+    def logprobs() -> list[float]:
+        output = training.forward([likely(WORDS)], "cross_entropy").result()
+        return list(output.loss_fn_outputs[0]["logprobs"].data)
+
+    before = logprobs()
+    for broken in ([1, 10**6], [1, 2, -1]):
+        sent = [training.forward_backward([likely(tokens)], "cross_entropy") for tokens in (WORDS, broken, WORDS[::-1])]
+        step = training.optim_step(adam())
+        with pytest.raises(tinker.TinkerError, match="outside of"):
+            sent[1].result()
+        with pytest.raises(tinker.TinkerError, match="a part of the gradient"):
+            step.result()
+        assert sent[2].result().loss_fn_outputs
+        assert logprobs() == before
+    training.forward_backward([likely(WORDS)], "cross_entropy").result()
+    training.optim_step(adam()).result()
+    assert sum(logprobs()) > sum(before)
 
 
 def test_the_session_ends_with_its_client(url: str, models: TinkerModels) -> None:

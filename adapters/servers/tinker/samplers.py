@@ -6,11 +6,11 @@ Does not own: where weights are kept (`shelf.py`), nor messages.
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import torch
-from attrs import define, evolve, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from rollgrad.domain.batches.datums import Datum, of_datums, pack_datums
@@ -19,7 +19,7 @@ from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.models import ReferenceModel
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
-AWAKE = 3
+IDLE = 3
 """Samplers that stay in memory while nobody uses them: the newest, the one before, and a reference."""
 
 
@@ -43,10 +43,27 @@ class Weights:
 
 @define(eq=False)
 class _Loaded:
-    """A sampler in memory, and the number of requests that use it."""
+    """A sampler in memory, and the number of requests that use it. While there is none, its engine sleeps: it would
+    keep the memory of its keys and values."""
 
     sampler: "asyncio.Future[Sampler]"
     users: int = 0
+    turning: asyncio.Lock = field(factory=asyncio.Lock)
+    """Held while the engine wakes or falls asleep."""
+
+    async def wake(self) -> Sampler:
+        """Returns the sampler, awake."""
+        sampler = await asyncio.shield(self.sampler)  # which others may wait for, too
+        async with self.turning:
+            await sampler.engine.wake()
+        return sampler
+
+    async def rest(self) -> None:
+        """Puts the engine to sleep, if nobody uses it."""
+        async with self.turning:
+            if not self.users and self.sampler.done() and self.sampler.exception() is None:
+                with suppress(EngineError):  # a request may outlive another that failed beside it
+                    await self.sampler.result().engine.sleep()
 
 
 class Samplers:
@@ -106,14 +123,15 @@ class Samplers:
         self._loaded.move_to_end(sampler_id)
         loaded.users += 1
         try:
-            yield await asyncio.shield(loaded.sampler)  # which others may wait for, too
+            yield await loaded.wake()
         finally:
             loaded.users -= 1
             self._unload()
+            await loaded.rest()
 
     def _unload(self) -> None:
         idle = [sampler_id for sampler_id, loaded in self._loaded.items() if not loaded.users]
-        for sampler_id in idle[: max(0, len(idle) - AWAKE)]:
+        for sampler_id in idle[: max(0, len(idle) - IDLE)]:
             del self._loaded[sampler_id]
 
 

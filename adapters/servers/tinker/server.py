@@ -81,7 +81,7 @@ def create_tinker_app(service: TinkerService) -> Starlette:
     async def forward_backward(request: Request) -> Response:
         body = await request.body()
         with _refusals():
-            parsed = read_forward_backward(body, models.vocabulary)
+            parsed = read_forward_backward(body)
             return JSONResponse(future(service.forward_backward(parsed), parsed.model_id))
 
     async def retrieve(request: Request) -> Response:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 from attrs import define, evolve, field
+from torch import Tensor
 
 from rollgrad.adapters.servers.guard import HttpError
 from rollgrad.adapters.servers.tinker import wire
@@ -182,14 +183,20 @@ class TinkerService:
         return f"{run_id}:0", run_id
 
     def forward_backward(self, request: wire.ForwardBackward) -> str:
-        """Adds a gradient, or scores; returns the request's id."""
+        """Adds a gradient, or scores; returns the request's id. It is read when its turn comes: if it is refused, the
+        step that was sent after it must not be taken."""
         training = self._run(request.model_id).training
-        work = training.forward if request.forward_only else training.forward_backward
+
+        def work() -> tuple[list[Tensor], float]:
+            datums, objective = request.read(self.models.vocabulary)
+            return (training.forward if request.forward_only else training.forward_backward)(datums, objective)
+
         return self._in_turn(
             request.model_id,
             request.sequence,
-            partial(work, request.datums, request.objective),
+            work,
             lambda found: wire.forward_backward_output(*found),
+            failed=None if request.forward_only else training.spoil,
         )
 
     def optim_step(self, request: Any) -> str:
@@ -288,9 +295,15 @@ class TinkerService:
         self._worker.shutdown()
 
     def _in_turn(
-        self, run_id: str, sequence: int | None, work: Callable[[], Result], answer: Callable[[Result], Answer]
+        self,
+        run_id: str,
+        sequence: int | None,
+        work: Callable[[], Result],
+        answer: Callable[[Result], Answer],
+        failed: Callable[[], None] | None = None,
     ) -> str:
-        """Starts a run's work when its turn comes; returns the request's id."""
+        """Starts a run's work when its turn comes; returns the request's id. `failed` is called if the work fails or is
+        cancelled, before that of the next request begins."""
         run = self._run(run_id)
         if not sequence or sequence < 0:  # it would have the id of another request, and that one's answer
             raise HttpError(
@@ -299,8 +312,13 @@ class TinkerService:
         request_id = f"{run_id}:{sequence}"
 
         async def wait_and_work() -> Answer:
-            async with run.turn:
-                return answer(await self._work(work))
+            try:
+                async with run.turn:
+                    return answer(await self._work(work))
+            except BaseException:
+                if failed is not None:
+                    failed()
+                raise
 
         self.results.start(request_id, wait_and_work())
         return request_id

@@ -34,13 +34,29 @@ INPUTS: Mapping[str, frozenset[str]] = {
 
 @frozen(kw_only=True, eq=False)
 class ForwardBackward:
-    """A request for the gradient of `datums`, or with `forward_only` for their log-probs alone."""
+    """A request for a gradient, or with `forward_only` for log-probs alone; its data are in `message`."""
 
     model_id: str
     sequence: int
-    datums: Sequence[Datum]
-    objective: DatumObjective
     forward_only: bool
+    message: Any
+
+    def read(self, vocabulary: int) -> tuple[list[Datum], DatumObjective]:
+        """Returns the data and their loss; `vocabulary` is the number of the model's tokens.
+
+        Raises:
+            HttpError: 400, they are broken, or what is asked for is not supported.
+        """
+        objective = _objective(self.message)
+        if not self.message.data:
+            raise HttpError(400, "The request has no data: send at least one datum.", code="invalid_request")
+        datums = []
+        for index, datum in enumerate(self.message.data):
+            try:
+                datums.append(_datum(datum, objective.loss, vocabulary))
+            except DataError as error:
+                raise HttpError(400, f"data[{index}]: {error}", code="invalid_datum") from None
+        return datums, objective
 
 
 def parse(schema: str, body: Mapping[str, Any]) -> Any:
@@ -66,11 +82,11 @@ def unsupported(what: str, remedy: str) -> HttpError:
     return HttpError(400, f"{what} is not supported by rollgrad: {remedy}.", code="unsupported")
 
 
-def read_forward_backward(body: bytes, vocabulary: int) -> ForwardBackward:
-    """Returns a request for a gradient; `vocabulary` is the number of the model's tokens.
+def read_forward_backward(body: bytes) -> ForwardBackward:
+    """Returns a request for a gradient.
 
     Raises:
-        HttpError: 400, it is broken, or asks for what is not supported.
+        HttpError: 400, it is no message of that kind.
     """
     from google.protobuf.message import DecodeError
     from tinker.proto import tinker_public_pb2
@@ -80,21 +96,8 @@ def read_forward_backward(body: bytes, vocabulary: int) -> ForwardBackward:
         message.ParseFromString(body)
     except DecodeError:
         raise HttpError(400, "The body is no ForwardBackwardRequest in protobuf.", code="invalid_request") from None
-    objective = _objective(message)
-    if not message.data:
-        raise HttpError(400, "The request has no data: send at least one datum.", code="invalid_request")
-    datums = []
-    for index, datum in enumerate(message.data):
-        try:
-            datums.append(_datum(datum, objective.loss, vocabulary))
-        except DataError as error:
-            raise HttpError(400, f"data[{index}]: {error}", code="invalid_datum") from None
     return ForwardBackward(
-        model_id=message.model_id,
-        sequence=message.seq_id,
-        datums=datums,
-        objective=objective,
-        forward_only=message.forward_only,
+        model_id=message.model_id, sequence=message.seq_id, forward_only=message.forward_only, message=message
     )
 
 

@@ -120,7 +120,10 @@ def test_a_loss_that_is_not_finite_drops_everything(make: Any) -> None:
     broken = evolve(DATUMS[0], weights_T=torch.full((4,), torch.inf))
     with pytest.raises(NonFiniteUpdateError):
         training.forward_backward([broken], LIKELIHOOD)
-    with pytest.raises(ConfigurationError):
+    training.forward_backward(DATUMS[1:], LIKELIHOOD)
+    with pytest.raises(ConfigurationError, match="a part of the gradient"):
+        training.step(RATES)
+    with pytest.raises(ConfigurationError, match="no gradient"):
         training.step(RATES)
     assert all(parameter.grad is None for parameter in trainable(policy.module))
 
