@@ -8,6 +8,7 @@ from rollgrad.adapters.models.torch.allowed_tokens import Masks
 from rollgrad.application.episodes.chat_service import UNPRESCRIBED
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.entrypoints.composition.algorithm import reference_kind
 
 FOLLOWERS = ("engine", "policy", "reference")
@@ -18,8 +19,11 @@ def unprescribed(config: RLConfig, brought: Sequence[str]) -> str | None:
     """Returns the refusal of forms of replies; None where clients may prescribe them. `brought` are adapters of the
     caller."""
     reasons = {
-        f"rollout.engine {config.rollout.engine}": config.rollout.engine is not Engine.EMBEDDED,
+        f"rollout.engine {config.rollout.engine}": config.rollout.engine is Engine.SERVER,
         "cluster.enable": config.cluster.enable,
+        # vLLM would follow the form from its beginning, wherever the reply that goes on is in it.
+        "train.partial_rollout recompute": config.rollout.engine is Engine.VLLM
+        and config.train.partial_rollout is PartialRollout.RECOMPUTE,
         "algo.kl.estimator full": reference_kind(config) == "compared",
         **{f"an adapter of one's own ({name})": name in brought for name in FOLLOWERS},
     }

@@ -14,6 +14,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.domain.errors import EngineError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition.forms import unprescribed
@@ -169,8 +170,14 @@ def test_a_form_that_the_loss_could_not_follow_is_refused(tiny_model_dir: Path) 
         return unprescribed(made, brought)
 
     assert refusal() is None
+    assert refusal(rollout_engine=Engine.VLLM) is None
+    assert refusal(train_partial_rollout=PartialRollout.RECOMPUTE) is None
     for told, reason in (
-        (refusal(rollout_engine=Engine.VLLM), "rollout.engine vllm"),
+        (refusal(rollout_engine=Engine.SERVER), "rollout.engine server"),
+        (
+            refusal(rollout_engine=Engine.VLLM, train_partial_rollout=PartialRollout.RECOMPUTE),
+            "train.partial_rollout recompute",
+        ),
         (refusal(cluster_enable=True), "cluster.enable"),
         (refusal("policy"), "an adapter of one's own (policy)"),
     ):

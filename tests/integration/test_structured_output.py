@@ -28,6 +28,7 @@ from rollgrad.domain.episodes.messages import ReplyForm
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 SCHEMA = {
     "type": "object",
@@ -96,13 +97,12 @@ async def test_log_probs_are_of_the_distribution_of_allowed_tokens(
             matcher.advance(token)
 
 
-async def trajectory(sampler: Sampler, sample: int, request: GenerationRequest) -> Trajectory:
+async def play_one(engine: RolloutEngine, sample_id: int, request: GenerationRequest) -> tuple[Generation, Trajectory]:
     """A rollout of one reply."""
-    prepared = Prepared(token_ids=request.prompt_token_ids)
-    generation = await sample_tokens(sampler.engine, prepared, request.params)
-    builder = TrajectoryBuilder(request.prompt_token_ids, group_id=0, sample_id=sample)
+    generation = await sample_tokens(engine, Prepared(token_ids=request.prompt_token_ids), request.params)
+    builder = TrajectoryBuilder(request.prompt_token_ids, group_id=0, sample_id=sample_id)
     builder.add_action(generation)
-    return builder.build(stop_reason=generation.stop_reason)
+    return generation, builder.build(stop_reason=generation.stop_reason)
 
 
 async def test_the_loss_is_of_the_distribution_that_was_sampled(sampler: Sampler, tiny_model_dir: Path) -> None:
@@ -111,7 +111,7 @@ async def test_the_loss_is_of_the_distribution_that_was_sampled(sampler: Sampler
 
     temperature = 0.7
     asked = [sampler.ask(seed, grammar=seed != 1, temperature=temperature, max_new_tokens=20) for seed in range(4)]
-    played = [await trajectory(sampler, seed, request) for seed, request in enumerate(asked)]
+    played = [(await play_one(sampler.engine, seed, request))[1] for seed, request in enumerate(asked)]
     batch = pack(played)
     whole = PackedLM(sampler.model, temperature=temperature)
     with pytest.raises(ConfigurationError, match="sampled in a prescribed form"):

@@ -7,23 +7,31 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from jsonschema import validate
 
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm.weight_receiver import read_shard
+from rollgrad.adapters.models.torch.allowed_tokens import follow_grammars
+from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.adapters.weights.disk import Disk
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.entrypoints.composition.engines import make_grammars
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.integration.test_structured_output import SCHEMA, Sampler, play_one
 from tests.kept_scores import kept_scores
 from tests.tiny_models import LONG
 
@@ -124,6 +132,42 @@ async def test_greedy_tokens_are_the_likeliest_with_logprobs_of_temperature_one(
     rows = plain_logits(wide_headed_model_dir, [*PROMPT, *greedy.token_ids])[len(PROMPT) - 1 : -1].log_softmax(-1)
     assert list(greedy.token_ids) == rows.argmax(-1).tolist()
     assert greedy.logprobs == pytest.approx(rows.max(-1).values.tolist(), abs=TOLERANCE)
+
+
+async def test_the_trainer_knows_the_tokens_that_a_form_allowed(
+    vllm_engine: VLLMEngine, wide_headed_model_dir: Path, tmp_path: Path
+) -> None:
+    """Its log-probs are of the distribution that was sampled, whose tokens are those of its masks and no others."""
+    sampler = Sampler(wide_headed_model_dir)
+    for file in wide_headed_model_dir.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    end, other_end = sampler.tokenizer.eos_token_id, 5
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, other_end]}))
+    config = RLConfig()
+    config.actor.model_name_or_path, config.rollout.engine = str(tmp_path), Engine.VLLM
+    masks = make_grammars(config, sampler.tokenizer).masks
+    asked = [
+        sampler.ask(seed, grammar=seed != 1, temperature=0.7, stop_token_ids=(end, other_end), top_logprobs=20)
+        for seed in range(4)
+    ]
+    played = await asyncio.gather(
+        *(play_one(vllm_engine, sample_id, request) for sample_id, request in enumerate(asked))
+    )
+    whole, batch = PackedLM(sampler.model, temperature=0.7), pack([trajectory for _, trajectory in played])
+    follow_grammars(sampler.model, masks)
+    sampled = batch.rollout_logprobs_N[batch.action_mask_N]
+    torch.testing.assert_close(whole(batch)[0].detach(), sampled, rtol=0, atol=TOLERANCE)
+    forms = [reply for reply, _ in played if reply.grammar is not None]
+    assert len(forms) == 3
+    narrow = 0
+    for reply in forms:
+        validate(json.loads(sampler.codec.decode(reply.token_ids)), SCHEMA)
+        bits = np.unpackbits(masks(str(reply.grammar), list(reply.token_ids)).numpy(), axis=1, bitorder="little")
+        for row, likeliest in zip(bits, reply.top_logprobs, strict=True):
+            if row.sum() <= 20:
+                narrow += 1
+                assert {token for token, _ in likeliest} == set(row.nonzero()[0].tolist())
+    assert narrow > 20
 
 
 async def test_sixty_four_requests_at_once(vllm_engine: VLLMEngine, policy: TorchPolicy) -> None:

@@ -28,6 +28,7 @@ OWN: Mapping[str, str] = {
     "override_generation_config": "set --rollout.temperature, --rollout.top_p and --rollout.top_k",
     "logprobs_mode": "the log-probs that training needs are those of the distribution that is sampled from",
     "structured_outputs_config": "its backend is guidance, for which grammars are written here",
+    "reasoning_parser": "the grammars that are written here have a place for thinking",
     **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"), LORA),
 }
 """Engine arguments that rollgrad sets itself, and what to do instead."""
