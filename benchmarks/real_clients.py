@@ -395,7 +395,7 @@ def random_model(path: Path) -> Path:
 
 
 def problems(url: str) -> dict[tuple[str, str], str]:
-    """What clients could not do, and why, by client and column."""
+    """Returns what clients could not do, and why, by client and column."""
     found = {}
     for name, make in CLIENTS.items():
         for column, do in make().items():
@@ -408,7 +408,7 @@ def problems(url: str) -> dict[tuple[str, str], str]:
 
 
 def table(failed: Collection[tuple[str, str]]) -> str:
-    """The table in Markdown: yes where a client did it on each engine, a dash where it has no such thing."""
+    """Returns the table in Markdown: yes where a client did it on each engine, a dash where it has no such thing."""
     lines = [f"| client | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
     for name, make in CLIENTS.items():
         row = make()
