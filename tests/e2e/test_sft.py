@@ -278,7 +278,14 @@ def test_held_out_data_are_looked_at_before_the_model_is_loaded(
     assert main([*arguments, str(conversations), "--dry_run"]) == 0
     assert capsys.readouterr().out.count("20 of 20") == 2
     monkeypatch.setattr("rollgrad.entrypoints.composition.models.load_causal_lm", None)
-    for dataset, sentence in ((str(wrong), "'"), ("nowhere.jsonl", "eval.dataset is 'nowhere.jsonl', which does not")):
+    idle = tmp_path / "idle.jsonl"
+    idle.write_text("".join(json.dumps({"prompt": "1?", "completion": "2", "weight": 0}) + "\n" for _ in range(3)))
+    unused = "No row of eval.dataset can be used: no_trained_token: 3"
+    for dataset, sentence in (
+        (str(wrong), "'"),
+        (str(idle), unused),
+        ("nowhere.jsonl", "eval.dataset is 'nowhere.jsonl', which does not"),
+    ):
         for more in ([], ["--dry_run"]):
             assert main([*arguments, dataset, *more]) == 2
             assert sentence in capsys.readouterr().err

@@ -387,6 +387,19 @@ def test_settings_that_say_nothing_or_two_things_are_refused(
     assert message in str(error.value)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 16 / 4), (True, 16 / 2)])
+def test_vllm_reads_by_how_much_adapters_count(rslora: bool, scale: float, tmp_path: Path) -> None:
+    """By vLLM's own reader of what is written for it."""
+    from vllm.lora.peft_helper import PEFTHelper
+
+    core = object.__new__(adapter.AdapterCore)
+    core._lora = LoraConfig(rank=4, alpha=16, rslora=rslora)
+    core._write({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 8)}, tmp_path)
+    assert PEFTHelper.from_local_dir(str(tmp_path), None).vllm_lora_scaling_factor == scale
+
+
 def test_a_rank_that_vllm_does_not_compute_is_refused(make: Callable[..., RLConfig]) -> None:
     config = make("out")
     config.rollout.engine, config.actor.lora = Engine.VLLM, LoraConfig(rank=513, sync=LoraSync.ADAPTER)

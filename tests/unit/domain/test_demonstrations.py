@@ -11,6 +11,7 @@ from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
 from rollgrad.domain.batches.examples import DemonstrationBatch, pack_demonstrations
 from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.episodes.examples import Demonstration, WeightedTokens
+from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.models import TokenScores
 
 VOCABULARY = 11
@@ -35,7 +36,7 @@ def test_weights_are_shares_of_the_step() -> None:
     assert batch.unit_ids_S.tolist() == [0, 0, 1]
     assert batch.sample_ids_S.tolist() == [0, 1, 0]
     assert batch.action_mask_N.tolist() == [False, True, True, False, True, False, True]
-    with pytest.raises(ValueError, match="weight 0"):
+    with pytest.raises(DataError, match="or of held-out data, have the weight 0"):
         pack_demonstrations([Demonstration(branches=(tokens([1, 2], [0, 1]),), row=0, weight=0.0)])
 
 
