@@ -288,9 +288,10 @@ def tiny_vlm(family: str, *, seed: int = 0) -> tuple[Any, Any]:
     return model.eval(), processor
 
 
-def save_tiny_vlm(family: str, path: Path) -> str:
-    """Writes a model of a family with its processor; returns the folder."""
+def save_tiny_vlm(family: str, path: Path, *, positions: int = 512) -> str:
+    """Writes a model of a family, of so many positions, with its processor; returns the folder."""
     model, processor = tiny_vlm(family)
+    model.config.text_config.max_position_embeddings = positions  # they are rotations, of which no weight knows
     model.save_pretrained(path)
     processor.save_pretrained(path)
     return str(path)

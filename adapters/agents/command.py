@@ -9,6 +9,7 @@ import signal
 from collections.abc import Mapping
 
 from rollgrad.adapters.system.slots import Slots
+from rollgrad.domain.episodes.messages import content_text
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 
@@ -157,7 +158,7 @@ def _input(task: AgentTask) -> bytes:
 
 def _last_message(task: AgentTask) -> str:
     """Returns the latest message of the prompt's conversation."""
-    return str(task.prompt.messages[-1]["content"]) if task.prompt.messages else task.prompt.text
+    return content_text(task.prompt.messages[-1]["content"]) if task.prompt.messages else task.prompt.text
 
 
 def _environment(task: AgentTask) -> Mapping[str, str]:

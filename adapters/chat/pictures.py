@@ -223,18 +223,32 @@ def image_bytes(source: Any) -> bytes:
     return data
 
 
+def is_picture(value: Any) -> bool:
+    """Returns whether a value is an image of Pillow, which need not be imported for it."""
+    return hasattr(value, "save") and hasattr(value, "convert")
+
+
+def png(picture: Any) -> bytes:
+    """Returns the PNG file of an image of Pillow.
+
+    Raises:
+        ImageError: its own file is broken.
+    """
+    written = io.BytesIO()
+    try:
+        picture.convert("RGB").save(written, format="PNG")
+    except Exception as error:  # a decoder may raise anything on a broken file
+        raise ImageError(f"An image cannot be read: {error_text(error)}") from error
+    return written.getvalue()
+
+
 def _read(source: Any) -> bytes:
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, bytes):
         return source
-    if hasattr(source, "save") and hasattr(source, "convert"):  # a Pillow image, as data sets decode it
-        written = io.BytesIO()
-        try:
-            source.convert("RGB").save(written, format="PNG")
-        except Exception as error:  # a decoder may raise anything on a broken file
-            raise ImageError(f"An image cannot be read: {error_text(error)}") from error
-        return written.getvalue()
+    if is_picture(source):  # as data sets decode it
+        return png(source)
     if not isinstance(source, str | Path) or not str(source):
         raise ImageError(f"An image is {shown(source)}: it must be a path, a data URI, or the bytes of a file.")
     text = str(source)

@@ -5,6 +5,7 @@ The wording is that of the templates of Qwen2.5 and Hermes 2 Pro, which a model 
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.ports.chat_codec import ToolSchema
@@ -25,9 +26,9 @@ def as_text(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Me
     result: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
-            answer = f"<tool_response>\n{message['content']}\n</tool_response>"
+            answer = _joined("<tool_response>\n", message["content"], "\n</tool_response>")
             if result and result[-1].get("answers"):
-                result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n{answer}"}
+                result[-1] = {**result[-1], "content": _joined(result[-1]["content"], "\n", answer)}
             else:
                 result.append({"role": "user", "content": answer, "answers": True})
         elif message.get("tool_calls"):
@@ -40,6 +41,14 @@ def as_text(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Me
     return _with_instructions(plain, tools) if tools else list(plain)
 
 
+def _joined(*contents: Any) -> Any:
+    """Returns the contents of messages as one: a text, or parts if one of them has parts."""
+    if not any(isinstance(content, list) for content in contents):
+        return "".join(map(str, contents))
+    parts = (each if isinstance(each, list) else [{"type": "text", "text": str(each)}] for each in contents)
+    return [part for content in parts for part in content]
+
+
 def _call(function: Mapping[str, object]) -> str:
     written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
     return f"<tool_call>\n{written}\n</tool_call>"
@@ -49,5 +58,5 @@ def _with_instructions(messages: list[dict[str, object]], tools: Sequence[ToolSc
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     instructions = INSTRUCTIONS.format(schemas=schemas)
     if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"}, *messages[1:]]
+        return [{**messages[0], "content": _joined(messages[0]["content"], f"\n\n{instructions}")}, *messages[1:]]
     return [{"role": "system", "content": instructions}, *messages]

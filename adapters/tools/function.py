@@ -7,16 +7,18 @@ sees its mistake, but never a traceback. Does not own: the signature (`function_
 import asyncio
 import inspect
 import re
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import structlog
 
+from rollgrad.adapters.chat.pictures import is_picture, png
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.function_arguments import FunctionArguments, summary
 from rollgrad.application.foreign import error_text, foreign_code
-from rollgrad.domain.episodes.messages import ToolResult
+from rollgrad.domain.episodes.messages import IMAGE_MARK, ToolResult
 from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
 from rollgrad.domain.ports.environment import Tool
 
@@ -33,9 +35,10 @@ class FunctionTool(Tool):
     """A typed Python function, sync or async, as a tool.
 
     Arguments are described by type hints and a Google-style docstring, checked and coerced by pydantic; one without a
-    type hint takes anything. The function's return value is the result: text and a `ToolResult` unchanged, anything
-    else as JSON. A synchronous function runs in a thread, at most `THREADS` at once; one that exceeds its deadline
-    keeps its thread until it returns, since threads cannot be stopped.
+    type hint takes anything. The function's return value is the result: text and a `ToolResult` unchanged, an image of
+    Pillow as an image, anything else as JSON; of a list with images each member on a line. A synchronous function runs
+    in a thread, at most `THREADS` at once; one that exceeds its deadline keeps its thread until it returns, since
+    threads cannot be stopped.
 
     Args:
         function: the function to call.
@@ -100,7 +103,7 @@ class FunctionTool(Tool):
                         value = await self._function(**values)
                     else:
                         value = await in_daemon_thread(lambda: self._function(**values), self._name, self._slots.here())
-                    return value if isinstance(value, ToolResult) else ToolResult(content=_text(value))
+                    return value if isinstance(value, ToolResult) else _result(value)
         except TimeoutError:
             text = f"The tool {self._name!r} gave no answer within {self._timeout:g} s."
         except RollgradError as error:
@@ -141,6 +144,13 @@ def tool(
         return FunctionTool(decorated, name=name, description=description, timeout=timeout)
 
     return decorate if function is None else decorate(function)
+
+
+def _result(value: Any) -> ToolResult:
+    members = value if isinstance(value, list | tuple) and any(map(is_picture, value)) else [value]
+    images = (f"data:image/png;base64,{b64encode(png(each)).decode()}" for each in members if is_picture(each))
+    texts = [IMAGE_MARK if is_picture(each) else _text(each) for each in members]
+    return ToolResult(content="\n".join(texts), images=tuple(images))
 
 
 def _text(value: Any) -> str:

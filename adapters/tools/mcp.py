@@ -44,7 +44,7 @@ class McpTool(Tool):
     timeout: float
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Returns the server's answer: its texts, and other parts by their kind (`[image]`).
+        """Returns the server's answer: its texts and images, and other parts by their kind (`[audio]`).
 
         Errors that the server reports, wrong arguments among them, and a passed deadline are results with `is_error`.
 
@@ -67,7 +67,8 @@ class McpTool(Tool):
             text = f"The tool {self.name!r} gave no answer within {self.timeout:g} s."
             return ToolResult(content=text, is_error=True)
         texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
-        return ToolResult(content="\n".join(texts), is_error=result.is_error)
+        images = (f"data:{part.mime_type};base64,{part.data}" for part in result.content if part.type == "image")
+        return ToolResult(content="\n".join(texts), images=tuple(images), is_error=result.is_error)
 
     async def close(self) -> None:
         """Does nothing: `McpTools.close` closes the connection, which all tools of the server share."""

@@ -39,6 +39,7 @@ class Assistant:
         system_prompt: put before conversations that have none.
         max_turns: replies (calls of tools included) for one answer.
         max_tokens: of a conversation; None for no limit. A reply that would exceed it is truncated.
+        sees_images: whether messages, and answers of tools, may have images.
     """
 
     def __init__(
@@ -51,12 +52,15 @@ class Assistant:
         system_prompt: str | None = None,
         max_turns: int = 8,
         max_tokens: int | None = None,
+        sees_images: bool = False,
     ) -> None:
         self.service = ChatService(engine, codec, max_tokens=max_tokens)
         self._codec = codec
         self._tools = tools
         self._params = params
         self._system_prompt = system_prompt
+        self.sees_images = sees_images
+        """Whether messages, and answers of tools, may have images."""
         self._runtime = AgentRuntime(
             engine, codec, max_turns=max_turns, max_tokens=max_tokens, renderer=self.service.renderer
         )
@@ -110,7 +114,8 @@ class Assistant:
             DataError: there is no room for a reply.
         """
         tools = await self._tools()
-        session = AgentSession(ToolEnvironment(tools, system_prompt=self._system_prompt))
+        world = ToolEnvironment(tools, system_prompt=self._system_prompt, sees_images=self.sees_images)
+        session = AgentSession(world)
         if form is not None:
             form = evolve(form, calls=tuple(tool.name for tool in tools), several=True)
         prompt = Prompt(token_ids=(), text="", messages=tuple(messages))
@@ -141,18 +146,18 @@ class Conversation:
 
     async def say(
         self,
-        text: str,
+        content: str | list[dict[str, str]],
         *,
         params: SamplingParams | None = None,
         on_piece: OnPiece | None = None,
         on_turn: Callable[[PlayedTurn], None] = lambda turn: None,
     ) -> PlayedTurn:
-        """Adds a user's message, and returns the turn that answers it.
+        """Adds a user's message, a text or parts with images, and returns the turn that answers it.
 
         `on_piece` is called with pieces of replies as they are sampled, `on_turn` with each turn when its tools have
         answered. A message that is cancelled or fails leaves the conversation unchanged.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
+        asked = [*self.messages, {"role": "user", "content": content}]
         turns, self.messages = await self._assistant.play(
             asked, self._ledger, params, on_piece=on_piece, on_turn=on_turn
         )

@@ -5,12 +5,16 @@ histories); its outcome is one reward, on the last reply.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from attrs import evolve
 
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
 from rollgrad.application.episodes.judging import answer_request, judge_request, judged
 from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, Reward, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, ForeignError, RewardError, RollgradError
@@ -57,15 +61,13 @@ class ServedAgentExecutor(AgentExecutor):
 
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         """Implements `AgentExecutor.run`."""
-        if request.prompt.images:
-            raise ConfigurationError(
-                "The prompt has images, which an agent that is a client is not given: play an environment, or leave "
-                "out --data.image_key."
-            )
         url = await self._url()
         session = self._service.open(request.prompt, request.params, self._limits)
         task = AgentTask(
-            prompt=request.prompt, root_url=f"{url}/s/{session.key}", api_key=session.key, model=self._model
+            prompt=_for_clients(request.prompt),
+            root_url=f"{url}/s/{session.key}",
+            api_key=session.key,
+            model=self._model,
         )
         stop_reason, result = StopReason.ENVIRONMENT, AgentResult(reward=0.0)
         try:
@@ -120,3 +122,25 @@ class ServedAgentExecutor(AgentExecutor):
                 step=latest.version,
             )
         return await judged(self._rewards, question)
+
+
+def _for_clients(prompt: Prompt) -> Prompt:
+    """Returns a prompt whose messages have images as OpenAI's clients send them."""
+    if not prompt.images:
+        return prompt
+    images = iter(prompt.images)
+
+    def sent(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        if part["type"] not in ("image", "image_url"):
+            return part
+        return {"type": "image_url", "image_url": {"url": next(images).image.data_uri}}
+
+    return evolve(
+        prompt,
+        messages=tuple(
+            {**message, "content": [*map(sent, message["content"])]}
+            if isinstance(message["content"], list)
+            else message
+            for message in prompt.messages
+        ),
+    )

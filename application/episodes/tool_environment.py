@@ -37,6 +37,7 @@ class ToolEnvironment(Environment):
             reward is 0 and the model is told that it is wrong.
         pass_threshold: score from which an answer is right.
         end_of_turn: text that ends a reply, added to the answer for reward models (`ChatCodec.end_of_turn`).
+        sees_images: whether the model is shown the images of tools' answers.
 
     Metrics: `tool_calls`, `tool_errors` (calls that failed or could not be made), `answered` (0 or 1), `attempts`.
     """
@@ -50,6 +51,7 @@ class ToolEnvironment(Environment):
         attempts: int = 1,
         pass_threshold: float = 0.5,
         end_of_turn: str = "",
+        sees_images: bool = False,
     ) -> None:
         self.tools = tuple(tools)
         self._by_name = {tool.name: tool for tool in tools}
@@ -59,6 +61,7 @@ class ToolEnvironment(Environment):
         self._allowed = attempts
         self._pass_threshold = pass_threshold
         self._end_of_turn = end_of_turn
+        self._sees_images = sees_images
         self._step = 0
         self._calls = self._errors = self._attempts = 0
 
@@ -86,7 +89,9 @@ class ToolEnvironment(Environment):
         self._errors += sum(result.is_error for result in results)
         pairs = zip(action.tool_calls, results, strict=True)
         answers = [
-            self.hint(result.content) if call.arguments is None else tool_message(call, result.content)
+            self.hint(result.content)
+            if call.arguments is None
+            else tool_message(call, result.content, result.images if self._sees_images else ())
             for call, result in pairs
         ]
         final = next((result for result in results if result.terminates), None)

@@ -5,6 +5,7 @@ sequences of a batch share one copy of its tensors. Does not own: reading images
 (`adapters/chat/pictures.py`), nor what a model makes of them.
 """
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:  # settings import this module, and no torch
     from torch import Tensor
 
 
+TYPES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+"""Media types by the first bytes of a file: those that OpenAI's and Anthropic's servers take."""
+
+
 @frozen(kw_only=True)
 class Image:
     """One image: `data`, a file's bytes; `digest`, the sha256 of the file and of the settings that made the tensors;
@@ -24,6 +29,12 @@ class Image:
     digest: str
     data: bytes = field(eq=False, repr=False)
     tensors: "Mapping[str, Tensor]" = field(eq=False, repr=False)
+
+    @property
+    def data_uri(self) -> str:
+        """The file in a data URI, with its type if that is one of `TYPES`."""
+        known = (kind for begins, kind in TYPES.items() if self.data.startswith(begins))
+        return f"data:{next(known, 'application/octet-stream')};base64,{b64encode(self.data).decode()}"
 
 
 @frozen(kw_only=True)

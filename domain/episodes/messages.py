@@ -8,6 +8,7 @@ only, and is not shown to users.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
+from itertools import zip_longest
 from typing import Any
 
 from attrs import field, frozen
@@ -79,11 +80,18 @@ class ReplyForm:
     several: bool = False
 
 
+IMAGE_MARK = "[image]"
+"""Text in a tool's answer that stands for an image."""
+
+
 @frozen(kw_only=True)
 class ToolResult:
-    """Answer of a tool. `terminates`: it ends the episode."""
+    """Answer of a tool. `images` (paths, data URIs or bytes of files) stand in the places of IMAGE_MARK in the content,
+    behind it where it has another number of marks; a model that sees none reads the content alone. `terminates`: it
+    ends the episode."""
 
     content: str
+    images: Sequence[Any] = ()
     is_error: bool = False
     terminates: bool = False
     metrics: Mapping[str, float] = field(factory=dict)
@@ -105,9 +113,30 @@ def call_entry(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def tool_message(call: ToolCall, content: str) -> Message:
-    """Returns a tool's answer to `call`."""
-    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+def tool_message(call: ToolCall, content: str, images: Sequence[Any] = ()) -> Message:
+    """Returns a tool's answer to `call`, with `images` in their places (`ToolResult`)."""
+    written = _with_images(content, images) if images else content
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": written}
+
+
+def content_text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Returns the content of a message as a text, with IMAGE_MARK in the place of each image."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else IMAGE_MARK for part in content)
+
+
+def _with_images(content: str, images: Sequence[Any]) -> list[dict[str, Any]]:
+    pieces = content.split(IMAGE_MARK)
+    if len(pieces) != len(images) + 1:
+        pieces = [content] + [""] * len(images)
+    parts: list[dict[str, Any]] = []
+    for piece, image in zip_longest(pieces, images):
+        if piece:
+            parts.append({"type": "text", "text": piece})
+        if image is not None:
+            parts.append({"type": "image", "image": image})
+    return parts
 
 
 def same_message(message: Message) -> str:

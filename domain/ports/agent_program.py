@@ -12,6 +12,8 @@ from rollgrad.domain.episodes.prompts import Prompt
 class AgentTask:
     """Task of an agent, and the address of the server that gives it replies.
 
+    Images in the messages of `prompt` are parts `{"type": "image_url", "image_url": {"url": ...}}` with data URIs, as
+    OpenAI's clients send them.
     `root_url` is the session's address (what Anthropic's clients take), `base_url` the same with `/v1` (what OpenAI's
     take); `api_key` goes with both. `model` is the name to ask for.
     """

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from rollgrad.domain.episodes.messages import Message
     from rollgrad.entrypoints.composition.assistant import LoadedAssistant
 
-HELP = "Type a message and Enter. /new starts over, /exit (or Ctrl-D) leaves; Ctrl-C stops a reply."
+HELP = (
+    "Type a message and Enter. /image PATH shows an image with the next message, /new starts over, /exit (or Ctrl-D) "
+    "leaves; Ctrl-C stops a reply."
+)
+SHOW = "/image "
+"""Beginning of a line that names an image, in a message or before it."""
 COMMANDS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Control characters, by which a text could clear a terminal, rename it, or write to the clipboard."""
 
@@ -27,7 +32,8 @@ COMMANDS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 class ChatArguments(AssistantArguments):
     """Talks to a model in the terminal.
 
-    Standard input that is no terminal is read line by line, a message each.
+    Standard input that is no terminal is read line by line, a message each. A line `/image PATH`, of the input or at
+    the beginning of --prompt, shows the model an image with the message that follows it.
     """
 
     messages: Path | None = None
@@ -106,16 +112,23 @@ class _ChatSession:
         self._opening = opening
         self._json = as_json
         self._dim = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-        self._conversation = loaded.assistant.conversation(opening)
+        self.restart()
 
     def restart(self) -> None:
         self._conversation = self._loaded.assistant.conversation(self._opening)
+        self._images: list[str] = []
 
     def take(self, runner: asyncio.Runner, text: str, *, interruptible: bool) -> None:
         try:
+            text = self._show_images(text)
+            if not text:
+                return
+            images = [{"type": "image", "image": path} for path in self._images]
+            content = [*images, {"type": "text", "text": text}] if images else text
             turn = runner.run(
-                self._conversation.say(text, on_piece=None if self._json else self._piece, on_turn=self._turn)
+                self._conversation.say(content, on_piece=None if self._json else self._piece, on_turn=self._turn)
             )
+            self._images = []
         except KeyboardInterrupt:
             if not interruptible:
                 raise
@@ -135,6 +148,25 @@ class _ChatSession:
             _write(sys.stdout, f"{answer}\n")  # the result of a tool that ends the task
         sys.stdout.flush()
 
+    def _show_images(self, text: str) -> str:
+        """Returns a text without the lines at its beginning that name images, which the next message has.
+
+        Raises:
+            DataError: the model sees none, or one cannot be read.
+        """
+        from rollgrad.adapters.chat.pictures import image_bytes
+
+        while text.startswith(SHOW):
+            line, _, text = text.partition("\n")
+            path = line.removeprefix(SHOW).strip()
+            if not self._loaded.assistant.sees_images:
+                raise DataError(
+                    f"{self._loaded.name} is shown no images: leave out {SHOW}{path}, or chat with a model that sees."
+                )
+            image_bytes(path)
+            self._images.append(path)
+        return text
+
     def _piece(self, field: str, text: str) -> None:
         if field == "content":
             _write(sys.stdout, text)
@@ -151,9 +183,11 @@ class _ChatSession:
             arguments = json.dumps(call.arguments, ensure_ascii=False) if call.arguments is not None else "?"
             self._dimmed(f"{call.name}({arguments})")
         if not isinstance(turn.result.observation, str):
+            from rollgrad.domain.episodes.messages import content_text
+
             for message in turn.result.observation:
                 if message.get("visible", True):
-                    self._dimmed(str(message["content"]))
+                    self._dimmed(content_text(message["content"]))
 
     def _dimmed(self, text: str, end: str = "\n") -> None:
         sys.stderr.write(self._dim[0])

@@ -108,6 +108,6 @@ def _loaded_app(arguments: ServeAgentArguments, following: "list[ModelReload]") 
         if arguments.follow is not None and loaded.reload is not None:
             following.append(loaded.reload)
         # An image has more bytes than the tokens that stand for it could have as text.
-        yield server.app(), max_body_bytes(None if loaded.sees_images else assistant.service.max_tokens)
+        yield server.app(), max_body_bytes(None if assistant.sees_images else assistant.service.max_tokens)
     finally:
         asyncio.run(loaded.aclose())

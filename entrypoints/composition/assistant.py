@@ -51,7 +51,7 @@ OTHER_PARAMETERS = "The newer checkpoint has other parameters than the model tha
 class LoadedAssistant:
     """An assistant and its parts. `close_engine` ends what the engine holds; `check` raises `EngineError` if it cannot
     serve requests, None for one that cannot fail by itself; `reload` brings it newer weights, None where others bring
-    them; `sees_images` says whether messages may have images."""
+    them."""
 
     assistant: Assistant
     codec: TemplateCodec
@@ -60,7 +60,6 @@ class LoadedAssistant:
     close_engine: Callable[[], Awaitable[None]]
     check: Callable[[], Awaitable[None]] | None
     reload: ModelReload | None
-    sees_images: bool
 
     async def aclose(self) -> None:
         """Closes tools and engine, in the event loop that used them."""
@@ -94,6 +93,7 @@ def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None)
         system_prompt=arguments.system_prompt,
         max_turns=arguments.max_turns,
         max_tokens=engine.max_tokens,
+        sees_images=images is not None,
     )
     name = Path(arguments.model).resolve().name or arguments.model
     reload = None
@@ -108,7 +108,6 @@ def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None)
         close_engine=sampler.close,
         check=sampler.check,
         reload=reload,
-        sees_images=images is not None,
     )
 
 

@@ -72,6 +72,7 @@ def make_tool_executor(
             attempts=config.agent.attempts,
             pass_threshold=config.reward.pass_threshold,
             end_of_turn=codec.end_of_turn,
+            sees_images=config.data.image_key is not None,
         )
 
     return _turns(config, engine, codec, tracing, environment)

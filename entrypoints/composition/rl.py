@@ -213,7 +213,11 @@ class RLContainer(EngineContainer):
     brought: providers.Provider[list[str]] = providers.Object([])
     """Names of adapters that the caller brought."""
     server = LoopResource(
-        TrainingServer, traced_engine, base.codec, providers.Callable(unprescribed, base.config, brought)
+        TrainingServer,
+        traced_engine,
+        base.codec,
+        providers.Callable(unprescribed, base.config, brought),
+        sees_images=providers.Callable(bool, base.config.provided.data.image_key),
     )
     tool_box = LoopResource(ToolBox, base.config.provided.agent.tools, base.config.provided.agent.python_isolation)
     executor = providers.Selector(

@@ -14,12 +14,15 @@ MODEL = "policy"
 
 class TrainingServer:
     """Serves a `ChatService`, from the first request for its address until `aclose`. `unprescribed` is as for
-    `ChatService`."""
+    `ChatService`; `sees_images`: requests may have images, which are larger than the text of their tokens."""
 
-    def __init__(self, engine: RolloutEngine, codec: ChatCodec, unprescribed: str | None) -> None:
+    def __init__(
+        self, engine: RolloutEngine, codec: ChatCodec, unprescribed: str | None, *, sees_images: bool = False
+    ) -> None:
         self.engine = engine
         self.service = ChatService(engine, codec, max_tokens=engine.max_tokens, unprescribed=unprescribed)
         self._codec = codec
+        self._max_body = max_body_bytes(None if sees_images else self.service.max_tokens)
         self._server: Server | None = None
         self._starting = asyncio.Lock()
 
@@ -28,7 +31,7 @@ class TrainingServer:
         async with self._starting:
             if self._server is None:
                 app = AgentServer(self.service, self._codec, model=MODEL).app()
-                self._server = Server(app, name="agent server", max_body=max_body_bytes(self.service.max_tokens))
+                self._server = Server(app, name="agent server", max_body=self._max_body)
                 await self._server.start()
         assert self._server.url is not None
         return self._server.url

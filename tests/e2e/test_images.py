@@ -1,10 +1,12 @@
 """Whole runs of a tiny model that sees images."""
 
+import asyncio
 import base64
+import io
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import yaml
 
 import rollgrad
+from rollgrad.adapters.chat.pictures import opened
 from rollgrad.adapters.data.examples.formats import read_row
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.rows import RowError
@@ -19,14 +22,18 @@ from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
 from rollgrad.adapters.servers.responses_wire import ResponsesWire
+from rollgrad.application.episodes.assistant import Assistant
+from rollgrad.application.episodes.chat_request import ChatRequest
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.examples import ExampleFormat
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, _loaded_app
 from rollgrad.entrypoints.composition.assistant import load_assistant
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 from tests.example_runs import logged, weights
+from tests.fakes.recording_engine import RecordingEngine
 from tests.image_runs import Gallery
 from tests.tiny_vision import picture, save_tiny_vlm
 
@@ -126,13 +133,12 @@ def test_long_images_are_dropped_whole(workspace: Path, capsys: pytest.CaptureFi
 
 
 def test_what_is_given_no_images_refuses_them(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--rollout.engine", "server", "--agent.command", "true", "--reward.function_path", "null"]
+    flags = ["--rollout.engine", "server", "--reward.function_path", "null"]
     flags += ["--cluster.enable", "--ds.sequence_parallel_size", "2", "--rollout.server_urls", "http://nowhere"]
     assert main(["train", "rl", "--config", "run.yaml", *flags, "--reward.model_name_or_path", "x"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     for name in (
         "servers are given no images",
-        "programs that are clients are given none",
         "a reward model is given none",
         "leave out --ds.sequence_parallel_size",
     ):
@@ -328,6 +334,72 @@ async def test_a_served_model_sees_the_images_of_clients(workspace: Path, model:
             made.decode(asked)
 
 
+TOOL = """
+import PIL.Image
+import rollgrad
+
+
+@rollgrad.tool
+def look(color: str) -> object:
+    "Shows a picture."
+    return PIL.Image.open(f"{color}.png")
+"""
+
+
+async def test_a_tool_shows_its_image(workspace: Path, model: Path) -> None:
+    (workspace / "tools.py").write_text(TOOL)
+    loaded = load_assistant(AssistantArguments(model=str(model), tools="tools.py", dtype=DType.FLOAT32))
+    assert loaded.assistant.sees_images
+    call = json.dumps({"name": "look", "arguments": {"color": "blue"}})
+    replies = [f"<tool_call>\n{call}\n</tool_call><|im_end|>", "Blue.<|im_end|>"]
+    seen: list[list[Any]] = []
+
+    def reply(request: GenerationRequest, number: int) -> Sequence[int]:
+        seen.append([opened(placed.image.data).getpixel((0, 0)) for placed in request.images])
+        return loaded.codec.encode(replies[number])
+
+    params = SamplingParams(max_new_tokens=200)
+    assistant = Assistant(RecordingEngine(reply), loaded.codec, loaded.tools.open, params=params, sees_images=True)
+    await assistant.conversation().say([{"type": "image", "image": "red.png"}, {"type": "text", "text": "The other?"}])
+    assert seen == [[(200, 0, 0)], [(200, 0, 0), (0, 0, 200)]]
+
+
+def test_chat_shows_images(
+    workspace: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reply is that which a served model gives; images are of the message that follows them."""
+    flags = ["chat", "--model", str(model), "--dtype", "float32", "--seed", "5", "--max_new_tokens", "6"]
+    said = "/image red.png\n/image blue.png\nAlike?\nSure?\n/image red.png\n/new\nAlike?\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    assert main([*flags, "--json"]) == 0
+    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
+    content = first["messages"][0]["content"]
+    assert [part.get("image", part.get("text")) for part in content] == ["red.png", "blue.png", "Alike?"]
+    assert [message["content"] for message in (second["messages"][2], third["messages"][0])] == ["Sure?", "Alike?"]
+    loaded = load_assistant(AssistantArguments(model=str(model), dtype=DType.FLOAT32, seed=5, max_new_tokens=6))
+    served = asyncio.run(loaded.assistant.answer(ChatRequest(messages=first["messages"][:1])))
+    assert list(served.generation.token_ids) == first["token_ids"] != third["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "sentence"),
+    [
+        ("model", "/image none.png\nWhat?", "none.png cannot be read"),
+        ("reader", "/image red.png", "is shown no images: leave out /image red.png"),
+    ],
+)
+def test_chat_names_images_that_it_cannot_show(
+    workspace: Path,
+    name: str,
+    said: str,
+    sentence: str,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["chat", "--model", str(request.getfixturevalue(name)), "--prompt", said]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_an_image_may_have_more_bytes_than_its_tokens_as_text(model: Path) -> None:
     with _loaded_app(ServeAgentArguments(model=str(model), dtype=DType.FLOAT32), []) as (_, largest):
         assert largest == MAX_BODY_BYTES
@@ -363,13 +435,33 @@ class AgentExecutor(MultiTurnAgentExecutor):
 """
 
 
-@pytest.mark.parametrize("plays", ["environment", "agent file"])
+CLIENT = """
+import base64
+from pathlib import Path
+
+import openai
+
+BLUE = "data:image/png;base64," + base64.b64encode(Path("blue.png").read_bytes()).decode()
+NEXT = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": BLUE}}, {"type": "text", "text": "?"}]}
+
+
+async def run_agent(task):
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        messages = list(task.prompt.messages)
+        for turn in range(2):
+            reply = await client.chat.completions.create(model=task.model, messages=messages)
+            messages += [reply.choices[0].message.to_dict(), NEXT]
+        return float(len(reply.choices[0].message.content or "") % 2)
+"""
+
+
+@pytest.mark.parametrize("plays", ["environment", "agent file", "client"])
 def test_an_environment_answers_with_images(workspace: Path, plays: str) -> None:
     config = rollgrad.load_config("run.yaml")
     config.reward.function_path, config.data.label_key = None, None
     config.rollout.max_new_tokens, config.rollout.stop_strings = 60, tuple("abcdefghi stuvw")  # short, but whole
-    (workspace / "agent.py").write_text(AGENT)
-    if plays == "agent file":
+    (workspace / "agent.py").write_text(CLIENT if plays == "client" else AGENT)
+    if plays != "environment":
         config.train.agent_func_path = "agent.py"
     result = rollgrad.train(config, environment=Gallery if plays == "environment" else None)
     assert result.steps == 2

@@ -19,8 +19,6 @@ def image_problems(config: RLConfig) -> Iterator[str]:
     yield from _divided_problems(known, config)
     if config.actor.lora.sync is LoraSync.ADAPTER:
         yield f"{known}vLLM computes no adapters beside images here: leave out --actor.lora.sync."
-    if config.agent.command is not None:
-        yield f"{known}programs that are clients are given none: leave --agent.command out."
     if config.reward.model_name_or_path is not None:
         yield f"{known}a reward model is given none: judge by --reward.function_path or --reward.verifier."
     if config.actor.freeze_visual_encoder and config.actor.lora.rank:

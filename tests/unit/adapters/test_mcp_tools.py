@@ -43,8 +43,9 @@ async def test_the_tools_are_the_servers(server: str) -> None:
         assert repeat.parameters["required"] == ["text"]
 
 
-async def test_parts_become_text(server: str) -> None:
-    assert await ask(server, "picture") == ToolResult(content="look:\n[image]\nnice")
+async def test_parts_become_text_and_images(server: str) -> None:
+    shown = ToolResult(content="look:\n[image]\nnice", images=("data:image/png;base64,eA==",))
+    assert await ask(server, "picture") == shown
 
 
 async def test_an_error_of_the_tool_is_told(server: str) -> None:

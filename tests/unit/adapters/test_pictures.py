@@ -8,8 +8,10 @@ import pytest
 from PIL import Image
 
 from rollgrad.adapters.chat.pictures import image_bytes, named_images, opened
+from rollgrad.domain.episodes.images import PlacedImages
+from rollgrad.domain.episodes.messages import ToolCall, assistant_message, tool_message
 from rollgrad.domain.errors import DataError
-from tests.tiny_vision import picture
+from tests.tiny_vision import codec_of, picture, tiny_vlm
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "F", "I", "YCbCr", "LA", "P"])
@@ -52,3 +54,41 @@ def test_logs_name_images_and_hold_none() -> None:
     ]
     (logged,) = named_images([message(path, *files)])
     assert logged == message(path, *[{"type": "image"}] * 3)
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("knows_tools", [False, True])
+def test_answers_of_tools_show_their_images(knows_tools: bool) -> None:
+    """Also where the tools are described in the system's message, and answers are the user's; images stand where the
+    answers have them, whether the conversation is continued or rendered anew."""
+    _, processor = tiny_vlm("qwen2_5_vl")
+    if knows_tools:
+        processor.tokenizer.chat_template = "{% if tools %}{% endif %}" + processor.tokenizer.chat_template
+    codec = codec_of(processor)
+    calls = [ToolCall(id=f"{number}", name="look", arguments={}) for number in range(2)]
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Look!"}]
+    called = assistant_message("", tool_calls=calls)
+    red, blue = picture((200, 0, 0)), picture((0, 0, 200))
+    answers = [tool_message(calls[0], "here [image]!", [red]), tool_message(calls[1], "[image]", [blue])]
+    whole = codec.render([*asked, called, *answers], [TOOL])
+    assert [placed.image.data for placed in whole.images] == [red, blue]
+    assert ("<tool_response>" in whole.text) != knows_tools
+
+    sampled = codec.encode("<|im_end|>")
+    added = codec.continued([*asked, called], answers, [TOOL], reply_token_ids=sampled)
+    assert added is not None
+
+    def texts(token_ids: tuple[int, ...], images: PlacedImages) -> list[tuple[str, str]]:
+        """The text before each image, and that of its own tokens."""
+        return [
+            (
+                codec.decode(token_ids[: place.start])[-6:],
+                codec.decode(token_ids[place.start : place.stop], special_tokens=True),
+            )
+            for place in images
+        ]
+
+    assert texts(added.token_ids, added.images) == texts(whole.token_ids, whole.images)
+    assert whole.token_ids[-len(added.token_ids) :] == added.token_ids

@@ -12,9 +12,11 @@ from datetime import date
 from typing import Annotated, Any, Literal
 
 import pytest
+from PIL import Image
 from pydantic import BaseModel, Field
 from structlog.testing import capture_logs
 
+from rollgrad.adapters.chat.pictures import image_bytes, opened
 from rollgrad.adapters.tools.function import THREADS, FunctionTool, tool
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError
@@ -153,6 +155,16 @@ async def test_an_argument_without_a_type_takes_anything() -> None:
 )
 async def test_what_is_not_text_becomes_json(value: Any, expected: str) -> None:
     assert await text(lambda_named(lambda: value)) == expected
+
+
+async def test_an_image_of_pillow_is_an_image() -> None:
+    red, blue = (Image.new("RGB", (3, 2), color) for color in ("red", "blue"))
+    alone, among = await call(lambda_named(lambda: red)), await call(lambda_named(lambda: ["look:", blue, 3]))
+    assert (alone.content, among.content) == ("[image]", "look:\n[image]\n3")
+    assert [opened(image_bytes(uri)).getpixel((0, 0)) for result in (alone, among) for uri in result.images] == [
+        (255, 0, 0),
+        (0, 0, 255),
+    ]
 
 
 def lambda_named(function: Callable[[], Any]) -> Callable[[], Any]:

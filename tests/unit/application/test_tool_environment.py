@@ -88,6 +88,25 @@ async def test_a_call_gets_its_result_and_the_answer_ends_the_episode() -> None:
     assert tool.calls == ["ab"]
 
 
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("left [image] and [image].", ["left ", b"1", " and ", b"2", "."]),
+        ("[image]\n[image]", [b"1", "\n", b"2"]),
+        ("two pictures", ["two pictures", b"1", b"2"]),
+    ],
+)
+async def test_a_model_that_sees_is_shown_the_images_of_an_answer(content: str, parts: list[Any]) -> None:
+    tool = FakeTool(lambda text: ToolResult(content=content, images=(b"1", b"2")))
+    seeing, blind = ToolEnvironment([tool], sees_images=True), ToolEnvironment([tool])
+    (shown,), (told,) = await steps(seeing, act("", call())), await steps(blind, act("", call()))
+    assert contents(told) == [content]
+    (message,) = shown.observation
+    assert isinstance(message, dict)
+    assert [part.get("text", part.get("image")) for part in message["content"]] == parts
+    assert [part["type"] for part in message["content"]] == ["text" if isinstance(p, str) else "image" for p in parts]
+
+
 async def test_calls_of_one_reply_run_at_once_and_are_answered_in_order() -> None:
     tool = Together(3)
     (result,) = await steps(ToolEnvironment([tool]), act("", *(call(str(i), number=i) for i in range(3))))
