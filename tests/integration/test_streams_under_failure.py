@@ -1,7 +1,8 @@
-"""Two hundred streams at a time, with tools, while an engine dies and a newer checkpoint is loaded: each gets the whole
-reply of one model, and no other's."""
+"""Two hundred streams at a time, with images and tools, while an engine dies and a newer checkpoint is loaded: each
+gets the whole reply of one model, and no other's."""
 
 import asyncio
+import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import httpx2
 import torch
 
+from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.grammars import Grammars
@@ -26,13 +28,14 @@ from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.entrypoints.composition.reload import ModelReload
 from tests.fakes.fleet_member import FakeFleetMember
-from tests.tiny_models import tiny_llama
+from tests.tiny_vision import picture, save_tiny_vlm
 
 STREAMS = 200
 LATE = 40
 """Streams that begin while the newer checkpoint is loaded."""
 TOLD_BEFORE_DEATH = 150
 """Tokens that the engine which dies has told before."""
+PICTURES = [picture((200, 0, 0)), picture((0, 200, 0), width=56, height=24), picture((0, 0, 200))]
 PATIENT = FleetBounds(suspect_after=1000.0, dead_after=1000.0)
 TOOL = {
     "type": "function",
@@ -51,9 +54,13 @@ Reply = tuple[str, list[tuple[str, str]], list[int]]
 
 
 def body(number: int) -> dict[str, Any]:
-    """One request, of which every eighth requires a call."""
+    """One request, of which every eighth requires a call, and every third has one of three images."""
+    text: Any = f"go {number % 10}"
+    if number % 3 == 0:
+        uri = f"data:image/png;base64,{base64.b64encode(PICTURES[number // 3 % 3]).decode()}"
+        text = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": text}]
     return {
-        "messages": [{"role": "user", "content": f"go {number % 10}"}],
+        "messages": [{"role": "user", "content": text}],
         "tools": [TOOL],
         "tool_choice": "required" if number % 8 == 0 else "auto",
         "parallel_tool_calls": False,
@@ -70,7 +77,8 @@ class Models:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.tokenizer = load_tokenizer(str(path), flag="model")
-        self.codec = TemplateCodec(self.tokenizer)
+        processor = load_processor(str(path), self.tokenizer, flag="model")
+        self.codec = TemplateCodec(self.tokenizer, images=ImageRenderer(processor))
         self._ends = [self.tokenizer.eos_token_id]
         self._grammars = Grammars(self.tokenizer, self._ends)
 
@@ -91,7 +99,8 @@ class Models:
         async def tools() -> list[Any]:
             return []
 
-        return Assistant(engine, self.codec, tools, params=SamplingParams(), max_tokens=engine.max_tokens)
+        params = SamplingParams()
+        return Assistant(engine, self.codec, tools, params=params, max_tokens=engine.max_tokens, sees_images=True)
 
     async def expected(self, name: str) -> list[Reply]:
         """The answers of one engine that is left in peace."""
@@ -144,8 +153,8 @@ async def stream(http: httpx2.AsyncClient, number: int) -> Reply:
     return text, named, tokens
 
 
-async def test_each_of_two_hundred_streams_is_whole_and_its_own(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    await played(Models(tiny_llama(tiny_tokenizer, tmp_path, head_dim=16, positions=1024)))
+async def test_each_of_two_hundred_streams_is_whole_and_its_own(tmp_path: Path) -> None:
+    await played(Models(Path(save_tiny_vlm("qwen2_5_vl", tmp_path, positions=1024))))
 
 
 async def played(models: Models) -> None:
