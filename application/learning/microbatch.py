@@ -19,6 +19,8 @@ def split(batch: Batch, max_tokens: int, shares: int = 1, *, padded: bool = Fals
         return Passes(batch, padded_passes(batch, budget, shares))
     together = pieces(batch, budget, shared_prefixes(batch))
     own = divided(together, shares) if shares > 1 else [together]
-    count = max(len(micro_batches(share, budget)) for share in own)
-    runs = [[[s for piece in run for s in piece.sequences] for run in micro_batches(p, budget, count)] for p in own]
-    return Passes(batch, [[found[number] if number < len(found) else [] for found in runs] for number in range(count)])
+    found = [micro_batches(share, budget) for share in own]
+    count = max(map(len, found))
+    found = [f if len(f) == count else micro_batches(p, budget, count) for f, p in zip(found, own, strict=True)]
+    runs = [[[s for piece in run for s in piece.sequences] for run in share] for share in found]
+    return Passes(batch, [[share[number] if number < len(share) else [] for share in runs] for number in range(count)])

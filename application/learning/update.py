@@ -82,7 +82,7 @@ class Listening:
         logprobs_N, entropies_N = torch.full((2, tokens), math.nan)
         clipped_N = torch.zeros(tokens, dtype=torch.bool)
         for places_N, scores, heard_N in self._heard:
-            index_N = places_N.cpu()
+            index_N = _together(places_N.cpu())
             logprobs_N[index_N] = scores.logprobs_N.float().cpu()
             entropies_N[index_N] = scores.entropy_N.float().cpu()
             if heard_N is not None:
@@ -179,7 +179,7 @@ class UpdateService:
         listening = Listening(objective)
         loss_weights_N = torch.zeros(batch.token_count)
         for step_batch in self._steps(batch):
-            loss_weights_N.scatter_(0, step_batch.filled("places_N"), step_batch.filled("loss_weights_N"))
+            loss_weights_N[_together(step_batch.filled("places_N"))] = step_batch.filled("loss_weights_N")
             metrics: dict[str, float] = {}
             if train_policy:
                 metrics |= self._update_policy(step_batch, listening)
@@ -266,6 +266,15 @@ class UpdateService:
             rollout_ids_S=part.rollout_ids_S,
             max_length=self._max_length,
         )
+
+
+def _together(places_N: Tensor) -> Tensor | slice:
+    """Returns places as a slice if they follow each other, as those of a step that takes the whole batch do: to write
+    to them then takes a tenth of the time."""
+    first = int(places_N[0])
+    if torch.equal(places_N, torch.arange(first, first + len(places_N))):
+        return slice(first, first + len(places_N))
+    return places_N
 
 
 def _with_gradient(batch: RolloutBatch) -> RolloutBatch:

@@ -223,7 +223,11 @@ def rollout_ids(group_ids_S: Tensor, sample_ids_S: Tensor) -> Tensor:
 
 def spread(values_S: Tensor, lengths_S: Tensor, mask_N: Tensor) -> Tensor:
     """Returns the value of each sequence at those of its tokens that the mask has, and 0 at all others."""
-    return torch.repeat_interleave(values_S, lengths_S, output_size=len(mask_N)).masked_fill_(~mask_N, 0)
+    if values_S.device.type == "cpu":  # where numpy takes a third of the time
+        values_N = torch.from_numpy(values_S.numpy().repeat(lengths_S.numpy()))
+    else:
+        values_N = torch.repeat_interleave(values_S, lengths_S, output_size=len(mask_N))
+    return values_N.masked_fill_(~mask_N, 0)
 
 
 def counts(mask_N: Tensor, lengths_S: Tensor) -> Tensor:

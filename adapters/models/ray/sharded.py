@@ -296,7 +296,7 @@ class _Parts:
             found = [self._columns(method, self._planned(batch)) for batch in passes]
             return {name: passes.merged([columns[name] for columns in found]) for name in found[0]}
         results = self._each(method, [[[part]] for part in divided(passes, self._count)])
-        return {name: merged(passes, [columns[name] for columns in results]) for name in results[0]}
+        return merged(passes, results)
 
     def _each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns the results by part, from one process of each."""
@@ -311,6 +311,6 @@ class _Parts:
 
 def _tell(listening: Listening, passes: Passes[Any], told: Sequence[Mapping[str, Any]]) -> None:
     """Tells an objective what its parts were told in their processes."""
-    columns = {name: merged(passes, [part[name] for part in told]) for name in told[0]}
+    columns = merged(passes, told)
     clipped_N = columns.pop("clipped_N", None)
     listening.hear(passes.whole, TokenScores(**columns), None if clipped_N is None else clipped_N.bool())

@@ -6,7 +6,7 @@ turns, versions, weights, advantages of whole replies) travels as stretches, flo
 Invariant: at every token that a result depends on, a batch arrives as it was; floats outside actions arrive as 0.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -235,20 +235,21 @@ def divided(passes: Passes[Any], parts: int) -> list[SentBatch]:
     return found
 
 
-def merged(passes: Passes[Any], columns: Sequence[Array]) -> Tensor:
-    """Returns a column [N] of the whole batch from the values of each part's action tokens."""
+def merged(passes: Passes[Any], results: Sequence[Mapping[str, Array]]) -> dict[str, Tensor]:
+    """Returns columns [N] of the whole batch from the values of each part's action tokens."""
     whole = passes.whole
     mask_N = whole.action_mask_N.numpy()
-    full_N = np.zeros(whole.token_count, np.float32)
-    for part, values_A in enumerate(columns):
+    full = {name: np.zeros(whole.token_count, np.float32) for name in results[0]}
+    for part, columns in enumerate(results):
         sequences = torch.tensor([s for plan in passes.plan for s in plan[part]], dtype=torch.int64)
         taken = 0
         for start, stop in whole.runs(sequences):
-            mask = mask_N[start:stop]
-            following = taken + int(np.count_nonzero(mask))
-            full_N[start:stop][mask] = values_A[taken:following]
-            taken = following
-    return torch.from_numpy(full_N)
+            index = np.flatnonzero(mask_N[start:stop])
+            index += start
+            for name, values_A in columns.items():
+                full[name][index] = values_A[taken : taken + len(index)]
+            taken += len(index)
+    return {name: torch.from_numpy(column_N) for name, column_N in full.items()}
 
 
 class Recording:

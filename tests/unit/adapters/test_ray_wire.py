@@ -140,8 +140,10 @@ def test_results_come_back_to_their_tokens(method: str, groups: list[list[int]],
     expected = {"logprobs_N": scores.logprobs_N, "entropy_N": scores.entropy_N, VALUES: Model().values(batch)}
     names = {SCORE: {"logprobs_N", "entropy_N"}, LOGPROBS: {"logprobs_N"}, VALUES: {VALUES}}[method]
     assert results[0].keys() == names
+    columns = merged(passes, results)
+    assert columns.keys() == names
     for name in names:
-        assert torch.equal(merged(passes, [columns[name] for columns in results]), expected[name])
+        assert torch.equal(columns[name], expected[name])
 
 
 class Processes:

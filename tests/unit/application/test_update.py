@@ -9,14 +9,14 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.learning.update import UpdateService
+from rollgrad.application.learning.update import Listening, UpdateService
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.batches.metrics import Common, Count
 from rollgrad.domain.batches.packed import Batch, PackedBatch, pack
 from rollgrad.domain.batches.prefixes import shared_prefixes
-from rollgrad.domain.ports.models import PolicyObjective
+from rollgrad.domain.ports.models import PolicyObjective, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.models import FakePolicy, FakeValue
 
@@ -303,3 +303,19 @@ def test_the_last_epoch_tells_entropies_and_clipped_tokens() -> None:
     clipped = 2 * (report.metrics["policy/clip_low_share"] + report.metrics["policy/clip_high_share"])
     assert 0 < clipped < 1, "of the first epoch, where ratios are 1, none"
     assert float(weights_N[clipped_N].sum()) == pytest.approx(clipped)
+
+
+@pytest.mark.parametrize("places", [[0, 1, 2, 3], [2, 3], [3, 2, 1, 0], [0, 2, 1, 3], [1, 3]], ids=str)
+def test_what_is_told_of_tokens_stands_at_their_places(places: list[int]) -> None:
+    listening = Listening(OBJECTIVE)
+    values_N = torch.arange(1.0, 1 + len(places))
+    told = evolve(batch([2]), places_N=torch.tensor(places))
+    listening.hear(told, TokenScores(logprobs_N=-values_N, entropy_N=values_N), values_N == 1)
+    logprobs_N, entropies_N, clipped_N = listening.columns(5)
+    assert logprobs_N is not None
+    assert entropies_N is not None
+    assert clipped_N is not None
+    assert logprobs_N[places].tolist() == (-values_N).tolist()
+    assert entropies_N[places].tolist() == values_N.tolist()
+    assert clipped_N.nonzero()[:, 0].tolist() == places[:1]
+    assert int(entropies_N.isnan().sum()) == 5 - len(places)
