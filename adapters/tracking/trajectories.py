@@ -162,7 +162,15 @@ def _parquet(table: "pyarrow.Table") -> bytes:
     import pyarrow as pa
     from pyarrow import parquet
 
+    # Texts and tokens alone are compressed: numbers of rows are few, and a list reads those of all files.
+    large = [
+        f"{column.name}.list.element" if pa.types.is_list(column.type) else column.name
+        for column in table.schema
+        if pa.types.is_list(column.type) or pa.types.is_string(column.type)
+    ]
     stream = pa.BufferOutputStream()
-    parquet.write_table(table, stream, compression="zstd", row_group_size=ROWS_PER_GROUP)
+    parquet.write_table(
+        table, stream, compression=dict.fromkeys(large, "zstd"), use_dictionary=large, row_group_size=ROWS_PER_GROUP
+    )
     content: bytes = stream.getvalue().to_pybytes()
     return content

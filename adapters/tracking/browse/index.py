@@ -23,6 +23,7 @@ from rollgrad.adapters.tracking.browse.summaries import (
     plain,
     read_summaries,
     sample_rows,
+    shortened,
     summaries,
 )
 from rollgrad.adapters.tracking.trajectory_files import read_trajectories, trajectory_files
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SORT = "-step,group_id,-reward"
 SEARCHES_KEPT = 16
-READERS = 4
-"""Threads that read files at first."""
+READERS = 2
+"""Threads that read files at first: more would wait for each other more than for the disk."""
 SEARCHERS = 2
 """Threads that look for texts, each of which has all texts of a file in memory."""
 MOST_POINTS = 20_000
@@ -261,14 +262,14 @@ class RunIndex:
         tables: Sequence[Any] = list(good.values())
         if not self._files:
             try:
-                tables = [summaries(sample_rows(self._run / SAMPLES_FILE))]
+                tables = [shortened(sample_rows(self._run / SAMPLES_FILE))]
             except FileNotFoundError:
                 pass
             except (OSError, pa.ArrowException) as error:
                 problems.append(f"{SAMPLES_FILE} cannot be read ({error}).")
-        empty = summaries(pa.table({}))
+        empty = shortened(pa.table({}))
         return Rollouts(
-            table=pa.concat_tables([empty, *tables]).combine_chunks(),
+            table=summaries(pa.concat_tables([empty, *tables])),
             files=tuple(good),
             sizes=tuple(map(len, good.values())),
             problems=tuple(problems),

@@ -1,10 +1,13 @@
-"""Summary rows of one file of rollouts: all but its tokens and whole texts, and what a row's group tells of it."""
+"""Summary rows of rollouts: all but its tokens and whole texts, and what a row's group tells of it."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy
 
 from rollgrad.adapters.tracking.browse.filters import Kind
 from rollgrad.adapters.tracking.trajectory_files import PREFIXES, read_trajectories
@@ -56,6 +59,8 @@ STORED = [
     for name in (*TEXTS, *MAPS.values())
     if name not in {"group_size", "group_spread", "zero_spread", "new_reward", "star", "tag", "note"}
 ]
+IDS = ("kind", "step", "group_id", "sample_id")
+"""Columns that a rollout is known by; all but the last one are its group's."""
 CUT = ("prompt", "response", "label")
 """Texts of which a summary row has the beginning."""
 KEY_KINDS = {kind: prefix.removesuffix("-") for kind, prefix in PREFIXES.items()}
@@ -93,19 +98,19 @@ def names_in(table: "pyarrow.Table", column: str) -> list[str]:
 
 
 def read_summaries(path: Path) -> "pyarrow.Table":
-    """Returns the summary rows of a file of rollouts.
+    """Returns what `summaries` takes of a file of rollouts.
 
     Raises:
         DataError: it cannot be read, or has other columns than rollouts.
     """
     table = read_trajectories(path, ["response_start" if name == "response" else name for name in STORED])
     if "response_start" in table.column_names:
-        return summaries(table.rename_columns({"response_start": "response"}))
-    return summaries(read_trajectories(path, STORED))  # a file of an earlier version has whole responses alone
+        return shortened(table.rename_columns({"response_start": "response"}))
+    return shortened(read_trajectories(path, STORED))  # a file of an earlier version has whole responses alone
 
 
-def summaries(table: "pyarrow.Table") -> "pyarrow.Table":
-    """Returns rows with `key`, `prompt_id` and what their groups tell; `table` has the columns of `STORED`, or some.
+def shortened(table: "pyarrow.Table") -> "pyarrow.Table":
+    """Returns the columns of `STORED`, null where `table` has none, with the beginnings of texts, and `prompt_id`.
 
     Raises:
         pyarrow.ArrowException: a column has another type.
@@ -113,14 +118,23 @@ def summaries(table: "pyarrow.Table") -> "pyarrow.Table":
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    whole = schema()
     made: dict[str, Any] = {}
-    for name in STORED:
-        kind = whole.field(name).type
-        made[name] = table[name].cast(kind) if name in table.column_names else pa.nulls(len(table), kind)
+    for field in _stored():
+        column = table[field.name] if field.name in table.column_names else pa.nulls(len(table), field.type)
+        made[field.name] = column if column.type == field.type else column.cast(field.type)
     made["prompt_id"] = _prompt_ids(made["prompt"])
     for name in CUT:
         made[name] = pc.utf8_slice_codeunits(made[name], 0, SHOWN)
+    return pa.table(made)
+
+
+def summaries(table: "pyarrow.Table") -> "pyarrow.Table":
+    """Returns the rows of all files, as `shortened` gives them, with `key` and what their groups tell: of many files at
+    once, as each of Arrow's calls takes longer than its work on the rows of one."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    made = {name: column.combine_chunks() for name, column in zip(table.column_names, table.columns, strict=True)}
     made["branch"] = pc.fill_null(made["branch"], -1)  # failed episodes have none
     made["key"] = pc.binary_join_element_wise(
         pc.if_else(pc.equal(made["kind"], "update"), KEY_KINDS["update"], KEY_KINDS["evaluation"]),
@@ -130,7 +144,15 @@ def summaries(table: "pyarrow.Table") -> "pyarrow.Table":
     made["group_size"], made["group_spread"], learned = _groups(made)
     same = pc.and_(pc.equal(made["group_spread"], 0.0), pc.greater(made["group_size"], 1))
     made["zero_spread"] = pc.and_(same, pc.invert(learned))
-    return pa.table(made).combine_chunks()
+    return pa.table(made)
+
+
+@cache
+def _stored() -> "pyarrow.Schema":
+    import pyarrow as pa
+
+    whole = schema()
+    return pa.schema([whole.field(name) for name in STORED])
 
 
 def prompt_id(prompt: str | None) -> str:
@@ -140,10 +162,12 @@ def prompt_id(prompt: str | None) -> str:
 
 def _prompt_ids(prompts: Any) -> Any:
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    texts = prompts.to_pylist()
-    known = {text: prompt_id(text) for text in set(texts)}
-    return pa.array([known[text] for text in texts], type=pa.string())
+    whole = prompts.combine_chunks() if isinstance(prompts, pa.ChunkedArray) else prompts
+    coded = pc.dictionary_encode(whole, null_encoding="encode")
+    ids = [prompt_id(text) for text in coded.dictionary.to_pylist()]
+    return pa.array(ids, type=pa.string()).take(coded.indices)
 
 
 def _groups(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -151,23 +175,32 @@ def _groups(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     group: a critic, or a mean over other groups, gives some to a group without spread."""
     import pyarrow as pa
 
-    rewards: dict[int, dict[int, float | None]] = {}
-    groups = columns["group_id"].to_pylist()
-    for group, sample, reward in zip(
-        groups, columns["sample_id"].to_pylist(), columns["reward"].to_pylist(), strict=True
-    ):
-        samples = rewards.setdefault(group, {})
-        before = samples.get(sample)
-        samples[sample] = before if reward is None else reward + (before or 0.0)  # branches add up
-    spreads = {}
-    for group, samples in rewards.items():
-        known = [reward for reward in samples.values() if reward is not None]
-        spreads[group] = max(known) - min(known) if known else None
-    advantages = zip(groups, columns["advantage"].to_pylist(), strict=True)
-    learned = {group for group, advantage in advantages if advantage is not None and abs(advantage) > NOTHING}
-    sizes = pa.array([len(rewards[group]) for group in groups], type=pa.int32())
-    spread = pa.array([spreads[group] for group in groups], type=pa.float64())
-    return sizes, spread, pa.array([group in learned for group in groups], type=pa.bool_())
+    numbers = {name: columns[name].to_numpy(zero_copy_only=False) for name in (*IDS, "reward", "advantage")}
+    group_N = _numbered(*(numbers[name] for name in IDS[:-1]))
+    rollout_N = _numbered(group_N, numbers[IDS[-1]])
+    count, rollouts = (int(ids.max(initial=-1)) + 1 for ids in (group_N, rollout_N))
+    group_R = numpy.zeros(rollouts, dtype=numpy.int64)
+    group_R[rollout_N] = group_N
+    known_N = numpy.isfinite(numbers["reward"])  # null is NaN here
+    rewards_R = numpy.bincount(rollout_N[known_N], numbers["reward"][known_N], rollouts)  # branches add up
+    known_R = numpy.bincount(rollout_N[known_N], minlength=rollouts) > 0
+    low, high = numpy.full(count, numpy.inf), numpy.full(count, -numpy.inf)
+    numpy.minimum.at(low, group_R[known_R], rewards_R[known_R])
+    numpy.maximum.at(high, group_R[known_R], rewards_R[known_R])
+    learned = numpy.bincount(group_N[abs(numbers["advantage"]) > NOTHING], minlength=count) > 0
+    sizes = numpy.bincount(group_R, minlength=count).astype(numpy.int32)
+    without = high < low  # no rollout has a reward
+    spread = pa.array((high - low)[group_N], mask=without[group_N])
+    return pa.array(sizes[group_N]), spread, pa.array(learned[group_N])
+
+
+def _numbered(*columns: Any) -> Any:
+    """Returns for each row the number of its combination of values: 0 of the first one in their order, and so on."""
+    numbers = numpy.zeros(len(columns[0]), dtype=numpy.int64)
+    for column in columns:
+        values = numpy.unique(column, return_inverse=True)[1]
+        numbers = numpy.unique(numbers << 32 | values, return_inverse=True)[1]
+    return numbers
 
 
 def sample_rows(path: Path) -> "pyarrow.Table":
@@ -199,9 +232,8 @@ def sample_rows(path: Path) -> "pyarrow.Table":
             )
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             continue  # an incomplete last line, or what is no sample
-    fields = [schema().field(name) for name in STORED]
     clean = [{key: _clean(value) for key, value in row.items()} for row in rows]
-    return pa.Table.from_pylist(clean, schema=pa.schema(fields))
+    return pa.Table.from_pylist(clean, schema=_stored())
 
 
 def _clean(value: Any) -> Any:

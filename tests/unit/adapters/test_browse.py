@@ -219,6 +219,18 @@ def test_a_group_without_spread_that_has_advantages_taught_something(tmp_path: P
     assert rollouts.table["zero_spread"].to_pylist() == [True, True, False, False, True, True]
 
 
+def test_groups_of_other_steps_with_the_same_number_are_others(tmp_path: Path) -> None:
+    for step, rewards in ((1, (0.0, 1.0)), (2, (3.0, 3.0, 3.5))):
+        rows = [
+            kept_run.row(kept_run.Vocabulary(), step=step, sample=sample, parts=[(0, ["a"]), (1, ["b"])], reward=reward)
+            for sample, reward in enumerate(rewards)
+        ]
+        kept_run.write_rows(tmp_path / "trajectories" / f"step-{step:06d}.parquet", rows)
+    table = RunIndex(tmp_path).rollouts().table
+    assert table["group_size"].to_pylist() == [2, 2, 3, 3, 3]
+    assert table["group_spread"].to_pylist() == [1.0, 1.0, 0.5, 0.5, 0.5]
+
+
 def test_a_broken_file_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
     index = RunIndex(usual_run(tmp_path))
     assert not index.rollouts().problems

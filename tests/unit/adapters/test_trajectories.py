@@ -108,6 +108,16 @@ def test_a_row_has_the_rollout_and_each_of_its_tokens(tmp_path: Path) -> None:
     assert failed["reward"] is None
 
 
+def test_texts_and_tokens_are_compressed_and_numbers_of_rows_plain(tmp_path: Path) -> None:
+    """As a list reads all numbers of all files."""
+    written(tmp_path, group(0, "yes", "no"))
+    found = parquet.ParquetFile(trajectory_files(tmp_path)[0]).metadata.row_group(0)
+    columns = [found.column(number) for number in range(found.num_columns)]
+    compressed = {column.path_in_schema for column in columns if column.compression == "ZSTD"}
+    assert {"response", "messages", "token.list.element", "token_text.list.element"} <= compressed
+    assert not {"step", "reward", "reward_parts.key_value.value", "advantage", "turns"} & compressed
+
+
 def test_each_column_is_documented() -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "trajectories.md"
     table = page.read_text(encoding="utf-8").partition("## Columns")[2].partition("\n## ")[0]
