@@ -155,7 +155,7 @@ class RunView:
                     "filter": None if condition is None else f"{condition} and kind = update and {steps}",
                 }
             )
-        return {"findings": listed, "summary": []}
+        return {"findings": listed}
 
     def trajectories(self, condition: str, sort: str, page: int, size: int) -> dict[str, Any]:
         """Returns a page of summary rows that a filter chooses.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollgrad.adapters.tracking.trajectory_files import read_trajectories
 from tests.browser.conftest import DESK, PHONE, Page, opened, serving
 from tests.fakes.kept_run import HOSTILE, LONG_LINE, SAMPLES, STEPS, write_run
 
@@ -166,6 +167,50 @@ def test_the_sum_over_tokens_of_weight_times_loss_is_the_logged_loss(page: Page,
     shown = page.page.inner_text(".sum").replace("−", "-")
     assert float(shown.split()[0]) == pytest.approx(expected[1], rel=1e-4)
     assert "16 trajectories" in shown
+
+
+def test_numbers_are_those_that_the_file_adds_up_to(page: Page, kept_runs: Path) -> None:
+    """Advantage, versions and rewards by turn, of a rollout that taught something and of one of two turns."""
+    for step, group, sample in ((2, 201, 1), (STEPS, STEPS * 100 + 50, 0)):
+        rows = read_trajectories(kept_runs / f"sums/trajectories/step-{step:06d}.parquet").to_pylist()
+        (stored,) = (row for row in rows if (row["group_id"], row["sample_id"]) == (group, sample))
+        tokens = list(
+            zip(*(stored[f"token_{name}"] for name in ("turn", "advantage", "version", "reward")), strict=True)
+        )
+        sampled = [each for each in tokens if each[0] >= 0]
+        page.open(f"#/r/sums/t/{step}/{group}/{sample}?tab=numbers")
+        tables = page.page.locator("table.figures").evaluate_all(
+            "all => all.map(e => [...e.tBodies[0].rows].map(row => [...row.cells].map(cell => cell.innerText)))"
+        )
+        shown = {name: value.replace("−", "-") for name, value in tables[0]}
+        advantages = [advantage for _, advantage, _, _ in sampled]
+        assert float(shown["advantage (mean)"]) == pytest.approx(sum(advantages) / len(advantages), rel=1e-4)
+        versions = [version for _, _, version, _ in sampled]
+        assert int(shown["updates behind the oldest token"]) == min(versions)
+        assert int(shown["updates behind the newest token"]) == max(versions)
+        rewards = {turn: sum(each[3] for each in sampled if each[0] == turn) for turn, *_ in sampled}
+        assert float(shown["reward"]) == pytest.approx(sum(rewards.values()))
+        assert [(int(turn), float(reward)) for turn, _, reward in (tables[1:] or [[]])[0]] == (
+            list(rewards.items()) if len(rewards) > 1 else []
+        )
+
+
+def test_a_run_of_an_earlier_version_opens(browser: Any, kept_runs: Path, tmp_path: Path) -> None:
+    """It has nothing but metrics, and a text of each step."""
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "metrics.jsonl").write_text((kept_runs / "sums/metrics.jsonl").read_text())
+    sample = {"step": 3, "prompt": "What is 2 + 5?", "response": "It is 7.", "label": "7", "reward": 1.0}
+    (old / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    with serving(tmp_path) as address, opened(browser, address) as page:
+        page.open("#/r/old")
+        assert page.page.locator("figure.chart canvas").count() >= 6
+        page.open('#/r/old/t?filter=response contains "it is"')
+        page.page.locator(".virtual .row a").click()
+        page.page.locator(".message.assistant", has_text="It is 7.").wait_for()
+        for tab in ("tokens", "tree", "numbers", "raw"):
+            page.open(f"#/r/old/t/3/0/0?tab={tab}")
+            assert page.page.inner_text("main")
 
 
 def test_keys(page: Page) -> None:

@@ -40,9 +40,8 @@ function factsOf(facts, live) {
 }
 
 function Findings({ run, found }) {
-  if (!found.findings.length && !(found.summary ?? []).length) return html`<section class="findings"><h2>Findings</h2><p class="good"><span aria-hidden="true">✓</span> No sign that keeps the run from learning.</p></section>`;
+  if (!found.findings.length) return html`<section class="findings"><h2>Findings</h2><p class="good"><span aria-hidden="true">✓</span> No sign that keeps the run from learning.</p></section>`;
   return html`<section class="findings"><h2>Findings</h2>
-    ${(found.summary ?? []).map((sentence) => html`<p class="strong">${sentence}</p>`)}
     <ul>${found.findings.map((finding) => html`<li key=${finding.name + finding.since} class=${finding.holds ? "holds" : "past"}>
       <p><b>${finding.name.replaceAll("_", " ")}</b> <span class="soft">steps ${finding.since} to ${finding.until}${finding.holds ? ", still so" : ""}</span></p>
       <p>${finding.evidence} Look at <code>${finding.look_at}</code>.</p>

@@ -64,8 +64,12 @@ def test_a_killed_run_is_told_from_a_running_one(tmp_path: Path, capsys: pytest.
     assert "no heartbeat for" in found["reason"]
 
 
-def test_a_run_of_an_earlier_version_has_metrics_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = inspected(logged(tmp_path, run_of(SICK["constant_reward"], seed=0)), capsys)
+def test_a_run_of_an_earlier_version_has_metrics_and_samples_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged(tmp_path, run_of(SICK["constant_reward"], seed=0))
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "prompt": "How?", "response": "So", "reward": 1.0}\n')
+    found = inspected(tmp_path, capsys)
     assert (found["status"], found["steps"], found["of"]) == ("unknown", 40, None)
     assert [finding["name"] for finding in found["findings"]] == ["constant_reward"]
     (tmp_path / "run.json").write_text(json.dumps({"status": "finished", "heartbeat": "x"}))

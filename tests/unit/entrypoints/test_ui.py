@@ -81,7 +81,7 @@ async def test_the_page_and_all_that_it_asks_are_served(tmp_path: Path) -> None:
         assert (await client.get(f"{base}/compare/{prompt['prompt_id']}")).json()["prompt"] == "Held out? "
         assert (await client.get(f"{base}/points?x=step&y=reward")).json()["matched"] == 12
         assert (await client.get("/api/filter")).json()["help"]
-        assert (await client.get(f"{base}/findings")).json() == {"findings": [], "summary": []}
+        assert (await client.get(f"{base}/findings")).json() == {"findings": []}
 
 
 @pytest.mark.parametrize(
