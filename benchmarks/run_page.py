@@ -5,13 +5,17 @@ The run is written by the writer that training uses, into `--directory`, which i
 
     python benchmarks/run_page.py --directory runs/many
 
-With `--pairs` it also trains the demo so many times with and without trajectories, in turns, and says by how much they
-slow its steps: the median of the pairs and their range, beside what the same run without them differs by from one time
-to the next; and which share of a step the writing is, measured by itself.
+With `--pairs` it also trains the demo so many times with and so many times without trajectories, in turns, and says
+whether they slow its steps by less than a hundredth. Each step with them is compared with the step of the same number
+without, which has the same replies: on the clock, which other work on the machine disturbs, and in seconds of CPU of
+the whole process, which it disturbs less. Besides, it adds up what they cost directly: the seconds for which training
+waited for the writer, and those for which the writer's thread computed; the steps cannot lose more than this as long as
+nothing waits for a core that the writer has.
 
-    python benchmarks/run_page.py --directory runs/many --pairs 4
+    python benchmarks/run_page.py --directory runs/many --pairs 10
 
-`--smoke` has 50 trajectories of 20 tokens, in a directory that is removed, and a tiny model in the demo.
+The figures are kept in `results/run_page.json` and `results/run_page_slowdown.json`. `--smoke` has 50 trajectories of
+20 tokens, in a directory that is removed, a tiny model in the demo, and keeps nothing.
 """
 
 import json
@@ -21,22 +25,28 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import comb
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
 import yaml
-from attrs import evolve
+from attrs import evolve, frozen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from smollm2 import unpack_smollm2
 
 import rollgrad
+from benchmarks.machine import OtherProcesses
+from benchmarks.results import keep
 from benchmarks.smoke import shrink, smoke_model
 from rollgrad.adapters.tracking.trajectories import ParquetTrajectories
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -51,10 +61,19 @@ WORDS = 30_000
 """Tokens of the vocabulary."""
 GROUP = 8
 PROMPT_TOKENS = 40
-DEMO_STEPS = 3
-"""Steps of a demo."""
+DEMO_STEPS = 6
+"""Steps of a demo; the first, which also begins much that lasts, is not measured."""
+BOUND = 0.01
+"""Share of a step by which trajectories may slow it."""
+UNSURE = 0.05
+"""Chance at which the median lies outside its interval."""
+TAKEN = "share of the machine that others took"
+FEWEST = 6
+"""Values with which there is such an interval."""
 ASKED = 5
 """Times that each request is made."""
+STARTS = 3
+"""Times that the server is started."""
 
 
 class Words:
@@ -119,9 +138,20 @@ def write_run(directory: Path, *, steps: int, rollouts: int, tokens: int, longes
     store.close()
 
 
-def demo(directory: Path, gib: float, steps: int, tiny: Path | None) -> tuple[float, float]:
-    """Trains the demo, of which `gib` of trajectories are kept; returns the seconds of CPU and on the clock of a step
-    after the first, which also begins much that lasts."""
+@frozen
+class Step:
+    """One step of a demo: seconds on the clock, of CPU of the whole process, for which training waited for the writer
+    of trajectories, and of CPU of that writer; the mean length of its replies."""
+
+    clock: float
+    cpu: float
+    waited: float
+    wrote: float
+    length: float
+
+
+def demo(directory: Path, gib: float, steps: int, tiny: Path | None) -> list[Step]:
+    """Trains the demo, of which `gib` of trajectories are kept; returns its steps after the first."""
     config = structure_config(yaml.safe_load((ROOT / "examples" / "sums.yaml").read_text()))
     config.actor.model_name_or_path = str(ROOT / config.actor.model_name_or_path)
     config.data.prompt_dataset = str(ROOT / config.data.prompt_dataset)
@@ -131,30 +161,98 @@ def demo(directory: Path, gib: float, steps: int, tiny: Path | None) -> tuple[fl
     config.train.max_steps, config.logger.console = steps, False
     config.logger.trajectories_max_gib = gib
     config.ckpt.output_dir, config.ckpt.state_minutes = str(directory), None
-    times = []
-    rollgrad.train(config, on_step=lambda *step: times.append((time.process_time(), time.perf_counter())))
-    (cpu_before, clock_before), (cpu_after, clock_after) = times[0], times[-1]
-    return (cpu_after - cpu_before) / (steps - 1), (clock_after - clock_before) / (steps - 1)
+    ends, lengths = [], []
+
+    def on_step(number: int, metrics: Mapping[str, float], samples: object) -> None:
+        ends.append((time.perf_counter(), time.process_time(), sum(waits), writer_cpu()))
+        lengths.append(metrics["rollout/response_length_mean"])
+
+    with waiting() as waits:
+        rollgrad.train(config, on_step=on_step)
+    spent = [[after - before for before, after in zip(*ends[n - 1 : n + 1], strict=True)] for n in range(1, steps)]
+    return [Step(*times, length=length) for times, length in zip(spent, lengths[1:], strict=True)]
 
 
-def slowdown(pairs: int, steps: int, tiny: Path | None) -> float:
-    """Prints by how much trajectories slow the demo: the first of a pair is now the one, now the other. Returns the
-    seconds of CPU of a step without them."""
-    seconds: dict[float, list[tuple[float, float]]] = {0.0: [], 2.0: []}
+@contextmanager
+def waiting() -> Iterator[list[float]]:
+    """Gives a list that gets the seconds for which each update waits until its trajectories are taken."""
+    update, seconds = ParquetTrajectories.update, list[float]()
+
+    def timed(self: ParquetTrajectories, *given: Any) -> None:
+        began = time.perf_counter()
+        update(self, *given)
+        seconds.append(time.perf_counter() - began)
+
+    ParquetTrajectories.update = timed  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        ParquetTrajectories.update = update  # type: ignore[method-assign]
+
+
+def writer_cpu() -> float:
+    """Returns the seconds for which the thread that writes trajectories has computed; none without such a thread."""
+    writers = [thread.ident for thread in threading.enumerate() if thread.name.startswith("trajectories")]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(writer)) for writer in writers if writer is not None)
+
+
+def slowdown(pairs: int, steps: int, tiny: Path | None) -> dict[str, Any]:
+    """Prints by how much trajectories slow the demo, and returns the figures: the first of a pair is now the one, now
+    the other."""
+    kept: dict[float, list[Step]] = {0.0: [], 2.0: []}
+    others = OtherProcesses()
     with tempfile.TemporaryDirectory() as scratch:
         for pair in range(pairs):
-            for gib in sorted(seconds, reverse=bool(pair % 2)):
-                seconds[gib].append(demo(Path(scratch) / f"{pair}-{gib:g}", gib, steps, tiny))
-    for place, name in enumerate(("of CPU", "on the clock")):
-        without, kept = ([times[place] for times in seconds[gib]] for gib in seconds)
-        slower = [after / before - 1 for before, after in zip(without, kept, strict=True)]
-        spread = (max(without) - min(without)) / statistics.median(without)
-        print(
-            f"a step of the demo {name} {statistics.median(without):8.3f} s without trajectories, "
-            f"{statistics.median(kept):8.3f} s with: {statistics.median(slower):+.1%} "
-            f"(pairs: {pairs}, from {min(slower):+.1%} to {max(slower):+.1%}; those without differ by {spread:.1%})"
-        )
-    return statistics.median(times[0] for times in seconds[0.0])
+            for gib in sorted(kept, reverse=bool(pair % 2)):
+                kept[gib] += demo(Path(scratch) / f"{pair}-{gib:g}", gib, steps, tiny)
+    paired = list(zip(*kept.values(), strict=True))
+    alike = sum(before.length == after.length for before, after in paired)
+    figures: dict[str, Any] = {"pairs of steps": len(paired), "with the same replies": alike}
+    figures[TAKEN] = others.share()
+    print(f"{len(paired)} steps of the demo with trajectories against as many without, of which {alike} have the same")
+    print(f"replies; other processes took {figures[TAKEN]:.0%} of the machine")
+    for name, its in (("on the clock", "clock"), ("of CPU", "cpu")):
+        before, after = ([getattr(step, its) for step in kept[gib]] for gib in kept)
+        slower = [now / then - 1 for then, now in zip(before, after, strict=True)]
+        figures[name] = told_slowdown(name, before, after, slower)
+    direct = [(step.waited + step.wrote) / step.clock for step in kept[2.0]]
+    waited, wrote = (statistics.mean(getattr(step, its) for step in kept[2.0]) for its in ("waited", "wrote"))
+    figures["directly"] = {"waited": waited, "writer's CPU": wrote, "share": statistics.mean(direct)}
+    print(
+        f"directly: training waits {waited * 1000:.1f} ms a step for the writer, which computes {wrote * 1000:.1f} ms; "
+        f"together {statistics.mean(direct):.2%} of a step: {'under' if statistics.mean(direct) < BOUND else 'over'} "
+        f"{BOUND:.0%}"
+    )
+    return figures
+
+
+def told_slowdown(
+    name: str, before: Sequence[float], after: Sequence[float], slower: Sequence[float]
+) -> dict[str, float | str]:
+    """Prints and returns by how much steps are slower, and what that shows."""
+    low, high = median_interval(slower)
+    verdict = "undecided"
+    if len(slower) >= FEWEST and not low <= BOUND <= high:
+        verdict = f"{'under' if high < BOUND else 'over'} {BOUND:.0%}"
+    print(
+        f"{name:12} {statistics.median(before):8.3f} s a step without, {statistics.median(after):8.3f} s with: "
+        f"{statistics.median(slower):+.2%} ({1 - UNSURE:.0%} interval of the median {low:+.2%} to {high:+.2%}): "
+        f"{verdict}"
+    )
+    medians = {"without": statistics.median(before), "with": statistics.median(after)}
+    return medians | {"slower": statistics.median(slower), "low": low, "high": high, "verdict": verdict}
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns two of the values between which the median of their distribution, whatever that is, lies but for a chance
+    of `UNSURE`: each value is below the median as often as a coin shows heads. Of fewer than `FEWEST` values, the least
+    and the greatest."""
+    ordered, count = sorted(values), len(values)
+    beyond = 0
+    while sum(comb(count, heads) for heads in range(beyond + 1)) / 2**count <= UNSURE / 2:
+        beyond += 1
+    place = max(0, beyond - 1)
+    return ordered[place], ordered[count - 1 - place]
 
 
 def writing(steps: int) -> float:
@@ -185,53 +283,62 @@ def cpu(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def told(name: str, seconds: Sequence[float], computed: float) -> None:
-    """Prints the median time of requests, and the server's own seconds for each."""
-    print(f"{name:40} {statistics.median(seconds):8.3f} s, of the server's CPU {computed / len(seconds):8.3f} s")
+def measure(directory: Path, starts: int) -> dict[str, Any]:
+    """Prints and returns the figures of a server on this run, which is started some times."""
+    clock: dict[str, list[float]] = {}
+    computed: dict[str, list[float]] = {}
+    peaks, matched = [], 0
+    others = OtherProcesses()
+    for _ in range(starts):
+        peak, matched = serve_once(directory, clock, computed)
+        peaks.append(peak)
+    figures: dict[str, Any] = {"trajectories": matched, "memory_mb": max(peaks), "seconds": {}, TAKEN: others.share()}
+    for name, seconds in clock.items():
+        median, cpu_mean = statistics.median(seconds), statistics.mean(computed[name])
+        figures["seconds"][name] = {"clock": median, "greatest": max(seconds), "cpu": cpu_mean}
+        print(f"{name:40} {median:6.3f} s, at most {max(seconds):6.3f} s; of the server's CPU {cpu_mean:6.3f} s")
+    print(f"{'memory of the server':40} {max(peaks):6.0f} MB")
+    print(f"other processes took {figures[TAKEN]:.0%} of the machine")
+    print(f"{matched} trajectories")
+    return figures
 
 
-def measure(directory: Path) -> None:
-    """Prints the figures of a server on this run."""
+def serve_once(directory: Path, clock: dict[str, list[float]], computed: dict[str, list[float]]) -> tuple[float, int]:
+    """Adds the seconds of each request, on the clock and of the server's CPU, to the figures; returns the server's
+    memory in megabytes, and the number of rollouts."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "ui", str(directory), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+
+        def ask(name: str, url: str, times: int = ASKED, began: float | None = None) -> Any:
+            before = 0.0 if began is not None else cpu(server.pid)
+            for _ in range(times):
+                asked = time.perf_counter() if began is None else began
+                answer = get(url)
+                clock.setdefault(name, []).append(time.perf_counter() - asked)
+            computed.setdefault(name, []).append((cpu(server.pid) - before) / times)
+            return answer
+
         try:
             assert server.stdout is not None
             root = server.stdout.readline().strip()
-            get(f"{root}/")
-            told("start, and first page", [time.perf_counter() - began], cpu(server.pid))
+            ask("start, and first page", f"{root}/", times=1, began=began)
             (run,) = json.loads(get(f"{root}/api/runs"))["runs"]
             base = f"{root}/api/run/{run['id']}"
             rows = f"{base}/trajectories?size=200"
-            ask(server.pid, "first list, which reads all files", rows, times=1)
+            listed = json.loads(ask("first list, which reads all files", rows, times=1))
             longest = json.loads(get(f"{rows}&sort=-action_tokens"))["rows"][0]
             search = urllib.parse.quote('"w0001" or response contains "w0002"')
-            ask(server.pid, "search in all texts", f"{rows}&filter={search}", times=1)
-            asked = {
-                "list": rows,
-                "list, sorted by reward": f"{rows}&sort=-reward,action_tokens",
-                "filter by numbers": f"{rows}&filter={urllib.parse.quote('reward < 0.5 and action_tokens > 900')}",
-                "points of the scatter": f"{base}/points?x=action_tokens&y=reward&color=step",
-                f"one of {longest['action_tokens']} tokens": f"{base}/trajectory/{longest['key']}",
-            }
-            for name, url in asked.items():
-                ask(server.pid, name, url)
-            print(f"{'memory of the server':40} {memory(server.pid):8.0f} MB")
-            matched = json.loads(get(rows))
-            print(f"{matched['matched']} trajectories")
+            ask("search in all texts", f"{rows}&filter={search}", times=1)
+            ask("list", rows)
+            ask("list, sorted by reward", f"{rows}&sort=-reward,action_tokens")
+            numbers = urllib.parse.quote("reward < 0.5 and action_tokens > 900")
+            ask("filter by numbers", f"{rows}&filter={numbers}")
+            ask("points of the scatter", f"{base}/points?x=action_tokens&y=reward&color=step")
+            ask(f"one of {longest['action_tokens']} tokens", f"{base}/trajectory/{longest['key']}")
+            return memory(server.pid), listed["matched"]
         finally:
             server.terminate()
-
-
-def ask(process: int, name: str, url: str, times: int = ASKED) -> None:
-    """Makes a request some times, and prints how long it takes."""
-    seconds = []
-    before = cpu(process)
-    for _ in range(times):
-        began = time.perf_counter()
-        get(url)
-        seconds.append(time.perf_counter() - began)
-    told(name, seconds, cpu(process) - before)
 
 
 def memory(process: int) -> float:
@@ -252,17 +359,17 @@ def main(directory: Path | None = None, steps: int = 40, pairs: int = 0, smoke: 
         if not run.exists():
             sizes = (2, 24, 20, 60) if smoke else (steps, 256, 1000, 32_000)
             write_run(run, **dict(zip(("steps", "rollouts", "tokens", "longest"), sizes, strict=True)))
-        measure(run)
-    step = None
+        page = measure(run, 1 if smoke else STARTS)
+    page["writing"] = writing(3 if smoke else 100)
+    print(f"writing a step of 64 rollouts of 10 tokens {page['writing']:.4f} s of CPU")
     if smoke:
         with smoke_model() as tiny:
-            step = slowdown(1, 2, tiny)
-    elif pairs:
+            slowdown(1, 2, tiny)
+        return
+    print(f"kept in {keep('run_page', page)}")
+    if pairs:
         unpack_smollm2()
-        step = slowdown(pairs, DEMO_STEPS, None)
-    written = writing(3 if smoke else 100)
-    share = "" if step is None else f", {written / step:.2%} of a step of the demo"
-    print(f"writing a step of 64 rollouts of 10 tokens {written:8.4f} s of CPU{share}")
+        print(f"kept in {keep('run_page_slowdown', slowdown(pairs, DEMO_STEPS, None))}")
 
 
 if __name__ == "__main__":

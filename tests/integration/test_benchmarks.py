@@ -37,8 +37,8 @@ RESULTS = {
     "prompt_sharing.py": r"^work \d+\.\d+$",
     "memory_plan.py": r"^planned over measured: (0\.9|1\.0)\d to 1\.[0-2]\d$",
     "real_clients.py": re.escape(documented("agents.md", "| client |")),
-    "run_page.py": r"(?s:^one of \d+ tokens .*^memory of the server +\d+ MB$.*^50 trajectories$"
-    r".* [+-]\d+\.\d% \(pairs: 1, from [+-]\S+ to [+-]\S+; .* \d+\.\d%\)$.*, \d+\.\d+% of a step of the demo$)",
+    "run_page.py": r"(?s:^one of \d+ tokens .*^memory of the server +\d+ MB$.*^50 trajectories$.*^1 steps .* 1 have "
+    r"the same$.*^on the clock .*: undecided$.*^directly: .* of a step: (under|over) 1%$)",
     "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",
     "trainers_learn.py": r"kd +│ tokens right +│ \d\.\d+ +│ \d\.\d+",
