@@ -137,10 +137,10 @@ def test_without_learning_the_mismatch_stays_what_it_is(smollm2: Path, tmp_path:
     config.actor.model_name_or_path, config.actor.adam.lr = str(smollm2), 0.0
     config.data.prompt_dataset = str(REPOSITORY / config.data.prompt_dataset)
     config.eval.dataset, config.eval.steps = None, -1
-    config.rollout.batch_size, config.rollout.n_samples_per_prompt = 1, 4
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens = 1, 4, 12
     config.train.max_steps = 2
     config.logger.console = False
-    config.ckpt.output_dir = str(tmp_path)
+    config.ckpt.output_dir, config.ckpt.state_minutes = str(tmp_path), None  # which would take as long as the run
     rollgrad.train(config, reward=lambda queries, prompts, labels: [float(len(query)) for query in queries])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     mismatch = torch.tensor([row["policy/mismatch_abs"] for row in rows])
