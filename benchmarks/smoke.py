@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 from rollgrad.application.settings.run import RLConfig
 
@@ -19,10 +20,12 @@ POSITIONS = 4096
 
 @contextmanager
 def smoke_model() -> Iterator[Path]:
-    """Makes the model, in a directory that is removed afterwards."""
+    """Makes the model, in a directory that is removed afterwards. Runs draw one chart meanwhile: all of them take as
+    long as the run."""
+    from rollgrad.adapters.tracking import curves
     from tests.tiny_models import make_tiny_tokenizer, tiny_llama
 
-    with TemporaryDirectory() as directory:
+    with TemporaryDirectory() as directory, mock.patch.object(curves, "PANELS", curves.PANELS[:1]):
         # heads of 32 numbers: the least that vLLM's attention has on a CPU
         yield tiny_llama(make_tiny_tokenizer(), Path(directory) / "model", head_dim=32, positions=POSITIONS)
 
