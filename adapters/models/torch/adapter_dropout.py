@@ -70,7 +70,7 @@ class AdapterDropout:
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
-        """Leaves out what is left out in this optimizer step inside the block, where gradients are taken."""
+        """Leaves out what is left out in this optimizer step inside the block."""
         with self._tokens.during(step):
             try:
                 yield
@@ -79,7 +79,7 @@ class AdapterDropout:
 
     def keys(self, rows: int) -> Tensor | None:
         """Returns the number of each of `rows` tokens of the pass that is computed; None where nothing is left out."""
-        if self._keys_T is None or not torch.is_grad_enabled():
+        if self._keys_T is None:
             return None
         if len(self._keys_T) != rows:
             raise ConfigurationError(
@@ -106,7 +106,11 @@ class AdapterDropout:
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Returns the contexts in which a layer is computed, and later computed again: another pass may have begun."""
-        return nullcontext(), self._again(self._keys_T)
+        return nullcontext(), self.again()
+
+    def again(self) -> AbstractContextManager[None]:
+        """Returns the context in which a layer of the pass that is computed now is computed again later."""
+        return self._again(self._keys_T)
 
     @contextmanager
     def _again(self, keys_T: Tensor | None) -> Iterator[None]:

@@ -23,7 +23,7 @@ STEP_BITS = 24
 
 
 class EmbeddingNoise:
-    """Adds noise to what the input embeddings of `model` return, inside `during`, where gradients are taken.
+    """Adds noise to what the input embeddings of `model` return, inside `during`.
 
     Args:
         module: computes `model` over packed batches; its first argument is the batch.
@@ -43,9 +43,6 @@ class EmbeddingNoise:
         return self._tokens.during(step)
 
     def _add(self, module: nn.Module, inputs: tuple[Any, ...], embeddings_RTH: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return embeddings_RTH
-
         def find(batch: PackedBatch, step: int) -> Tensor:
             layout = padded_layout(self._model, batch) if is_padded(self._model) else build_layout(batch)
             return sequence_noise(batch, layout, step, self._alpha, embeddings_RTH.shape[-1])

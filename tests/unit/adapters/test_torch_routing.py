@@ -9,9 +9,12 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from rollgrad.adapters.models.torch.expert_balance import chosen_experts
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.sharding import weightless
 from rollgrad.domain.errors import ConfigurationError
@@ -177,3 +180,26 @@ def test_the_z_loss_makes_logits_small(mixture: str) -> None:
 def test_a_model_without_experts_is_refused(tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"aux_loss_coef is 0\.3, but LlamaForCausalLM has no routers"):
         policy(str(tiny_model_dir))
+
+
+@pytest.mark.parametrize("noise", ["dropout", "neftune"])
+def test_what_is_counted_before_a_step_is_what_the_step_chooses(tiny_mixture_dir: Path, noise: str) -> None:
+    """Dropout of adapters and noise on embeddings change where tokens go."""
+    model = load_causal_lm(str(tiny_mixture_dir), dtype=torch.float32, device=torch.device("cpu"), flag="--model")
+    if noise == "dropout":
+        add_lora(model, LoraConfig(rank=4, alpha=64, dropout=0.5), seed=1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    tokenizer = load_tokenizer(str(tiny_mixture_dir), flag="--model")
+    alpha = 50.0 if noise == "neftune" else 0.0
+    mine = TorchPolicy(model, tokenizer, SETTINGS, aux_loss_coef=COEF, neftune_alpha=alpha)
+    batch = cluster.batch()
+    with chosen_experts(model) as chosen:
+        mine.update([batch], nothing)
+    layers = len(chosen) // 2
+    before, during = (torch.cat(half) for half in (chosen[:layers], chosen[layers:]))
+    assert torch.equal(before, during)
+    with chosen_experts(model) as quiet:
+        mine.score(batch)
+    assert not torch.equal(torch.cat(quiet), during), "the noise must change choices"
