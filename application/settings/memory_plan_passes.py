@@ -9,6 +9,7 @@ import math
 from rollgrad.application.settings.derived import longest_sample, ranks
 from rollgrad.application.settings.model_shape import ModelShape, bytes_of_pass
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.rollout import Engine
 
 FLOAT32_BYTES = 4
 
@@ -28,6 +29,11 @@ CHECKPOINTED_ACTIVATIONS_PER_HIDDEN = 1
 CACHE_BLOCK, PREFILL_TOKENS, SAMPLED_LOGITS = 128, 8192, 6
 """Tokens of a block of the embedded engine's cache, those that it computes in one pass, and copies of a step's logits
 that sampling holds at once: sorted ones, their order, and running sums."""
+
+
+LOGITS_OF_A_SLICE, MASKED_LOGITS = 3, 3.0
+"""Sizes of a slice's logits that the output embedding holds at once, and those more where other tokens than the
+possible ones are taken out of it: bytes that say which, and two copies of its logits."""
 
 
 def pass_tokens(config: RLConfig, parts: float, budget: int | None = None) -> int:
@@ -68,14 +74,21 @@ def head_bytes(
 ) -> int:
     """Returns what the output embedding holds at its peak on a GPU of `gpu` bytes, or without one (0): a slice of
     float32 logits, its softmax and their product, and of its gradient a float32 sum, a product and, in another format,
-    the sum in it (`adapters.models.torch.chunked_logprobs`, whose slices these are)."""
+    the sum in it (`adapters.models.torch.chunked_logprobs`, whose slices these are). Where agents may prescribe the
+    form of replies, also a bit for each action token and token of the vocabulary, twice on a CPU, and what a slice
+    makes of its own (`adapters.models.torch.allowed_tokens`)."""
+    agents = config.train.agent_func_path is not None or config.agent.plays
     # An agent's replies may be nearly all of its tokens.
-    share = 1.0 if config.train.agent_func_path else config.rollout.max_new_tokens / longest_sample(config)
-    logits = math.ceil(min(1.0, share) * tokens) * shape.embedding // shape.hidden * FLOAT32_BYTES
+    share = 1.0 if agents else config.rollout.max_new_tokens / longest_sample(config)
+    choices = math.ceil(min(1.0, share) * tokens) * shape.embedding // shape.hidden
+    logits = choices * FLOAT32_BYTES
+    prescribes = agents and config.rollout.engine is Engine.EMBEDDED and not config.cluster.enable
+    masks = math.ceil(choices / 8) * (1 if gpu else 2) if prescribes else 0
     of_gradient = FLOAT32_BYTES + (2 * compute_bytes if compute_bytes < FLOAT32_BYTES else 0)
     size = config.ds.tensor_parallel_size
-    slices = 3 * min(logits // size, max(64 * MIB, gpu // 64))
-    return slices + (shape.embedding // size * of_gradient if gradients and not shape.adapters else 0)
+    in_slice = LOGITS_OF_A_SLICE + (MASKED_LOGITS if prescribes else 0)
+    slices = math.ceil(in_slice * min(logits // size, max(64 * MIB, gpu // 64)))
+    return masks + slices + (shape.embedding // size * of_gradient if gradients and not shape.adapters else 0)
 
 
 def embedded_bytes(config: RLConfig, shape: ModelShape, compute_bytes: int) -> int:
