@@ -41,6 +41,7 @@ RESULTS = {
     r"the same$.*^on the clock .*: undecided$.*^directly: .* of a step: (under|over) 1%$)",
     "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",
+    "state_save.py": r"^│ \d+\.\d\d GB .*│ \d+\.\d+%",
     "trainers_learn.py": r"kd +│ tokens right +│ \d\.\d+ +│ \d\.\d+",
     "versus_trl.py": r"(?s:^ratio .*^ratio .*)^ratio \d+\.\d+$",
     "weight_sync.py": r"tokens/s, 2 rows +\d+",
