@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from attrs import evolve
 
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
+from rollgrad.domain.episodes.routed import RoutedTokens
 from rollgrad.domain.ports.profiled import Profiled
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
@@ -28,12 +29,14 @@ class ContinuingEngine(RolloutEngine):
         logprobs: list[float] = []
         versions: list[int] = []
         likeliest: list[Sequence[tuple[int, float]]] = []
+        routed: list[RoutedTokens] = []
         while True:
             part = await self._engine.generate(_remaining(request, tokens), on_token=on_token)
             tokens.extend(part.token_ids)
             logprobs.extend(part.logprobs)
             versions.extend(part.versions)
             likeliest.extend(part.top_logprobs)
+            routed.extend(part.routed)
             if part.stop_reason is not StopReason.ABORTED:
                 return Generation(
                     token_ids=tokens,
@@ -41,6 +44,7 @@ class ContinuingEngine(RolloutEngine):
                     versions=versions,
                     stop_reason=part.stop_reason,
                     top_logprobs=likeliest,
+                    routed=tuple(routed),
                 )
 
     async def pause(self, mode: PauseMode) -> None:

@@ -255,6 +255,8 @@ class TokenLedger:
             sample_id=sample_id,
             images=self._turns[leaf].prepared.images,
         )
+        for index in path[len(new) :][::-1]:
+            builder.add_routed(self._turns[index].generation.routed)
         for index in new:
             turn = self._turns[index]
             builder.expect_prefix(turn.prepared.token_ids)

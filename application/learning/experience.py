@@ -89,16 +89,17 @@ class ExperienceService:
         batch = self._with_old_logprobs(batch)
         reference_kl: float | None = None
         token_rewards_N = torch.zeros(batch.token_count)
+        unrouted = evolve(batch, experts_NLK=None)  # other models send tokens where their own routers do
         if self._reference is not None:
             batch = evolve(
                 batch,
-                ref_logprobs_N=self._reference.logprobs(self._passes(batch, self._reference)),
+                ref_logprobs_N=self._reference.logprobs(self._passes(unrouted, self._reference)),
             )
             if not self._algo.kl.use_loss:
                 token_rewards_N, reference_kl = self._kl_penalty(batch, kl_coef)
                 metrics["policy/ref_kl"] = reference_kl
         if self._critic is not None:
-            batch = evolve(batch, values_N=self._critic.all_values(self._passes(batch, self._critic)))
+            batch = evolve(batch, values_N=self._critic.all_values(self._passes(unrouted, self._critic)))
         batch = self._with_advantages(batch, token_rewards_N, metrics)
         return Experience(batch=batch, metrics=metrics, reference_kl=reference_kl)
 
@@ -157,7 +158,12 @@ class ExperienceService:
         penalised = self._reference is not None and not self._algo.kl.use_loss
         if not penalised and (source is OldLogprobs.INTERPOLATE or self._ratio_is_one):
             return batch
-        return evolve(batch, old_logprobs_N=self._policy.logprobs(self._passes(batch, self._policy)))
+        logprobs_N, experts_NLK = self._policy.logprobs_and_experts(self._passes(batch, self._policy))
+        return evolve(
+            batch,
+            old_logprobs_N=logprobs_N,
+            experts_NLK=batch.experts_NLK if experts_NLK is None else experts_NLK,
+        )
 
     def _kl_penalty(self, batch: RolloutBatch, kl_coef: float) -> tuple[Tensor, float]:
         """Returns -kl_coef x KL of each action token, the KL in the reward (Ziegler et al. 2019, eq. 2), and the mean

@@ -14,6 +14,7 @@ from attrs import Factory, evolve, field, fields, frozen
 from torch import Tensor
 
 from rollgrad.domain.episodes.images import PlacedImages
+from rollgrad.domain.episodes.routed import laid_end_to_end
 from rollgrad.domain.episodes.trajectory import Segment, SegmentKind, Trajectory
 from rollgrad.domain.errors import TrajectoryError
 
@@ -38,8 +39,11 @@ class PackedBatch:
     `images_S`: the images of each sequence, whose tokens are counted from its first; `prescribed_S`: its actions that
     were sampled under a grammar, counted likewise. Both are empty where no sequence has any.
 
+    `experts_NLK` small integers: the experts of a mixture that each token is sent to (`episodes/routed.py`) by a model
+    that replays them; None where its routers choose.
+
     A subclass adds columns. The last part of a column's name is its shape, by which `select` knows it: N has an entry a
-    token, S one a sequence, SK a row of K.
+    token, S one a sequence, SK a row of K, NLK K entries for each of L layers.
     """
 
     units_divisible: ClassVar[bool] = False
@@ -58,6 +62,7 @@ class PackedBatch:
     shares: int = 1
     images_S: tuple[PlacedImages, ...] = ()
     prescribed_S: tuple[tuple[Segment, ...], ...] = ()
+    experts_NLK: Tensor | None = None
 
     @property
     def predicted_N(self) -> Tensor:
@@ -291,6 +296,7 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
         sample_ids_S=sample_ids_S,
         images_S=tuple(t.images for t in trajectories) if any(t.images for t in trajectories) else (),
         prescribed_S=tuple(t.prescribed for t in trajectories) if any(t.prescribed for t in trajectories) else (),
+        experts_NLK=laid_end_to_end([t.experts_TLK for t in trajectories], lengths_S.tolist()),
         scores_S=torch.tensor([t.score for t in trajectories], dtype=torch.float32),
         truncated_S=torch.tensor([t.stop_reason.truncated for t in trajectories]),
         part_names=part_names,

@@ -6,6 +6,7 @@ from enum import StrEnum
 from attrs import field, frozen, validators
 
 from rollgrad.domain.episodes.images import PlacedImages
+from rollgrad.domain.episodes.routed import RoutedTokens
 
 
 class StopReason(StrEnum):
@@ -80,6 +81,8 @@ class Generation:
     `stop_reason` is STOP, LENGTH or ABORTED. A stop token is part of `token_ids`: it was sampled. `top_logprobs` has
     for each token the most likely ones at its place as (token id, log-prob), the likeliest first; it is empty where the
     request asked for none. `grammar` is that of the request, which says among which tokens each was sampled.
+    `routed` has the experts of tokens of prompt and reply together that the engine computed for it: all but the last,
+    and those that it had kept of an earlier request; empty where it does not say.
     """
 
     token_ids: Sequence[int]
@@ -88,3 +91,4 @@ class Generation:
     stop_reason: StopReason
     top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
     grammar: str | None = None
+    routed: tuple[RoutedTokens, ...] = ()

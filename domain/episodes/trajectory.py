@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.images import PlacedImages, check_places
+from rollgrad.domain.episodes.routed import RoutedTokens, experts_of
 from rollgrad.domain.errors import TrajectoryError
 
 NO_VERSION = -1
@@ -56,7 +57,8 @@ class Trajectory:
     `versions_T` int32, `NO_VERSION` outside actions. `score` is the outcome used for filtering and evaluation.
     `group_id` ties the samples of one prompt, `sample_id` the branches of one rollout.
     `reward_parts`: the named rewards that its reward is the weighted sum of, if it is one. `images` are those that some
-    of its tokens stand for, none of which was sampled.
+    of its tokens stand for, none of which was sampled. `experts_TLK` are the experts of a mixture that the engine
+    sent its tokens to (`routed.py`); None where it did not say.
     """
 
     token_ids_T: Tensor
@@ -70,6 +72,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(factory=dict)
     images: PlacedImages = ()
     reward_parts: Mapping[str, float] = field(factory=dict)
+    experts_TLK: Tensor | None = None
 
     @property
     def reward(self) -> float:
@@ -118,6 +121,7 @@ class TrajectoryBuilder:
         self._group_id = group_id
         self._sample_id = sample_id
         self._images = images
+        self._routed: list[RoutedTokens] = []
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -146,8 +150,13 @@ class TrajectoryBuilder:
         for position, value in enumerate(logprobs):
             if not (math.isfinite(value) and value <= LOGPROB_SLACK):
                 raise TrajectoryError(f"Sampled token {position} has log-prob {value}: it must be finite and <= 0.")
+        self.add_routed(generation.routed)
         self._append(SegmentKind.ACTION, tokens, logprobs, versions)
         self._segments[-1] = evolve(self._segments[-1], turn=turn, grammar=generation.grammar)
+
+    def add_routed(self, routed: Sequence[RoutedTokens]) -> None:
+        """Records the experts that tokens of the episode were sent to; those that were recorded earlier stay."""
+        self._routed.extend(routed)
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
         """Appends the environment's tokens; an empty observation is allowed and adds no segment."""
@@ -211,6 +220,7 @@ class TrajectoryBuilder:
             metrics=dict(metrics or {}),
             images=self._images,
             reward_parts=dict(reward_parts or {}),
+            experts_TLK=experts_of(self._routed, len(self._tokens)),
         )
 
     def _append(

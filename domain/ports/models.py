@@ -23,6 +23,8 @@ class TokenScores:
     a teacher of the distribution that predicts the token; None without one. Of a model that compares two tokens as what
     follows the action token, all are of these two alone, and `odds_N` float32 is the logit of the first less that of
     the second.
+    `experts_NLK` are the experts of a mixture that each token of the batch went to, as a batch has them; None unless
+    the model was made to keep them.
     """
 
     logprobs_N: Tensor
@@ -32,6 +34,7 @@ class TokenScores:
     collision_N: Tensor | None = None
     divergence_N: Tensor | None = None
     odds_N: Tensor | None = None
+    experts_NLK: Tensor | None = None
 
 
 @frozen(kw_only=True, eq=False)
@@ -77,7 +80,13 @@ class PolicyModel(Protocol):
 
     def logprobs(self, passes: Passes[Any]) -> Tensor:
         """Returns the log-probs of the action tokens of the batch that the passes divide, float32, 0 elsewhere."""
-        return passes.merged([self.score(batch).logprobs_N for batch in passes])
+        return self.logprobs_and_experts(passes)[0]
+
+    def logprobs_and_experts(self, passes: Passes[Any]) -> tuple[Tensor, Tensor | None]:
+        """Returns `logprobs`, and the experts that each token of the batch went to, if the model keeps them."""
+        scores = [self.score(batch) for batch in passes]
+        experts = [each.experts_NLK for each in scores if each.experts_NLK is not None]
+        return passes.merged([each.logprobs_N for each in scores]), passes.merged(experts) if experts else None
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Takes one optimizer step; returns the combined metrics of its micro-batches, plus `loss` (a `Total`),

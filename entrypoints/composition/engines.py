@@ -20,6 +20,7 @@ from rollgrad.adapters.engines.embedded.weights import CopiedWeights, SharedWeig
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.models.torch.loading import load_generation_settings
+from rollgrad.adapters.models.torch.router_replay import install_router_replay
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
 from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
 from rollgrad.adapters.weights.disk import Disk
@@ -29,7 +30,7 @@ from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.resuming import ContinuingEngine
 from rollgrad.application.settings.derived import longest_sequence
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import LoraSync
+from rollgrad.application.settings.sections.actor import LoraSync, RouterReplay
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.application.settings.weight_backend import sync_backend
@@ -76,6 +77,7 @@ def make_engine(
         ConfigurationError: it cannot sample from this model exactly.
     """
     check_decoding(model, "--actor.model_name_or_path", other_engine="--rollout.engine vllm")
+    replays = config.actor.router_replay is RouterReplay.ENGINE
     return EmbeddedEngine(
         model,
         eos_token_ids=eos_token_ids(model.generation_config, tokenizer),
@@ -83,6 +85,7 @@ def make_engine(
         decode=codec.decode,
         memory_share=TURNS_SHARE if sleeper_kind(config) == "engine" else KEPT_SHARE,
         grammars=grammars,
+        replay=install_router_replay(model, "actor.router_replay is engine") if replays else None,
     )
 
 

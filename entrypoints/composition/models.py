@@ -21,10 +21,11 @@ from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
 from rollgrad.adapters.models.torch.muon import MuonSettings
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.router_replay import install_router_replay
 from rollgrad.adapters.models.torch.trained_reward import TorchReward
 from rollgrad.adapters.models.torch.value import TorchValue
-from rollgrad.adapters.models.torch.weight_shards import Shard, layer_parts, make_whole
-from rollgrad.application.settings.sections.actor import ActorConfig, ModelConfig
+from rollgrad.adapters.models.torch.weight_shards import Shard, layer_parts, make_whole, whole_layers
+from rollgrad.application.settings.sections.actor import ActorConfig, ModelConfig, RouterReplay
 from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.application.settings.sections.examples import ExampleModelConfig
 from rollgrad.application.settings.sections.optimizer import Optim
@@ -112,6 +113,10 @@ def make_trained_actor(
     if actor.lora.rank:
         add_lora(model, actor.lora, seed=seed)
     follow_grammars(model, masks)
+    replay = getattr(actor, "router_replay", RouterReplay.NONE)
+    if replay is not RouterReplay.NONE:
+        with whole_layers(model):
+            install_router_replay(model, f"actor.router_replay is {replay}")
     return model
 
 
@@ -145,6 +150,7 @@ def make_policy(
         neftune_alpha=neftune_alpha,
         teacher=teacher,
         outcomes=outcomes,
+        keeps_experts=getattr(actor, "router_replay", None) is RouterReplay.TRAINER,
         optimize=optimize,
     )
 

@@ -203,6 +203,15 @@ def test_a_mixture_of_experts_is_trained_and_balanced(workspace: Path, tiny_mixt
     assert moved(tiny_mixture_dir, Path("out/model")) > 0
 
 
+@pytest.mark.parametrize("replay", ["trainer", "engine"])
+def test_updates_of_a_mixture_replay_its_experts(workspace: Path, tiny_mixture_dir: Path, replay: str) -> None:
+    """In asynchronous runs the engine has weights of its own, and what goes on is in the training state."""
+    flags = ("--actor.model_name_or_path", str(tiny_mixture_dir), "--actor.router_replay", replay)
+    more = ("--train.batch_size", "6") if replay == "trainer" else ("--train.async_enable", "--ckpt.state_steps", "1")
+    assert train(*flags, *more, "--actor.gradient_checkpointing") == 0
+    assert moved(tiny_mixture_dir, Path("out/model")) > 0
+
+
 def test_resuming_from_nothing_or_something_else_is_refused(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ from rollgrad.adapters.models.torch.images import has_own_positions, own_positio
 from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp
 from rollgrad.adapters.models.torch.layout import Node, prefill_layout
 from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.router_replay import RouterReplay
 from rollgrad.adapters.models.torch.shape import cache_numbers
 from rollgrad.adapters.system.memory import available_memory
 from rollgrad.domain.episodes.images import PlacedImages
@@ -94,16 +95,31 @@ def check_decoding(model: Any, flag: str, *, other_engine: str = "") -> None:
         log.warning(f"The embedded engine computes whole sequences of a {type(model).__name__} for each token{remedy}.")
 
 
-def decoder_of(model: Any) -> "Decoder | RecomputingDecoder":
-    """Returns what runs a causal language model that `loading.py` has loaded."""
-    return RecomputingDecoder(model) if is_padded(model) else Decoder(model)
+def decoder_of(model: Any, replay: RouterReplay | None = None) -> "Decoder | RecomputingDecoder":
+    """Returns what runs a causal language model that `loading.py` has loaded; `replay` records its experts.
+
+    Raises:
+        ConfigurationError: experts are to be recorded of a model that is computed padded.
+    """
+    if not is_padded(model):
+        return Decoder(model, replay)
+    if replay is not None:
+        raise ConfigurationError(
+            f"actor.router_replay is engine, but the embedded engine computes a {type(model).__name__} padded, and "
+            "does not record its experts: set --actor.router_replay trainer."
+        )
+    return RecomputingDecoder(model)
 
 
 class Decoder:
-    """Runs a causal language model with packed attention installed."""
+    """Runs a causal language model with packed attention installed; `replay` records its experts."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, replay: RouterReplay | None = None) -> None:
         parameter = next(model.parameters())
+        self._replay = replay
+        self.routed: list[Tensor] = []
+        """Experts [R, L, K] of each prompt, or of what the last pass added to each sequence, if they are recorded."""
+        self._experts_M = torch.empty(0)
         self._model, self._form = model, logit_form(model)
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
@@ -149,6 +165,7 @@ class Decoder:
         index = (torch.cat(block).to(self.device), torch.cat(offset).to(self.device), torch.cat(token).to(self.device))
         plan = _Prefill(self.cache, make_plan(self._model, layout), index)
         hidden_MH = self._hidden(layout.tokens_M[None], positions, plan, layout.images)
+        self.routed = [self._experts_M[leaf.path()] for leaf in leaves] if self._replay is not None else []
         last = torch.tensor([leaf.start + leaf.length - 1 for leaf in leaves], device=self.device)
         return self._logits(hidden_MH[0].index_select(0, last))
 
@@ -187,6 +204,9 @@ class Decoder:
         lengths_A = torch.tensor(lengths, device=self.device)
         plan = _Extend(self.cache, places, lengths_A, added, self.dtype)
         hidden_ATH = self._hidden(tokens_AT, lengths_A[:, None] + torch.arange(width, device=self.device), plan)
+        if self._replay is not None:
+            begins = range(0, len(self._experts_M), width)
+            self.routed = [self._experts_M[b : b + len(own)] for b, own in zip(begins, suffixes, strict=True)]
         return self._logits(hidden_ATH[torch.arange(len(suffixes), device=self.device), added - 1])
 
     def step(
@@ -209,10 +229,16 @@ class Decoder:
         with _WeightsFirst() if few_on_cpu else nullcontext():
             position_A = torch.tensor(lengths) + torch.tensor(shifts or [0] * len(lengths))
             hidden_A1H = self._hidden(torch.tensor(tokens)[:, None], position_A[:, None], plan)
+            self.routed = [*self._experts_M[:, None]] if self._replay is not None else []
             return self._logits(hidden_A1H[:, 0])
 
     def _hidden(self, tokens: Tensor, positions: Tensor, plan: Any, images: PlacedImages = ()) -> Tensor:
-        hidden: Tensor = run_body(self._model, tokens, positions, plan, images).last_hidden_state
+        if self._replay is None:
+            hidden: Tensor = run_body(self._model, tokens, positions, plan, images).last_hidden_state
+            return hidden
+        with self._replay.recording() as passes:
+            hidden = run_body(self._model, tokens, positions, plan, images).last_hidden_state
+        self._experts_M = self._replay.recorded(passes)
         return hidden
 
     def _logits(self, hidden_AH: Tensor) -> Tensor:

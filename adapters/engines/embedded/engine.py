@@ -19,13 +19,14 @@ from rollgrad.adapters.engines.embedded.decoding import decoder_of
 from rollgrad.adapters.engines.embedded.grammars import Grammars, Matcher
 from rollgrad.adapters.engines.embedded.kept import KEPT_BYTES, KeptSequences
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, StoredKeys, blocks_of
-from rollgrad.adapters.engines.embedded.rows import PromptKey, Row
+from rollgrad.adapters.engines.embedded.rows import PromptKey, Row, check_request
 from rollgrad.adapters.engines.embedded.sampler import likeliest, sample
 from rollgrad.adapters.models.torch.compatibility import usable_positions
+from rollgrad.adapters.models.torch.router_replay import RouterReplay
 from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.control.request_flow import SAMPLING, RequestFlow
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RollgradError
+from rollgrad.domain.errors import EngineError, RollgradError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
 PREFILL_TOKENS = 8192
@@ -47,6 +48,10 @@ class EmbeddedEngine(RolloutEngine):
         memory_share: share of the device's free memory that keys and values may take, from the first request after
             the engine was made, or was woken, until it is put to sleep.
         grammars: follows the grammars of requests; needed for those only.
+        replay: of the model; with it generations say which experts their tokens went to.
+
+    Raises:
+        ConfigurationError: experts cannot be recorded of this model.
     """
 
     def __init__(
@@ -58,8 +63,9 @@ class EmbeddedEngine(RolloutEngine):
         decode: Callable[[Sequence[int]], str] | None = None,
         memory_share: float = 0.5,
         grammars: Grammars | None = None,
+        replay: RouterReplay | None = None,
     ) -> None:
-        self._decoder = decoder_of(model)
+        self._decoder = decoder_of(model, replay)
         self._memory_share = memory_share
         self._block_bytes = BLOCK * self._decoder.token_bytes
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
@@ -128,7 +134,9 @@ class EmbeddedEngine(RolloutEngine):
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
         """Implements `RolloutEngine.generate`."""
-        self._check(request)
+        check_request(request, self.max_tokens, self._vocabulary)
+        if request.params.stop_strings and self._decode is None:
+            raise EngineError("Stop strings need a tokenizer: build the engine with `decode`.")
         row = Row(request, asyncio.get_running_loop().create_future(), on_token, await self._matcher(request))
         row.arrived = self._flow.arrive()
         try:
@@ -187,24 +195,6 @@ class EmbeddedEngine(RolloutEngine):
         """Implements `RolloutEngine.wake`; the cache grows back with the next request."""
         self._flow.wake()
         self._start()
-
-    def _check(self, request: GenerationRequest) -> None:
-        total = len(request.prompt_token_ids) + request.params.max_new_tokens
-        if not request.prompt_token_ids:
-            raise EngineError("The request has no prompt tokens: generation starts from at least one.")
-        if self.max_tokens is not None and total > self.max_tokens:
-            raise ConfigurationError(
-                f"A prompt of {len(request.prompt_token_ids)} tokens plus {request.params.max_new_tokens} new ones is "
-                f"{total} tokens, but the model has {self.max_tokens} positions: shorten the prompt, or lower "
-                "--rollout.max_new_tokens."
-            )
-        largest = max(*request.prompt_token_ids, *request.params.stop_token_ids, 0)
-        if largest >= self._vocabulary:
-            raise DataError(
-                f"The request has the token id {largest}, but those of the model end at {self._vocabulary - 1}."
-            )
-        if request.params.stop_strings and self._decode is None:
-            raise EngineError("Stop strings need a tokenizer: build the engine with `decode`.")
 
     @property
     def _busy(self) -> bool:
@@ -268,6 +258,7 @@ class EmbeddedEngine(RolloutEngine):
             tokens, lengths = [row.tokens[-1] for row in self._active], [row.length for row in self._active]
             shifts = [row.shift for row in self._active]
             logits = self._decoder.step(tokens, [row.place for row in self._active], lengths, shifts)
+            self._note_experts([[row] for row in self._active])
             finished += self._append(self._active, logits)
         return finished
 
@@ -338,6 +329,7 @@ class EmbeddedEngine(RolloutEngine):
                 row.shift = shift
         ids, images = zip(*prompts, strict=True)
         logits = self._decoder.prefill(ids, [[row.place for row in rows] for rows in prompts.values()], images)
+        self._note_experts([*prompts.values()])
         repeats = torch.tensor([len(rows) for rows in prompts.values()], device=logits.device)
         self._active.extend(members)
         return self._append(members, logits.repeat_interleave(repeats, dim=0))
@@ -346,12 +338,20 @@ class EmbeddedEngine(RolloutEngine):
         """Continues sequences whose beginning is stored."""
         rows, lengths = [row for row, _ in continued], [stored.length for _, stored in continued]
         for row, stored in continued:
+            row.kept = stored.length
             self._decoder.cache.reserve(row.place, len(row.request.prompt_token_ids))
             self._decoder.cache.copy_in(row.place, stored)
         suffixes = [row.request.prompt_token_ids[stored.length :] for row, stored in continued]
         logits = self._decoder.extend(suffixes, [row.place for row in rows], lengths)
+        self._note_experts([[row] for row in rows])
         self._active.extend(rows)
         return self._append(rows, logits)
+
+    def _note_experts(self, sequences: Sequence[Sequence[Row]]) -> None:
+        """Gives the rows of each sequence of the last pass the experts of its tokens, where they are recorded."""
+        for rows, experts_RLK in zip(sequences, self._decoder.routed, strict=False):
+            for row in rows:
+                row.experts.append(experts_RLK)
 
     def _append(self, rows: Sequence[Row], logits_AV: torch.Tensor) -> list[Row]:
         """Samples a token for each of `rows`; removes and returns those that are done."""

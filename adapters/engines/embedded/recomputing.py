@@ -19,6 +19,8 @@ class RecomputingDecoder:
 
     token_bytes = 2 * torch.int64.itemsize
     """Bytes that a token has in the cache."""
+    routed: Sequence[Tensor] = ()
+    """Experts are not recorded."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._form = model, logit_form(model)

@@ -12,7 +12,8 @@ from rollgrad.application.foreign import harmless
 from rollgrad.domain.control.request_flow import ArrivedRequest
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.episodes.images import PlacedImages
-from rollgrad.domain.errors import ConfigurationError, DataError, RollgradError
+from rollgrad.domain.episodes.routed import RoutedTokens
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RollgradError
 
 PromptKey = tuple[tuple[int, ...], PlacedImages]
 """Tokens of a prompt and the images among them."""
@@ -34,6 +35,10 @@ class Row:
     logprobs: list[float] = field(factory=list)
     versions: list[int] = field(factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(factory=list)
+    experts: list[torch.Tensor] = field(factory=list)
+    """Experts [R, L, K] of the tokens that were computed for it, pass by pass, where they are recorded."""
+    kept: int = 0
+    """Number of its first tokens that were computed for an earlier request."""
     stop_reason: StopReason | None = None
     refusal: RollgradError | None = None
     """The reason why it can never begin, or go on."""
@@ -114,5 +119,26 @@ class Row:
                 versions=self.versions,
                 stop_reason=reason,
                 top_logprobs=self.top_logprobs,
+                routed=(RoutedTokens(start=self.kept, experts_RLK=torch.cat(self.experts)),) if self.experts else (),
             )
         )
+
+
+def check_request(request: GenerationRequest, most: int | None, vocabulary: int) -> None:
+    """Checks that a model can begin a request: it has `most` positions, None for no limit, and so large a vocabulary.
+
+    Raises:
+        EngineError, ConfigurationError, DataError: it cannot.
+    """
+    total = len(request.prompt_token_ids) + request.params.max_new_tokens
+    if not request.prompt_token_ids:
+        raise EngineError("The request has no prompt tokens: generation starts from at least one.")
+    if most is not None and total > most:
+        raise ConfigurationError(
+            f"A prompt of {len(request.prompt_token_ids)} tokens plus {request.params.max_new_tokens} new ones is "
+            f"{total} tokens, but the model has {most} positions: shorten the prompt, or lower "
+            "--rollout.max_new_tokens."
+        )
+    largest = max(*request.prompt_token_ids, *request.params.stop_token_ids, 0)
+    if largest >= vocabulary:
+        raise DataError(f"The request has the token id {largest}, but those of the model end at {vocabulary - 1}.")

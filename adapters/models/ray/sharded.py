@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollgrad.adapters.models.ray.group_state import GroupState
-from rollgrad.adapters.models.ray.wire import LOGPROBS, SCORE, VALUES, Recording, divided, merged
+from rollgrad.adapters.models.ray.wire import EXPERTS, LOGPROBS, SCORE, VALUES, Recording, divided, merged
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.rewards.model import Judge
@@ -124,9 +124,9 @@ class ShardedPolicy(_Trained, PolicyModel):
         """Implements `PolicyModel.score`."""
         return self._parts.score(batch)
 
-    def logprobs(self, passes: Passes[Any]) -> Tensor:
-        """Implements `PolicyModel.logprobs`."""
-        return self._parts.logprobs(passes)
+    def logprobs_and_experts(self, passes: Passes[Any]) -> tuple[Tensor, Tensor | None]:
+        """Implements `PolicyModel.logprobs_and_experts`."""
+        return self._parts.logprobs_and_experts(passes)
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Implements `PolicyModel.update`."""
@@ -250,7 +250,12 @@ class _Parts:
 
     def logprobs(self, passes: Passes[Any]) -> Tensor:
         """Returns the log-probs of the whole batch; one call for all passes."""
-        return self._columns(LOGPROBS, passes)["logprobs_N"]
+        return self.logprobs_and_experts(passes)[0]
+
+    def logprobs_and_experts(self, passes: Passes[Any]) -> tuple[Tensor, Tensor | None]:
+        """Returns the log-probs of the whole batch, and its experts if the model keeps them; one call."""
+        columns = self._columns(LOGPROBS, passes)
+        return columns["logprobs_N"], columns.get(EXPERTS)
 
     def values(self, passes: Passes[Any]) -> Tensor:
         """Returns the values of the whole batch; one call for all passes."""

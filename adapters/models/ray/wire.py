@@ -28,7 +28,13 @@ FEW = 16
 """Tokens of a stretch, on average, from which a column travels as stretches."""
 
 SCORE, LOGPROBS, VALUES = "score", "logprobs", "values"
-"""Calls whose results are columns: all of `TokenScores`, the log-probs alone, values."""
+"""Calls whose results are columns: all of `TokenScores`, the log-probs (and experts) alone, values."""
+
+SMALL = (torch.bool, torch.uint8, torch.int16, torch.float16)
+"""Types of results that travel as they are."""
+
+EXPERTS = "experts_NLK"
+"""Column of results with an entry for each token, not for action tokens alone."""
 
 COUNTED_ANEW = "positions_N"
 ONLY_HERE = "places_N"
@@ -100,16 +106,16 @@ class SentBatch:
             found.append(weightless(part, torch.arange(count + more) >= count) if more else part)
         return found
 
-    def own(self, results: Sequence[Tensor]) -> Array:
-        """Returns the results of `passes` for its own action tokens, float32 unless they take less and have a numpy
-        type; fillers come after these in each."""
+    def own(self, results: Sequence[Tensor], *, whole: bool = False) -> Array:
+        """Returns the results of `passes` for its own action tokens, or for the `whole` of its own tokens, float32
+        unless they take less and have a numpy type; fillers come after these in each."""
         lengths = self.columns["lengths_S"]
         mask = self.columns["action_mask_N"].column(int(lengths.sum()))
-        actions_S = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
+        actions_S = lengths if whole else np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
         ends = np.cumsum(np.add(self.counts, self.fillers)) - self.fillers
         own = [int(actions_S[end - count : end].sum()) for count, end in zip(self.counts, ends, strict=True)]
         joined = torch.cat([result[:count] for result, count in zip(results, own, strict=True)])
-        return (joined if joined.dtype in (torch.bool, torch.float16) else joined.float()).numpy()
+        return (joined if joined.dtype in SMALL else joined.float()).numpy()
 
     def _batch(self) -> PackedBatch:
         lengths = self.columns["lengths_S"]
@@ -167,6 +173,7 @@ class _Whole:
                 columns[name] = _at_actions(name, _joined(column, runs)[mask], actions)
         others = {f.name: getattr(batch, f.name) for f in fields(type(batch)) if f.name != "images_S"}
         plain = {name: value for name, value in others.items() if not isinstance(value, Tensor)}
+        plain["prescribed_S"] = tuple(batch.prescribed_S[sequence] for sequence in sequences if batch.prescribed_S)
         images = _images([batch.images_S[sequence] for sequence in sequences] if batch.images_S else [])
         return SentBatch(type(batch), list(counts), list(fillers), columns, actions, images, plain)
 
@@ -236,19 +243,27 @@ def divided(passes: Passes[Any], parts: int) -> list[SentBatch]:
 
 
 def merged(passes: Passes[Any], results: Sequence[Mapping[str, Array]]) -> dict[str, Tensor]:
-    """Returns columns [N] of the whole batch from the values of each part's action tokens."""
+    """Returns columns [N] of the whole batch from the values of each part's action tokens, or, of `EXPERTS`, from those
+    of all its tokens."""
     whole = passes.whole
     mask_N = whole.action_mask_N.numpy()
-    full = {name: np.zeros(whole.token_count, np.float32) for name in results[0]}
+    full = {
+        name: np.zeros((whole.token_count, *column.shape[1:]), column.dtype if name == EXPERTS else np.float32)
+        for name, column in results[0].items()
+    }
     for part, columns in enumerate(results):
         sequences = torch.tensor([s for plan in passes.plan for s in plan[part]], dtype=torch.int64)
-        taken = 0
+        taken = passed = 0
         for start, stop in whole.runs(sequences):
             index = np.flatnonzero(mask_N[start:stop])
             index += start
-            for name, values_A in columns.items():
-                full[name][index] = values_A[taken : taken + len(index)]
+            for name, values in columns.items():
+                if name == EXPERTS:
+                    full[name][start:stop] = values[passed : passed + stop - start]
+                else:
+                    full[name][index] = values[taken : taken + len(index)]
             taken += len(index)
+            passed += stop - start
     return {name: torch.from_numpy(column_N) for name, column_N in full.items()}
 
 
@@ -294,8 +309,9 @@ def called(model: Any, method: str, arguments: Sequence[Any]) -> Any:
     found: dict[str, list[Tensor]] = {}
     for part in batch.passes():
         for name, column_N in _columns(model, method, part):
-            found.setdefault(name, []).append(column_N.cpu()[part.action_mask_N])
-    return {name: batch.own(columns) for name, columns in found.items()}
+            column_N = column_N.cpu()
+            found.setdefault(name, []).append(column_N if name == EXPERTS else column_N[part.action_mask_N])
+    return {name: batch.own(columns, whole=name == EXPERTS) for name, columns in found.items()}
 
 
 def _columns(model: Any, method: str, batch: PackedBatch) -> Iterator[tuple[str, Tensor]]:
@@ -305,6 +321,8 @@ def _columns(model: Any, method: str, batch: PackedBatch) -> Iterator[tuple[str,
     scores: TokenScores = model.score(batch)
     if method == LOGPROBS:
         yield "logprobs_N", scores.logprobs_N
+        if scores.experts_NLK is not None:
+            yield EXPERTS, scores.experts_NLK
         return
     for attribute in fields(type(scores)):
         if isinstance(column_N := getattr(scores, attribute.name), Tensor):

@@ -38,22 +38,22 @@ def check_routers(model: Any, coefs: Mapping[str, float]) -> None:
     recorded = getattr(backbone(model), "_can_record_outputs", None) or {}
     problem = "has no routers to experts that a loss balances"
     if "router_logits" in recorded and hasattr(model.config, "num_experts_per_tok"):
-        device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
         with torch.no_grad(), chosen_experts(model) as chosen:
-            nodes = [Node(0, 2)]
-            packed = {} if is_padded(model) else {"attention_plan": ForestAttention(nodes, device=device, dtype=dtype)}
-            logits = backbone(model)(
-                input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device),
-                use_cache=False,
-                output_router_logits=True,
-                **packed,
-            ).router_logits
+            logits = two_token_pass(model, output_router_logits=True).router_logits
         if chosen and len(chosen) == len(logits):
             return
         problem = "does not show which experts its routers choose"
     given = " and ".join(f"actor.{name}_coef is {coef}" for name, coef in coefs.items())
     flags = " and ".join(f"--actor.{name}_coef" for name in coefs)
     raise ConfigurationError(f"{given}, but {type(model).__name__} {problem}: leave {flags} out.")
+
+
+def two_token_pass(model: Any, **settings: Any) -> Any:
+    """Returns the output of the body of `model`, with packed attention installed, for two tokens."""
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    if not is_padded(model):
+        settings["attention_plan"] = ForestAttention([Node(0, 2)], device=device, dtype=dtype)
+    return backbone(model)(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False, **settings)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from rollgrad.adapters.models.torch.image_attention import make_plan
 from rollgrad.adapters.models.torch.images import batch_positions, run_body
 from rollgrad.adapters.models.torch.layout import Layout, build_layout
 from rollgrad.adapters.models.torch.padded import is_padded, padded_layout, padded_outputs
+from rollgrad.adapters.models.torch.router_replay import router_replay
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, sequence_group
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
@@ -68,8 +69,10 @@ def action_hidden(
     padded = is_padded(model)
     layout = padded_layout(model, batch) if padded else group.padded(build_layout(batch))
     recorded: AbstractContextManager[list[Tensor]] = chosen_experts(model) if routing else nullcontext([])
+    replay = router_replay(model)
+    replayed = nullcontext() if replay is None else replay.replaying(replay.column(batch, layout, group))
     settings = {"output_router_logits": True} if routing else {}
-    with recorded as chosen:
+    with recorded as chosen, replayed:
         outputs = (
             [*padded_outputs(model, layout, **settings)]
             if padded

@@ -33,6 +33,7 @@ from rollgrad.adapters.models.torch.lora import (
 from rollgrad.adapters.models.torch.neftune import EmbeddingNoise
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, check_same_weights
 from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.router_replay import recomputation, scored_with_experts
 from rollgrad.adapters.models.torch.saving import save_in_files, save_pretrained
 from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
 from rollgrad.adapters.models.torch.stored_state import opened
@@ -165,6 +166,7 @@ class TorchPolicy(PolicyModel):
         neftune_alpha: size of the noise on embeddings in updates (`neftune.py`).
         teacher: gives scores the divergence from it, in place of that mean; None gives none.
         outcomes: two tokens that scores compare as what follows each action token; None compares none.
+        keeps_experts: whether scores say which experts each token went to, of a model with `install_router_replay`.
         optimize: puts the model under an optimizer.
 
     Raises:
@@ -186,6 +188,7 @@ class TorchPolicy(PolicyModel):
         neftune_alpha: float = 0.0,
         teacher: Teacher | KeptTeacher | None = None,
         outcomes: tuple[int, int] | None = None,
+        keeps_experts: bool = False,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
         coefs = {"aux_loss": aux_loss_coef, "router_z_loss": router_z_loss_coef}
@@ -197,8 +200,9 @@ class TorchPolicy(PolicyModel):
         self._tokenizer = tokenizer
         self._checkpointing = gradient_checkpointing
         self._dropout = AdapterDropout(model)
+        self._keeps_experts = keeps_experts
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable(self._dropout.checkpointing)
+            model.gradient_checkpointing_enable(recomputation(model, self._dropout))
         self._averages = settings.ema_beta is not None and settings.ema_saved
         packed = PackedLM(
             model,
@@ -234,7 +238,7 @@ class TorchPolicy(PolicyModel):
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
         """Implements `PolicyModel.score`."""
-        return self._scores(batch)
+        return scored_with_experts(self.module, batch, self._scores) if self._keeps_experts else self._scores(batch)
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Implements `PolicyModel.update`."""

@@ -29,6 +29,7 @@ from rollgrad.application.settings.rules.inputs import (
 )
 from rollgrad.application.settings.rules.lora import lora_problems
 from rollgrad.application.settings.rules.sampling import (
+    replay_problems,
     rollout_problems,
     sampling_problems,
     shaping_problems,
@@ -82,6 +83,7 @@ def setting_errors(
         yield server_problems(config)
         yield engine_length_problems(config, has_environment=plays)
         yield sampling_problems(config)
+        yield replay_problems(config)
         yield shaping_problems(config, has_environment=plays)
         yield optimizer_problems(config)
         yield rollout_problems(config)

@@ -7,8 +7,9 @@ from rollgrad.application.settings.derived import longest_reply, samples_per_rol
 from rollgrad.application.settings.presets import traits_of
 from rollgrad.application.settings.rules.asynchrony import correction_fix
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import RouterReplay
 from rollgrad.application.settings.sections.reward import RewardConfig
-from rollgrad.application.settings.sections.rollout import RolloutConfig
+from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
 from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, Normalise, OldLogprobs
 
 
@@ -59,6 +60,35 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
             f"{key} with rollout.top_p {rollout.top_p} and rollout.top_k {rollout.top_k}, but the rollout's log-probs "
             "are then of a truncated distribution while training uses the full one, so their ratio is biased: set "
             "--rollout.top_p 1 and --rollout.top_k 0."
+        )
+
+
+def replay_problems(config: RLConfig) -> Iterator[str]:
+    """Yields the problems of replaying the experts of a mixture."""
+    replay, ds, engine = config.actor.router_replay, config.ds, config.rollout.engine
+    if replay is RouterReplay.NONE:
+        return
+    if replay is RouterReplay.ENGINE and engine is not Engine.EMBEDDED:
+        yield (
+            f"actor.router_replay is engine with rollout.engine {engine}, which does not say to which experts it sent "
+            "tokens: set --actor.router_replay trainer, or --rollout.engine embedded."
+        )
+    if replay is RouterReplay.TRAINER and config.algo.old_logprobs is not OldLogprobs.RECOMPUTE:
+        yield (
+            f"actor.router_replay is trainer with algo.old_logprobs {config.algo.old_logprobs}, but experts are those "
+            "of the pass that computes these log-probs: leave one of --actor.router_replay and --algo.old_logprobs out."
+        )
+    if config.cluster.enable and ds.tensor_parallel_size > 1:
+        yield (
+            f"actor.router_replay is {replay} with ds.tensor_parallel_size {ds.tensor_parallel_size}, but routers of "
+            "layers that processes share choose for themselves: leave one of --actor.router_replay and "
+            "--ds.tensor_parallel_size out."
+        )
+    if config.cluster.enable and replay is RouterReplay.TRAINER and ds.sequence_parallel_size > 1:
+        yield (
+            f"actor.router_replay is trainer with ds.sequence_parallel_size {ds.sequence_parallel_size}, but a process "
+            "sees the experts of its own tokens alone: leave one of --actor.router_replay and "
+            "--ds.sequence_parallel_size out."
         )
 
 

@@ -36,6 +36,14 @@ class DType(StrEnum):
     FLOAT32 = "float32"
 
 
+class RouterReplay(StrEnum):
+    """Who chooses the experts that a mixture's tokens are sent to in updates."""
+
+    NONE = "none"
+    TRAINER = "trainer"
+    ENGINE = "engine"
+
+
 class LoraSync(StrEnum):
     """Weights of a model with adapters that go to engines."""
 
@@ -171,6 +179,13 @@ class ModelConfig:
 class ActorConfig(PolicyLossSettings, ModelConfig):
     """The policy that is trained."""
 
+    router_replay: RouterReplay = setting(
+        RouterReplay.NONE,
+        "Experts of a mixture that the tokens of an update are sent to: none those that its routers choose, trainer "
+        "those that they chose before the first update with these tokens (R2), engine those that they were sent to "
+        "when they were sampled (R3), also where log-probs before the update are computed. Weights of the experts, and "
+        "gradients, are the routers' own.",
+    )
     freeze_visual_encoder: bool = setting(
         False,
         "Train the language model alone, not what makes its input of images: the tower and its projection.",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollgrad.adapters.models.ray.sharded import RankPolicy, ShardedPolicy, ShardedReference, ShardedValue
-from rollgrad.adapters.models.ray.wire import LOGPROBS, SCORE, VALUES, SentBatch, called, divided, merged
+from rollgrad.adapters.models.ray.wire import EXPERTS, LOGPROBS, SCORE, VALUES, SentBatch, called, divided, merged
 from rollgrad.application.learning.microbatch import split
 from rollgrad.application.learning.update import Listening
 from rollgrad.domain.batches.examples import pack_preferences
@@ -62,6 +62,8 @@ def rollouts(groups: Sequence[Sequence[int]], prompt: int = 5) -> RolloutBatch:
         places_N=torch.arange(batch.token_count),
         part_names=("right",),
         reward_parts_SK=torch.ones(len(batch), 1),
+        experts_NLK=torch.randint(255, (batch.token_count, 2, 3), generator=generator).to(torch.uint8),
+        prescribed_S=tuple(trajectory.segments[1:2] * (place % 2) for place, trajectory in enumerate(trajectories)),
     )
 
 
@@ -74,7 +76,8 @@ class Model:
     def score(self, batch: PackedBatch) -> TokenScores:
         self.given.append(batch)
         logprobs_N = torch.where(batch.action_mask_N, -batch.tokens_N / 1e6, 0.0)
-        return TokenScores(logprobs_N=logprobs_N, entropy_N=2 * logprobs_N)
+        routed = None if batch.experts_NLK is None else batch.experts_NLK.short() * 100
+        return TokenScores(logprobs_N=logprobs_N, entropy_N=2 * logprobs_N, experts_NLK=routed)
 
     def values(self, batch: PackedBatch) -> Tensor:
         return 3 * self.score(batch).logprobs_N
@@ -124,6 +127,7 @@ def test_every_process_gets_its_part_of_every_pass_as_it_was(
                 columns = {name: column for name, _, column in own.columns()}
                 wanted = {name: column for name, _, column in expected.columns()}
                 assert columns.keys() == wanted.keys()
+                assert own.prescribed_S == expected.prescribed_S
                 for name, column in columns.items():
                     torch.testing.assert_close(column, wanted[name], rtol=0, atol=0, msg=name)
     assert sorted(seen) == sorted(whole)
@@ -137,12 +141,18 @@ def test_results_come_back_to_their_tokens(method: str, groups: list[list[int]],
     passes = split(batch, budget * processes, processes)
     results = [called(Model(), method, [[arrived(part)]]) for part in divided(passes, processes)]
     scores = Model().score(batch)
-    expected = {"logprobs_N": scores.logprobs_N, "entropy_N": scores.entropy_N, VALUES: Model().values(batch)}
-    names = {SCORE: {"logprobs_N", "entropy_N"}, LOGPROBS: {"logprobs_N"}, VALUES: {VALUES}}[method]
+    expected = {
+        "logprobs_N": scores.logprobs_N,
+        "entropy_N": scores.entropy_N,
+        EXPERTS: scores.experts_NLK,
+        VALUES: Model().values(batch),
+    }
+    names = {SCORE: {"logprobs_N", "entropy_N", EXPERTS}, LOGPROBS: {"logprobs_N", EXPERTS}, VALUES: {VALUES}}[method]
     assert results[0].keys() == names
     columns = merged(passes, results)
     assert columns.keys() == names
     for name in names:
+        assert columns[name].dtype == (torch.int16 if name == EXPERTS else torch.float32)
         assert torch.equal(columns[name], expected[name])
 
 
@@ -252,7 +262,7 @@ def test_a_process_without_a_share_computes_one_branch(processes: int) -> None:
 
 def test_a_token_costs_few_bytes() -> None:
     """Ids and the sampler's log-probs are what a loss of whole replies needs: 8 bytes, and 4 for a critic's values."""
-    batch = rollouts([[400] * 4] * 4, prompt=100)
+    batch = evolve(rollouts([[400] * 4] * 4, prompt=100), experts_NLK=None)
     plain = evolve(batch, selected_N=None, values_N=None)
     for whole, limit in ((plain, 10.0), (batch, 15.0)):
         buffers: list[pickle.PickleBuffer] = []

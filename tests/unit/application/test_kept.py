@@ -56,6 +56,18 @@ def test_grammars_of_replies_are_kept() -> None:
     assert [segment.grammar for segment in read.trajectories[0].prescribed] == ["start: /[a-z]+/"]
 
 
+def test_experts_of_tokens_are_kept() -> None:
+    experts_TLK = torch.arange(8, dtype=torch.uint8).view(4, 1, 2)
+    routed = evolve(make_trajectory([1, 2], [3, 4]), experts_TLK=experts_TLK)
+    group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1, 2), text="a"), trajectories=(routed,))
+    file = io.BytesIO()
+    torch.save(group_state(group), file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    read = group_of_state(state, group.prompt).trajectories[0]
+    assert read.experts_TLK is not None
+    assert torch.equal(read.experts_TLK, experts_TLK)
+
+
 def test_groups_of_states_of_earlier_versions_are_read() -> None:
     prompt = Prompt(token_ids=(1, 2), text="a")
     group = RolloutGroup(group_id=0, prompt=prompt, trajectories=(make_trajectory([1, 2], [3, 4]),))

@@ -11,6 +11,7 @@ from rollgrad.application.settings.rules import validate, validate_evaluation
 from rollgrad.application.settings.rules.generation import generation_errors
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import RouterReplay
 from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.application.settings.sections.data import Overlong
 from rollgrad.application.settings.sections.optimizer import LRScheduler, Optim
@@ -127,6 +128,8 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         DISTILL | WHOLE_KL,
         {"algo.kl.init_coef": 0.1, **WHOLE_KL, "algo.kl.top_k": 8},
         {"algo.old_logprobs": OldLogprobs.ROLLOUT},
+        {"actor.router_replay": RouterReplay.ENGINE, "algo.old_logprobs": OldLogprobs.ROLLOUT},
+        {"actor.router_replay": RouterReplay.TRAINER, "rollout.engine": Engine.VLLM, "train.batch_size": 64},
         {"actor.policy_loss_type": "gspo", "actor.eps_clip": 1e-3},
         {"actor.policy_loss_type": "sapo", "actor.sapo_tau": (1.0, 2.0)},
         {"actor.policy_loss_type": "clip_cov", "actor.cov_range": (1.0, 2.0), "actor.cov_share": 0.1},
@@ -228,6 +231,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "actor.lora.dropout": 0.1,
         },
         "leave one of --algo.old_logprobs and --actor.lora.dropout out",
+    ),
+    (
+        {"actor.router_replay": RouterReplay.ENGINE, "rollout.engine": Engine.VLLM},
+        "set --actor.router_replay trainer, or --rollout.engine embedded",
+    ),
+    (
+        {"actor.router_replay": RouterReplay.TRAINER, "algo.old_logprobs": OldLogprobs.ROLLOUT},
+        "leave one of --actor.router_replay and --algo.old_logprobs out",
+    ),
+    *(
+        (
+            {"actor.router_replay": replay, "cluster.enable": True, f"ds.{size}": 2, "actor.num_gpus_per_node": 2},
+            f"leave one of --actor.router_replay and --ds.{size} out",
+        )
+        for replay, size in (
+            (RouterReplay.ENGINE, "tensor_parallel_size"),
+            (RouterReplay.TRAINER, "sequence_parallel_size"),
+        )
     ),
     ({"actor.lora.dropout": 0.1}, "set --actor.lora.rank above 0"),
     ({"critic.lora.alpha": 8, "algo.advantage.estimator": "gae"}, "set --critic.lora.rank above 0"),
