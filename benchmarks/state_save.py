@@ -1,4 +1,4 @@
-"""What saving a training state costs: the seconds in which a run does nothing else, as a share of the time between two
+"""Cost of saving a training state: the seconds in which a run does nothing else, as a share of the time between two
 states (`ckpt.state_minutes`, by default), beside the seconds of a copy in memory, which saving in the background would
 hold a run up for all the same.
 
@@ -46,7 +46,7 @@ class Work:
     vocabulary: int = 49152
     """Tokens."""
     directory: str | None = None
-    """Where the state is written; by default where temporary files are."""
+    """Place of the state; by default that of temporary files."""
     smoke: bool = False
     """Smallest work, to see that the script runs; its figures mean nothing."""
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen, validators
 
 from rollgrad.domain.episodes.images import PlacedImages
-from rollgrad.domain.episodes.routed import RoutedTokens
+
+if TYPE_CHECKING:  # torch is not needed to ask for replies
+    from rollgrad.domain.episodes.routed import RoutedTokens
 
 
 class StopReason(StrEnum):
@@ -91,4 +94,4 @@ class Generation:
     stop_reason: StopReason
     top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
     grammar: str | None = None
-    routed: tuple[RoutedTokens, ...] = ()
+    routed: "tuple[RoutedTokens, ...]" = ()

@@ -114,7 +114,7 @@ async def test_a_request_that_goes_on_after_an_abort_says_where_all_its_tokens_w
 
 
 def exact_gradients(path: Path, batch: RolloutBatch) -> dict[str, Tensor]:
-    """Of `cluster.likelihood`, by transformers' model in float64, whose routers are written here: a
+    """Gradients of `cluster.likelihood`, by transformers' model in float64, whose routers are written here: a
     softmax over all experts, of which the recorded ones count."""
     from transformers import AutoModelForCausalLM
 
