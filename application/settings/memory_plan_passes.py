@@ -31,9 +31,9 @@ CACHE_BLOCK, PREFILL_TOKENS, SAMPLED_LOGITS = 128, 8192, 6
 that sampling holds at once: sorted ones, their order, and running sums."""
 
 
-LOGITS_OF_A_SLICE, MASKED_LOGITS = 3, 3.0
+LOGITS_OF_A_SLICE, MASKED_LOGITS = 3, 2.5
 """Sizes of a slice's logits that the output embedding holds at once, and those more where other tokens than the
-possible ones are taken out of it: bytes that say which, and two copies of its logits."""
+possible ones are taken out of it: two copies of its logits, and two bytes for each number of 4 that say which."""
 
 
 def pass_tokens(config: RLConfig, parts: float, budget: int | None = None) -> int:
@@ -77,12 +77,12 @@ def head_bytes(
     the sum in it (`adapters.models.torch.chunked_logprobs`, whose slices these are). Where agents may prescribe the
     form of replies, also a bit for each action token and token of the vocabulary, twice on a CPU, and what a slice
     makes of its own (`adapters.models.torch.allowed_tokens`)."""
-    agents = config.train.agent_func_path is not None or config.agent.plays
+    clients = config.train.agent_func_path is not None or config.agent.command is not None
     # An agent's replies may be nearly all of its tokens.
-    share = 1.0 if agents else config.rollout.max_new_tokens / longest_sample(config)
+    share = 1.0 if clients or config.agent.plays else config.rollout.max_new_tokens / longest_sample(config)
     choices = math.ceil(min(1.0, share) * tokens) * shape.embedding // shape.hidden
     logits = choices * FLOAT32_BYTES
-    prescribes = agents and config.rollout.engine is Engine.EMBEDDED and not config.cluster.enable
+    prescribes = clients and config.rollout.engine is not Engine.SERVER and not config.cluster.enable
     masks = math.ceil(choices / 8) * (1 if gpu else 2) if prescribes else 0
     of_gradient = FLOAT32_BYTES + (2 * compute_bytes if compute_bytes < FLOAT32_BYTES else 0)
     size = config.ds.tensor_parallel_size

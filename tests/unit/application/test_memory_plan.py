@@ -13,7 +13,11 @@ from rollgrad.application.settings.memory_plan import (
     places,
     shortages,
 )
-from rollgrad.application.settings.memory_plan_passes import ACTIVATIONS_PER_HIDDEN, WHOLE_ACTIVATIONS_PER_HIDDEN
+from rollgrad.application.settings.memory_plan_passes import (
+    ACTIVATIONS_PER_HIDDEN,
+    WHOLE_ACTIVATIONS_PER_HIDDEN,
+    head_bytes,
+)
 from rollgrad.application.settings.model_shape import ModelShape, PassMemory, bytes_of_pass
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.cluster import Strategy
@@ -508,3 +512,22 @@ def test_what_is_measured_takes_the_place_of_the_formula() -> None:
 @pytest.mark.parametrize(("tokens", "held"), [(1, 70), (10, 70), (15, 75), (20, 80), (25, 130), (40, 280)])
 def test_between_measured_passes_memory_grows_by_the_token(tokens: int, held: int) -> None:
     assert bytes_of_pass(((10, 70), (20, 80), (30, 180)), tokens) == held
+
+
+@pytest.mark.parametrize(
+    ("engine", "masked"), [(Engine.EMBEDDED, True), (Engine.VLLM, True), (Engine.SERVER, False)], ids=str
+)
+def test_masks_of_prescribed_replies_are_a_bit_a_token_of_the_vocabulary(engine: Engine, masked: bool) -> None:
+    """Only agents that are clients prescribe the form of replies."""
+    config = small_config()
+    config.rollout.engine = engine
+    config.agent.command = "python play.py"
+    shape = evolve(SHAPE, embedding=8 * 152_000)
+    logits = 4 * 152_000 * 32  # all tokens of a pass, in one slice
+    expected = {0: 3 * logits, 10**6: 3 * logits}
+    if masked:
+        expected = {0: 5.5 * logits + 2 * logits / 32, 10**6: 5.5 * logits + logits / 32}
+    found = {gpu: head_bytes(config, shape, 32, 2, gpu) for gpu in expected}
+    assert found == expected
+    config.agent.command = None
+    assert head_bytes(config, shape, 32, 2, 0) < 3 * logits, "prompts are not all replies"
