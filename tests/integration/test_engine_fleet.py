@@ -376,6 +376,10 @@ def test_when_the_trainer_dies_in_a_push_nothing_is_sampled_from_half_a_model(wo
     agrees(world, asked)
 
 
+OF_GENERATE = ("out", "data.prompt_dataset", "rollout.n_samples_per_prompt")
+"""Flags that `rollgrad eval` does not have, or not with the same meaning."""
+
+
 def test_replies_in_files_are_those_of_the_engines(
     world: World, sums_flags: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,6 +420,9 @@ def test_replies_in_files_are_those_of_the_engines(
     for reply in replies[::5]:
         expected = scores(world.policy, reply["prompt_tokens"], reply["tokens"])
         assert reply["logprobs"] == pytest.approx(expected, abs=TOLERANCE)
+    flags |= {"eval.dataset": flags["data.prompt_dataset"], "eval.max_samples": "2", "reward.verifier": "last_number"}
+    words = [word for flag, value in flags.items() if flag not in OF_GENERATE for word in (f"--{flag}", value)]
+    assert main(["eval", *words, "--cluster.enable", "--train.colocate_all"]) == 0
 
 
 def test_an_engine_that_cannot_start_says_why(world: World, tmp_path: Path) -> None:
