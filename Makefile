@@ -16,7 +16,7 @@ BROWSER = $(shell command -v chromium || command -v chromium-browser || command 
 PAGE = $(if $(BROWSER),,and not browser)
 SAY_BROWSER = @$(if $(BROWSER),:,echo "Tests of the page are left out: no chromium or Chrome is found.")
 
-.PHONY: help demo demo-words demo-agent demo-sft demo-dpo demo-kto demo-kd demo-pipeline demo-shapes demo-cluster test test-all check lint ci bench clean
+.PHONY: help demo demo-words demo-agent demo-sft demo-dpo demo-kto demo-kd demo-pipeline demo-shapes demo-streak demo-cluster test test-all check lint ci bench clean
 
 help:
 	@echo "make demo          train a small model on sums, and show the result"
@@ -27,6 +27,7 @@ help:
 	@echo "make demo-kto      teach it the same from single replies, good and bad, by KTO"
 	@echo "make demo-kd       distil the fine-tuned model into the one it began as"
 	@echo "make demo-shapes   a tiny model of random weights that learns to name shapes in images"
+	@echo "make demo-streak   the same in several turns: it is shown another image as long as it is right"
 	@echo "make demo-pipeline fine-tuning, a reward model, and PPO with it, on sums"
 	@echo "make demo-cluster  the first again in several processes: Ray, vLLM and DeepSpeed"
 	@echo "make check         linters and the fast tests"
@@ -45,7 +46,7 @@ demo-words: $(VENV)/.demo-stamp
 demo-agent: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/products.py
 
-demo-sft demo-dpo demo-kto demo-kd demo-pipeline demo-shapes: demo-%: $(VENV)/.demo-stamp
+demo-sft demo-dpo demo-kto demo-kd demo-pipeline demo-shapes demo-streak: demo-%: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/$*.py
 
 demo-cluster: $(VENV)/.cluster-stamp

@@ -7,11 +7,12 @@ right: it first finds out which words are answers, and then has to look.
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tyro
-from attrs import define
+from attrs import define, frozen
 from smollm2 import HERE, Options, show
 
 import rollgrad
@@ -19,6 +20,7 @@ from rollgrad.entrypoints.cli.logs import configure_logging
 
 SHAPES = ("circle", "square", "triangle", "cross")
 SIZE = 32
+"""Pixels of the side of an image, as the model sees it."""
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
@@ -47,29 +49,52 @@ def draw(shape: str, chance: random.Random) -> Any:
     return image
 
 
+def one_shape(chance: random.Random) -> tuple[Any, str, str]:
+    """Returns an image, the question about it, and the answer."""
+    shape = chance.choice(SHAPES)
+    return draw(shape, chance), "<image> what shape ?", shape
+
+
+@frozen(kw_only=True)
+class PictureTask:
+    """A task of images: what draws an image, with its question and its answer; the words of answers; and the
+    environment of its episodes, None where they have one turn."""
+
+    drawn: Callable[[random.Random], tuple[Any, str, str]]
+    words: tuple[str, ...]
+    environment: Callable[[], Any] | None = None
+
+
+SHAPE_TASK = PictureTask(drawn=one_shape, words=SHAPES)
+
+
 @define(kw_only=True)
-class ShapeOptions(Options):
+class PictureOptions(Options):
     """Flags of this example."""
 
     rows: int = 2000
     """Images to train on; a tenth as many are held out."""
 
 
-def draw_all(folder: Path, rows_of_training: int, seed: int) -> None:
-    """Writes the images, and a row for each."""
+def prepare(task: PictureTask, config: Any, folder: Path, rows: int) -> None:
+    """Draws the images of a task, makes a model, and gives both to a run."""
+    seed = config.train.seed
     chance = random.Random(seed)
-    for name, count in {"train": rows_of_training, "test": rows_of_training // 10}.items():
+    for name, count in {"train": rows, "test": rows // 10}.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
-        rows = []
+        written = []
         for number in range(count):
-            shape = chance.choice(SHAPES)
+            image, question, answer = task.drawn(chance)
             path = folder / name / f"{number}.png"
-            draw(shape, chance).save(path)
-            rows.append({"prompt": "<image> what shape ?", "image": str(path), "label": shape})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            image.save(path)
+            written.append({"prompt": question, "image": str(path), "label": answer})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    make_model(folder / "model", seed, task.words)
+    config.actor.model_name_or_path = str(folder / "model")
+    config.data.prompt_dataset, config.eval.dataset = str(folder / "train.jsonl"), str(folder / "test.jsonl")
 
 
-def make_model(path: Path, seed: int) -> None:
+def make_model(path: Path, seed: int, answers: tuple[str, ...]) -> None:
     """Writes a random model with its processor."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -81,8 +106,8 @@ def make_model(path: Path, seed: int) -> None:
     )
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-    words = ["<pad>", "<unk>", "<end>", "what", "shape", "?", ":", *SHAPES]
-    words += [f"<word {number}>" for number in range(32)]  # words that are no answer
+    words = ["<pad>", "<unk>", "<end>", "what", "shape", "?", ":", *answers]
+    words += [f"<word {number}>" for number in range(8)]  # words that are no answer
     words += ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"]
     table = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     table.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -94,7 +119,8 @@ def make_model(path: Path, seed: int) -> None:
         additional_special_tokens=words[-4:],
         chat_template=TEMPLATE,
     )
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    # Heads of 32 numbers: the least that vLLM's attention has on a CPU.
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     marks = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in {"image_token_id": "<image>"}.items()}
     ends = {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}
     torch.manual_seed(seed)
@@ -122,23 +148,19 @@ def make_model(path: Path, seed: int) -> None:
     Idefics3Processor(images, tokenizer, image_seq_len=tokens, chat_template=TEMPLATE).save_pretrained(path)
 
 
-def main() -> None:
-    """Draws, trains, and shows what came of it."""
+def main(name: str, task: PictureTask, description: str) -> None:
+    """Draws, trains with the settings of NAME.yaml, and shows what came of it."""
     configure_logging()
-    config = rollgrad.load_config(HERE / "shapes.yaml")
+    config = rollgrad.load_config(HERE / f"{name}.yaml")
     steps, output = config.train.max_steps, Path(config.ckpt.output_dir)
-    defaults = ShapeOptions(seed=config.train.seed, steps=steps, output_dir=output)
-    options = tyro.cli(ShapeOptions, default=defaults, description="Train a tiny model to name the shapes in images.")
-    folder = options.output_dir.with_name(f"{options.output_dir.name}_data")
-    draw_all(folder, options.rows, options.seed)
-    make_model(folder / "model", options.seed)
-    config.actor.model_name_or_path = str(folder / "model")
-    config.data.prompt_dataset, config.eval.dataset = str(folder / "train.jsonl"), str(folder / "test.jsonl")
+    defaults = PictureOptions(seed=config.train.seed, steps=steps, output_dir=output)
+    options = tyro.cli(PictureOptions, default=defaults, description=description)
     config.train.seed, config.train.max_steps = options.seed, options.steps
     config.ckpt.output_dir, config.ckpt.overwrite = str(options.output_dir), True
+    prepare(task, config, options.output_dir.with_name(f"{options.output_dir.name}_data"), options.rows)
     started = time.monotonic()
-    show(rollgrad.train(config), time.monotonic() - started, "images")
+    show(rollgrad.train(config, environment=task.environment), time.monotonic() - started, "images")
 
 
 if __name__ == "__main__":
-    main()
+    main("shapes", SHAPE_TASK, "Train a tiny model to name the shapes in images.")

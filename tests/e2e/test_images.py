@@ -473,8 +473,9 @@ def test_an_environment_answers_with_images(workspace: Path, plays: str) -> None
 @pytest.mark.demo
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_demo_draws_and_trains(run_script: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("demo", ["shapes", "streak"])
+def test_the_demo_draws_and_trains(demo: str, run_script: Callable[..., str], tmp_path: Path) -> None:
     output = tmp_path / "run"
-    printed = run_script("examples/shapes.py", "--steps", "1", "--rows", "40", "--output_dir", str(output))
+    printed = run_script(f"examples/{demo}.py", "--steps", "1", "--rows", "40", "--output_dir", str(output))
     assert re.search(r"greedy accuracy +│ +\d+%", printed)
     assert any("policy/loss" in row for row in logged(output))

@@ -34,6 +34,7 @@ RESULTS = {
     "learning_curves.py": r"on_policy_distill │\s+\d+%",
     "load_memory.py": r"^│ \d+\.\d\d GB .*│ \d+%",
     "loops_learn.py": r"csft +│ 1 +│ +-\d+\.\d\d",
+    "pictures_learn.py": r"streak +│ 1 +│ \d+ +│ \d+%",
     "prompt_sharing.py": r"^work \d+\.\d+$",
     "memory_plan.py": r"^planned over measured: (0\.9|1\.0)\d to 1\.[0-2]\d$",
     "real_clients.py": re.escape(documented("agents.md", "| client |")),
