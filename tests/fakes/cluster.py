@@ -26,11 +26,12 @@ from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchRe
 from rollgrad.adapters.models.torch.muon import MuonSettings
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.router_replay import install_router_replay
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.models.torch.step_reward import StepRewardModel
 from rollgrad.adapters.models.torch.together import Divide
 from rollgrad.adapters.models.torch.value import TorchValue
-from rollgrad.adapters.models.torch.weight_shards import Shard, shard_rows
+from rollgrad.adapters.models.torch.weight_shards import Shard, shard_rows, whole_layers
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores, ValueModel
@@ -124,6 +125,19 @@ def rank_policy_in_float16(path: str, stage: int | str, supported: bool) -> Rank
 
 def rank_mixture(path: str, stage: int | str) -> RankPolicy:
     return RankPolicy(policy(path, divided(stage), aux_loss_coef=AUX_LOSS_COEF, shard=loading(stage)))
+
+
+def replaying(path: str, optimize: Optimize = MasterOptimizer, shard: Shard | None = None) -> TorchPolicy:
+    """A mixture that goes to the experts that it is told, and says to which it went."""
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG, shard=shard)
+    with whole_layers(model):
+        install_router_replay(model, "actor.router_replay is trainer")
+    tokenizer = load_tokenizer(path, flag=FLAG)
+    return TorchPolicy(model, tokenizer, SETTINGS, keeps_experts=True, gradient_checkpointing=True, optimize=optimize)
+
+
+def rank_replaying(path: str, stage: int | str) -> RankPolicy:
+    return RankPolicy(replaying(path, divided(stage), loading(stage)))
 
 
 def rank_policy_with_a_spare(path: str, stage: int | str) -> RankPolicy:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from dependency_injector import providers
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
@@ -35,6 +36,7 @@ from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_comparisons, pack_preferences
+from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
@@ -289,6 +291,32 @@ def test_a_divided_mixture_of_experts_trains_as_one_process(
     after = cluster.weights(policy)
     for name, tensor in lone.weights():
         assert_alike(after[name], tensor)
+
+
+@pytest.mark.parametrize("stage", [3, FSDP])
+def test_a_divided_mixture_goes_to_the_experts_that_one_process_would(
+    group: WorkerGroup, stage: int | str, tiny_mixture_dir: Path
+) -> None:
+    lone = cluster.replaying(str(tiny_mixture_dir))
+    group.build(cluster.rank_replaying, str(tiny_mixture_dir), stage)
+    policy = ShardedPolicy(group)
+    batch = cluster.batch()
+    passes = Passes(batch, [[[0, 1], [4]], [[2], [3]]])
+    logprobs_N, experts_NLK = policy.logprobs_and_experts(passes)
+    expected = lone.score(batch)
+    assert experts_NLK is not None
+    assert expected.experts_NLK is not None
+    assert experts_NLK.dtype == torch.uint8
+    assert torch.equal(experts_NLK.sort(-1).values, expected.experts_NLK.sort(-1).values)
+    torch.testing.assert_close(logprobs_N, expected.logprobs_N, rtol=0, atol=1e-5)
+    moved = evolve(batch, experts_NLK=(experts_NLK + 1) % 4)
+    found, wanted = ([p.update([moved], cluster.likelihood) for _ in range(2)][-1] for p in (policy, lone))
+    assert found == pytest.approx(wanted, rel=1e-3)
+    after = cluster.weights(policy)
+    for name, tensor in lone.weights():
+        assert_alike(after[name], tensor)
+    other = cluster.replaying(str(tiny_mixture_dir))
+    assert other.update([batch], cluster.likelihood)["loss"] != pytest.approx(wanted["loss"], rel=1e-2)
 
 
 def test_weights_that_nobody_reads_to_the_end_hold_nobody_up(group: WorkerGroup, tiny_model_dir: Path) -> None:
