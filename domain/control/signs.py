@@ -17,6 +17,8 @@ COLLAPSED_ENTROPY = 0.01
 LENGTH_CORRELATION, LENGTH_GROWTH = 0.8, 1.25
 """Correlation of reward and length within a rollout, and growth of the mean length over that of the first rollouts:
 together they say that length is rewarded, while either alone is common in healthy runs."""
+LENGTH_GAIN = 5.0
+"""Least growth in tokens: replies of one token grow a quarter where an episode goes on while the model is right."""
 
 MISMATCH_KL, MISMATCH_GROWTH = 0.01, 5.0
 """KL in nats per token, and growth over that of the first rollouts, from which on trainer and engine drift apart. Equal
@@ -151,7 +153,7 @@ def _follows_length(metrics: Metrics, run: LearningSettings) -> bool | None:
     if not run.judged_by_outcome or length is None or first is None:
         return None
     related = metrics.get("rollout/reward_length_correlation", 0.0) >= LENGTH_CORRELATION
-    return (related and length >= LENGTH_GROWTH * first) or None
+    return (related and length >= max(LENGTH_GROWTH * first, first + LENGTH_GAIN)) or None
 
 
 def _describe_follows_length(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
