@@ -48,7 +48,7 @@ SICK: dict[str, Course] = {
     "time_lost": {"time/sync_s": between(1, 12)},
 }
 HEALTHY_RUNS: dict[str, Course] = {
-    "more_turns_of_one_token": {
+    "has more turns of one token where it is right": {
         "rollout/response_length_mean": between(1, 2.2),
         "rollout/reward_length_correlation": always(0.99),
         "reward/mean": between(0.1, 0.7),
