@@ -73,7 +73,8 @@ class Work:
     lora_rank: int = 32
     """Rank of the adapters, which all linear layers have; 0 leaves this part out."""
     smoke: bool = False
-    """Smallest work on a tiny random model, without LoRA, to see that the script runs."""
+    """Smallest work on a tiny random model, without LoRA and with the one engine whose model has a process of its own,
+    to see that the script runs."""
 
 
 async def tokens_per_second(engine: RolloutEngine, rows: int, work: Work) -> float:
@@ -246,8 +247,8 @@ def compare(work: Work) -> None:
 
     here = asyncio.run(of_embedded())
     with tempfile.TemporaryDirectory() as directory:
-        there = of_vllm(policy, work, dtype, shared_memory, Disk(Path(directory)))
-    apart = of_vllm(policy, work, dtype, shared_memory, apart=True)
+        there = of_vllm(policy, work, dtype, shared_memory, Disk(Path(directory)), apart=work.smoke)
+    apart = there if work.smoke else of_vllm(policy, work, dtype, shared_memory, apart=True)
     pushes = dict(zip(("shared_memory", "disk"), there.pushes, strict=True))
 
     bound = COPIES * pushes["shared_memory"][1] / memcpy
