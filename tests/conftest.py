@@ -8,6 +8,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tests.scripts import ScriptHost
+from tests.scripts import QUIET, VLLM_MODULES, ScriptHost
 from tests.tiny_models import make_tiny_tokenizer, saved, tiny_llama, tiny_model
 
 SLOW_TO_IMPORT = {
@@ -206,7 +207,22 @@ def _freed_memory_is_given_back() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _vllm(wide_headed_model_dir: Path) -> Iterator[Any]:
+def vllm_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost]:
+    """Runs Python programs, the cores of vLLM engines among them, without the imports that vLLM needs; where there are
+    GPUs, which are lost in a fork, with them, and no cores."""
+    import torch
+
+    from tests.forked_spawns import forked_by
+
+    on_gpus = torch.cuda.is_available()
+    host = ScriptHost(tmp_path_factory.mktemp("vllm"), () if on_gpus else VLLM_MODULES, QUIET)
+    with nullcontext() if on_gpus else forked_by(host.python()):
+        yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def _vllm(wide_headed_model_dir: Path, vllm_host: ScriptHost) -> Iterator[Any]:
     """Serves all modules: it takes longer to start than most of them."""
     from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 

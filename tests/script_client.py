@@ -1,5 +1,6 @@
 """Stands for a Python program that runs elsewhere (`tests/script_host.py`): it has its streams, gets its signals, and
-ends as it does. Its words are the path of the host's socket, and those after `python`.
+ends as it does. Its words are the path of the host's socket, and those after `python`. The variable `SCRIPT_FILES` has
+the numbers of further files that the program gets.
 """
 
 import json
@@ -12,10 +13,11 @@ from contextlib import suppress
 
 def main(path: str, *words: str) -> None:
     answer = b""
+    files = [0, 1, 2, *map(int, os.environ.pop("SCRIPT_FILES", "").split())]
     with suppress(OSError), socket.socket(socket.AF_UNIX) as host:
         host.connect(path)
-        socket.send_fds(host, [b"."], [0, 1, 2])
-        host.sendall(json.dumps([words, os.getcwd(), dict(os.environ)]).encode() + b"\n")
+        socket.send_fds(host, [b"."], files)
+        host.sendall(json.dumps([words, os.getcwd(), dict(os.environ), files]).encode() + b"\n")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: host.sendall(bytes([number])))
         answer = host.recv(16)

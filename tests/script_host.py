@@ -2,12 +2,15 @@
 than the smallest work of most.
 
 Its words are the descriptor of a socket that listens, and modules to import. A client (`tests/script_client.py`) passes
-its standard streams, a line of JSON (words as after `python`, folder, environment), and then a byte for each signal; it
-gets the exit status, or nothing if this process has died. A program ends with its client, and this process with its
-standard input. Nothing has computed before a fork, so that no thread is lost in it.
+its files, a line of JSON (words as after `python`, folder, environment, numbers of the files), and then a byte for each
+signal; it gets the exit status, or nothing if this process has died. A program ends with its client, and this process
+with its standard input. Nothing has computed before a fork, so that no thread is lost in it.
+
+With `forked_spawns` among the modules, what a program spawns by `multiprocessing` is a fork, too.
 """
 
 import atexit
+import fcntl
 import gc
 import importlib
 import json
@@ -22,6 +25,13 @@ import traceback
 import types
 from contextlib import suppress
 from pathlib import Path
+
+MOST_FILES = 16
+ABOVE = 512
+"""Least number of a file that is moved out of the way of others."""
+
+HEEDS_FORKS = "jemalloc_bg_thd"
+"""A thread of pyarrow's memory, which begins again in a fork."""
 
 
 def run(words: list[str]) -> int:
@@ -56,18 +66,28 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def program(request: bytes, streams: list[int]) -> None:
+def place(files: list[int], numbers: list[int]) -> None:
+    """Gives open files these numbers."""
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, ABOVE) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def program(request: bytes, files: list[int]) -> None:
     """Becomes the program that was asked for, in a session of its own, which heeds the signals of a terminal."""
     status = 1
     try:
         os.setsid()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
-        words, folder, environment = json.loads(request)
+        words, folder, environment, numbers = json.loads(request)
+        place(files, numbers)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        if "forked_spawns" in sys.modules:
+            sys.modules["forked_spawns"].fork_spawned()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         status = run(words)
@@ -81,14 +101,14 @@ def program(request: bytes, streams: list[int]) -> None:
 
 def attend(client: socket.socket) -> None:
     """Starts the program of a client, passes signals on, and answers with the exit status."""
-    _, streams, _, _ = socket.recv_fds(client, 1, 3)
+    _, files, _, _ = socket.recv_fds(client, 1, MOST_FILES)
     request = client.makefile("rb", buffering=0).readline()
     child = os.fork()
     if child == 0:
         client.close()
-        program(request, streams)
-    for stream in streams:
-        os.close(stream)
+        program(request, files)
+    for file in files:
+        os.close(file)
     ended = os.pidfd_open(child)
     while ended not in select.select([client, ended], [], [])[0]:
         number = client.recv(1)
@@ -107,6 +127,14 @@ def main(descriptor: str, *modules: str) -> None:
     gc.disable()  # imports leave no garbage
     for module in modules:
         importlib.import_module(module)
+    names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = [name for name in names if name != HEEDS_FORKS]
+    if len(names) > 1:
+        sys.exit(f"Importing {' '.join(modules)} starts threads, which forks would lose: {names}")
+    if "forked_spawns" in sys.modules:  # its processes are killed, and would leave folders of their own
+        sys.modules["multiprocessing.process"].current_process()._config["tempdir"] = str(
+            Path(listener.getsockname()).parent
+        )
     gc.freeze()  # else each fork would look through the modules for it
     gc.enable()
     while listener in select.select([listener, 0], [], [])[0]:

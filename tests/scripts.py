@@ -5,8 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENT = ROOT / "tests" / "script_client.py"
@@ -16,15 +18,50 @@ MODULES = (
 )
 
 
+VLLM_MODULES = (
+    "forked_spawns",
+    *(
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.llama",
+    ),
+    *("rollgrad.adapters.engines.vllm.engine", "rollgrad.adapters.engines.vllm.weight_receiver"),
+    "vllm.entrypoints.openai.api_server",
+)
+"""Imports of processes of vLLM."""
+RAY_MODULES = (
+    *MODULES,
+    *VLLM_MODULES[:-1],
+    *("ray", "ray._private.external_storage", "deepspeed", "deepspeed.runtime.zero.stage3"),
+    *("rollgrad.adapters.models.ray.sharded", "rollgrad.adapters.models.deepspeed.module"),
+    *("rollgrad.adapters.models.deepspeed.forward_only", "rollgrad.adapters.models.deepspeed.processes"),
+    *("rollgrad.adapters.models.fsdp.division", "rollgrad.adapters.models.fsdp.module"),
+)
+"""Imports of workers of Ray: of processes of models, and of engines."""
+QUIET = {
+    "DS_ACCELERATOR": "cpu",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_AOT_COMPILE": "0",
+}
+"""Variables that these libraries read when they are imported, as rollgrad sets them on a CPU."""
+
+
 class ScriptHost:
     """Starts the process, with a socket in `folder`. Its programs can import rollgrad, as where that is installed, and
-    nothing else of the repository; variables that are read when a library is imported are the host's."""
+    nothing else of the repository; variables that are read when a library is imported are the host's, `variables`
+    among them."""
 
-    def __init__(self, folder: Path, modules: tuple[str, ...] = MODULES) -> None:
-        self._folder, self._modules = folder, modules
+    def __init__(
+        self, folder: Path, modules: tuple[str, ...] = MODULES, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._folder, self._modules, self._variables = folder, modules, variables
         self._process: subprocess.Popen[bytes] | None = None
         (folder / "path").mkdir()
         (folder / "path" / "rollgrad").symlink_to(ROOT / "rollgrad")
+        (folder / "path" / "forked_spawns.py").symlink_to(ROOT / "tests" / "forked_spawns.py")
 
     def python(self) -> list[str]:
         """Returns words for `subprocess` that stand for `sys.executable`."""
@@ -68,7 +105,7 @@ class ScriptHost:
             return subprocess.Popen(
                 [sys.executable, str(ROOT / "tests" / "script_host.py"), str(listener.fileno()), *self._modules],
                 cwd=ROOT,
-                env=self._environment(),
+                env={**self._environment(), **self._variables},
                 start_new_session=True,
                 stdin=subprocess.PIPE,  # which ends with this process, however that ends
                 pass_fds=[listener.fileno()],

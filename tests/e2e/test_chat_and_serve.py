@@ -90,6 +90,7 @@ def test_another_server_samples_the_same_tokens(
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.usefixtures("vllm_host")
 async def test_vllm_answers_in_the_form_that_is_asked_for_and_takes_newer_weights(
     wide_headed_model_dir: Path, tmp_path: Path, tiny_tokenizer: Any
 ) -> None:

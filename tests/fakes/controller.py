@@ -2,6 +2,7 @@
 generating, syncing, training or saving."""
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,9 +19,10 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.entrypoints.config_io import load_config
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.forked_ray import SOCKET, fork_workers
 
 HALTED = "halted"
-"""The file in `ckpt.output_dir` that says that the phase was reached."""
+"""The file in `ckpt.output_dir` that says that the phase was reached, with the id of the process."""
 
 
 def letters(request: RewardRequest) -> float:
@@ -37,7 +39,7 @@ class Halt:
         return phase == self.phase and bool(state_paths(self.output_dir))
 
     def tell(self) -> None:
-        (self.output_dir / HALTED).touch()
+        (self.output_dir / HALTED).write_text(str(os.getpid()))
 
     def here(self) -> None:
         self.tell()
@@ -86,6 +88,8 @@ class HaltingReward(FakeRewardSource):
 
 
 if __name__ == "__main__":
+    if SOCKET in os.environ:
+        fork_workers(os.environ[SOCKET])
     run = load_config(Path(sys.argv[1]))
     halting = Halt(run, sys.argv[2])
     arm(halting)

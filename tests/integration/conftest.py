@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.scripts import QUIET, RAY_MODULES, ScriptHost
+
 NEEDS = {
     "test_vllm_engine.py": ("vllm",),
     "test_vllm_starting.py": ("vllm",),
@@ -30,7 +32,23 @@ collect_ignore = [file for file, packages in NEEDS.items() if not all(map(import
 
 
 @pytest.fixture(scope="session")
-def _rays_end() -> Iterator[None]:
+def worker_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost]:
+    """Runs Python programs, Ray's workers among them, without the imports that processes of models and engines need;
+    where there are GPUs, which are lost in a fork, with them, and no workers."""
+    import torch
+
+    from tests.forked_ray import fork_workers
+
+    on_gpus = torch.cuda.is_available()
+    host = ScriptHost(tmp_path_factory.mktemp("workers"), () if on_gpus else RAY_MODULES, QUIET)
+    if not on_gpus:
+        fork_workers(host.python()[-1])
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def _rays_end(worker_host: ScriptHost) -> Iterator[None]:
     yield
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()

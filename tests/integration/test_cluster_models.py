@@ -205,10 +205,10 @@ def test_a_state_continues_in_any_division(
     ended = cluster.policy(str(tiny_model_dir))
     for continued in (ended, policy):
         continued.load_state_dict(loaded.state["update"])
-    copy = ended.state_dict()
+    state, copy = policy.state_dict(), ended.state_dict()
     for section in ("masters", "averages", "moments"):
         for name, tensor in copy[section].items():
-            torch.testing.assert_close(policy.state_dict()[section][name], tensor, rtol=0, atol=0)
+            torch.testing.assert_close(state[section][name], tensor, rtol=0, atol=0)
     assert cluster.trained(ended, 1)["lr"] == expected["metrics"]["lr"]
     averages = ended.state_dict()["averages"]
     for name, tensor in ended.weights():

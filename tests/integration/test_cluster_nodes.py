@@ -9,6 +9,7 @@ import pytest
 
 import rollgrad
 from rollgrad.adapters.engines.ray_vllm import start_engines
+from rollgrad.adapters.models.ray.worker_group import RankWorker
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.weights.channel import FleetWeights
 from rollgrad.application.engines.fleet import EngineFleet
@@ -20,7 +21,6 @@ from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError, WorkerError
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.fakes import cluster as cluster_models
-from tests.fakes.cluster import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -48,14 +48,17 @@ def cluster() -> Iterator[Any]:
 
 
 class NodesSeen(FakeRewardSource):
-    """Looks, while the run is under way, which nodes its training processes belong to: each has a raylet of its own."""
+    """Looks, while the run is under way, which nodes its training processes belong to."""
 
     def __init__(self) -> None:
         super().__init__(self._judge)
-        self.seen: set[int] = set()
+        self.seen: set[str] = set()
 
     def _judge(self, request: RewardRequest) -> float:
-        self.seen |= {process.ppid() for process in processes("ray::RankWorker")}
+        from ray._private.state import actors
+
+        workers = (actor for actor in actors().values() if actor["ActorClassName"] == RankWorker.__name__)
+        self.seen |= {worker["Address"]["NodeID"] for worker in workers}
         return float(len(request.response))
 
 

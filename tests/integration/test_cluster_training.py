@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from tests.accounts import nothing_is_lost
 from tests.fakes import cluster, controller
 from tests.fakes.controller import letters
 from tests.fakes.teacher_server import TeacherServer
+from tests.scripts import ScriptHost
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("ray")]
 
@@ -269,23 +269,36 @@ def agents() -> Iterator[list[psutil.Process]]:
     cluster.wait_for(lambda: not any(map(cluster.lives, left)), "the end of Ray's agents")
 
 
+def halted(config: RLConfig, run: "subprocess.Popen[bytes]") -> int:
+    """Waits until a controller has halted; returns the id of its process."""
+    told = Path(config.ckpt.output_dir) / controller.HALTED
+    cluster.wait_for(lambda: run.poll() is not None or (told.exists() and told.read_text()), "a controller that halts")
+    return int(told.read_text())
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("phase", ["syncing", "training", "saving"])
 def test_a_killed_controller_leaves_no_process_and_its_run_continues(
-    make: Callable[..., RLConfig], finished: RLConfig, agents: list[psutil.Process], phase: str, tmp_path: Path
+    make: Callable[..., RLConfig],
+    finished: RLConfig,
+    agents: list[psutil.Process],
+    phase: str,
+    worker_host: ScriptHost,
+    tmp_path: Path,
 ) -> None:
     config = divided(make(phase))
     config.actor.num_gpus_per_node = 1
     settings = tmp_path / "run.yaml"
     settings.write_text(dump_config(config))
-    halted = Path(config.ckpt.output_dir) / controller.HALTED
-    command = [sys.executable, "-m", "tests.fakes.controller", str(settings), phase]
+    command = [*worker_host.python(), "-m", "tests.fakes.controller", str(settings), phase]
     with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ) | {"RAY_ADDRESS": ""}) as run:
         try:
-            cluster.wait_for(lambda: halted.exists() or run.poll() is not None, f"a controller that is {phase}")
-            family = psutil.Process(run.pid).children(recursive=True)
-            assert any(cluster.title_of(process).startswith("ray::RankWorker") for process in family)
+            pid = halted(config, run)
+            workers = cluster.processes("ray::RankWorker")
+            assert workers
+            family = [*psutil.Process(pid).children(recursive=True), *workers]
             agents += [process for process in family if cluster.title_of(process) in RAY_AGENTS]
+            os.kill(pid, signal.SIGKILL)
         finally:
             run.kill()
     others = [process for process in family if process not in agents]
@@ -300,18 +313,17 @@ def test_a_killed_controller_leaves_no_process_and_its_run_continues(
 
 @pytest.mark.chaos
 def test_a_terminated_controller_saves_what_its_processes_have(
-    make: Callable[..., RLConfig], finished: RLConfig, tmp_path: Path
+    make: Callable[..., RLConfig], finished: RLConfig, worker_host: ScriptHost, tmp_path: Path
 ) -> None:
     """SIGTERM, as `ray job stop` and schedulers send it before they kill, in the middle of a rollout."""
     config = divided(make("terminated"))
     settings = tmp_path / "run.yaml"
     settings.write_text(dump_config(config))
     output = Path(config.ckpt.output_dir)
-    command = [sys.executable, "-m", "tests.fakes.controller", str(settings), "generating"]
+    command = [*worker_host.python(), "-m", "tests.fakes.controller", str(settings), "generating"]
     with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ) | {"RAY_ADDRESS": ""}) as run:
         try:
-            halted = output / controller.HALTED
-            cluster.wait_for(lambda: halted.exists() or run.poll() is not None, "the second rollout")
+            halted(config, run)
             assert not (output / "model").exists()
             run.send_signal(signal.SIGTERM)
             assert run.wait(300) == 0

@@ -37,6 +37,7 @@ from rollgrad.entrypoints.composition.models import make_actor_model, make_refer
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.integration.test_vllm_engine import kept_scores
+from tests.scripts import ScriptHost
 from tests.tiny_models import LONG
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # vLLM serves all tests
@@ -64,7 +65,7 @@ def plain(path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def adapter_engine(wide_headed_model_dir: Path) -> Iterator[Any]:
+def adapter_engine(wide_headed_model_dir: Path, vllm_host: ScriptHost) -> Iterator[Any]:
     """vLLM that takes adapters alone."""
     from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.entrypoints.cli.main import main
+from tests.scripts import ScriptHost
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -36,7 +36,7 @@ QUICK = {
 
 
 def test_vllm_pools_the_scores_that_were_trained(
-    wide_headed_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wide_headed_model_dir: Path, vllm_host: ScriptHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -50,8 +50,8 @@ def test_vllm_pools_the_scores_that_were_trained(
     tokens = json.dumps([text.tokens for text in texts])
     Path("pooling.py").write_text(POOLING)
     ended = subprocess.run(
-        [sys.executable, "pooling.py", "out/model", tokens, "scores.json"],
-        env=os.environ | QUICK,
+        [*vllm_host.python(), "pooling.py", "out/model", tokens, "scores.json"],
+        env={name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"} | QUICK,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

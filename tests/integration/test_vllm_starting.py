@@ -22,7 +22,7 @@ from tests.fakes import cluster
 from tests.integration.test_vllm_engine import HALF_TOLERANCE, PROMPT, TOLERANCE, ask, learn, policy, scores
 from tests.tiny_models import LONG
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_host")]
 
 __all__ = ["policy"]  # a fixture
 

@@ -1,16 +1,19 @@
 """A program that the suite's host runs is, for who starts it, like one that Python runs."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from tests.forked_spawns import forked_by
 from tests.scripts import ROOT, ScriptHost
 
 SAYS = """
@@ -27,6 +30,27 @@ try:
     time.sleep(600)
 except KeyboardInterrupt:
     sys.exit(130)
+"""
+
+
+SPAWNS = """
+import json, multiprocessing, os, sys
+
+def tell(queue, said):
+    process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
+    queue.put([said, process.name, parent.pid, os.environ["COLOUR"], "colorsys" in sys.modules])
+    sys.exit(3)
+
+if __name__ == "__main__":
+    os.environ["COLOUR"] = "red"
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=tell, args=(queue, "hello"), name="Child")
+    process.start()
+    said, name, parent, colour, imported = queue.get()
+    process.join()
+    print(json.dumps([said, name, parent == os.getpid(), colour, process.exitcode]))
+    print(imported)
 """
 
 
@@ -74,6 +98,42 @@ def test_a_program_gets_signals(
         process.send_signal(number)
         assert process.communicate(timeout=60)[0] == rest
     assert process.returncode == status
+
+
+@pytest.fixture
+def spawning_host(tmp_path: Path) -> Iterator[ScriptHost]:
+    host = ScriptHost(tmp_path, modules=("forked_spawns", "colorsys"))
+    yield host
+    host.close()
+
+
+def test_what_a_program_spawns_is_a_fork(spawning_host: ScriptHost, tmp_path: Path) -> None:
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    theirs, ours = (
+        subprocess.run(
+            [*python, tmp_path / "spawns.py"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        for python in ([sys.executable], spawning_host.python())
+    )
+    assert json.loads(ours[0]) == json.loads(theirs[0]) == ["hello", "Child", True, "red", 3]
+    assert (ours[1], theirs[1]) == ("True", "False"), "it has the host's modules"
+
+
+def test_what_this_process_spawns_is_a_fork(spawning_host: ScriptHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    with forked_by(spawning_host.python()):
+        monkeypatch.setenv("COLOUR", "green")
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        process = context.Process(target=tell_of_spawning, args=(queue,))
+        process.start()
+        assert queue.get(timeout=60) == ("green", True, "ForkedContext")
+        process.join()
+    assert type(multiprocessing.get_context("spawn")).__name__ == "SpawnContext"
+
+
+def tell_of_spawning(queue: "multiprocessing.Queue[Any]") -> None:
+    own = type(multiprocessing.get_context("spawn")).__name__  # what it spawns is a fork, too
+    queue.put((os.environ["COLOUR"], "colorsys" in sys.modules, own))
 
 
 def test_a_program_ends_with_who_started_it(host: ScriptHost) -> None:

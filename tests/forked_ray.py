@@ -1,0 +1,40 @@
+"""Ray whose workers are forks of a process that has made their imports (`tests/script_host.py`).
+
+Run as a script it stands for Ray's `setup_worker.py`, which a raylet starts for each worker.
+"""
+
+import functools
+import json
+import os
+import sys
+
+SOCKET = "SCRIPT_HOST"
+"""The variable that has the path of the host's socket."""
+
+
+def fork_workers(socket: str) -> None:
+    """Makes workers of clusters that this process starts from now on forks, and leaves out Ray's processes that copy
+    logs and scale clusters."""
+    from ray._private.parameter import RayParams
+
+    os.environ[SOCKET] = socket
+    RayParams.__init__ = functools.partialmethod(
+        RayParams.__init__, setup_worker_path=os.path.abspath(__file__), include_log_monitor=False, no_monitor=True
+    )
+
+
+def main(words: list[str]) -> None:
+    import argparse
+
+    import script_client
+
+    options = argparse.ArgumentParser()
+    options.add_argument("--language")
+    options.add_argument("--serialized-runtime-env-context", default="{}")
+    own, rest = options.parse_known_args(words)
+    os.environ.update(json.loads(own.serialized_runtime_env_context).get("env_vars") or {})
+    script_client.main(os.environ[SOCKET], *rest)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
