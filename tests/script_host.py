@@ -125,8 +125,10 @@ def attend(client: socket.socket) -> None:
 def main(descriptor: str, *modules: str) -> None:
     listener = socket.socket(fileno=int(descriptor))
     gc.disable()  # imports leave no garbage
+    sys.modules["ray"] = None  # type: ignore[assignment]  # vLLM would, but it reads a worker's variables at import
     for module in modules:
         importlib.import_module(module)
+    del sys.modules["ray"]
     names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     names = [name for name in names if name != HEEDS_FORKS]
     if len(names) > 1:

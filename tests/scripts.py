@@ -33,7 +33,7 @@ VLLM_MODULES = (
 RAY_MODULES = (
     *MODULES,
     *VLLM_MODULES[:-1],
-    *("ray", "ray._private.external_storage", "deepspeed", "deepspeed.runtime.zero.stage3"),
+    *("deepspeed", "deepspeed.runtime.zero.stage3"),
     *("rollgrad.adapters.models.ray.sharded", "rollgrad.adapters.models.deepspeed.module"),
     *("rollgrad.adapters.models.deepspeed.forward_only", "rollgrad.adapters.models.deepspeed.processes"),
     *("rollgrad.adapters.models.fsdp.division", "rollgrad.adapters.models.fsdp.module"),
