@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
 import rollgrad
+from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.tracking.trajectory_files import rows
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
@@ -252,9 +253,13 @@ def test_replies_in_files_are_judged_in_processes_as_in_one(reward_model_dir: Pa
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
+SHORT_WAIT = 0.2
+"""Seconds of the longest wait that is not logged, here where engines start sooner than a user's."""
+
+
 def says_what_it_waited_for(logs: Sequence[Mapping[str, Any]]) -> None:
     waits = [line["event"] for line in logs if "waiting for" in line["event"]]
-    assert "waiting for 1 vLLM engine to start (at most 300 s)" in waits  # which takes longer than any short wait
+    assert "waiting for 1 vLLM engine to start (at most 300 s)" in waits  # which takes longer than `SHORT_WAIT`
     began = [line.partition("waiting for ")[2] for line in waits if line.startswith("waiting for")]
     done = [line.partition("waiting for ")[2] for line in waits if line.startswith("done waiting for")]
     assert sorted(line.partition(" (")[0] for line in done) == sorted(line.partition(" (")[0] for line in began)
@@ -380,9 +385,13 @@ def partial_rollout(config: RLConfig, reward_model: str) -> dict[str, Any]:
 @pytest.mark.chaos
 @pytest.mark.parametrize("arrange", [ppo_colocated, partial_rollout])
 def test_every_pipeline_trains_with_vllm_and_goes_on_when_it_loses_its_engine(
-    make: Callable[..., RLConfig], arrange: Callable[[RLConfig, str], dict[str, Any]], reward_model_dir: Path
+    make: Callable[..., RLConfig],
+    arrange: Callable[[RLConfig, str], dict[str, Any]],
+    reward_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The run goes on when the replacement has the weights of the step before."""
+    monkeypatch.setitem(waiting_for.__wrapped__.__kwdefaults__, "after", SHORT_WAIT)  # type: ignore[attr-defined]
     config = make(arrange.__name__, vllm=True)
     adapters = arrange(config, str(reward_model_dir))
     config.ckpt.state_steps = 1

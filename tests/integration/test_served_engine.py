@@ -6,6 +6,7 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -30,7 +31,6 @@ from rollgrad.entrypoints.cli.main import main
 from tests.contract import test_rollout_engine, test_weight_channel
 from tests.integration import test_vllm_engine
 from tests.integration.test_vllm_engine import FLAG, TOLERANCE, channel, learn, policy
-from tests.scripts import ScriptHost
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
 
@@ -57,13 +57,13 @@ def documented() -> tuple[dict[str, str], list[str]]:
 
 
 @pytest.fixture(scope="module")
-def url(wide_headed_model_dir: Path, vllm_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(wide_headed_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment, options = documented()
     # The CPU's build has another name, by which its own command `vllm` does not find it.
-    command = [*vllm_host.python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(wide_headed_model_dir)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(wide_headed_model_dir)]
     command += [*options, *shlex.split(ON_A_CPU), "--port", str(port)]
     log = tmp_path_factory.mktemp("vllm") / "log"
     compiles = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
