@@ -9,6 +9,7 @@ from attrs import evolve
 
 from rollgrad.adapters.openrlhf.environment import from_agent, to_agent
 from rollgrad.adapters.openrlhf.segments import (
+    EngineCall,
     EpisodeSegment,
     read_segments,
     rewarded,
@@ -18,7 +19,7 @@ from rollgrad.adapters.openrlhf.segments import (
 from rollgrad.adapters.openrlhf.shim import CompletionOutput, Logprob, RequestOutput
 from rollgrad.application.episodes.judging import judge_request, judged
 from rollgrad.application.foreign import foreign_code
-from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.episodes.rewards import FailureKind, Reward, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import (
@@ -103,7 +104,7 @@ class CustomAgentExecutor(AgentExecutor):
         except TrajectoryError as error:
             return request.failure(FailureKind.ENVIRONMENT, str(error))
 
-    async def _judge(self, last: EpisodeSegment, calls: Sequence[Generation], request: EpisodeRequest) -> Reward:
+    async def _judge(self, last: EpisodeSegment, calls: Sequence[EngineCall], request: EpisodeRequest) -> Reward:
         """Returns the reward of an episode that ends with `last`."""
         begin, end = (last.ranges[0][0], last.ranges[-1]) if last.ranges else (len(last.token_ids), (0, 0))
         question = judge_request(
@@ -127,7 +128,7 @@ class _EngineFacade:
         self._engine = engine
         self._codec = codec
         self._params = params
-        self.calls: list[Generation] = []
+        self.calls: list[EngineCall] = []
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: Any = None
@@ -142,10 +143,9 @@ class _EngineFacade:
     async def _generate(self, prompt_token_ids: Sequence[int], sampling_params: Any) -> RequestOutput:
         params = from_agent(sampling_params, self._params)
         params = evolve(params, seed=(self._params.seed + len(self.calls)) % 2**63)
-        generation = await self._engine.generate(
-            GenerationRequest(prompt_token_ids=tuple(map(int, prompt_token_ids)), params=params, keep=True)
-        )
-        self.calls.append(generation)
+        prompt = tuple(map(int, prompt_token_ids))
+        generation = await self._engine.generate(GenerationRequest(prompt_token_ids=prompt, params=params, keep=True))
+        self.calls.append(EngineCall(prompt=prompt, generation=generation))
         pairs = zip(generation.token_ids, generation.logprobs, strict=True)
         output = CompletionOutput(
             token_ids=list(generation.token_ids),

@@ -32,6 +32,14 @@ class EpisodeSegment:
     parts: Mapping[str, float] = field(factory=dict)
 
 
+@frozen(kw_only=True, eq=False)
+class EngineCall:
+    """A request of the agent and what the engine sampled for it."""
+
+    prompt: tuple[int, ...]
+    generation: Generation
+
+
 def read_segments(answer: Any, *, max_length: int) -> list[EpisodeSegment]:
     """Returns one segment for a dict, several of one sample for a list, each truncated to `max_length` tokens.
 
@@ -66,7 +74,7 @@ def rewarded(segments: Sequence[EpisodeSegment], reward: Reward) -> list[Episode
 
 
 def to_trajectories(
-    segments: Sequence[EpisodeSegment], calls: Sequence[Generation], request: EpisodeRequest
+    segments: Sequence[EpisodeSegment], calls: Sequence[EngineCall], request: EpisodeRequest
 ) -> list[Trajectory]:
     """Returns one trajectory for each segment of an episode.
 
@@ -74,7 +82,7 @@ def to_trajectories(
 
     Args:
         segments: at least one with a reward.
-        calls: the engine's generations for the episode, in order.
+        calls: the engine's calls for the episode, in order.
         request: the episode.
 
     Raises:
@@ -82,13 +90,13 @@ def to_trajectories(
     """
     rewards = [segment.reward for segment in segments if segment.reward is not None]
     score = next((segment.score for segment in reversed(segments) if segment.score is not None), sum(rewards))
-    pool, version = list(calls), version_of(calls)
-    return [_trajectory(segment, pool, version, request, score) for segment in segments]
+    pool = [call.generation for call in calls]
+    return [_trajectory(segment, calls, pool, request, score) for segment in segments]
 
 
-def version_of(calls: Sequence[Generation]) -> int:
+def version_of(calls: Sequence[EngineCall]) -> int:
     """Returns the policy version that sampled the latest token; 0 without any."""
-    return int(calls[-1].versions[-1]) if calls and calls[-1].versions else 0
+    return int(calls[-1].generation.versions[-1]) if calls and calls[-1].generation.versions else 0
 
 
 def _read(answer: Any, max_length: int) -> EpisodeSegment:
@@ -148,9 +156,13 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], length: int, max_length: in
 
 
 def _trajectory(
-    segment: EpisodeSegment, pool: list[Generation], version: int, request: EpisodeRequest, score: float
+    segment: EpisodeSegment,
+    calls: Sequence[EngineCall],
+    pool: list[Generation],
+    request: EpisodeRequest,
+    score: float,
 ) -> Trajectory:
-    tokens = segment.token_ids
+    tokens, version = segment.token_ids, version_of(calls)
     end = segment.ranges[0][0] if segment.ranges else len(tokens)
     builder = TrajectoryBuilder(tokens[:end], group_id=request.group_id, sample_id=request.sample_id)
     for start, stop in segment.ranges:
@@ -172,6 +184,10 @@ def _trajectory(
         )
         end = stop
     builder.add_observation(tokens[end:])
+    for made in calls:
+        sequence = [*made.prompt, *made.generation.token_ids][: len(tokens)]
+        if len(made.prompt) <= len(tokens) and sequence == tokens[: len(sequence)]:
+            builder.add_routed(made.generation.routed)  # whose tokens these are, at the same places
     if segment.ranges and segment.reward is not None:
         builder.set_reward(segment.reward)
     return builder.build(
