@@ -207,7 +207,10 @@ def dump_config(config: attrs.AttrsInstance) -> str:
 def yaml_text(value: Any) -> str:
     """Returns nested mappings and lists as YAML, in their order."""
     # Escaped beyond ASCII: unescaped, U+0085 would read back as a space.
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+    try:
+        text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+    except UnicodeEncodeError:  # libyaml cannot escape a path of a command line whose bytes are no UTF-8
+        text = yaml.safe_dump(value, sort_keys=False)
     return text
 
 

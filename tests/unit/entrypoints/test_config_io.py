@@ -56,6 +56,12 @@ def test_what_is_dumped_reads_back_equal(config: RLConfig) -> None:
     assert structure_config(settings_tree(config)) == config
 
 
+def test_a_path_whose_bytes_are_no_utf8_is_dumped() -> None:
+    config = RLConfig()
+    config.ckpt.output_dir = "runs/\udce9t\udce9"  # as Python has such bytes of a command line
+    assert structure_config(yaml.safe_load(dump_config(config))) == config
+
+
 def test_a_file_sets_what_it_names_only(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("algo:\n  advantage:\n    estimator: rloo\nactor:\n  adam:\n    lr: 2e-5\ncritic:\n")
