@@ -174,8 +174,11 @@ def _groups(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Returns the number of rollouts, the spread of their rewards, and whether one has an advantage, of each row's
     group: a critic, or a mean over other groups, gives some to a group without spread."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    numbers = {name: columns[name].to_numpy(zero_copy_only=False) for name in (*IDS, "reward", "advantage")}
+    # Numbers in the place of texts: a file may have none, and texts cannot be ordered among none.
+    coded = {**columns, "kind": pc.dictionary_encode(columns["kind"], null_encoding="encode").indices}
+    numbers = {name: coded[name].to_numpy(zero_copy_only=False) for name in (*IDS, "reward", "advantage")}
     group_N = _numbered(*(numbers[name] for name in IDS[:-1]))
     rollout_N = _numbered(group_N, numbers[IDS[-1]])
     count, rollouts = (int(ids.max(initial=-1)) + 1 for ids in (group_N, rollout_N))

@@ -248,6 +248,15 @@ def test_a_broken_file_is_named_and_the_others_are_shown(tmp_path: Path) -> None
     assert len(index.rollouts()) == 12
 
 
+def test_a_file_without_kinds_is_shown_beside_others(tmp_path: Path) -> None:
+    index = RunIndex(usual_run(tmp_path))
+    other = pa.table({"step": [1, 1]}).replace_schema_metadata({"rollgrad.trajectories": "1"})
+    trajectory_files(tmp_path)[1].write_bytes(_parquet(other))
+    table = index.rollouts().table
+    assert table["group_size"].filter(pc.is_null(table["kind"])).to_pylist() == [1, 1]
+    assert set(table["kind"].to_pylist()) >= {None, "update"}
+
+
 def whole(rollouts: Rollouts, key: str) -> dict[str, Any]:
     (found,) = trajectory.trajectories(rollouts, [key])
     return found
