@@ -184,6 +184,7 @@ def test_weights_are_those_of_the_whole_step(aggregation: Aggregation) -> None:
 def test_the_critic_learns_beside_the_policy_with_token_means() -> None:
     policy, critic = FakePolicy(), FakeValue()
     packed = batch([4, 1, 7, 2])
+    packed = evolve(packed, experts_NLK=torch.zeros(packed.token_count, 1, 1, dtype=torch.uint8))
     report = service(policy, critic, aggregation=Aggregation.SEQUENCE_MEAN, batch_size=2).run(
         packed, OBJECTIVE, ClippedValueObjective(clip=0.5)
     )
@@ -191,6 +192,8 @@ def test_the_critic_learns_beside_the_policy_with_token_means() -> None:
     assert len(policy.updates) == len(critic.updates) == 2
     for (part,), (same,) in zip(policy.updates, critic.updates, strict=True):
         assert torch.equal(part.sample_ids_S, same.sample_ids_S)
+        assert part.experts_NLK is not None
+        assert same.experts_NLK is None, "they would travel to the critic's processes for nothing"
         assert part.value_weights_N is not None
         assert float(part.value_weights_N.sum()) == pytest.approx(1.0)
 
