@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import structlog
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
@@ -21,6 +22,8 @@ from rollgrad.domain.control.signs import PART
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, ValueModel
+
+log = structlog.get_logger(__name__)
 
 PARTS_SLACK = 1e-4
 """Relative difference between a reward and the weighted sum of its parts that rounding explains."""
@@ -51,6 +54,8 @@ class ExperienceService:
         steps_per_rollout: optimizer steps that one rollout feeds; with 1 the ratio is exactly 1 and the policy's
             log-probs before the update need not be computed for it.
         always_scores: whether they are computed for it all the same, because an update's own are drawn with dropout.
+        replays: whether the engine should say to which experts it sent tokens; the first rollout of which nobody has
+            said so is named.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class ExperienceService:
         steps_per_rollout: int,
         shares: int = 1,
         always_scores: bool = False,
+        replays: bool = False,
     ) -> None:
         self._policy = policy
         self._reference = reference
@@ -77,6 +83,7 @@ class ExperienceService:
         self._max_tokens = max_tokens
         self._shares = shares
         self._ratio_is_one = steps_per_rollout == 1 and not always_scores
+        self._replays = replays
 
     def make(
         self, trajectories: Sequence[Trajectory], kl_coef: float, baselines: Mapping[int, float] | None = None
@@ -85,6 +92,12 @@ class ExperienceService:
         `baselines` are the rewards of greedy rollouts by group id, which are normalised and clipped like the others."""
         metrics: dict[str, float] = {}
         batch = self._shaped(pack(trajectories), metrics)
+        if self._replays and batch.experts_NLK is None:
+            log.warning(
+                "actor.router_replay is engine, but of no token of this rollout is known to which experts it was sent: "
+                "they go where the routers send them now"
+            )
+            self._replays = False
         batch = evolve(batch, baselines_S=self._baselines(batch, baselines or {}))
         batch = self._with_old_logprobs(batch)
         reference_kl: float | None = None

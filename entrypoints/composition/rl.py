@@ -35,6 +35,7 @@ from rollgrad.application.settings.derived import (
     tokens_per_scoring_pass,
 )
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import RouterReplay
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective
@@ -79,12 +80,7 @@ from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.forms import FOLLOWERS, make_masks, unprescribed
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.outputs import make_sample_log, make_trajectories
-from rollgrad.entrypoints.composition.rewards import (
-    make_judge,
-    make_remote_reward,
-    make_reward_model,
-    reward_kind,
-)
+from rollgrad.entrypoints.composition.rewards import make_judge, make_remote_reward, make_reward_model, reward_kind
 from rollgrad.entrypoints.composition.teacher import make_compared_reference
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 from rollgrad.entrypoints.composition.tracing import Tracing
@@ -266,6 +262,7 @@ class RLContainer(EngineContainer):
         shares=providers.Callable(shares_of_pass, base.config),
         steps_per_rollout=providers.Callable(optimizer_steps_per_rollout, base.config),
         always_scores=providers.Callable(bool, base.config.provided.actor.lora.dropout),
+        replays=providers.Callable(RouterReplay.ENGINE.__eq__, base.config.provided.actor.router_replay),
     )
     update = providers.Singleton(
         UpdateService,

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from attrs import evolve
+from structlog.testing import capture_logs
 
 from rollgrad.application.learning.experience import Experience, ExperienceService
 from rollgrad.application.settings.sections.algo import AlgoConfig
@@ -68,6 +70,27 @@ def by_sequence(batch: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         list(batch.advantages_N.split(lengths)),  # type: ignore[attr-defined]
         list(batch.action_mask_N.split(lengths)),  # type: ignore[attr-defined]
     )
+
+
+def test_rollouts_without_the_experts_that_should_be_replayed_are_named_once() -> None:
+    experts_TLK = torch.zeros(len(TRAJECTORIES[0]), 1, 1, dtype=torch.uint8)
+    routed = [evolve(TRAJECTORIES[0], experts_TLK=experts_TLK), *TRAJECTORIES[1:]]
+    for replays, trajectories, named in ((True, TRAJECTORIES, 1), (True, routed, 0), (False, TRAJECTORIES, 0)):
+        service = ExperienceService(
+            FakePolicy(TILT),
+            reference=None,
+            critic=None,
+            algo=algo(),
+            reward=RewardConfig(),
+            max_length=16,
+            max_tokens=1000,
+            steps_per_rollout=1,
+            replays=replays,
+        )
+        with capture_logs() as logs:
+            for _ in range(2):
+                service.make(trajectories, 0.0)
+        assert [log["event"].split()[0] for log in logs] == ["actor.router_replay"] * named
 
 
 def test_one_step_without_kl_scores_nothing() -> None:
