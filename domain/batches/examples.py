@@ -180,7 +180,7 @@ def other_completion(asked: WeightedTokens, answered: WeightedTokens, *, longest
     images = [placed for placed in asked.images if placed.stop <= own]
     images += [placed.moved(own - other) for placed in answered.images if placed.start >= other]
     end = min(longest or math.inf, own + len(answered) - other)
-    stop = next((placed.start for placed in images if placed.stop > end), int(end))
+    stop = int(min([end, *(placed.start for placed in images if placed.stop > end)]))
     return WeightedTokens(
         token_ids_T=torch.cat([asked.token_ids_T[:own], answered.token_ids_T[other:]])[:stop],
         weights_T=torch.cat([torch.zeros(own), answered.weights_T[other:]])[:stop],

@@ -188,6 +188,10 @@ def test_images_go_with_the_tokens_that_stand_for_them() -> None:
         cut, _ = mismatched([asked, answered], longest=longest)
         assert len(cut) == length
         assert len(cut.images) == (1 if length == 5 else 2)
+    behind = seeing(1, (0, 1), (6, 8))  # the end comes before the image, not within it
+    cut, _ = mismatched([asked, behind], longest=5)
+    assert len(cut) == 5
+    assert [placed.image.digest for placed in cut.images] == ["a"]
 
 
 def test_log_probs_of_mismatched_replies_are_kept_whatever_steps_ask_for_them(
