@@ -27,7 +27,8 @@ from rollgrad.adapters.data.examples.joined import JoinedPairs, is_labelled, joi
 from rollgrad.adapters.data.examples.kept_index import kept_index
 from rollgrad.adapters.data.examples.ranked import RankedPairs, pair_ends
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
-from rollgrad.adapters.data.examples.rows import RowError, Rows, broken
+from rollgrad.adapters.data.examples.rows import Reason, RowError, Rows, broken
+from rollgrad.application.foreign import error_text
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.errors import DataError
 
@@ -74,15 +75,19 @@ class Mixture:
 
     def datasources(self, names: Sequence[str]) -> list[str]:
         """Returns the origin of each row: what its column `datasource` says, else the name in `names` of its part."""
+        bases = [
+            part.rows.rows if isinstance(part.rows, RankedPairs | JoinedPairs) else part.rows for part in self.parts
+        ]
         # Of a table the column alone is read: its rows may have pictures.
-        tables: list[Any] = [part.rows for part in self.parts]
-        columns = [rows["datasource"] if "datasource" in getattr(rows, "column_names", ()) else None for rows in tables]
+        columns = [rows.column("datasource") if isinstance(rows, Table) else None for rows in bases]
         found = []
         for index, part in enumerate(self.of):
             source, number = self.source(index)
+            if isinstance(source.rows, RankedPairs | JoinedPairs):
+                number = source.rows.row(number)
             column = columns[part]
             try:
-                given = source.rows[number].get("datasource") if column is None else column[number]
+                given = bases[part][number].get("datasource") if column is None else column[number]
             except RowError:  # it is counted when all rows are read
                 given = None
             found.append(names[part] if given in (None, origin(source.name)) else str(given))
@@ -133,6 +138,27 @@ class JsonLines:
         with self._path.open("rb") as file:
             file.seek(self._starts[index])
             return parse_line(file.readline())
+
+
+class Table:
+    """Rows of a data set that is open, whose pictures are decoded when a row is read."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def column(self, name: str) -> Any:
+        """Returns a column, None if there is none of this name."""
+        return self._rows[name] if name in self._rows.column_names else None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        try:
+            row: Mapping[str, Any] = self._rows[index]
+        except Exception as error:  # a decoder may raise anything on a broken file
+            raise RowError(Reason.IMAGE, f"The row cannot be decoded: {error_text(error)}") from error
+        return row
 
 
 class Head:
@@ -252,7 +278,7 @@ def _open(name: str, split: str, settings: ReadingSettings, cache_dir: Path | No
         rows, fingerprint = lines, lines.fingerprint
     else:
         dataset = load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split")
-        rows, fingerprint = dataset, _local_hash(name, split) or str(dataset._fingerprint)
+        rows, fingerprint = Table(dataset), _local_hash(name, split) or str(dataset._fingerprint)
     if _makes_pairs(settings):
         rows = _as_pairs(rows, name, fingerprint, settings, cache_dir)
     return _source(name, rows, fingerprint, settings)

@@ -5,7 +5,7 @@ order, in blocks, each of which has a seeded order of its own, and a position is
 Does not own: what rows say (`formats`), nor their tokens (`preparer`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -20,7 +20,7 @@ from rollgrad.adapters.data.examples.prepared import as_preference, as_steps
 from rollgrad.adapters.data.examples.preparer import PreparedRow, Preparer
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import Reason, RowError, overlong_row
-from rollgrad.adapters.data.examples.sources import JSON_SUFFIXES, is_local, json_lines, parse_line
+from rollgrad.adapters.data.examples.sources import JSON_SUFFIXES, Table, is_local, json_lines, parse_line
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens
 from rollgrad.domain.episodes.prompts import PromptCursor
@@ -59,12 +59,16 @@ def stream_rows(name: str, split: str) -> Iterator[StreamedRow]:
                 content = error
             yield StreamedRow(f"{name}:{number}", content)
         return
-    rows: Iterable[Any] = (
-        load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split")
-        if is_local(name)
-        else stream_hub(name, split, "--data.split")
-    )
-    for number, row in enumerate(rows, 1):
+    if is_local(name):
+        table = Table(load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split"))
+        for index in range(len(table)):
+            try:
+                content = table[index]
+            except RowError as error:
+                content = error
+            yield StreamedRow(f"{name} row {index + 1}", content)
+        return
+    for number, row in enumerate(stream_hub(name, split, "--data.split"), 1):
         yield StreamedRow(f"{name} row {number}", row)
 
 

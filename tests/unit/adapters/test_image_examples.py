@@ -12,6 +12,7 @@ from rollgrad.adapters.data.examples.preparer import PreparationSettings, Prepar
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.rows import Reason, RowError
 from rollgrad.adapters.data.examples.sources import open_sources
+from rollgrad.adapters.data.examples.streaming import stream_rows
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows, TrainOn
 from rollgrad.domain.errors import DataError
 from tests.example_runs import written
@@ -141,3 +142,27 @@ def test_images_are_read_again_and_must_be_the_same(processor: Any, tmp_path: Pa
         first[0]
     second = prepared()
     assert (second.fingerprint, second.origin) != (first.fingerprint, first.origin)  # nothing kept of the first is used
+
+
+def test_a_broken_picture_of_a_table_is_a_row_that_cannot_be_used(tmp_path: Path) -> None:
+    import datasets
+
+    rows: dict[str, Any] = {
+        "prompt": ["What?", "And?"],
+        "completion": ["red", "green"],
+        "datasource": ["first", "second"],
+        "images": [[{"bytes": data, "path": None}] for data in (RED, b"no picture")],
+    }
+    texts = {name: datasets.Value("string") for name in ("prompt", "completion", "datasource")}
+    features = datasets.Features({**texts, "images": datasets.List(datasets.Image())})
+    path = str(tmp_path / "rows.parquet")
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(path)
+    mixture = open_sources(path, split="train", probs=None, seed=0, max_samples=None, settings=READING)
+    source, number = mixture.source(1)
+    with pytest.raises(RowError, match="cannot be decoded") as caught:
+        source.rows[number]
+    assert caught.value.reason is Reason.IMAGE
+    assert mixture.datasources(["rows"]) == ["first", "second"]
+    first, second = stream_rows(path, "train")
+    assert not isinstance(first.content, RowError)
+    assert isinstance(second.content, RowError)
