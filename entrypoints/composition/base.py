@@ -54,6 +54,8 @@ class BaseContainer(containers.DeclarativeContainer):
     """Temperature of the distribution whose log-probs the models compute."""
     correct: providers.Provider[bool] = providers.Object(False)
     """Whether the policy's scores say which tokens are the most likely ones."""
+    mean: providers.Provider[bool] = providers.Object(False)
+    """Whether they then have the mean log-prob over the vocabulary, too."""
     collision: providers.Provider[bool] = providers.Object(False)
     """Whether they then have the collision entropy, too."""
     neftune_alpha: providers.Provider[float] = providers.Object(0.0)
@@ -101,6 +103,7 @@ class BaseContainer(containers.DeclarativeContainer):
         optimize,
         temperature=temperature,
         correct=correct,
+        mean=mean,
         collision=collision,
         neftune_alpha=neftune_alpha,
         teacher=teacher,

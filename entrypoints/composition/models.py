@@ -129,14 +129,16 @@ def make_policy(
     *,
     temperature: float,
     correct: bool,
+    mean: bool,
     collision: bool,
     neftune_alpha: float,
     teacher: Teacher | KeptTeacher | None,
     outcomes: tuple[int, int] | None,
 ) -> TorchPolicy:
     """Returns `model` under an optimizer; its log-probs are those of sampling at `temperature`. With `correct` its
-    scores say which tokens are the most likely ones, with `collision` also the collision entropy, with a `teacher` how
-    far it is from that; `outcomes` are two tokens that they compare."""
+    scores say which tokens are the most likely ones, with `mean` also the mean log-prob over the vocabulary, with
+    `collision` the collision entropy, with a `teacher` how far it is from that; `outcomes` are two tokens that they
+    compare."""
     return TorchPolicy(
         model,
         tokenizer,
@@ -146,6 +148,7 @@ def make_policy(
         aux_loss_coef=actor.aux_loss_coef,
         router_z_loss_coef=actor.router_z_loss_coef,
         correct=correct,
+        mean=mean,
         collision=collision,
         neftune_alpha=neftune_alpha,
         teacher=teacher,

@@ -40,6 +40,7 @@ def sft_container(config: SFTRun) -> OfflineContainer:
         budget=budget,
         total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt, budget),
         correct=providers.Object(True),
+        mean=providers.Object(config.train.label_smoothing > 0),
         neftune_alpha=providers.Object(config.train.neftune_alpha),
     )
     return container

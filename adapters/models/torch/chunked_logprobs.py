@@ -117,6 +117,7 @@ def token_logprobs(
     form: LogitForm = PLAIN_LOGITS,
     *,
     correct: bool = False,
+    mean: bool = True,
     collision: bool = False,
     allowed: AllowedTokens | None = None,
 ) -> tuple[Tensor, ...]:
@@ -130,8 +131,8 @@ def token_logprobs(
         temperature: > 0.
         vocabulary: the rows of the vocabulary in `weight_VH` and `bias_V`.
         form: formula of the logits.
-        correct: also finds where the target is the most likely token, and the mean log-prob over the vocabulary, which
-            takes two more passes over the logits.
+        correct: also finds where the target is the most likely token, which takes no further pass over the logits.
+        mean: with `correct`, also finds the mean log-prob over the vocabulary; one more pass.
         collision: with `correct`, also finds the collision entropy, -log sum_v p_v^2 (nats), without a gradient; one
             more pass.
         allowed: the tokens that are possible in some rows, where all others have the logit minus infinity; only of a
@@ -139,11 +140,11 @@ def token_logprobs(
 
     Returns:
         (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias; with `correct` also correct_A,
-        float32, 1 where no token is more likely than the target, else 0, and mean_A, differentiable as well; then with
-        `collision` collision_A.
+        float32, 1 where no token is more likely than the target, else 0; then with `mean` mean_A, differentiable as
+        well, and with `collision` collision_A.
     """
     result: tuple[Tensor, ...] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary, form, correct, collision, allowed
+        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary, form, correct, mean, collision, allowed
     )
     return result
 
@@ -167,13 +168,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         vocabulary: VocabularyShare,
         form: LogitForm,
         correct: bool,
+        mean: bool,
         collision: bool,
         allowed: AllowedTokens | None,
     ) -> tuple[Tensor, ...]:
+        mean, collision = correct and mean, correct and collision
         rows = max(1, chunk_bytes(hidden.device) // (4 * weight.shape[0]))
         index, mine = vocabulary.rows(targets, len(weight))
         columns = torch.empty(
-            3 + 3 * correct + (correct and collision), len(hidden), dtype=torch.float32, device=hidden.device
+            3 + correct + 2 * mean + collision, len(hidden), dtype=torch.float32, device=hidden.device
         )
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
@@ -182,14 +185,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logits.div_(temperature)
             if allowed is not None:
                 allowed.restrict(logits, start)
-            lse = torch.logsumexp(logits, dim=-1)
+            lse, best = _logsumexp(logits)
             target = torch.where(mine[part], logits.gather(1, index[part, None])[:, 0], 0.0)
-            found = [logits.amax(-1)] if correct else []  # before the logits are overwritten
+            found = [best] if correct else []
             log_probs = logits.sub_(lse.clamp(min=NO_MASS)[:, None]).clamp_(min=NO_CHANCE, max=0.0)
-            if correct:
+            if mean:
                 found += [log_probs.sum(-1), torch.full_like(lse, len(weight))]
             probs = log_probs.exp()
-            if correct and collision:
+            if collision:
                 found.append(torch.linalg.vecdot(probs, probs))
             # Entropy as lse minus the mean logit would cancel badly for logits beyond 100; this form does not.
             columns[:, part] = torch.stack([lse, target, -torch.linalg.vecdot(probs, log_probs), *found])
@@ -204,14 +207,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not correct:
             return logprobs, entropy
-        best, totals, counts, *squares = more
+        best, *more = more
         correct_A = (target.sum(0) >= best.amax(0)).float()
-        # The sums are of each process's own log-softmax, over its rows alone.
-        mean = (totals + counts * (lse - normaliser).clamp(min=NO_CHANCE)).sum(0) / counts.sum(0)
-        ctx.size = counts.sum(0)
-        collisions = [-((2 * (lse - normaliser)).exp() * square).sum(0).log() for square in squares]
+        means: list[Tensor] = []
+        if mean:
+            totals, counts, *more = more
+            # The sums are of each process's own log-softmax, over its rows alone.
+            means = [(totals + counts * (lse - normaliser).clamp(min=NO_CHANCE)).sum(0) / counts.sum(0)]
+            ctx.size = counts.sum(0)
+        collisions = [-((2 * (lse - normaliser)).exp() * square).sum(0).log() for square in more]
         ctx.mark_non_differentiable(correct_A, *collisions)
-        return logprobs, entropy, correct_A, mean, *collisions
+        return logprobs, entropy, correct_A, *means, *collisions
 
     @staticmethod
     def backward(
@@ -253,7 +259,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         ctx.vocabulary.sum(grad_hidden)
         cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 7
+        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 8
+
+
+def _logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the logsumexp of each row and its largest element, which torch's own function finds and forgets."""
+    best = logits.amax(-1)
+    shift = best.masked_fill(best.isinf(), 0.0)
+    return (logits - shift[:, None]).exp_().sum(-1).log_().add_(shift), best
 
 
 def _logit_gradient(

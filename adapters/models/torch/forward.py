@@ -123,10 +123,10 @@ def scatter(values_A: Tensor, batch: PackedBatch) -> Tensor:
 class PackedLM(nn.Module):
     """A causal language model over packed batches. `forward(batch)` returns (logprobs_A, entropy_A) of the action
     tokens under softmax(logits / temperature), float32; `forward(batch, True)` also (tokens_E, probabilities_E,
-    squares) of its routers, as `expert_balance.routed` computes them. With `correct` there are two more columns of
-    action tokens: 1 where the token is the most likely one, else 0, and the mean log-prob over the vocabulary; with
-    `collision` beside it also the collision entropy. With a `teacher` the columns are those of `distilled_logprobs`.
-    With `outcomes`, two token ids, they are those of `OutcomeScorer` after each action token.
+    squares) of its routers, as `expert_balance.routed` computes them. With `correct` there are more columns of action
+    tokens: 1 where the token is the most likely one, else 0; with `mean` beside it the mean log-prob over the
+    vocabulary, and with `collision` the collision entropy. With a `teacher` the columns are those of
+    `distilled_logprobs`. With `outcomes`, two token ids, they are those of `OutcomeScorer` after each action token.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
@@ -137,6 +137,7 @@ class PackedLM(nn.Module):
         *,
         temperature: float = 1.0,
         correct: bool = False,
+        mean: bool = True,
         collision: bool = False,
         teacher: Teacher | KeptTeacher | None = None,
         outcomes: tuple[int, int] | None = None,
@@ -150,7 +151,7 @@ class PackedLM(nn.Module):
             sequence_group(teacher.model)  # refuses one with too few heads
         head, form = model.get_output_embeddings(), logit_form(model)
         self.scorer = (
-            Scorer(head, temperature, form, correct=correct, collision=collision)
+            Scorer(head, temperature, form, correct=correct, mean=mean, collision=collision)
             if outcomes is None
             else OutcomeScorer(head, outcomes, form)
         )
@@ -188,10 +189,11 @@ class Scorer(nn.Module):
         form: LogitForm = PLAIN_LOGITS,
         *,
         correct: bool = False,
+        mean: bool = True,
         collision: bool = False,
     ) -> None:
         super().__init__()
-        self._correct, self._collision = correct, collision
+        self._correct, self._mean, self._collision = correct, mean, collision
         self._head = (head,)
         self._form = form
         self._temperature = temperature
@@ -212,7 +214,7 @@ class Scorer(nn.Module):
         *,
         allowed: AllowedTokens | None = None,
     ) -> tuple[Tensor, ...]:
-        """Returns (logprobs_A, entropy_A), and (correct_A, mean_A) and collision_A if they were asked for; with a
+        """Returns (logprobs_A, entropy_A), and correct_A, mean_A and collision_A if they were asked for; with a
         `teacher` the columns of `distilled_logprobs`. Where only some tokens were `allowed`, the first two are of
         these."""
         head = self.head
@@ -237,6 +239,7 @@ class Scorer(nn.Module):
             self.vocabulary,
             self._form,
             correct=self._correct,
+            mean=self._mean,
             collision=self._collision,
             allowed=allowed,
         )

@@ -142,8 +142,9 @@ def copied_weights(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights if keep}
 
 
-def _token_scores(scored: Sequence[Tensor], batch: PackedBatch) -> TokenScores:
-    names = ("logprobs_N", "entropy_N", "correct_N", "mean_logprobs_N", "collision_N")
+def _token_scores(scored: Sequence[Tensor], batch: PackedBatch, *, mean: bool = True) -> TokenScores:
+    means = ("mean_logprobs_N",) if mean else ()
+    names = ("logprobs_N", "entropy_N", "correct_N", *means, "collision_N")
     return TokenScores(**{name: scatter(column_A, batch) for name, column_A in zip(names, scored, strict=False)})
 
 
@@ -161,7 +162,8 @@ class TorchPolicy(PolicyModel):
         gradient_checkpointing: recompute activations in the backward pass.
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`expert_balance.py`).
         router_z_loss_coef: weight of its routers' z-loss; each of the two, or both, takes another forward pass.
-        correct: whether scores say which tokens are the most likely ones, and the mean log-prob over the vocabulary.
+        correct: whether scores say which tokens are the most likely ones.
+        mean: whether they then have the mean log-prob over the vocabulary, too.
         collision: whether they then have the collision entropy, too.
         neftune_alpha: size of the noise on embeddings in updates (`neftune.py`).
         teacher: gives scores the divergence from it, in place of that mean; None gives none.
@@ -184,6 +186,7 @@ class TorchPolicy(PolicyModel):
         aux_loss_coef: float = 0.0,
         router_z_loss_coef: float = 0.0,
         correct: bool = False,
+        mean: bool = True,
         collision: bool = False,
         neftune_alpha: float = 0.0,
         teacher: Teacher | KeptTeacher | None = None,
@@ -200,7 +203,7 @@ class TorchPolicy(PolicyModel):
         self._tokenizer = tokenizer
         self._checkpointing = gradient_checkpointing
         self._dropout = AdapterDropout(model)
-        self._keeps_experts = keeps_experts
+        self._keeps_experts, self._mean = keeps_experts, mean
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(recomputation(model, self._dropout))
         self._averages = settings.ema_beta is not None and settings.ema_saved
@@ -208,6 +211,7 @@ class TorchPolicy(PolicyModel):
             model,
             temperature=temperature,
             correct=correct,
+            mean=mean,
             collision=collision,
             teacher=teacher,
             outcomes=outcomes,
@@ -231,7 +235,7 @@ class TorchPolicy(PolicyModel):
             logprobs_N, entropy_N, odds_N = (scatter(column_A, batch) for column_A in scored)
             return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, odds_N=odds_N)
         if not self._taught:
-            return _token_scores(scored, batch)
+            return _token_scores(scored, batch, mean=self._mean)
         logprobs_N, entropy_N, correct_N, divergence_N = (scatter(column_A, batch) for column_A in scored)
         return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, correct_N=correct_N, divergence_N=divergence_N)
 

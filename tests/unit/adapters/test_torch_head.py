@@ -287,6 +287,24 @@ def test_the_collision_entropy(chunk_rows: int, bias: bool) -> None:
         assert torch.equal(one, other)
 
 
+def test_what_nobody_asks_for_is_left_out(chunk_rows: int) -> None:
+    """The other results are the same without the mean over the vocabulary, of which some tokens are masked out."""
+    hidden, weight, offset, targets = leaves(9, bias=True)
+    assert offset is not None
+    offset.data[:3] = -torch.inf
+    arguments = (hidden, weight, offset, targets.clamp(min=3), 0.7)
+    logprobs, entropy, correct, _, collision = token_logprobs(*arguments, correct=True, collision=True)
+    for more in (True, False):
+        found = token_logprobs(*arguments, correct=True, mean=False, collision=more)
+        assert len(found) == 3 + more
+        assert all(map(torch.equal, found, (logprobs, entropy, correct, collision)))
+        assert torch.equal(
+            *(torch.autograd.grad(each.sum(), weight, retain_graph=True)[0] for each in (found[0], logprobs))
+        )
+    log_softmax = (torch.nn.functional.linear(hidden, weight, offset) / 0.7).log_softmax(-1)
+    torch.testing.assert_close(logprobs, log_softmax.gather(1, targets.clamp(min=3)[:, None])[:, 0])
+
+
 @pytest.mark.parametrize("masked", [0, 19])
 @pytest.mark.parametrize("bounds", [(0, 19, 37), (0, 1, 30, 37)])
 def test_shares_of_the_vocabulary_give_what_the_whole_gives(
