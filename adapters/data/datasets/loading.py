@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ _HUB_PROBE_SECONDS = 5.0
 """Longest wait for the hub's first answer; without an answer only its local cache is read."""
 _MOST_FILES = 10_000
 """Files and folders below a folder of data at most: all of them are looked at."""
+DECODED = ("Image", "Audio", "Video")
+"""Features whose values are files, which are large when they are decoded."""
 _PROBABILITY_SLACK = 1e-6
 """Rounding allowance of the sum of the mixing probabilities."""
 
@@ -220,14 +223,19 @@ def _check_size(path: Path) -> None:
 
 
 def stream_hub(name: str, split: str, split_flag: str) -> "Iterator[Any]":
-    """Yields the rows of a hub dataset as the hub sends them; nothing is kept on the disk.
+    """Yields the rows of a hub dataset as the hub sends them, of one with pictures or sounds functions that decode
+    them; nothing is kept on the disk.
 
     Raises:
         DataError: it is missing or out of reach, or a row cannot be read.
     """
     rows = _choose_split(_read_hub(name, streaming=True), name, split, split_flag)
     with foreign_code(lambda words: DataError(f"The dataset {name[:200]} cannot be read further: {words}")):
-        yield from rows
+        features = rows.features
+        if any(f"{kind}(" in repr(features) for kind in DECODED):
+            yield from (partial(features.decode_example, row) for row in rows.decode(False))
+        else:
+            yield from rows
 
 
 def _read_hub(name: str, *, streaming: bool = False) -> Any:

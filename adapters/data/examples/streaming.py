@@ -6,6 +6,7 @@ Does not own: what rows say (`formats`), nor their tokens (`preparer`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -21,6 +22,7 @@ from rollgrad.adapters.data.examples.preparer import PreparedRow, Preparer
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import Reason, RowError, overlong_row
 from rollgrad.adapters.data.examples.sources import JSON_SUFFIXES, Table, is_local, json_lines, parse_line
+from rollgrad.application.foreign import error_text
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens
 from rollgrad.domain.episodes.prompts import PromptCursor
@@ -37,10 +39,22 @@ JUDGED_FROM = 1000
 
 @frozen
 class StreamedRow:
-    """A row, or why it cannot be read, and where it stands."""
+    """A row, or why it cannot be read, or what decodes it when it is taken, and where it stands."""
 
     place: str
-    content: Mapping[str, Any] | RowError
+    held: Mapping[str, Any] | RowError | Callable[[], Mapping[str, Any]]
+
+    @property
+    def content(self) -> Mapping[str, Any] | RowError:
+        """The row, or why it cannot be read. A row with pictures is decoded: a block of rows holds their files."""
+        if isinstance(self.held, Mapping | RowError):
+            return self.held
+        try:
+            return self.held()
+        except RowError as error:
+            return error
+        except Exception as error:  # a decoder may raise anything on a broken file
+            return RowError(Reason.IMAGE, f"The row cannot be decoded: {error_text(error)}")
 
 
 def stream_rows(name: str, split: str) -> Iterator[StreamedRow]:
@@ -62,11 +76,7 @@ def stream_rows(name: str, split: str) -> Iterator[StreamedRow]:
     if is_local(name):
         table = Table(load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split"))
         for index in range(len(table)):
-            try:
-                content = table[index]
-            except RowError as error:
-                content = error
-            yield StreamedRow(f"{name} row {index + 1}", content)
+            yield StreamedRow(f"{name} row {index + 1}", partial(table.__getitem__, index))
         return
     for number, row in enumerate(stream_hub(name, split, "--data.split"), 1):
         yield StreamedRow(f"{name} row {number}", row)
@@ -150,9 +160,10 @@ class StreamedExamples(ExampleStream[Example], Generic[Example]):
         report = self.report
         report.rows += 1
         try:
-            if isinstance(row.content, RowError):
-                raise row.content
-            made = self._preparer.prepare(row.content, self._kind)
+            content = row.content
+            if isinstance(content, RowError):
+                raise content
+            made = self._preparer.prepare(content, self._kind)
         except RowError as error:
             if error.reason is Reason.OVERLONG and self._overlong is LongRows.ERROR:
                 raise overlong_row(row.place, error.sentence) from error

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from rollgrad.adapters.chat.pictures import ImageRenderer
+from rollgrad.adapters.chat.pictures import ImageRenderer, opened
+from rollgrad.adapters.data.datasets import loading
 from rollgrad.adapters.data.examples.preparation import prepare_examples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
@@ -144,7 +145,9 @@ def test_images_are_read_again_and_must_be_the_same(processor: Any, tmp_path: Pa
     assert (second.fingerprint, second.origin) != (first.fingerprint, first.origin)  # nothing kept of the first is used
 
 
-def test_a_broken_picture_of_a_table_is_a_row_that_cannot_be_used(tmp_path: Path) -> None:
+def test_a_broken_picture_of_a_table_is_a_row_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
 
     rows: dict[str, Any] = {
@@ -163,6 +166,18 @@ def test_a_broken_picture_of_a_table_is_a_row_that_cannot_be_used(tmp_path: Path
         source.rows[number]
     assert caught.value.reason is Reason.IMAGE
     assert mixture.datasources(["rows"]) == ["first", "second"]
-    first, second = stream_rows(path, "train")
-    assert not isinstance(first.content, RowError)
-    assert isinstance(second.content, RowError)
+    load = datasets.load_dataset
+
+    def from_the_hub(name: str, configuration: str | None, **settings: Any) -> Any:
+        return load("parquet", data_files=path, streaming=settings["streaming"])
+
+    monkeypatch.setattr(loading, "_HUB_PROBE_SECONDS", 0.01)
+    for name in (path, "owner/name"):
+        if name != path:
+            monkeypatch.setattr(datasets, "load_dataset", from_the_hub)
+        first, second = stream_rows(name, "train")
+        assert callable(first.held), "what waits in a block is no decoded picture"
+        assert not isinstance(first.content, RowError)
+        assert first.content["images"][0].size == opened(RED).size
+        assert isinstance(second.content, RowError)
+        assert second.content.reason is Reason.IMAGE
