@@ -374,7 +374,7 @@ def served(model: Path, engine: str) -> Iterator[str]:
     )
     assert process.stdout is not None
     try:
-        yield next(line.strip() for line in process.stdout if line.startswith("http"))  # vLLM prints, too
+        yield process.stdout.readline().strip()
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()

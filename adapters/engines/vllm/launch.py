@@ -9,6 +9,7 @@ from typing import Any
 from rollgrad.adapters.engines.vllm.arguments import argument_problems
 from rollgrad.adapters.engines.vllm.plugin import VLLM_BACKENDS, register
 from rollgrad.adapters.engines.vllm.profile import WORKER
+from rollgrad.adapters.system.printing import printing_to_stderr
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.channel import PROBE_TOKENS
 from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES, SyncBackend
@@ -94,7 +95,8 @@ def start(
                 # In an actor of Ray's vLLM would take Ray, which refuses a bundle of several GPUs.
                 choose(distributed_executor_backend="mp")
             # As for `vllm.LLM`: by itself AsyncLLM computes 2,048 tokens a step at most, on any GPU.
-            return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+            with printing_to_stderr():
+                return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         choose(
             max_num_batched_tokens=max(model.max_model_len, PREFILL_TOKENS),
             kv_cache_memory_bytes=_cache_bytes(model, arguments.max_num_seqs),
@@ -109,7 +111,7 @@ def start(
         else:  # vLLM would bind each to a NUMA node of its own, and not start where there are fewer
             variables["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         variables |= {} if threads is None else {"OMP_NUM_THREADS": str(max(1, threads // workers))}
-        with _inherited(variables):
+        with _inherited(variables), printing_to_stderr():
             return AsyncLLM.from_engine_args(arguments)
     except Exception as error:
         hint = (
