@@ -130,8 +130,8 @@ def _for_clients(prompt: Prompt) -> Prompt:
         return prompt
     images = iter(prompt.images)
 
-    def sent(part: Mapping[str, Any]) -> Mapping[str, Any]:
-        if part["type"] not in ("image", "image_url"):
+    def sent(part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url"):
             return part
         return {"type": "image_url", "image_url": {"url": next(images).image.data_uri}}
 
@@ -139,7 +139,7 @@ def _for_clients(prompt: Prompt) -> Prompt:
         prompt,
         messages=tuple(
             {**message, "content": [*map(sent, message["content"])]}
-            if isinstance(message["content"], list)
+            if isinstance(message.get("content"), list)  # one with calls may have none
             else message
             for message in prompt.messages
         ),

@@ -9,10 +9,11 @@ import pytest
 
 from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
-from rollgrad.application.episodes.external_agent import ServedAgentExecutor
+from rollgrad.application.episodes.external_agent import ServedAgentExecutor, _for_clients
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.application.episodes.stop_text import StopText
 from rollgrad.domain.episodes.generation import Generation, SamplingParams, StopReason
+from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.episodes.messages import ParsedReply
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
@@ -236,6 +237,23 @@ async def episode(
 async def two_turns(session: RecordedSession) -> None:
     await session.reply(ask("go"))
     await session.reply(ask("go", "one", "more"))
+
+
+def test_clients_are_given_images_in_data_uris_and_other_messages_as_they_are() -> None:
+    """Also those that a row may have without a content, or with parts without a type."""
+    image = Image(digest="d", data=b"\x89PNG", tensors={})
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    asked = {"role": "user", "content": [{"text": "What is"}, {"type": "image", "image": "a.png"}]}
+    prompt = Prompt(
+        token_ids=(1, 2),
+        text="go",
+        messages=(called, asked),
+        images=(PlacedImage(image=image, start=0, stop=1),),
+    )
+    first, second = _for_clients(prompt).messages
+    assert first == called
+    uri = "data:image/png;base64,iVBORw=="
+    assert second["content"] == [{"text": "What is"}, {"type": "image_url", "image_url": {"url": uri}}]
 
 
 async def test_the_last_reply_is_judged_and_has_the_reward() -> None:
