@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import sys
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -119,10 +120,12 @@ class _ChatSession:
         self._images: list[str] = []
 
     def take(self, runner: asyncio.Runner, text: str, *, interruptible: bool) -> None:
+        said = False
         try:
             text = self._show_images(text)
             if not text:
                 return
+            said = True
             images = [{"type": "image", "image": path} for path in self._images]
             content = [*images, {"type": "text", "text": text}] if images else text
             turn = runner.run(
@@ -137,13 +140,15 @@ class _ChatSession:
         except DataError as error:
             if not interruptible:
                 raise
+            if said:  # they would be refused again, with each message to come
+                self._images = []
             sys.stderr.write(f"{error}\n")
             return
         answer = turn.result.info.get("answer", turn.action.message["content"])
         if self._json:
             token_ids = list(turn.action.generation.token_ids)
             told = {"answer": answer, "messages": self._conversation.messages, "token_ids": token_ids}
-            sys.stdout.write(json.dumps(told, ensure_ascii=False) + "\n")
+            sys.stdout.write(json.dumps(told, ensure_ascii=False, default=_image_file) + "\n")
         elif answer != turn.action.message["content"]:
             _write(sys.stdout, f"{answer}\n")  # the result of a tool that ends the task
         sys.stdout.flush()
@@ -194,6 +199,13 @@ class _ChatSession:
         _write(sys.stderr, text)
         sys.stderr.write(f"{self._dim[1]}{end}")
         sys.stderr.flush()
+
+
+def _image_file(value: object) -> str:
+    """Returns an image of a tool, a path or the bytes of a file, as --messages reads it."""
+    if isinstance(value, bytes):
+        return f"data:application/octet-stream;base64,{b64encode(value).decode()}"
+    return str(value)
 
 
 def _write(stream: TextIO, text: str) -> None:

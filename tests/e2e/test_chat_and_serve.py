@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import PIL.Image
 import pytest
 import torch
 
@@ -292,6 +293,42 @@ def test_a_terminal_takes_no_commands_from_a_model(
     monkeypatch.undo()
     expected = said.replace("\x1b", "\ufffd").replace("\x07", "\ufffd") if terminal else said
     assert shown.getvalue() == f"{expected}\n"
+
+
+def test_images_that_are_refused_are_not_shown_with_the_next_message(
+    tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PIL.Image.new("RGB", (4, 4)).save(tmp_path / "red.png")
+    assistant, _ = scripted(tiny_tokenizer, "Hello.<|im_end|>")
+    assistant.sees_images = True  # but its codec reads none
+    loaded: Any = SimpleNamespace(assistant=assistant)
+    with asyncio.Runner() as runner:
+        talk = _ChatSession(loaded, [], as_json=False)
+        for line in (f"/image {tmp_path / 'red.png'}", "What?", "hi"):
+            talk.take(runner, line, interruptible=True)
+    printed = capsys.readouterr()
+    assert printed.out == "Hello.\n"
+    assert printed.err.count("has an image") == 1
+
+
+def test_messages_in_json_may_have_the_files_of_a_tools_images(capsys: pytest.CaptureFixture[str]) -> None:
+    opening = [{"role": "user", "content": [{"type": "image", "image": b"\x89PNG"}]}]
+    turn = SimpleNamespace(
+        action=SimpleNamespace(message={"content": "Yes."}, generation=SimpleNamespace(token_ids=[1])),
+        result=SimpleNamespace(info={}),
+    )
+
+    class Told:
+        messages = opening
+
+        async def say(self, content: str, **how: Any) -> Any:
+            return turn
+
+    loaded: Any = SimpleNamespace(assistant=SimpleNamespace(conversation=lambda messages: Told()))
+    with asyncio.Runner() as runner:
+        _ChatSession(loaded, [], as_json=True).take(runner, "hi", interruptible=False)
+    (part,) = json.loads(capsys.readouterr().out)["messages"][0]["content"]
+    assert part["image"] == "data:application/octet-stream;base64,iVBORw=="
 
 
 async def test_a_conversation_keeps_the_models_own_tokens(tiny_tokenizer: Any) -> None:
