@@ -5,6 +5,7 @@ sampled, as in training.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from attrs import evolve
 
@@ -39,7 +40,7 @@ class Assistant:
         system_prompt: put before conversations that have none.
         max_turns: replies (calls of tools included) for one answer.
         max_tokens: of a conversation; None for no limit. A reply that would exceed it is truncated.
-        sees_images: whether messages, and answers of tools, may have images.
+        read_image: as for `ToolEnvironment`; None if neither messages nor answers of tools may have images.
     """
 
     def __init__(
@@ -52,14 +53,15 @@ class Assistant:
         system_prompt: str | None = None,
         max_turns: int = 8,
         max_tokens: int | None = None,
-        sees_images: bool = False,
+        read_image: Callable[[Any], bytes] | None = None,
     ) -> None:
         self.service = ChatService(engine, codec, max_tokens=max_tokens)
         self._codec = codec
         self._tools = tools
         self._params = params
         self._system_prompt = system_prompt
-        self.sees_images = sees_images
+        self._read_image = read_image
+        self.sees_images = read_image is not None
         """Whether messages, and answers of tools, may have images."""
         self._runtime = AgentRuntime(
             engine, codec, max_turns=max_turns, max_tokens=max_tokens, renderer=self.service.renderer
@@ -114,7 +116,7 @@ class Assistant:
             DataError: there is no room for a reply.
         """
         tools = await self._tools()
-        world = ToolEnvironment(tools, system_prompt=self._system_prompt, sees_images=self.sees_images)
+        world = ToolEnvironment(tools, system_prompt=self._system_prompt, read_image=self._read_image)
         session = AgentSession(world)
         if form is not None:
             form = evolve(form, calls=tuple(tool.name for tool in tools), several=True)

@@ -6,7 +6,8 @@ counted, and never end the episode by themselves.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import structlog
 from attrs import evolve
@@ -37,7 +38,8 @@ class ToolEnvironment(Environment):
             reward is 0 and the model is told that it is wrong.
         pass_threshold: score from which an answer is right.
         end_of_turn: text that ends a reply, added to the answer for reward models (`ChatCodec.end_of_turn`).
-        sees_images: whether the model is shown the images of tools' answers.
+        read_image: returns the file of an image of a tool's answer (path, data URI or bytes), or raises a
+            `RollgradError`, as which the call fails; None for a model that is shown none.
 
     Metrics: `tool_calls`, `tool_errors` (calls that failed or could not be made), `answered` (0 or 1), `attempts`.
     """
@@ -51,7 +53,7 @@ class ToolEnvironment(Environment):
         attempts: int = 1,
         pass_threshold: float = 0.5,
         end_of_turn: str = "",
-        sees_images: bool = False,
+        read_image: Callable[[Any], bytes] | None = None,
     ) -> None:
         self.tools = tuple(tools)
         self._by_name = {tool.name: tool for tool in tools}
@@ -61,7 +63,7 @@ class ToolEnvironment(Environment):
         self._allowed = attempts
         self._pass_threshold = pass_threshold
         self._end_of_turn = end_of_turn
-        self._sees_images = sees_images
+        self._read_image = read_image
         self._step = 0
         self._calls = self._errors = self._attempts = 0
 
@@ -91,7 +93,7 @@ class ToolEnvironment(Environment):
         answers = [
             self.hint(result.content)
             if call.arguments is None
-            else tool_message(call, result.content, result.images if self._sees_images else ())
+            else tool_message(call, result.content, result.images if self._read_image is not None else ())
             for call, result in pairs
         ]
         final = next((result for result in results if result.terminates), None)
@@ -129,7 +131,12 @@ class ToolEnvironment(Environment):
             return ToolResult(content=f"There is no function {call.name!r}; the functions are {known}.", is_error=True)
         try:
             with foreign_code(ForeignError):
-                return await tool.call(call.arguments)
+                result = await tool.call(call.arguments)
+                if self._read_image is None or not result.images:
+                    return result
+                # Here, because one that cannot be read would fail the episode where the conversation is rendered.
+                read = self._read_image
+                return evolve(result, images=await asyncio.to_thread(lambda: tuple(map(read, result.images))))
         except RollgradError as error:  # a defect of the tool: the model is told no details
             log.warning("tool_failed", tool=call.name, error=error_text(error.__cause__ or error))
             return ToolResult(content=f"The tool {call.name!r} failed.", is_error=True)

@@ -9,7 +9,13 @@ import structlog
 import torch
 from attrs import evolve, frozen
 
-from rollgrad.adapters.chat.pictures import ImageRenderer, check_vllm_images, load_processor, sees_images
+from rollgrad.adapters.chat.pictures import (
+    ImageRenderer,
+    check_vllm_images,
+    image_bytes,
+    load_processor,
+    sees_images,
+)
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
@@ -93,7 +99,7 @@ def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None)
         system_prompt=arguments.system_prompt,
         max_turns=arguments.max_turns,
         max_tokens=engine.max_tokens,
-        sees_images=images is not None,
+        read_image=None if images is None else image_bytes,
     )
     name = Path(arguments.model).resolve().name or arguments.model
     reload = None

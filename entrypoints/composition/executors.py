@@ -5,6 +5,7 @@ from typing import Any
 
 from rollgrad.adapters.agents.command import CommandAgent
 from rollgrad.adapters.agents.function import FunctionAgent
+from rollgrad.adapters.chat.pictures import image_bytes
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
@@ -72,7 +73,7 @@ def make_tool_executor(
             attempts=config.agent.attempts,
             pass_threshold=config.reward.pass_threshold,
             end_of_turn=codec.end_of_turn,
-            sees_images=config.data.image_key is not None,
+            read_image=None if config.data.image_key is None else image_bytes,
         )
 
     return _turns(config, engine, codec, tracing, environment)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import rollgrad
-from rollgrad.adapters.chat.pictures import opened
+from rollgrad.adapters.chat.pictures import image_bytes, opened
 from rollgrad.adapters.data.examples.formats import read_row
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.rows import RowError
@@ -359,7 +359,8 @@ async def test_a_tool_shows_its_image(workspace: Path, model: Path) -> None:
         return loaded.codec.encode(replies[number])
 
     params = SamplingParams(max_new_tokens=200)
-    assistant = Assistant(RecordingEngine(reply), loaded.codec, loaded.tools.open, params=params, sees_images=True)
+    engine = RecordingEngine(reply)
+    assistant = Assistant(engine, loaded.codec, loaded.tools.open, params=params, read_image=image_bytes)
     await assistant.conversation().say([{"type": "image", "image": "red.png"}, {"type": "text", "text": "The other?"}])
     assert seen == [[(200, 0, 0)], [(200, 0, 0), (0, 0, 200)]]
 

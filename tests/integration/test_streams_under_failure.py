@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import torch
 
-from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor
+from rollgrad.adapters.chat.pictures import ImageRenderer, image_bytes, load_processor
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.grammars import Grammars
@@ -100,7 +100,7 @@ class Models:
             return []
 
         params = SamplingParams()
-        return Assistant(engine, self.codec, tools, params=params, max_tokens=engine.max_tokens, sees_images=True)
+        return Assistant(engine, self.codec, tools, params=params, max_tokens=engine.max_tokens, read_image=image_bytes)
 
     async def expected(self, name: str) -> list[Reply]:
         """The answers of one engine that is left in peace."""

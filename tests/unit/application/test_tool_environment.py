@@ -11,6 +11,7 @@ from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Action, ToolCall, ToolResult, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import ImageError
 from rollgrad.domain.ports.environment import Environment, StepResult
 from rollgrad.testing.reward_source import FakeRewardSource
 from rollgrad.testing.tool import FakeTool
@@ -98,13 +99,25 @@ async def test_a_call_gets_its_result_and_the_answer_ends_the_episode() -> None:
 )
 async def test_a_model_that_sees_is_shown_the_images_of_an_answer(content: str, parts: list[Any]) -> None:
     tool = FakeTool(lambda text: ToolResult(content=content, images=(b"1", b"2")))
-    seeing, blind = ToolEnvironment([tool], sees_images=True), ToolEnvironment([tool])
+    seeing, blind = ToolEnvironment([tool], read_image=bytes), ToolEnvironment([tool])
     (shown,), (told,) = await steps(seeing, act("", call())), await steps(blind, act("", call()))
     assert contents(told) == [content]
     (message,) = shown.observation
     assert isinstance(message, dict)
     assert [part.get("text", part.get("image")) for part in message["content"]] == parts
     assert [part["type"] for part in message["content"]] == ["text" if isinstance(p, str) else "image" for p in parts]
+
+
+async def test_an_image_that_cannot_be_read_fails_the_call_and_not_the_episode() -> None:
+    def read(image: Any) -> bytes:
+        raise ImageError("An image cannot be read.")
+
+    tool = FakeTool(lambda text: ToolResult(content="[image]", images=(b"1",)))
+    (failed,) = await steps(ToolEnvironment([tool], read_image=read), act("", call()))
+    assert contents(failed) == ["The tool 'repeat' failed."]
+    assert failed.metrics["tool_errors"] == 1
+    (untold,) = await steps(ToolEnvironment([tool]), act("", call()))
+    assert contents(untold) == ["[image]"]
 
 
 async def test_calls_of_one_reply_run_at_once_and_are_answered_in_order() -> None:
