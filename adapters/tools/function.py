@@ -103,7 +103,10 @@ class FunctionTool(Tool):
                         value = await self._function(**values)
                     else:
                         value = await in_daemon_thread(lambda: self._function(**values), self._name, self._slots.here())
-                    return value if isinstance(value, ToolResult) else _result(value)
+                    if isinstance(value, ToolResult):
+                        return value
+                    # Writing an image takes a while, in which the event loop must not stand still.
+                    return await asyncio.to_thread(_result, value) if _has_pictures(value) else _result(value)
         except TimeoutError:
             text = f"The tool {self._name!r} gave no answer within {self._timeout:g} s."
         except RollgradError as error:
@@ -147,10 +150,15 @@ def tool(
 
 
 def _result(value: Any) -> ToolResult:
-    members = value if isinstance(value, list | tuple) and any(map(is_picture, value)) else [value]
+    members = value if isinstance(value, list | tuple) and _has_pictures(value) else [value]
     images = (f"data:image/png;base64,{b64encode(png(each)).decode()}" for each in members if is_picture(each))
     texts = [IMAGE_MARK if is_picture(each) else _text(each) for each in members]
     return ToolResult(content="\n".join(texts), images=tuple(images))
+
+
+def _has_pictures(value: Any) -> bool:
+    """Returns whether a value is an image of Pillow, or a list with one."""
+    return any(map(is_picture, value)) if isinstance(value, list | tuple) else is_picture(value)
 
 
 def _text(value: Any) -> str:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import pytest
 from PIL import Image
@@ -165,6 +165,24 @@ async def test_an_image_of_pillow_is_an_image() -> None:
         (255, 0, 0),
         (0, 0, 255),
     ]
+
+
+async def test_an_image_is_written_beside_the_event_loop() -> None:
+    threads: list[threading.Thread] = []
+
+    class Picture:
+        def convert(self, mode: str) -> "Picture":
+            return self
+
+        def save(self, file: IO[bytes], format: str) -> None:
+            threads.append(threading.current_thread())
+
+    async def value() -> object:
+        return [Picture()]
+
+    assert (await call(value)).content == "[image]"
+    (thread,) = threads
+    assert thread is not threading.current_thread()
 
 
 def lambda_named(function: Callable[[], Any]) -> Callable[[], Any]:
