@@ -80,6 +80,9 @@ class ReplyForm:
     several: bool = False
 
 
+LONGEST_COMPARED = 1000
+"""Characters of a message from which on its sha256 is compared."""
+
 IMAGE_MARK = "[image]"
 """Text in a tool's answer that stands for an image."""
 
@@ -150,7 +153,11 @@ def same_message(message: Message) -> str:
         [call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or () if call
     ]
     content = message.get("content") or ""
-    return json.dumps([message["role"], content, calls], sort_keys=True, ensure_ascii=False, default=_short)
+    said = json.dumps([message["role"], content, calls], sort_keys=True, ensure_ascii=False, default=_short)
+    if len(said) <= LONGEST_COMPARED:
+        return said
+    # A client's images are megabytes of text, which would be kept with each turn that follows them.
+    return sha256(said.encode(errors="surrogatepass")).hexdigest()
 
 
 def _short(value: Any) -> str:

@@ -232,9 +232,13 @@ def test_errors_cross_processes(kind: type[errors.RollgradError]) -> None:
 
 
 def test_images_in_messages_are_compared_by_short_texts() -> None:
-    def text(picture: bytes) -> str:
+    def text(picture: bytes | str) -> str:
         return same_message({"role": "user", "content": [{"type": "image", "image": picture}]})
 
     large = bytes(1_000_000)
     assert text(large) == text(bytes(1_000_000)) != text(large + b"1")
     assert len(text(large)) < 200
+    uri = f"data:image/png;base64,{'A' * 1_000_000}"
+    assert text(uri) == text("".join(uri)) != text(f"{uri}A")
+    assert len(text(uri)) < 200
+    assert text(f"{uri}\ud800") != text(uri), "a lone surrogate, which UTF-8 cannot have"
