@@ -312,13 +312,22 @@ class TinkerService:
         request_id = f"{run_id}:{sequence}"
 
         async def wait_and_work() -> Answer:
-            try:
-                async with run.turn:
-                    return answer(await self._work(work))
-            except BaseException:
-                if failed is not None:
+            turn, done = asyncio.ensure_future(run.turn.acquire()), False
+
+            def over(_: asyncio.Future[Any]) -> None:
+                if turn.cancelled():  # the server ends
+                    return
+                if failed is not None and not done:
                     failed()
-                raise
+                run.turn.release()
+
+            try:
+                await asyncio.shield(turn)  # a request that is cancelled keeps its place, in which it fails
+                found = answer(await self._work(work))
+                done = True
+                return found
+            finally:
+                turn.add_done_callback(over)
 
         self.results.start(request_id, wait_and_work())
         return request_id
