@@ -9,7 +9,7 @@ import pytest
 
 import rollgrad
 from rollgrad.adapters.engines.ray_vllm import start_engines
-from rollgrad.adapters.models.ray.worker_group import RankWorker
+from rollgrad.adapters.models.ray.worker_group import RankWorker, WorkerGroup
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.weights.channel import FleetWeights
 from rollgrad.application.engines.fleet import EngineFleet
@@ -113,6 +113,12 @@ async def test_weights_reach_an_engine_on_another_machine(cluster: Any, wide_hea
     assert set(generation.versions) == {1}
 
 
+def build_until_killed(group: WorkerGroup, model_dir: Path) -> None:
+    """Ray looks at the memory ten times a second; a fork has made its model sooner."""
+    for _ in range(100):
+        group.build(cluster_models.rank_policy, str(model_dir), 2)
+
+
 def test_a_process_that_ran_out_of_memory_is_told(tiny_model_dir: Path) -> None:
     from ray.cluster_utils import Cluster
 
@@ -124,8 +130,7 @@ def test_a_process_that_ran_out_of_memory_is_told(tiny_model_dir: Path) -> None:
             pytest.raises(WorkerError, match=r"rank 0 died .*out of memory: lower --train\.max_tokens_per_micro_batch"),
             cluster_models.worker_group(1) as group,
         ):
-            while True:  # Ray looks ten times a second, and a fork has made its model sooner
-                group.build(cluster_models.rank_policy, str(tiny_model_dir), 2)
+            build_until_killed(group, tiny_model_dir)
     finally:
         session.close()
         nodes.shutdown()
