@@ -1,4 +1,4 @@
-"""Where the processes of libraries print."""
+"""Redirection of what the processes of libraries print."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Where the processes of libraries print."""
+"""Tests of the redirection of what the processes of libraries print."""
 
 import os
 import subprocess

@@ -9,7 +9,7 @@ from rollgrad.adapters.servers.tinker.service import Run, TinkerService
 
 
 async def test_a_cancelled_request_fails_in_its_turn() -> None:
-    """What was sent before it is worked on first, though it has not begun when it is cancelled."""
+    """The requests before it are worked on first, though they have not begun when it is cancelled."""
     unused: Any = None
     service, told, free = TinkerService(unused, unused), list[str](), threading.Event()
     service._runs["run"] = Run(unused, unused)
