@@ -1,5 +1,6 @@
 """Loads transformers models for training, with errors a user can act on."""
 
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from rollgrad.adapters.models.torch.quantised import finish_loading, four_bits
 from rollgrad.adapters.models.torch.saving import PROCESSOR_FILES
 from rollgrad.adapters.models.torch.weight_shards import Shard, sharded_loading, whole_layers
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
+
+LOADING = threading.RLock()
+"""Lock of one load: transformers changes its own classes meanwhile, and two threads would leave them changed."""
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -271,7 +275,8 @@ def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) 
     if looks_local and "/" in name_or_path and not path.exists():
         raise CheckpointError(f"{flag} is {name_or_path!r}: there is no such directory.")
     try:
-        return factory.from_pretrained(str(path) if path.exists() else name_or_path, **kwargs)
+        with LOADING:
+            return factory.from_pretrained(str(path) if path.exists() else name_or_path, **kwargs)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model's code and files may raise anything

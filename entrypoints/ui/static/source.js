@@ -40,13 +40,17 @@ class Server {
       if (error.name === "AbortError") throw error;
       throw new Refused("The server does not answer: start `rollgrad ui` again.", "unreachable");
     }
-    const body = await answer.json().catch(() => null);
+    const body = await answer.json().catch((error) => {
+      if (error.name === "AbortError") throw error; // nobody waits for the rest of the answer
+      return null;
+    });
     if (answer.status === 401) {
       throw new Refused("This page needs the server's token: open its address with #token=... and the token in place of the dots.", "no_token");
     }
     if (!answer.ok) {
       throw new Refused(body?.error?.message ?? `The server answered ${answer.status}.`, body?.error?.code ?? String(answer.status));
     }
+    if (body === null) throw new Refused("The server's answer ended early: load the page again.", "cut");
     return body;
   }
 

@@ -1,5 +1,6 @@
 """Models load ready to use: packed, or padded where they cannot be packed, or they are refused."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,13 @@ import torch
 from rollgrad.adapters.models.torch.attention import ATTENTION, attention_forward, install_attention
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
 from rollgrad.adapters.models.torch.compatibility import logit_form, usable_positions
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_critic, load_tokenizer, resolve_dtype
+from rollgrad.adapters.models.torch.loading import (
+    _from_pretrained,
+    load_causal_lm,
+    load_critic,
+    load_tokenizer,
+    resolve_dtype,
+)
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from tests.tiny_architectures import tiny_model
@@ -40,6 +47,27 @@ def test_a_model_loads_in_eval_mode_with_packed_attention(tiny_model_dir: Path, 
     assert not model.training
     assert model.config._attn_implementation == ATTENTION
     assert next(model.parameters()).dtype == dtype
+
+
+def test_threads_load_one_after_another(tiny_model_dir: Path) -> None:
+    """Engines that are replaced while a server loads a newer model; transformers would never tie weights again."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    ties, loading, most = PreTrainedModel.tie_weights, [0], [0]
+
+    class Slow:
+        @staticmethod
+        def from_pretrained(path: str) -> Any:
+            loading[0] += 1
+            most[0] = max(most[0], loading[0])
+            model = AutoModelForCausalLM.from_pretrained(path)
+            loading[0] -= 1
+            return model
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: _from_pretrained(Slow, str(tiny_model_dir), "model"), range(8)))
+    assert most == [1]
+    assert PreTrainedModel.tie_weights is ties
 
 
 def test_the_tokenizer_is_the_models(tiny_model_dir: Path, tiny_tokenizer: Any) -> None:
