@@ -447,7 +447,12 @@ def test_when_no_restart_is_left_all_who_wait_hear_it(world: World) -> None:
         for member in world.members:
             kill(member)
         async with asyncio.timeout(300):
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            told = [
+                result for result in results if not isinstance(result, Generation)
+            ]  # on a busy machine others ended
+            assert told
+            for result in told:
                 assert isinstance(result, EngineError)
                 assert "All 2 engines are dead" in str(result)
             with pytest.raises(EngineError, match="All 2 engines are dead"):
