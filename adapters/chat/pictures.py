@@ -19,7 +19,7 @@ from typing import Any
 from attrs import frozen
 from torch import Tensor
 
-from rollgrad.application.foreign import error_text, shown
+from rollgrad.application.foreign import foreign_code, shown
 from rollgrad.domain.episodes.images import Image, PlacedImage, PlacedImages
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, ImageError, MissingExtraError
@@ -83,12 +83,12 @@ class ImageRenderer:
             ImageError: it is none, or the processor refuses it.
         """
         picture = opened(data)
-        try:
+        size = " x ".join(map(str, picture.size))
+        with foreign_code(
+            lambda words: ImageError(f"The model's processor refuses an image of {size} pixels: {words}")
+        ):
             found = self._processed([picture])
             ((replacement,),) = found["text_replacement_offsets"]
-        except Exception as error:  # a processor's code may raise anything
-            size = " x ".join(map(str, picture.size))
-            raise ImageError(f"The model's processor refuses an image of {size} pixels: {error_text(error)}") from error
         tensors = {name: value for name, value in found.items() if name not in OF_TEXT and isinstance(value, Tensor)}
         digest = hashlib.sha256(self._settings + data).hexdigest()
         return RenderedImage(image=Image(digest=digest, data=data, tensors=tensors), text=replacement["replacement"])
@@ -143,13 +143,10 @@ def opened(data: bytes) -> Any:
     import PIL.Image
     import PIL.ImageOps
 
-    try:
-        with PIL.Image.open(io.BytesIO(data)) as picture:
-            if picture.format == PROGRAM:
-                raise ValueError("it is a program in PostScript, which is not run")
-            return PIL.ImageOps.exif_transpose(picture).convert("RGB")
-    except Exception as error:  # a decoder may raise anything on a broken file
-        raise ImageError(f"An image cannot be read: {error_text(error)}") from error
+    with foreign_code(_unreadable), PIL.Image.open(io.BytesIO(data)) as picture:
+        if picture.format == PROGRAM:
+            raise ValueError("it is a program in PostScript, which is not run")
+        return PIL.ImageOps.exif_transpose(picture).convert("RGB")
 
 
 def has_images(message: Message) -> bool:
@@ -235,11 +232,13 @@ def png(picture: Any) -> bytes:
         ImageError: its own file is broken.
     """
     written = io.BytesIO()
-    try:
+    with foreign_code(_unreadable):
         picture.convert("RGB").save(written, format="PNG")
-    except Exception as error:  # a decoder may raise anything on a broken file
-        raise ImageError(f"An image cannot be read: {error_text(error)}") from error
     return written.getvalue()
+
+
+def _unreadable(words: str) -> ImageError:
+    return ImageError(f"An image cannot be read: {words}")
 
 
 def _read(source: Any) -> bytes:
@@ -281,15 +280,15 @@ def load_processor(name_or_path: str, tokenizer: Any, *, flag: str) -> Any:
     from transformers.models.auto.processing_auto import AutoProcessor
     from transformers.utils import is_torchvision_available
 
-    try:
+    with foreign_code(
+        lambda words: CheckpointError(
+            f"{flag} is {name_or_path!r}, whose processor of images cannot be loaded: {words}"
+        )
+    ):
         if is_torchvision_available():
             processor = AutoProcessor.from_pretrained(name_or_path)
         else:
             processor = without_videos(_processor_class(name_or_path)).from_pretrained(name_or_path)
-    except Exception as error:  # a model's code and files may raise anything
-        raise CheckpointError(
-            f"{flag} is {name_or_path!r}, whose processor of images cannot be loaded: {error_text(error)}"
-        ) from error
     if getattr(processor, "image_token", None) is None:
         raise CheckpointError(f"{flag} is {name_or_path!r}, whose {type(processor).__name__} takes no images.")
     processor.tokenizer = tokenizer

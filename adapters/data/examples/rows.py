@@ -16,7 +16,7 @@ from attrs import field, frozen
 from rollgrad.adapters.chat.pictures import is_image
 from rollgrad.adapters.data.datasets.columns import has_value, value_at
 from rollgrad.adapters.data.datasets.prompt_builder import ROLES
-from rollgrad.application.foreign import shown
+from rollgrad.application.foreign import foreign_code, shown
 from rollgrad.domain.episodes.messages import Message, call_entry
 from rollgrad.domain.errors import DataError
 
@@ -78,6 +78,16 @@ class RowError(DataError):
 
     def __str__(self) -> str:
         return self.sentence
+
+
+def decoded(read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns a row that `read` decodes, whatever a decoder raises on a broken file.
+
+    Raises:
+        RowError: it cannot be decoded.
+    """
+    with foreign_code(lambda words: RowError(Reason.IMAGE, f"The row cannot be decoded: {words}")):
+        return read()
 
 
 def broken(sentence: str) -> RowError:

@@ -27,8 +27,7 @@ from rollgrad.adapters.data.examples.joined import JoinedPairs, is_labelled, joi
 from rollgrad.adapters.data.examples.kept_index import kept_index
 from rollgrad.adapters.data.examples.ranked import RankedPairs, pair_ends
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
-from rollgrad.adapters.data.examples.rows import Reason, RowError, Rows, broken
-from rollgrad.application.foreign import error_text
+from rollgrad.adapters.data.examples.rows import RowError, Rows, broken, decoded
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.errors import DataError
 
@@ -154,11 +153,7 @@ class Table:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        try:
-            row: Mapping[str, Any] = self._rows[index]
-        except Exception as error:  # a decoder may raise anything on a broken file
-            raise RowError(Reason.IMAGE, f"The row cannot be decoded: {error_text(error)}") from error
-        return row
+        return decoded(lambda: self._rows[index])
 
 
 class Head:

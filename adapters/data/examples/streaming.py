@@ -20,9 +20,8 @@ from rollgrad.adapters.data.datasets.loading import load_dataset, stream_hub
 from rollgrad.adapters.data.examples.prepared import as_preference, as_steps
 from rollgrad.adapters.data.examples.preparer import PreparedRow, Preparer
 from rollgrad.adapters.data.examples.report import DataReport
-from rollgrad.adapters.data.examples.rows import Reason, RowError, overlong_row
+from rollgrad.adapters.data.examples.rows import Reason, RowError, decoded, overlong_row
 from rollgrad.adapters.data.examples.sources import JSON_SUFFIXES, Table, is_local, json_lines, parse_line
-from rollgrad.application.foreign import error_text
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens
 from rollgrad.domain.episodes.prompts import PromptCursor
@@ -50,11 +49,9 @@ class StreamedRow:
         if isinstance(self.held, Mapping | RowError):
             return self.held
         try:
-            return self.held()
+            return decoded(self.held)
         except RowError as error:
             return error
-        except Exception as error:  # a decoder may raise anything on a broken file
-            return RowError(Reason.IMAGE, f"The row cannot be decoded: {error_text(error)}")
 
 
 def stream_rows(name: str, split: str) -> Iterator[StreamedRow]:
