@@ -28,6 +28,15 @@ TEXT = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
 }
+QWEN_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 8,
+    "out_hidden_size": 32,
+    "initializer_range": 0.2,
+}
 FAMILIES = ("qwen2_5_vl", "idefics3", "qwen3_vl", "internvl", "llava_onevision", "gemma3")
 
 
@@ -59,6 +68,11 @@ def _text(tokenizer: Any, **more: Any) -> dict[str, Any]:
     return {**TEXT, "vocab_size": len(tokenizer), **ends, **more}
 
 
+def _qwen_tokens(tokenizer: Any) -> dict[str, int]:
+    marks = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    return {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{mark}|>") for name, mark in marks.items()}
+
+
 def qwen2_5_vl() -> tuple[Any, Any]:
     """A Qwen2.5-VL with windows in its tower, and positions of three numbers."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
@@ -73,21 +87,8 @@ def qwen2_5_vl() -> tuple[Any, Any]:
         text_config=_text(
             tokenizer, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
         ),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 8,
-            "out_hidden_size": 32,
-            "window_size": 32,
-            "fullatt_block_indexes": [1],
-            "initializer_range": 0.2,
-        },
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        vision_config={**QWEN_TOWER, "window_size": 32, "fullatt_block_indexes": [1]},
+        **_qwen_tokens(tokenizer),
         tie_word_embeddings=False,
     )
     return Qwen2_5_VLForConditionalGeneration(config), _processor(Qwen2_5_VLProcessor, images, tokenizer)
@@ -114,21 +115,8 @@ def qwen3_vl() -> tuple[Any, Any]:
                 "mrope_interleaved": True,
             },
         ),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 8,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-            "initializer_range": 0.2,
-        },
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        vision_config={**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        **_qwen_tokens(tokenizer),
         tie_word_embeddings=False,
     )
     return Qwen3VLForConditionalGeneration(config), _processor(Qwen3VLProcessor, images, tokenizer)
