@@ -64,8 +64,12 @@ class World:
     version: int = 0
 
     async def begun(self, count: int) -> list[asyncio.Task[Generation]]:
-        """Long requests of which each has tokens, whichever engine it has gone to."""
-        return await self.asked([ask(seed, max_new_tokens=LONG) for seed in range(count)], *self.members)
+        """Long requests of which each has tokens, whichever engine it has gone to, and none has all of them."""
+        while True:
+            tasks = await self.asked([ask(seed, max_new_tokens=LONG) for seed in range(count)], *self.members)
+            if not any(task.done() for task in tasks):
+                return tasks
+            await asyncio.gather(*tasks)  # this process, kept from working, heard of them last: asked again
 
     async def asked(
         self, requests: Sequence[GenerationRequest], *members: RayVLLMEngine
@@ -368,8 +372,8 @@ def test_when_the_trainer_dies_in_a_push_nothing_is_sampled_from_half_a_model(wo
         return cut, await asked
 
     cut, asked = world.run(scenario())
-    assert StopReason.ABORTED in {generation.stop_reason for generation in cut}  # on a busy machine others had ended
     for generation in cut:
+        assert generation.stop_reason is StopReason.ABORTED
         assert set(generation.versions) == {version}
         expected = scores(old, PROMPT, generation.token_ids)
         assert list(generation.logprobs) == pytest.approx(expected, abs=TOLERANCE)
@@ -447,12 +451,7 @@ def test_when_no_restart_is_left_all_who_wait_hear_it(world: World) -> None:
         for member in world.members:
             kill(member)
         async with asyncio.timeout(300):
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            told = [
-                result for result in results if not isinstance(result, Generation)
-            ]  # on a busy machine others ended
-            assert told
-            for result in told:
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(result, EngineError)
                 assert "All 2 engines are dead" in str(result)
             with pytest.raises(EngineError, match="All 2 engines are dead"):
