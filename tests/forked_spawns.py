@@ -79,7 +79,8 @@ def _forked(path: str, words: Sequence[str], files: Sequence[int]) -> int:
 
 @contextmanager
 def forked_by(python: Sequence[str]) -> Iterator[None]:
-    """Makes what this process spawns in the block forks of a program that `python`, words for `subprocess`, runs."""
+    """Makes what this process spawns in the block forks of a program that `python`, words for `subprocess`, runs;
+    afterwards it spawns as before, be it in such a block."""
 
     def start(path: str, words: Sequence[str], files: Sequence[int]) -> int:
         os.environ["SCRIPT_FILES"] = " ".join(map(str, files))
@@ -89,8 +90,12 @@ def forked_by(python: Sequence[str]) -> Iterator[None]:
             del os.environ["SCRIPT_FILES"]
 
     before = context._concrete_contexts["spawn"]  # type: ignore[attr-defined]
+    server = dict(vars(forkserver._forkserver))
     fork_spawned(start)
+    alive = forkserver._forkserver._forkserver_alive_fd
     try:
         yield
     finally:
         context._concrete_contexts["spawn"] = before  # type: ignore[attr-defined]
+        vars(forkserver._forkserver).update(server)
+        os.close(alive)  # which ends the block's server

@@ -120,6 +120,7 @@ def test_what_a_program_spawns_is_a_fork(spawning_host: ScriptHost, tmp_path: Pa
 
 
 def test_what_this_process_spawns_is_a_fork(spawning_host: ScriptHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = multiprocessing.get_context("spawn")
     with forked_by(spawning_host.python()):
         monkeypatch.setenv("COLOUR", "green")
         context = multiprocessing.get_context("spawn")
@@ -128,7 +129,25 @@ def test_what_this_process_spawns_is_a_fork(spawning_host: ScriptHost, monkeypat
         process.start()
         assert queue.get(timeout=60) == ("green", True, "ForkedContext")
         process.join()
-    assert type(multiprocessing.get_context("spawn")).__name__ == "SpawnContext"
+    assert multiprocessing.get_context("spawn") is before
+
+
+def test_who_spawns_forks_already_does_so_afterwards(
+    spawning_host: ScriptHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOUR", "green")
+    (tmp_path / "inner").mkdir()
+    with forked_by(spawning_host.python()):
+        inner = ScriptHost(tmp_path / "inner", modules=("forked_spawns",))
+        with forked_by(inner.python()):
+            pass
+        inner.close()
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        process = context.Process(target=tell_of_spawning, args=(queue,))
+        process.start()
+        assert queue.get(timeout=60) == ("green", True, "ForkedContext"), "of the outer host, which has colorsys"
+        process.join()
 
 
 def tell_of_spawning(queue: "multiprocessing.Queue[Any]") -> None:
