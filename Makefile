@@ -58,7 +58,7 @@ test: $(VENV)/.test-stamp
 
 test-all: $(VENV)/.test-stamp
 	$(SAY_BROWSER)
-	$(PYTEST) -m "($(GPU)) $(PAGE)"
+	$(PYTEST) -m "($(GPU)) $(PAGE)" || { [ $$? -eq 1 ] && $(BIN)/python scripts/failed_again.py; }
 
 check: lint
 	$(SAY_BROWSER)
