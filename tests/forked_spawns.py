@@ -92,10 +92,10 @@ def forked_by(python: Sequence[str]) -> Iterator[None]:
     before = context._concrete_contexts["spawn"]  # type: ignore[attr-defined]
     server = dict(vars(forkserver._forkserver))
     fork_spawned(start)
-    alive = forkserver._forkserver._forkserver_alive_fd
     try:
         yield
     finally:
         context._concrete_contexts["spawn"] = before  # type: ignore[attr-defined]
+        alive = forkserver._forkserver._forkserver_alive_fd  # the block's server, which ends with this file
         vars(forkserver._forkserver).update(server)
-        os.close(alive)  # which ends the block's server
+        os.close(alive)

@@ -20,7 +20,7 @@ from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.cli.main import main
 from tests.fakes import cluster
 from tests.integration.test_vllm_engine import HALF_TOLERANCE, PROMPT, TOLERANCE, ask, learn, policy, scores
-from tests.tiny_models import LONG
+from tests.tiny_models import tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_host")]
 
@@ -94,14 +94,13 @@ def test_on_gpus_processes_share_a_model_without_ray_and_steps_are_as_large_as_a
 @pytest.mark.chaos
 @pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size"])
 async def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_it_is_killed(
-    wide_headed_model_dir: Path, policy: TorchPolicy, divided: str
+    tiny_tokenizer: Any, tmp_path: Path, policy: TorchPolicy, divided: str
 ) -> None:
     size: Any = {divided: 2}
     before = set(psutil.Process().children(recursive=True))
-    engine = VLLMEngine(
-        str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=8, max_tokens=500, **size
-    )
-    assert engine.max_tokens == 500
+    model = str(tiny_llama(tiny_tokenizer, tmp_path / "model", head_dim=32, positions=8192))
+    engine = VLLMEngine(model, eos_token_ids=(), dtype="float32", max_batch_size=8, max_tokens=8000, **size)
+    assert engine.max_tokens == 8000
     started = set(psutil.Process().children(recursive=True)) - before
     learn(policy)
     await EngineWeights(engine).push(policy, 1)
@@ -110,7 +109,7 @@ async def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_i
     expected = scores(policy, PROMPT, generation.token_ids)
     assert list(generation.logprobs) == pytest.approx(expected, abs=TOLERANCE)
 
-    tasks = [asyncio.create_task(engine.generate(ask(s, max_new_tokens=LONG))) for s in range(4)]
+    tasks = [asyncio.create_task(engine.generate(ask(s, max_new_tokens=7000))) for s in range(4)]
     await asyncio.sleep(0)
     await engine.generate(ask(max_new_tokens=2))
     cluster.kill(started)
