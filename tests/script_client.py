@@ -10,16 +10,22 @@ import socket
 import sys
 from contextlib import suppress
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that the program gets."""
+
 
 def main(path: str, *words: str) -> None:
     answer = b""
     files = [0, 1, 2, *map(int, os.environ.pop("SCRIPT_FILES", "").split())]
     with suppress(OSError), socket.socket(socket.AF_UNIX) as host:
         host.connect(path)
+        # One that comes before the program is asked for, or before it is passed on, waits.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         socket.send_fds(host, [b"."], files)
         host.sendall(json.dumps([words, os.getcwd(), dict(os.environ), files]).encode() + b"\n")
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in SIGNALS:
             signal.signal(number, lambda number, _: host.sendall(bytes([number])))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         answer = host.recv(16)
     if not answer:
         sys.exit(f"The process that runs programs died at {' '.join(words)}")
