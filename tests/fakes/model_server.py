@@ -83,7 +83,7 @@ class ModelServer(JsonServer):
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
             fails = self.fails.pop(0) if self.fails else None
-        self.hold.wait(30)
+        self.hold.wait(300)
         with self._lock:
             self.in_flight -= 1
         if fails is not None:

@@ -74,6 +74,7 @@ async def test_slow_clients_are_hung_up_on(sent: bytes, monkeypatch: pytest.Monk
     await ends(reader)
     dripping.cancel()
     writer.close()
+    monkeypatch.undo()  # this one may take its time
     async with httpx2.AsyncClient(timeout=WAIT_SECONDS) as http:
         assert (await http.get(f"{url}/health")).status_code == 200
     await server.stop()
@@ -121,7 +122,10 @@ async def test_what_no_model_could_read_is_refused_before_it_is_tokenised(monkey
         with pytest.raises(RefusedError, match="characters"):
             await call
     assert service.in_flight == 0
-    async with serving(engine, codec, max_tokens=100) as served, httpx2.AsyncClient(base_url=served.url) as http:
+    async with (
+        serving(engine, codec, max_tokens=100) as served,
+        httpx2.AsyncClient(base_url=served.url, timeout=60) as http,
+    ):
         answer = await http.post(f"/s/{served.session.key}{CHAT}", json={"messages": long})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 

@@ -22,6 +22,9 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.environment import Environment, StepResult
 
+SECONDS = 60.0
+"""After which a test has hung."""
+
 
 def act(text: str) -> Action:
     generation = Generation(token_ids=[1], logprobs=[-1.0], versions=[0], stop_reason=StopReason.STOP)
@@ -85,13 +88,13 @@ def test_the_observation_joins_what_the_user_said() -> None:
 
 
 async def test_calls_run_in_order_in_one_thread_that_ends() -> None:
-    thread = EpisodeThread("The game", timeout=5.0)
+    thread = EpisodeThread("The game", timeout=SECONDS)
     idents = await asyncio.gather(*(thread.call("a step", threading.get_ident) for _ in range(20)))
     workers = [one for one in threading.enumerate() if one.ident == idents[0]]
     await thread.close()
     await thread.close()
     for worker in workers:
-        worker.join(5.0)
+        worker.join(SECONDS)
     assert not any(worker.is_alive() for worker in workers)
     idents = list(idents)
     assert len(set(idents)) == 1
@@ -112,7 +115,7 @@ async def test_what_a_call_raises_arrives_and_what_closing_raises_does_not() -> 
     def fail() -> None:
         raise TimeoutError("its own")
 
-    thread = EpisodeThread("The game", timeout=5.0)
+    thread = EpisodeThread("The game", timeout=SECONDS)
     with pytest.raises(TimeoutError, match="its own"):
         await thread.call("a step", fail)
     assert await thread.call("a step", lambda: 3) == 3

@@ -19,6 +19,9 @@ from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from tests.fakes.reward_server import Answer, RewardServer
 
+SECONDS = 60.0
+"""After which a test has hung."""
+
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Answer], RewardServer]]:
@@ -60,7 +63,7 @@ async def score(source: HttpReward, *responses: str) -> list[Reward]:
 
 async def test_requests_that_wait_together_travel_together(serve: Callable[[Answer], RewardServer]) -> None:
     server = serve(lengths)
-    found = await score(HttpReward([server.url], timeout=5.0, batch_size=4), *["x" * i for i in range(1, 11)])
+    found = await score(HttpReward([server.url], timeout=SECONDS, batch_size=4), *["x" * i for i in range(1, 11)])
     assert [reward.value for reward in found] == list(range(1, 11))
     assert found[0].metrics == {"words": 1.0}
     assert sorted(len(body["query"]) for body in server.bodies) == [2, 4, 4]
@@ -71,7 +74,7 @@ async def test_requests_that_wait_together_travel_together(serve: Callable[[Answ
 async def test_servers_are_sent_the_text_with_its_special_tokens(serve: Callable[[Answer], RewardServer]) -> None:
     server = serve(lambda body: (200, {"rewards": [1.0]}))
 
-    source = HttpReward([server.url], timeout=60.0)
+    source = HttpReward([server.url], timeout=SECONDS)
     await source.score([evolve(ask("yes"), query="<user>Say:yes<end_of_turn>")])
     await source.aclose()
     assert server.bodies == [{"query": ["<user>Say:yes<end_of_turn>"], "prompts": ["Say:"], "labels": [{"any": 1}]}]
@@ -83,14 +86,14 @@ async def test_several_servers_share_the_work(serve: Callable[[Answer], RewardSe
         return lengths(body)
 
     servers = [serve(slowly), serve(slowly)]
-    await score(HttpReward([s.url for s in servers], timeout=5.0, batch_size=1), *["x"] * 8)
+    await score(HttpReward([s.url for s in servers], timeout=SECONDS, batch_size=1), *["x"] * 8)
     assert [len(s.bodies) for s in servers] == [4, 4]
     assert all(body["query"] for s in servers for body in s.bodies), "nobody is asked about nothing"
 
 
 async def test_a_broken_server_is_left_alone_while_another_works(serve: Callable[[Answer], RewardServer]) -> None:
     bad, good = serve(broken), serve(lengths)
-    source = HttpReward([bad.url, good.url], timeout=10.0, batch_size=1, circuit=Circuit(limit=2, cooldown=60.0))
+    source = HttpReward([bad.url, good.url], timeout=SECONDS, batch_size=1, circuit=Circuit(limit=2, cooldown=60.0))
     assert [reward.value for reward in await score(source, *["xx"] * 12)] == [2.0] * 12
     assert len(good.bodies) == 12
     assert len(bad.bodies) <= 8, "the first round may reach it, no later one"
@@ -101,14 +104,14 @@ async def test_a_batch_goes_round_before_it_tries_a_server_again(
 ) -> None:
     monkeypatch.setattr(posting, "BACKOFF", 0.01)
     servers = [serve(broken), serve(broken), serve(broken), serve(broken), serve(lengths)]
-    assert (await score(HttpReward([s.url for s in servers], timeout=30.0), "abc"))[0].value == 3.0
+    assert (await score(HttpReward([s.url for s in servers], timeout=SECONDS), "abc"))[0].value == 3.0
     assert [len(s.bodies) for s in servers] == [1] * 5
 
 
 async def test_a_server_that_recovers_is_used_again(serve: Callable[[Answer], RewardServer]) -> None:
     calls = iter([503, 503])
     server = serve(lambda body: (next(calls, 200), lengths(body)[1]))
-    source = HttpReward([server.url], timeout=10.0, circuit=Circuit(limit=2, cooldown=0.3))
+    source = HttpReward([server.url], timeout=SECONDS, circuit=Circuit(limit=2, cooldown=0.3))
     assert (await score(source, "abc"))[0].value == 3.0
     assert len(server.bodies) == 3
 
@@ -117,30 +120,32 @@ async def test_the_deadline_holds_against_a_server_that_hangs(serve: Callable[[A
     release = threading.Event()
 
     def hang(body: dict[str, Any]) -> tuple[int, Any]:
-        release.wait(20)
+        release.wait(SECONDS)
         return lengths(body)
 
     server = serve(hang)
-    started = time.monotonic()
     with pytest.raises(RewardError, match=r"No reward server judged 1 reply within 0\.5 s"):
         await score(HttpReward([server.url], timeout=0.5), "x")
     release.set()
-    assert time.monotonic() - started < 10
 
 
-async def test_final_failure_is_an_error_or_a_value(serve: Callable[[Answer], RewardServer]) -> None:
+async def test_final_failure_is_an_error_or_a_value(
+    serve: Callable[[Answer], RewardServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posting, "BACKOFF", 0.01)
     server = serve(broken)
     with pytest.raises(RewardError, match="answered 503"):
-        await score(HttpReward([server.url], timeout=2.0), "x")
-    (reward,) = await score(HttpReward([server.url], timeout=2.0, failure_value=-1.0), "x")
+        await score(HttpReward([server.url], timeout=SECONDS), "x")
+    (reward,) = await score(HttpReward([server.url], timeout=SECONDS, failure_value=-1.0), "x")
     assert reward == Reward(value=-1.0, metrics={"reward_failed": 1.0})
-    (reward,) = await score(HttpReward([serve(lengths).url], timeout=2.0, failure_value=-1.0), "x")
+    (reward,) = await score(HttpReward([serve(lengths).url], timeout=SECONDS, failure_value=-1.0), "x")
     assert (reward.value, reward.metrics) == (1.0, {"words": 1.0, "reward_failed": 0.0})
 
 
-async def test_nobody_listens() -> None:
+async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posting, "BACKOFF", 0.01)
     with pytest.raises(RewardError, match="ConnectError"):
-        await score(HttpReward(["http://127.0.0.1:9/"], timeout=5.0), "x")
+        await score(HttpReward(["http://127.0.0.1:9/"], timeout=SECONDS), "x")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +164,7 @@ async def test_what_another_attempt_would_not_change_is_one_sentence(
 ) -> None:
     server = serve(lambda body: (status, reply))
     with pytest.raises(RewardError) as error:
-        await score(HttpReward([server.url], timeout=5.0), "x")
+        await score(HttpReward([server.url], timeout=SECONDS), "x")
     assert message in str(error.value)
     assert server.url in str(error.value)
     assert len(server.bodies) == 1
@@ -170,7 +175,7 @@ async def test_the_token_travels_in_a_header_only(
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "sesame")
     server = serve(lengths)
-    await score(HttpReward([server.url], timeout=5.0), "x")
+    await score(HttpReward([server.url], timeout=SECONDS), "x")
     assert server.headers[0]["Authorization"] == "Bearer sesame"
     assert "sesame" not in json.dumps(server.bodies)
 

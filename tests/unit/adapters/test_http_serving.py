@@ -58,7 +58,7 @@ async def ask(
     server = Server(create_app(ROUTES), host=host, token=token, name="test server", max_body=MAX_BODY)
     url = await server.start()
     try:
-        async with httpx2.AsyncClient(base_url=url) as client:
+        async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
             return await scenario(client)
     finally:
         await server.stop()
@@ -116,7 +116,7 @@ async def test_the_deepest_and_the_widest_body_allowed() -> None:
 async def test_a_body_beyond_the_recursion_limit_is_a_400() -> None:
     server = Server(create_app(ROUTES), name="test server")
     url = await server.start()
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
         response = await client.post(f"{url}/echo", content=b'{"a":' + b"[" * 500_000)
     await server.stop()
     assert response.status_code == 400
@@ -258,7 +258,7 @@ async def test_stopping_lets_answers_finish() -> None:
 
     server = Server(create_app([Route("/", slow)]), name="test server")
     url = await server.start()
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
         pending = asyncio.create_task(client.get(url))
         await asked.wait()
         stopping = asyncio.create_task(server.stop())

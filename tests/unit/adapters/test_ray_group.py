@@ -12,7 +12,7 @@ from rollgrad.adapters.models.ray import worker_group as group_module
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.domain.errors import CheckpointError, WorkerError
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class Thread:

@@ -87,7 +87,7 @@ def test_unknown_tasks_and_settings_are_refused(spec: str, message: str, tiny_to
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[ReasoningGymReward]:
-    made = ReasoningGymReward(SPEC, timeout=5.0)
+    made = ReasoningGymReward(SPEC, timeout=60.0)
     yield made
     made.close()
 

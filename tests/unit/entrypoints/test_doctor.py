@@ -241,6 +241,6 @@ def test_lines_come_as_they_are_found(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "The machine\n"
     (tmp_path / "read").touch()
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=300)
     assert "driver         580.173.02, for CUDA up to 13.0" in rest
     assert "GPUs           NVIDIA H100 (80 GiB)" in rest
