@@ -362,6 +362,25 @@ def test_a_step_that_was_sent_before_a_gradient_failed_is_not_taken(training: An
     assert sum(logprobs()) > sum(before)
 
 
+def test_a_refused_step_leaves_no_gradient(training: Any, client: Any, models: TinkerModels) -> None:
+    """The client sends all requests before it looks at the first answer, and the next step is that of a run without
+    the refused one."""
+    import tinker
+
+    def stepped(training: Any) -> list[float]:
+        training.forward_backward([likely(WORDS)], "cross_entropy")
+        training.optim_step(adam()).result()
+        output = training.forward([likely(WORDS)], "cross_entropy").result()
+        return list(output.loss_fn_outputs[0]["logprobs"].data)
+
+    training.forward_backward([likely(WORDS[::-1])], "cross_entropy")
+    refused = training.optim_step(adam(beta2=1.0))
+    other = client.create_lora_training_client(base_model=models.name, rank=RANK, seed=SEED).result()
+    assert stepped(training) == stepped(other)
+    with pytest.raises(tinker.TinkerError, match="beta2 is 1"):
+        refused.result()
+
+
 def test_the_session_ends_with_its_client(url: str, models: TinkerModels) -> None:
     import tinker
 

@@ -200,9 +200,16 @@ class TinkerService:
         )
 
     def optim_step(self, request: Any) -> str:
-        """Takes an optimizer step; returns the request's id."""
-        step = partial(self._run(request.model_id).training.step, wire.read_rates(request))
-        return self._in_turn(request.model_id, request.seq_id, step, lambda metrics: {"metrics": metrics})
+        """Takes an optimizer step; returns the request's id. It is read when its turn comes: if it is refused, the
+        next step must not take its gradient."""
+        training = self._run(request.model_id).training
+        return self._in_turn(
+            request.model_id,
+            request.seq_id,
+            lambda: training.step(wire.read_rates(request)),
+            lambda metrics: {"metrics": metrics},
+            failed=training.clear,
+        )
 
     def save_state(self, request: Any) -> str:
         """Saves weights and the optimizer's state; returns the request's id."""
@@ -302,8 +309,8 @@ class TinkerService:
         answer: Callable[[Result], Answer],
         failed: Callable[[], None] | None = None,
     ) -> str:
-        """Starts a run's work when its turn comes; returns the request's id. `failed` is called if the work fails or is
-        cancelled, before that of the next request begins."""
+        """Starts a run's work when its turn comes; returns the request's id. If the work fails or is cancelled,
+        `failed` is called on the thread of all training, behind it and before that of the next request."""
         run = self._run(run_id)
         if not sequence or sequence < 0:  # it would have the id of another request, and that one's answer
             raise HttpError(
@@ -318,7 +325,7 @@ class TinkerService:
                 if turn.cancelled():  # the server ends
                     return
                 if failed is not None and not done:
-                    failed()
+                    self._worker.submit(failed)  # a cancelled request's work may still be going on there
                 run.turn.release()
 
             try:
