@@ -15,6 +15,7 @@ from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
 from rollgrad.domain.control.findings import Finding, LearningWatch, finding_lines
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.errors import DataError
+from rollgrad.entrypoints.run_directory import is_run, last_step
 from rollgrad.entrypoints.run_record import read_run
 
 SHOWN = (
@@ -91,18 +92,20 @@ def inspect(run: Path, series: Mapping[str, Series] | None = None) -> Inspection
     """Returns the state of the run in a directory; `series` are its metrics, where they have been read already.
 
     Raises:
-        DataError: there is no run, or its metrics cannot be read.
+        DataError: there is no run, or its logs cannot be read.
     """
     facts = read_run(run)
     metrics = run / METRICS_FILE
-    if facts is None and not metrics.exists():
+    if not is_run(run):
         raise DataError(f"{str(run)!r} holds no run: name the directory of one, its --ckpt.output_dir.")
     try:
         if series is None:
             series = read_metrics(metrics) if metrics.exists() else {}
+        steps = max((step for values in series.values() for step in values), default=0) or last_step(run)
     except OSError as error:
-        raise DataError(f"{metrics} cannot be read ({error.strerror or error}): name another run.") from error
-    steps = max((step for values in series.values() for step in values), default=0)
+        raise DataError(
+            f"{error.filename or run} cannot be read ({error.strerror or error}): name another run."
+        ) from error
     known = facts or {}
     return Inspection(
         run=str(run),

@@ -39,6 +39,11 @@ REPORTS = ("report.html", "curves.png", RUN_FILE, TRACKERS_FILE, NOTES_FILE, RES
 MODELS = ("model", "best", "step_*")
 
 
+def is_run(directory: Path) -> bool:
+    """Returns whether a directory has the files of a run."""
+    return any((directory / name).is_file() for name in (RUN_FILE, *LOGS)) or (directory / TRAJECTORIES).is_dir()
+
+
 def output_problem(ckpt: CheckpointConfig) -> str | None:
     """Returns why a run with these settings may not write to `ckpt.output_dir`, None if it may."""
     directory = Path(ckpt.output_dir)
@@ -59,7 +64,7 @@ def output_problem(ckpt: CheckpointConfig) -> str | None:
         return None
     go_on = "continue it with --ckpt.resume, " if has_state(ckpt) else ""
     return (
-        f"ckpt.output_dir is {ckpt.output_dir!r}, which holds a run of {_steps(directory)} steps: "
+        f"ckpt.output_dir is {ckpt.output_dir!r}, which holds a run of {last_step(directory)} steps: "
         f"{go_on}choose another --ckpt.output_dir, or replace it with --ckpt.overwrite."
     )
 
@@ -167,6 +172,16 @@ def keep_trajectories(directory: Path, *, until: int) -> None:
                 path.unlink(missing_ok=True)
 
 
+def last_step(directory: Path) -> int:
+    """Returns the last step that a run logged, or kept rollouts of; 0 if there is none.
+
+    Raises:
+        OSError: a log cannot be read.
+    """
+    logged = (_last_logged(directory / name) for name in LOGS)
+    return max(*logged, *map(step_of, trajectory_files(directory)))
+
+
 def write_config(directory: Path, text: str) -> None:
     """Writes the settings of a run, YAML after the line `CONFIG_HEADER`, to `config.yaml`; to `config.run.yaml` if a
     user's own file has the first name.
@@ -211,12 +226,9 @@ def _found(directory: Path, patterns: tuple[str, ...] | None) -> list[Path]:
     return [path for pattern in patterns for path in directory.glob(pattern)]
 
 
-def _steps(directory: Path) -> int:
-    """Returns the last step that a run logged, or kept rollouts of."""
-    log = directory / METRICS_FILE
+def _last_logged(log: Path) -> int:
     lines = log.read_bytes().split(b"\n") if log.exists() else []
-    logged = next((step for step in map(_step, reversed(lines)) if step is not None), 0)
-    return max([logged, *map(step_of, trajectory_files(directory))])
+    return next((step for step in map(_step, reversed(lines)) if step is not None), 0)
 
 
 def _step(line: bytes) -> int | None:

@@ -17,8 +17,9 @@ import structlog
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.tracking.browse.index import DEFAULT_SORT, Rollouts
 from rollgrad.domain.errors import CheckpointError, DataError
+from rollgrad.entrypoints.run_directory import is_run
 from rollgrad.entrypoints.ui.inline import inline_page
-from rollgrad.entrypoints.ui.run_view import RunView, is_run
+from rollgrad.entrypoints.ui.run_view import RunView
 
 REPORT_FILE = "report.html"
 VERSION = 1

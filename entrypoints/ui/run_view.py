@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollgrad.adapters.checkpoints.files import size_of
-from rollgrad.adapters.checkpoints.names import CONFIG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE, TRAJECTORIES
+from rollgrad.adapters.checkpoints.names import CONFIG_FILE, METRICS_FILE, TRAJECTORIES
 from rollgrad.adapters.tracking.browse import trajectory
 from rollgrad.adapters.tracking.browse.index import DEFAULT_SORT, Rollouts, RunIndex
 from rollgrad.adapters.tracking.browse.notes import NOTES_FILE, read_notes, write_note
@@ -330,14 +330,6 @@ class RunView:
             commands["chat"] = f"rollgrad chat --model {run}/model"
             commands["serve"] = f"rollgrad serve agent --model {run}/model"
         return commands
-
-
-def is_run(directory: Path) -> bool:
-    """Returns whether a directory has the files of a run."""
-    return (
-        any((directory / name).is_file() for name in (RUN_FILE, METRICS_FILE, SAMPLES_FILE))
-        or (directory / TRAJECTORIES).is_dir()
-    )
 
 
 def _stamp(path: Path) -> list[int]:

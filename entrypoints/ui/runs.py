@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rollgrad.domain.errors import DataError
-from rollgrad.entrypoints.ui.run_view import RunView, is_run
+from rollgrad.entrypoints.run_directory import is_run
+from rollgrad.entrypoints.ui.run_view import RunView
 
 DEEPEST = 4
 """Levels below a directory at which its runs are looked for: runs of loops are in folders of their iterations."""

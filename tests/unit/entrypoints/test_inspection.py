@@ -10,6 +10,7 @@ import pytest
 
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.run_record import SILENT_SECONDS, RunRecord
+from rollgrad.entrypoints.ui.runs import Runs
 from tests.unit.domain.test_sick_runs import SICK, run_of
 
 LEARNING = {"steps": 50, "judged_by_outcome": True, "max_new_tokens": 24}
@@ -74,6 +75,25 @@ def test_a_run_of_an_earlier_version_has_metrics_and_samples_alone(
     assert [finding["name"] for finding in found["findings"]] == ["constant_reward"]
     (tmp_path / "run.json").write_text(json.dumps({"status": "finished", "heartbeat": "x"}))
     assert inspected(tmp_path, capsys)["status"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "steps"),
+    [
+        ("samples.jsonl", '{"step": 7, "prompt": "How?", "response": "So", "reward": 1.0}\n{"step": 9, "pro', 7),
+        ("metrics.jsonl", "", 0),
+        ("run.json", "{}", 0),
+        ("trajectories/step-000003.parquet", "", 3),
+    ],
+)
+def test_what_the_page_shows_as_a_run_is_inspected(
+    file: str, text: str, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert Runs(tmp_path).single
+    found = inspected(tmp_path, capsys)
+    assert (found["status"], found["steps"], found["curves"]) == ("unknown", steps, {})
 
 
 def test_a_file_that_was_changed_by_hand_is_no_defect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
