@@ -23,8 +23,8 @@ HELP = (
     "Type a message and Enter. /image PATH shows an image with the next message, /new starts over, /exit (or Ctrl-D) "
     "leaves; Ctrl-C stops a reply."
 )
-SHOW = "/image "
-"""Beginning of a line that names an image, in a message or before it."""
+SHOW = "/image"
+"""First word of a line that names an image, in a message or before it."""
 COMMANDS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Control characters, by which a text could clear a terminal, rename it, or write to the clipboard."""
 
@@ -71,6 +71,8 @@ def chat(arguments: ChatArguments) -> None:
                     talk.restart()
                 elif line:
                     talk.take(runner, line, interruptible=terminal)
+            if not terminal:
+                talk.check_images()
         finally:
             runner.run(loaded.aclose())
 
@@ -124,6 +126,7 @@ class _ChatSession:
         try:
             text = self._show_images(text)
             if not text:
+                self._dimmed(f"(with your next message: {', '.join(self._images)})")
                 return
             said = True
             images = [{"type": "image", "image": path} for path in self._images]
@@ -161,16 +164,32 @@ class _ChatSession:
         """
         from rollgrad.adapters.chat.pictures import image_bytes
 
-        while text.startswith(SHOW):
-            line, _, text = text.partition("\n")
-            path = line.removeprefix(SHOW).strip()
+        while True:
+            line, _, rest = text.partition("\n")
+            command, _, path = line.strip().partition(" ")
+            if command != SHOW:
+                return text
+            path, text = path.strip(), rest
+            if not path:
+                raise DataError(f"{SHOW} names no file: write {SHOW} PATH.")
             if not self._loaded.assistant.sees_images:
                 raise DataError(
-                    f"{self._loaded.name} is shown no images: leave out {SHOW}{path}, or chat with a model that sees."
+                    f"{self._loaded.name} is shown no images: leave out {SHOW} {path}, or chat with a model that sees."
                 )
             image_bytes(path)
             self._images.append(path)
-        return text
+
+    def check_images(self) -> None:
+        """Checks, at the end of the input, that each image was shown with a message.
+
+        Raises:
+            DataError: no message followed one.
+        """
+        if self._images:
+            raise DataError(
+                f"No message follows {SHOW} {self._images[-1]}, so the model was not shown it: write one on the next "
+                "line."
+            )
 
     def _piece(self, field: str, text: str) -> None:
         if field == "content":
