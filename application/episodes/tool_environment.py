@@ -17,7 +17,7 @@ from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.messages import Action, Message, ToolCall, ToolResult, tool_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
-from rollgrad.domain.errors import ForeignError, RollgradError
+from rollgrad.domain.errors import ForeignError, ImageError, RollgradError
 from rollgrad.domain.ports.environment import Environment, StepResult, Tool
 from rollgrad.domain.ports.reward_source import RewardSource
 
@@ -38,8 +38,9 @@ class ToolEnvironment(Environment):
             reward is 0 and the model is told that it is wrong.
         pass_threshold: score from which an answer is right.
         end_of_turn: text that ends a reply, added to the answer for reward models (`ChatCodec.end_of_turn`).
-        read_image: returns the file of an image of a tool's answer (path, data URI or bytes), or raises a
-            `RollgradError`, as which the call fails; None for a model that is shown none.
+        read_image: returns the file of an image of a tool's answer (path, data URI or bytes), or raises an
+            `ImageError`, as which the call fails, or another error, which ends the episode; None for a model that is
+            shown none.
 
     Metrics: `tool_calls`, `tool_errors` (calls that failed or could not be made), `answered` (0 or 1), `attempts`.
     """
@@ -129,17 +130,21 @@ class ToolEnvironment(Environment):
         if tool is None:
             known = ", ".join(self._by_name)
             return ToolResult(content=f"There is no function {call.name!r}; the functions are {known}.", is_error=True)
+        read = self._read_image
         try:
             with foreign_code(ForeignError):
                 result = await tool.call(call.arguments)
-                if self._read_image is None or not result.images:
-                    return result
-                # Here, because one that cannot be read would fail the episode where the conversation is rendered.
-                read = self._read_image
-                return evolve(result, images=await asyncio.to_thread(lambda: tuple(map(read, result.images))))
-        except RollgradError as error:  # a defect of the tool: the model is told no details
-            log.warning("tool_failed", tool=call.name, error=error_text(error.__cause__ or error))
-            return ToolResult(content=f"The tool {call.name!r} failed.", is_error=True)
+                images = () if read is None else tuple(result.images)
+        except RollgradError as error:
+            return _failed(call, error)
+        if read is None or not images:
+            return result
+        try:
+            # Here, because one that cannot be read would fail the episode where the conversation is rendered.
+            with foreign_code(ForeignError):
+                return evolve(result, images=await asyncio.to_thread(lambda: tuple(map(read, images))))
+        except (ImageError, ForeignError) as error:
+            return _failed(call, error)
 
     async def _finish(self, answer: str, results: Sequence[Message] = ()) -> StepResult:
         """Ends the episode with `answer`, or asks for another, after the `results` of the calls beside it."""
@@ -165,3 +170,9 @@ class ToolEnvironment(Environment):
             "answered": 0.0,
             "attempts": float(self._attempts),
         }
+
+
+def _failed(call: ToolCall, error: RollgradError) -> ToolResult:
+    """Returns the answer to a call whose tool has a defect, which is logged: the model is told no details."""
+    log.warning("tool_failed", tool=call.name, error=error_text(error.__cause__ or error))
+    return ToolResult(content=f"The tool {call.name!r} failed.", is_error=True)

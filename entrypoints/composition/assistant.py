@@ -17,6 +17,7 @@ from rollgrad.adapters.chat.pictures import (
     sees_images,
 )
 from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.chat.tool_images import tool_image_reader
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.grammars import Grammars
@@ -38,7 +39,7 @@ from rollgrad.application.episodes.assistant import Assistant
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError, MissingExtraError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, EngineError, MissingExtraError
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 from rollgrad.entrypoints.composition.engines import eos_token_ids
@@ -91,6 +92,11 @@ def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None)
     images = _image_renderer(arguments, tokenizer, sampler.model)
     codec = TemplateCodec(tokenizer, images=images)
     engine = sampler.engine
+    read_image: Callable[[Any], bytes] | None = None if images is None else image_bytes
+    if images is not None and arguments.tools is not None:
+        read_image = tool_image_reader(
+            codec, DataError, "name a model whose template does, or have the tools of --tools answer in texts"
+        )
     assistant = Assistant(
         engine,
         codec,
@@ -99,7 +105,7 @@ def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None)
         system_prompt=arguments.system_prompt,
         max_turns=arguments.max_turns,
         max_tokens=engine.max_tokens,
-        read_image=None if images is None else image_bytes,
+        read_image=read_image,
     )
     name = Path(arguments.model).resolve().name or arguments.model
     reload = None

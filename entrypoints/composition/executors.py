@@ -5,8 +5,8 @@ from typing import Any
 
 from rollgrad.adapters.agents.command import CommandAgent
 from rollgrad.adapters.agents.function import FunctionAgent
-from rollgrad.adapters.chat.pictures import image_bytes
 from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.chat.tool_images import tool_image_reader
 from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
 from rollgrad.adapters.openrlhf.loading import load_agent_file
@@ -17,6 +17,7 @@ from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.application.settings.derived import longest_sample
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_executor import AgentExecutor
 from rollgrad.domain.ports.agent_program import AgentProgram
 from rollgrad.domain.ports.environment import Environment
@@ -64,6 +65,10 @@ def make_tool_executor(
     tracing: Tracing,
 ) -> MultiTurnExecutor:
     """Returns an executor of conversations with the tools of `agent.tools`."""
+    read_image = None
+    if config.data.image_key is not None and config.agent.tools is not None:
+        remedy = "give one that does (--data.chat_template), or have the tools of --agent.tools answer in texts"
+        read_image = tool_image_reader(codec, ConfigurationError, remedy)
 
     async def environment(params: SamplingParams) -> Environment:
         return ToolEnvironment(
@@ -73,7 +78,7 @@ def make_tool_executor(
             attempts=config.agent.attempts,
             pass_threshold=config.reward.pass_threshold,
             end_of_turn=codec.end_of_turn,
-            read_image=None if config.data.image_key is None else image_bytes,
+            read_image=read_image,
         )
 
     return _turns(config, engine, codec, tracing, environment)

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,17 @@ from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import ConfigurationError, DataError
+from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, _loaded_app
 from rollgrad.entrypoints.composition.assistant import load_assistant
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
+from rollgrad.entrypoints.composition.executors import make_tool_executor
+from rollgrad.entrypoints.composition.tool_box import ToolBox
+from rollgrad.entrypoints.composition.tracing import Tracing
+from rollgrad.testing.reward_source import FakeRewardSource
 from tests.example_runs import logged, weights
 from tests.fakes.recording_engine import RecordingEngine
 from tests.image_runs import Gallery
@@ -365,6 +373,33 @@ async def test_a_tool_shows_its_image(workspace: Path, model: Path) -> None:
     assert seen == [[(200, 0, 0)], [(200, 0, 0), (0, 0, 200)]]
 
 
+async def test_images_of_tools_that_the_template_does_not_write_are_refused(workspace: Path, model: Path) -> None:
+    """In training they end the run, for episodes with them would be left out."""
+    folder = workspace / "model"
+    shutil.copytree(model, folder)
+    template = (folder / "chat_template.jinja").read_text()
+    texts = template.replace("is string %}", "is string or (tools and message['role'] == 'tool') %}")
+    assert texts != template
+    (folder / "chat_template.jinja").write_text(texts)
+    (workspace / "tools.py").write_text(TOOL)
+    loaded = load_assistant(AssistantArguments(model=str(folder), tools="tools.py", dtype=DType.FLOAT32))
+    called = '<tool_call>\n{"name": "look", "arguments": {"color": "blue"}}\n</tool_call><|im_end|>'
+    engine = RecordingEngine(lambda request, number: loaded.codec.encode(called))
+    params, read_image = SamplingParams(max_new_tokens=200), loaded.assistant._read_image
+    assistant = Assistant(engine, loaded.codec, loaded.tools.open, params=params, read_image=read_image)
+    with pytest.raises(DataError, match=r"writes none in tools' answers: name a model .* of --tools"):
+        await assistant.conversation().say([{"type": "image", "image": "red.png"}, {"type": "text", "text": "?"}])
+
+    config = rollgrad.load_config("run.yaml")
+    config.agent.tools = "tools.py"
+    executor = make_tool_executor(
+        config, engine, loaded.codec, FakeRewardSource(), ToolBox("tools.py"), Tracing("model")
+    )
+    prompt = Prompt(token_ids=(1,), text="?", messages=({"role": "user", "content": "?"},))
+    with pytest.raises(ConfigurationError, match=r"--data.chat_template.*--agent.tools"):
+        await executor.run(EpisodeRequest(prompt=prompt, params=params, group_id=0, sample_id=0))
+
+
 def test_chat_shows_images(
     workspace: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -373,10 +408,13 @@ def test_chat_shows_images(
     said = "/image red.png\n/image blue.png\nAlike?\nSure?\n/image red.png\n/new\nAlike?\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(said))
     assert main([*flags, "--json"]) == 0
-    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
+    printed = capsys.readouterr()
+    first, second, third = map(json.loads, printed.out.splitlines())
     content = first["messages"][0]["content"]
     assert [part.get("image", part.get("text")) for part in content] == ["red.png", "blue.png", "Alike?"]
     assert [message["content"] for message in (second["messages"][2], third["messages"][0])] == ["Sure?", "Alike?"]
+    noted = [line for line in printed.err.splitlines() if line.startswith("(with your next message: ")]
+    assert [line.partition(": ")[2] for line in noted] == ["red.png)", "red.png, blue.png)", "red.png)"]
     loaded = load_assistant(AssistantArguments(model=str(model), dtype=DType.FLOAT32, seed=5, max_new_tokens=6))
     served = asyncio.run(loaded.assistant.answer(ChatRequest(messages=first["messages"][:1])))
     assert list(served.generation.token_ids) == first["token_ids"] != third["token_ids"]
@@ -386,6 +424,8 @@ def test_chat_shows_images(
     ("name", "said", "sentence"),
     [
         ("model", "/image none.png\nWhat?", "none.png cannot be read"),
+        ("model", "/image\nWhat?", "/image names no file"),
+        ("model", "/image red.png", "No message follows /image red.png"),
         ("reader", "/image red.png", "is shown no images: leave out /image red.png"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from rollgrad.adapters.chat.pictures import image_bytes, named_images, opened
+from rollgrad.adapters.chat.tool_images import writes_tool_images
 from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.messages import ToolCall, assistant_message, tool_message
 from rollgrad.domain.errors import DataError
@@ -59,6 +60,18 @@ def test_logs_name_images_and_hold_none() -> None:
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
+@pytest.mark.parametrize(
+    "written", ["{{ message['content'] }}", "{{ message['content'] | tojson }}", "{{ message['content'][0]['text'] }}"]
+)
+def test_a_template_that_writes_answers_of_tools_as_texts_is_found_out(written: str) -> None:
+    _, processor = tiny_vlm("qwen2_5_vl")
+    text_of_tools = f"{{% if tools and message['role'] == 'tool' %}}{written}{{% elif message['content'] is string %}}"
+    template = processor.tokenizer.chat_template.replace("{% if message['content'] is string %}", text_of_tools)
+    assert template != processor.tokenizer.chat_template
+    processor.tokenizer.chat_template = template
+    assert not writes_tool_images(codec_of(processor))
+
+
 @pytest.mark.parametrize("knows_tools", [False, True])
 def test_answers_of_tools_show_their_images(knows_tools: bool) -> None:
     """Also where the tools are described in the system's message, and answers are the user's; images stand where the
@@ -67,6 +80,7 @@ def test_answers_of_tools_show_their_images(knows_tools: bool) -> None:
     if knows_tools:
         processor.tokenizer.chat_template = "{% if tools %}{% endif %}" + processor.tokenizer.chat_template
     codec = codec_of(processor)
+    assert writes_tool_images(codec)
     calls = [ToolCall(id=f"{number}", name="look", arguments={}) for number in range(2)]
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Look!"}]
     called = assistant_message("", tool_calls=calls)

@@ -11,7 +11,7 @@ from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Action, ToolCall, ToolResult, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.errors import ImageError
+from rollgrad.domain.errors import ConfigurationError, ImageError
 from rollgrad.domain.ports.environment import Environment, StepResult
 from rollgrad.testing.reward_source import FakeRewardSource
 from rollgrad.testing.tool import FakeTool
@@ -118,6 +118,15 @@ async def test_an_image_that_cannot_be_read_fails_the_call_and_not_the_episode()
     assert failed.metrics["tool_errors"] == 1
     (untold,) = await steps(ToolEnvironment([tool]), act("", call()))
     assert contents(untold) == ["[image]"]
+
+
+async def test_an_image_that_is_not_to_be_read_ends_the_episode() -> None:
+    def read(image: Any) -> bytes:
+        raise ConfigurationError("The chat template writes none.")
+
+    tool = FakeTool(lambda text: ToolResult(content="[image]", images=(b"1",)))
+    with pytest.raises(ConfigurationError, match="writes none"):
+        await steps(ToolEnvironment([tool], read_image=read), act("", call()))
 
 
 async def test_calls_of_one_reply_run_at_once_and_are_answered_in_order() -> None:
