@@ -1,10 +1,12 @@
-"""A tiny model of random weights learns the tasks of `examples/` that have images; one picture of all.
+"""A tiny model of random weights learns the tasks of `examples/` that have images, in one process and in a cluster; one
+picture of all.
 
 python benchmarks/pictures_learn.py
-python benchmarks/pictures_learn.py --only streak
+python benchmarks/pictures_learn.py --only shapes_cluster
 """
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -17,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rollgrad
+from rollgrad.application.settings.sections.rollout import Engine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -25,21 +28,27 @@ from streak import STREAK_TASK  # noqa: E402
 
 from benchmarks.results import IMAGES, learned  # noqa: E402
 
-Name = Literal["shapes", "streak"]
+Name = Literal["shapes", "streak", "shapes_cluster", "streak_cluster"]
 EVERY = 20
 """Steps between evaluations."""
 
-
 TASKS: dict[Name, PictureTask] = {"shapes": SHAPE_TASK, "streak": STREAK_TASK}
-TITLES: dict[Name, str] = {"shapes": "one turn: name the shape", "streak": "up to three turns: a streak of shapes"}
+CLUSTERED: dict[Name, Name] = {"shapes_cluster": "shapes", "streak_cluster": "streak"}
+"""Runs in a cluster, and the task of each."""
+TITLES: dict[Name, str] = {
+    "shapes": "one turn: name the shape",
+    "streak": "up to three turns: a streak of shapes",
+    "shapes_cluster": "one turn, in a cluster with vLLM",
+    "streak_cluster": "up to three turns, in a cluster with vLLM",
+}
 
 
 @define(kw_only=True)
 class Options:
-    """Runs the tasks, and draws all."""
+    """Trains on the tasks, and draws all curves."""
 
-    only: tuple[Name, ...] = tuple(TASKS)
-    """Runs to make; the figures of the others are kept."""
+    only: tuple[Name, ...] = ()
+    """Runs to make, default all, with `smoke` those in one process; the figures of the others are kept."""
     steps: int = 80
     """Steps of each run."""
     smoke: bool = False
@@ -58,8 +67,11 @@ class Curves:
 
 def run(name: Name, options: Options, scratch: Path) -> Curves:
     """Trains, a single step on few images for a smoke test."""
-    task = TASKS[name]
-    config = rollgrad.load_config(ROOT / "examples" / f"{name}.yaml")
+    task_name = CLUSTERED.get(name, name)
+    task, config = TASKS[task_name], rollgrad.load_config(ROOT / "examples" / f"{task_name}.yaml")
+    if name in CLUSTERED:
+        config.cluster.enable, config.rollout.engine = True, Engine.VLLM
+        config.actor.num_gpus_per_node, config.ds.zero_stage = 2, 3  # as in examples/sums_cluster.yaml
     prepare(task, config, scratch / f"{name}_data", 40 if options.smoke else 2000)
     config.train.max_steps, config.eval.steps = options.steps, EVERY
     if options.smoke:
@@ -78,12 +90,15 @@ def run(name: Name, options: Options, scratch: Path) -> Curves:
 
 
 def draw(found: dict[Name, Curves], picture: Path) -> None:
-    """Draws the held-out share and the reward of each run over its steps."""
+    """Draws the held-out share and the reward of each run over its steps, two runs in a row."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.4 * len(found), 3), layout="constrained", facecolor="white")
-    (row,) = figure.subplots(1, len(found), sharey=True, squeeze=False)
-    for axes, (name, curves) in zip(row, found.items(), strict=True):
+    rows = math.ceil(len(found) / 2)
+    figure = Figure(figsize=(6.8, 3 * rows), layout="constrained", facecolor="white")
+    grid = figure.subplots(rows, 2, sharey=True, squeeze=False).ravel()
+    for axes in grid[len(found) :]:
+        axes.set_visible(False)
+    for axes, (name, curves) in zip(grid, found.items(), strict=False):
         axes.plot(*zip(*curves.sampled, strict=True), color="#f0883e", linewidth=1, label="reward, as sampled")
         axes.plot(
             *zip(*curves.held_out, strict=True), marker="o", color="#2f6fde", label="held-out images right, greedy"
@@ -93,7 +108,7 @@ def draw(found: dict[Name, Curves], picture: Path) -> None:
         axes.set_ylim(0, 1.02)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7)
-    row[0].legend(fontsize=7, frameon=False)
+    grid[0].legend(fontsize=7, frameon=False)
     figure.savefig(picture, dpi=110)
 
 
@@ -102,8 +117,8 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         found = learned(
             "pictures",
-            TASKS,
-            options.only,
+            TITLES,
+            options.only or (TASKS if options.smoke else TITLES),
             lambda name: run(name, options, Path(scratch)),
             draw,
             dict[Name, Curves],

@@ -1,5 +1,6 @@
 """Images in several processes: models that are divided see them as one process does, and vLLM samples from them."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,18 @@ def test_a_run_on_vllm_in_a_cluster_learns_from_images(
         assert step["policy/mismatch_abs"] < 1e-4  # the trainer scores what the engine sampled, also after a push
     before, after = weights(Path()), weights(Path("out"))
     assert any("vision" in name and not before[name].equal(after[name]) for name in before)
+
+
+@pytest.mark.demo
+def test_the_picture_task_is_trained_in_a_cluster(
+    ray: None, runs_share_processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single step of the run whose curve docs/images.md shows: vLLM sees the images as the trainer does."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # the script adds the folder of the examples
+    from benchmarks.pictures_learn import Options, run
+
+    curves = run("shapes_cluster", Options(smoke=True), tmp_path)
+    assert [step for step, _ in curves.held_out] == [0, 1]
+    (step,) = (row for row in logged(tmp_path / "shapes_cluster") if "policy/loss" in row)
+    assert step["sync/bytes"] > 0  # weights were sent to an engine that has its own
+    assert step["policy/mismatch_abs"] < 1e-4
