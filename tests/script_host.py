@@ -3,8 +3,9 @@ than the smallest work of most.
 
 Its words are the descriptor of a socket that listens, and modules to import. A client (`tests/script_client.py`) passes
 its files, a line of JSON (words as after `python`, folder, environment, numbers of the files), and then a byte for each
-signal; it gets the exit status, or nothing if this process has died. A program ends with its client, and this process
-with its standard input. Nothing has computed before a fork, so that no thread is lost in it.
+signal; it gets the exit status, or nothing if this process has died. SIGINT is for all processes of the program's
+group, as from a terminal. A program ends with its client, and this process with its standard input. Nothing has
+computed before a fork, so that no thread is lost in it.
 
 With `forked_spawns` among the modules, what a program spawns by `multiprocessing` is a fork, too.
 """
@@ -117,7 +118,10 @@ def attend(client: socket.socket) -> None:
                 os.killpg(child, signal.SIGKILL)
             os.kill(child, signal.SIGKILL)
             return
-        os.kill(child, number[0])
+        try:
+            (os.killpg if number[0] == signal.SIGINT else os.kill)(child, number[0])
+        except ProcessLookupError:  # it has no session yet
+            os.kill(child, number[0])
     _, status = os.waitpid(child, 0)
     client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
 

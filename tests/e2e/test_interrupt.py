@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -56,25 +55,19 @@ def heed_interrupts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "group"),
+    "flags",
     [
-        (("--train.async_enable", "--train.partial_rollout", "keep", "--ckpt.state_steps", "1000"), False),
+        ("--train.async_enable", "--train.partial_rollout", "keep", "--ckpt.state_steps", "1000"),
         # Its scorer runs in worker processes, which a terminal's Ctrl-C reaches as well.
         (
-            (
-                *("--data.prompt_dataset", "reasoning_gym:basic_arithmetic", "--reward.function_path", "None"),
-                *("--reward.timeout", "300"),
-            ),
-            True,
+            *("--data.prompt_dataset", "reasoning_gym:basic_arithmetic", "--reward.function_path", "None"),
+            *("--reward.timeout", "300"),
         ),
     ],
     ids=["asynchronous", "worker_processes"],
 )
-def test_ctrl_c_saves_and_says_where(
-    workspace: Path, rollgrad_command: list[str], flags: tuple[str, ...], group: bool
-) -> None:
-    python = [sys.executable, "-m", "rollgrad.entrypoints.cli.main"] if group else rollgrad_command
-    command = [*python, "train", "rl", "--config", "run.yaml", *flags]
+def test_ctrl_c_saves_and_says_where(workspace: Path, rollgrad_command: list[str], flags: tuple[str, ...]) -> None:
+    command = [*rollgrad_command, "train", "rl", "--config", "run.yaml", *flags]
     process = subprocess.Popen(
         command,
         cwd=workspace,
@@ -86,7 +79,7 @@ def test_ctrl_c_saves_and_says_where(
     )
     try:
         wait_for_lines(process, workspace / "out" / "metrics.jsonl", 4)
-        os.killpg(process.pid, signal.SIGINT)  # a program of `rollgrad_command` has a group of its own, and is told
+        process.send_signal(signal.SIGINT)  # which all processes of the run's group get
         stdout, stderr = process.communicate(timeout=STOP_SECONDS)
     finally:
         if process.poll() is None:

@@ -31,8 +31,14 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
-
-
+STARTS = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-IS", "-c", sys.argv[1]])
+try:
+    child.wait()
+except KeyboardInterrupt:
+    sys.exit(child.wait())
+"""
 SPAWNS = """
 import json, multiprocessing, os, sys
 
@@ -98,6 +104,15 @@ def test_a_program_gets_signals(
         process.send_signal(number)
         assert process.communicate(timeout=60)[0] == rest
     assert process.returncode == status
+
+
+def test_what_a_program_starts_hears_ctrl_c(host: ScriptHost) -> None:
+    with subprocess.Popen([*host.python(), "-c", STARTS, WAITS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[0] == "goodbye\n"
+    assert process.returncode == 130
 
 
 @pytest.fixture
