@@ -4,17 +4,14 @@ It is in `config.yaml` and in every training state, without secrets. On `ckpt.re
 continue (`application.settings.rules.resume`).
 """
 
-import platform
 from collections.abc import Mapping
 from functools import reduce
-from importlib import metadata
 from operator import getitem
 from typing import Any
 
 import structlog
 from attrs import AttrsInstance
 
-import rollgrad
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.data.datasets.survey import Surveyed
 from rollgrad.application.settings.brought import with_brought
@@ -23,6 +20,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, raise_together
 from rollgrad.entrypoints.config_io import setting_names, settings_tree, yaml_text
 from rollgrad.entrypoints.redaction import HIDDEN, is_secret_name, known_secrets, redact
+from rollgrad.entrypoints.run_record import versions
 
 log = structlog.get_logger(__name__)
 
@@ -43,7 +41,7 @@ def describe_run(config: AttrsInstance, fingerprint: str | None, date: str | Non
     settings = flat_settings(config)
     return {
         "settings": settings,
-        "versions": versions(),
+        "versions": versions(COMPUTING),
         "models": {name: model_fingerprint(settings[name]) for name in MODELS if settings.get(name)},
         "data": fingerprint,
         "date": date,
@@ -56,20 +54,9 @@ def flat_settings(config: AttrsInstance) -> dict[str, Any]:
     return {name: reduce(getitem, name.split("."), settings) for name in setting_names(type(config))}
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions of rollgrad, Python, and of packages that compute, where they are installed."""
-    found = {"rollgrad": rollgrad.__version__, "python": platform.python_version()}
-    for package in COMPUTING:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def settings_file(config: AttrsInstance) -> str:
     """Returns the settings as YAML, without secrets, below the versions as a comment."""
-    computed_by = ", ".join(f"{name} {version}" for name, version in versions().items())
+    computed_by = ", ".join(f"{name} {version}" for name, version in versions(COMPUTING).items())
     return f"# {computed_by}\n{yaml_text(public_settings(config))}"
 
 

@@ -9,9 +9,10 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -64,7 +65,7 @@ class RunRecord:
             "learning": dict(learning),
             "process": os.getpid(),
             "host": socket.gethostname(),
-            "versions": _versions(),
+            "versions": versions(PACKAGES),
         }
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -126,11 +127,15 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _versions() -> dict[str, str]:
-    found = {"rollgrad": rollgrad.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of rollgrad, Python, and of these packages, where they are installed."""
+    installed = {package: found for package in packages if (found := _version(package)) is not None}
+    return {"rollgrad": rollgrad.__version__, "python": platform.python_version(), **installed}
+
+
+@cache
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
