@@ -3,7 +3,6 @@
 import json
 import math
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 import rollgrad
 from rollgrad.adapters.engines.embedded.weights import SharedWeights
@@ -91,10 +91,7 @@ def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()}
 
 
 def moved(before: Path, after: Path) -> float:
@@ -334,7 +331,7 @@ def test_the_command_line_as_a_process(workspace: Path, rollgrad_command: list[s
     def run(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=400)
 
-    trained = run(sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl", "--config", "run.yaml")
+    trained = run(*rollgrad_command, "train", "rl", "--config", "run.yaml")
     assert trained.returncode == 0, trained.stderr
     assert trained.stdout == "out/report.html\n"
     assert "Traceback" not in trained.stderr
