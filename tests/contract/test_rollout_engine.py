@@ -174,7 +174,7 @@ async def test_requests_made_while_a_pause_waits_are_held(make: Callable[[], Any
     (first,) = await started(engine, ask(max_new_tokens=LONG))
     pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
     await asyncio.sleep(0)
-    late = [asyncio.create_task(engine.generate(ask(seed=s, max_new_tokens=LONG))) for s in range(10)]
+    late = [asyncio.create_task(engine.generate(ask(seed=s))) for s in range(10)]
     await pausing
     assert first.done()
     assert not any(task.done() for task in late)

@@ -23,11 +23,19 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
+HELD_OUT = 8
+"""Rows of each file of held-out data, on which most runs are evaluated twice."""
+
+
 @pytest.fixture
 def workplace(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout's examples, with a tiny model where the demo unpacks the real one."""
+    """A checkout's examples, with a tiny model where the demo unpacks the real one, and little held-out data."""
     for folder in ("examples", "benchmarks"):  # of which other tests may be compiling modules
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (tmp_path / "examples" / "data").glob("*_test.jsonl"):
+        file.write_text(
+            "".join(file.read_text(encoding="utf-8").splitlines(keepends=True)[:HELD_OUT]), encoding="utf-8"
+        )
     model = shutil.copytree(tiny_model_dir, tmp_path / ".models" / "SmolLM2-135M-Instruct")
     # The tiny tokenizer makes three times as many tokens of the same text.
     settings = json.loads((model / "config.json").read_text())
