@@ -32,12 +32,9 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
 STARTS = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-IS", "-c", sys.argv[1]])
-try:
-    child.wait()
-except KeyboardInterrupt:
-    sys.exit(child.wait())
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, lambda *_: None)  # goes on; what it starts does not
+sys.exit(subprocess.call([sys.executable, "-IS", "-c", sys.argv[1]]))
 """
 SPAWNS = """
 import json, multiprocessing, os, sys
