@@ -12,7 +12,7 @@ from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.sections.examples import LabelDataConfig, PairDataConfig
 from rollgrad.entrypoints.composition.chat import make_codec, make_image_renderer, make_tokenizer
-from rollgrad.entrypoints.composition.examples import Preparation, make_eval_examples, make_examples
+from rollgrad.entrypoints.composition.examples import Preparation, make_eval_examples, make_examples, note_repeated
 
 TRAINED, CONTEXT = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"
@@ -50,7 +50,7 @@ def show_rows(run: OfflineRun, *, count: int, console: Console | None = None) ->
     return examples
 
 
-def show_held_out(run: OfflineRun) -> None:
+def show_held_out(run: OfflineRun, learned: PreparedExamples) -> None:
     """Prepares the held-out examples of `run`, if it has any, and prints their report to stdout.
 
     Raises:
@@ -59,6 +59,7 @@ def show_held_out(run: OfflineRun) -> None:
     if run.eval.dataset is None:
         return
     examples = make_eval_examples(_preparation(run), run.eval)
+    note_repeated(examples, learned)
     show_report(run.eval.dataset, examples.report, Console(file=sys.stdout, highlight=False, markup=False))
 
 

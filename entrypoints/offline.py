@@ -18,6 +18,7 @@ from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import CheckpointError, raise_together
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.dpo import dpo_container
+from rollgrad.entrypoints.composition.examples import note_repeated
 from rollgrad.entrypoints.composition.kd import kd_container
 from rollgrad.entrypoints.composition.kto import kto_container
 from rollgrad.entrypoints.composition.lifetimes import give
@@ -159,6 +160,7 @@ def _report_data(config: OfflineRun, container: Any) -> None:
     sets: dict[str, PreparedExamples] = {"data.dataset": container.examples()}
     if config.eval.dataset is not None:
         sets["eval.dataset"] = container.eval_examples()
+        note_repeated(sets["eval.dataset"], sets["data.dataset"])
     reports = {name: examples.report for name, examples in sets.items() if hasattr(examples, "report")}
     text = json.dumps({name: report.to_json() for name, report in reports.items()}, indent=2, ensure_ascii=False)
     path = Path(config.ckpt.output_dir) / DATA_REPORT_FILE

@@ -3,12 +3,16 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+import structlog
+
 from rollgrad.application.rollouts.groups import RolloutService
 from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
-from rollgrad.domain.algorithms.evaluation import summarise
+from rollgrad.domain.algorithms.evaluation import summarise, too_many_sets
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import RewardError
+
+log = structlog.get_logger(__name__)
 
 
 class EvaluationService:
@@ -39,11 +43,16 @@ class EvaluationService:
         self._samples = samples
         self._threshold = threshold
         self._trajectories = trajectories
+        too_many = too_many_sets({prompt.datasource for prompt in prompts})
+        if too_many is not None:
+            log.warning(too_many)
+        self._one_by_one = too_many is None
 
     async def run(self, step: int | None = None) -> dict[str, float]:
         """Returns `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, lengths, truncation, and `eval/failed`, the
-        number of failed episodes. With several data sources there are also scores as `eval/<source>/...`. Prompts
-        without any rewarded reply are left out. `step`: updates of the run before it, None outside a run.
+        number of failed episodes. With several data sources, up to `MOST_SETS`, there are also scores as
+        `eval/<source>/...`. Prompts without any rewarded reply are left out. `step`: updates of the run before it, None
+        outside a run.
 
         Raises:
             RewardError, EngineError: too many episodes failed, or no reply has a reward.
@@ -60,7 +69,7 @@ class EvaluationService:
             why = failures[-1].message if failures else "there are none"
             raise RewardError(f"No reply to the {len(groups)} held-out prompts has a reward: {why}")
         metrics = self._summary("eval", [s for source in scores.values() for s in source])
-        if len(scores) > 1:
+        if len(scores) > 1 and self._one_by_one:
             for source, source_scores in scores.items():
                 metrics |= self._summary(f"eval/{source}", source_scores)
         played = [t for group in groups for t in group.trajectories]

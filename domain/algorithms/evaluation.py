@@ -1,7 +1,20 @@
 """Evaluation metrics over several samples of each prompt."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+MOST_SETS = 64
+"""Held-out data sets that have metrics of their own, at most: MMLU's 57 subjects have, a column of ids has not."""
+
+
+def too_many_sets(names: Collection[str]) -> str | None:
+    """Returns a sentence about held-out data sets, by their different names, if there are more than `MOST_SETS`."""
+    if len(names) <= MOST_SETS:
+        return None
+    return (
+        f"The rows of eval.dataset are of {len(names):,} data sets, such as {min(names)[:80]!r}, but {MOST_SETS} at "
+        "most have metrics of their own: all are measured together alone. Let the column datasource name fewer."
+    )
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

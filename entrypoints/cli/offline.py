@@ -116,7 +116,7 @@ def rehearse_offline(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
     raise_together([*errors, *example_file_problems(run)])
     check_output(run.ckpt)
     examples = show_rows(run, count=1)
-    show_held_out(run)
+    show_held_out(run, examples)
     if isinstance(run, KTORun):
         from rollgrad.entrypoints.composition.kto import check_labels
 

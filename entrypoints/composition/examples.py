@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import structlog
 from attrs import evolve, frozen
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
@@ -35,10 +36,13 @@ from rollgrad.application.settings.sections.examples import (
     StepDataConfig,
 )
 from rollgrad.application.settings.sft import SupervisedTrainConfig
+from rollgrad.domain.algorithms.evaluation import too_many_sets
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.entrypoints.run_directory import begun, continues
+
+log = structlog.get_logger(__name__)
 
 Example = TypeVar("Example")
 
@@ -135,7 +139,26 @@ def make_eval_examples(preparation: Preparation, evaluation: ExampleEvalConfig) 
     examples = _prepared(preparation, mixture, "eval.dataset")
     examples.report.check(preparation.data.max_dropped, "eval.dataset")
     names = mixture.datasources(names_of([part.name for part in mixture.parts]))
-    return evolve(examples, names=names) if len(set(names)) > 1 else examples
+    sets = set(names)
+    if too_many := too_many_sets(sets):
+        log.warning(too_many)
+    return evolve(examples, names=names) if len(sets) > 1 and not too_many else examples
+
+
+def note_repeated(held_out: object, learned: object) -> None:
+    """Notes in the report on held-out examples how many of them are learned from, too, and warns of it; a caller's own
+    examples, and those of a stream, are not compared."""
+    if not isinstance(held_out, PreparedExamples) or not isinstance(learned, PreparedExamples):
+        return
+    if learned.report.first_rows:
+        return
+    repeated = held_out.repeated_in(learned)
+    held_out.report.also_trained = len(repeated)
+    if repeated:
+        log.warning(
+            f"{len(repeated)} of {len(held_out)} held-out examples of eval.dataset are in data.dataset, too, and tell "
+            "nothing of new ones: leave them out of one of the two."
+        )
 
 
 def names_of(datasets: Sequence[str]) -> list[str]:

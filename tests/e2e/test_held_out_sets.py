@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sft import SFTRun
+from rollgrad.domain.algorithms import evaluation
 from rollgrad.entrypoints.composition.dpo import dpo_container
 from rollgrad.entrypoints.composition.rm import rm_container
 from rollgrad.entrypoints.composition.sft import sft_container
@@ -62,5 +64,10 @@ def test_each_set_is_measured_as_if_it_were_alone(
         rest = [{**row(number), "datasource": "second"} for number in (12, 13, 14)]
         one, other = written(tmp_path / "second.jsonl", named), written(tmp_path / "rest.jsonl", rest)
         assert measured(f"{one},{other}") == pytest.approx(both, rel=1e-4, abs=1e-6)
+        monkeypatch.setattr(evaluation, "MOST_SETS", 1)
+        with capture_logs() as logs:
+            together = measured(f"{first},{second}")
+        assert together.keys() == {name for name in both if name.count("/") == 1}
+        assert [log["event"] for log in logs if "of 2 data sets, such as 'first'" in log["event"]]
     losses = sorted(metrics["eval/loss"] for metrics in alone.values())
     assert losses[0] < both["eval/loss"] < losses[1]

@@ -81,6 +81,7 @@ def test_a_model_learns_its_conversations(tiny_model_dir: Path, conversations: P
     assert trained[-1]["train/epoch"] == pytest.approx(4.0)
     report = json.loads((tmp_path / "run" / "data_report.json").read_text())
     assert report["data.dataset"]["used"] == report["data.dataset"]["rows"] == ROWS
+    assert report["eval.dataset"]["also_trained"] == ROWS, "they are the same file"
     assert (
         report["data.dataset"]["trained_tokens"]
         == sum(row["train/trained_tokens"] for row in trained if row["step"] <= 10) / 4

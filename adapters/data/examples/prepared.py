@@ -3,6 +3,7 @@
 Does not own: how rows become tokens, and where they are kept (`preparation`).
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from attrs import field, frozen
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens
 from rollgrad.domain.episodes.images import PlacedImages
+
+PARTS, PRIME = 8, 1_000_003
+"""Tokens of an example by which it may be told from others, and the factor between them, as in a polynomial hash."""
 
 
 @frozen(eq=False)
@@ -69,6 +73,30 @@ class PreparedExamples:
     def length(self, index: int) -> int:
         """Returns the number of tokens of an example, all branches together."""
         return int(self._totals[index])
+
+    def repeated_in(self, others: "PreparedExamples") -> list[int]:
+        """Returns the indices of the examples that `others` have too, token for token. Images are not compared: of
+        data with images none counts."""
+        if not len(others) or self.read_again is not None or others.read_again is not None:
+            return []
+        likely = numpy.flatnonzero(numpy.isin(others._marks(), self._marks()))
+        known = {others._content(index) for index in likely.tolist()}
+        return [index for index in range(len(self)) if self._content(index) in known]
+
+    def _marks(self) -> Any:
+        """Returns a number of each example, of its length and a few of its tokens, that equal ones have in common."""
+        starts, marks = self._starts[self._firsts], numpy.array(self._totals, dtype=numpy.int64)
+        for part in range(PARTS):
+            places = starts + numpy.asarray(self._totals) * part // PARTS
+            marks = marks * PRIME + self.tokens[places]
+        return marks
+
+    def _content(self, index: int) -> bytes:
+        """Returns a hash of the tokens of an example, and of which of them are trained."""
+        start = int(self._starts[self._firsts[index]])
+        part = slice(start, start + int(self._totals[index]))
+        trained = numpy.asarray(self.weights[part]) > 0
+        return hashlib.sha256(numpy.asarray(self.tokens[part]).tobytes() + trained.tobytes()).digest()[:16]
 
     _firsts: Any = field(init=False, repr=False)
     _starts: Any = field(init=False, repr=False)

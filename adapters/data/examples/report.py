@@ -31,7 +31,7 @@ class Dropped:
 class DataReport:
     """Report on the rows of a data set. `lengths` are percentiles of the tokens of used rows (all branches of a
     row together), `over_limit` counts rows longer than the limit, whatever became of them. `first_rows`: the rows are
-    the first of a stream."""
+    the first of a stream. `also_trained` counts used rows of held-out data that are trained on, too."""
 
     rows: int = 0
     used: int = 0
@@ -42,6 +42,7 @@ class DataReport:
     over_limit: int = 0
     max_tokens: int = 0
     first_rows: bool = False
+    also_trained: int = 0
     dropped: dict[str, Dropped] = Factory(dict)
     anomalies: dict[str, int] = Factory(dict)
     lengths: dict[str, int] = Factory(dict)
@@ -110,6 +111,8 @@ class DataReport:
             lines.append(
                 ("branches", f"{self.branches:,}: the template rewrites the history of {self.branched_rows:,}")
             )
+        if self.also_trained:
+            lines.append(("trained on, too", f"{self.also_trained:,} rows, which tell nothing of new ones"))
         lines += [
             (f"dropped: {reason}", f"{drop.count:,} ({drop.place}: {drop.example})")
             for reason, drop in self.dropped.items()

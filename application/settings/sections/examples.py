@@ -311,8 +311,8 @@ class ExampleEvalConfig:
 
     dataset: str | None = setting(
         None,
-        "Held-out examples, in the same forms as data.dataset; several separated by commas are measured together and "
-        "each. None turns evaluation off.",
+        "Held-out examples, in the same forms as data.dataset; several separated by commas are measured together and, "
+        "up to 64, each. None turns evaluation off.",
     )
     split: str = setting("test", "Split to read.")
     steps: int = setting(-1, "Steps between evaluations; -1 evaluates only at the start and the end.", PERIOD)

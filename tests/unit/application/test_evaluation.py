@@ -1,9 +1,11 @@
 """Evaluation summarises what the rollout service played."""
 
 import pytest
+from structlog.testing import capture_logs
 
 from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutService
+from rollgrad.domain.algorithms.evaluation import MOST_SETS
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
@@ -70,6 +72,20 @@ async def test_several_sources_are_also_reported_one_by_one() -> None:
     assert metrics["eval/math/pass@1"] == 0.5
     assert metrics["eval/pass@1"] == pytest.approx(0.5)
     assert metrics["eval/math/mean@2"] == 0.625
+
+
+async def test_a_column_of_ids_makes_no_metrics_of_each() -> None:
+    def even(request: EpisodeRequest) -> list[Trajectory]:
+        prompt = request.prompt.token_ids
+        return [make_trajectory(prompt, [7], group_id=request.group_id, sample_id=request.sample_id, rewards=[1.0])]
+
+    for count in (MOST_SETS, MOST_SETS + 1):
+        with capture_logs() as logs:
+            metrics = await evaluate({f"{n}": f"set-{n}" for n in range(count)}, FakeAgentExecutor(even))
+        assert metrics["eval/pass@1"] == 1.0
+        assert ("eval/set-0/pass@1" in metrics) == (count == MOST_SETS) == (not logs)
+    assert "of 65 data sets, such as 'set-0'" in logs[0]["event"]
+    assert len(metrics) < 10
 
 
 async def test_a_prompt_whose_samples_all_failed_is_left_out() -> None:
