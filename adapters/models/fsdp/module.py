@@ -78,6 +78,11 @@ class FSDPTrainedModule(MasterOptimizer):
         """Implements `TrainedModule.gathered`: each parameter is gathered when it is asked for."""
         return nullcontext(self._division.whole)
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Implements `TrainedModule.averaged`: FSDP gathers the masters themselves, and knows where they lie."""
+        assert self._average is not None
+        return self._average.published(self._publish)
+
     def _whole_copy(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """Returns a whole copy in the first process, nothing in the others."""
         if tensor.ndim == 0:  # the number of steps

@@ -39,6 +39,25 @@ class MovingAverage:
             self._exchange()
 
     @contextmanager
+    def lent(self, parameters: Sequence[Tensor], publish: Callable[[], None]) -> Iterator[None]:
+        """Has `parameters`, one for each master, hold the averages inside the block. No master is copied but those that
+        are parameters themselves, in another memory than the averages; `publish` gives the others back after it."""
+        triples = list(zip(parameters, self._averages, self._masters, strict=True))
+        own = [(average, master) for parameter, average, master in triples if parameter is master]
+        try:
+            with torch.no_grad():
+                for parameter, average, master in triples:
+                    if parameter is not master:
+                        parameter.copy_(average)
+            _change_places(own)
+            try:
+                yield
+            finally:
+                _change_places(own)
+        finally:
+            publish()
+
+    @contextmanager
     def published(self, publish: Callable[[], None]) -> Iterator[None]:
         """Publishes the averages instead of the masters inside the block."""
         try:
@@ -48,9 +67,23 @@ class MovingAverage:
         finally:
             publish()
 
-    @torch.no_grad()
     def _exchange(self) -> None:
         for average, master in zip(self._averages, self._masters, strict=True):
-            weight = master.to("cpu", copy=True)
-            master.copy_(average)
-            average.copy_(weight)
+            _exchange(average, master)
+
+
+def _change_places(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Exchanges what two tensors each hold; in one memory, nothing is copied."""
+    for average, master in pairs:
+        if average.device == master.device:
+            average.data, master.data = master.data, average.data
+        else:
+            _exchange(average, master)
+
+
+@torch.no_grad()
+def _exchange(average: Tensor, master: Tensor) -> None:
+    """Exchanges the numbers of two tensors, each of which keeps its memory, of which others may know."""
+    weight = master.to("cpu", copy=True)
+    master.copy_(average)
+    average.copy_(weight)

@@ -302,7 +302,7 @@ class MasterOptimizer(TrainedModule):
     def averaged(self) -> AbstractContextManager[None]:
         """Implements `TrainedModule.averaged`."""
         assert self._average is not None
-        return self._average.published(self._publish)
+        return self._average.lent(self._params, self._publish)
 
     def state_dict(self) -> dict[str, Any]:
         """Implements `TrainedModule.state_dict`: in the CPU's memory, as a GPU has no room for two of them."""

@@ -50,6 +50,27 @@ def test_averages_follow_the_masters(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_forward_pass_with_averages_copies_no_master(dtype: torch.dtype) -> None:
+    """On the CPU parameters that are masters change places with their averages; others hold a rounded copy."""
+    model = network(dtype)
+    optimizer = MasterOptimizer(model, SETTINGS)
+    trained(model, optimizer, 2)
+    masters = {name: (master.data_ptr(), master.clone()) for name, master in optimizer.masters().items()}
+    averages = optimizer.state_dict()["averages"]
+    for _ in range(2):
+        with optimizer.averaged():
+            for name, master in optimizer.masters().items():
+                place, kept = masters[name]
+                assert (master.data_ptr() == place) == (dtype != torch.float32)
+                assert torch.equal(master, averages[name] if dtype == torch.float32 else kept)
+        for name, master in optimizer.masters().items():
+            place, kept = masters[name]
+            assert master.data_ptr() == place
+            assert torch.equal(master, kept)
+    assert all(torch.equal(average, averages[name]) for name, average in optimizer.state_dict()["averages"].items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_restored_averages_go_on_as_if_never_stopped(dtype: torch.dtype) -> None:
     whole, resumed = network(dtype), network(dtype)
     first, second = MasterOptimizer(whole, SETTINGS), MasterOptimizer(resumed, SETTINGS)
