@@ -46,6 +46,10 @@ class DPORun(ReferencedRun):
     train: ExampleTrainConfig = section(ExampleTrainConfig, "How pairs become optimizer steps.")
 
 
+COMPARED = ("loss", "accuracy", "chosen_reward", "rejected_reward", "reward_margin", "chosen_fell_share")
+"""Metrics of pairs that compare the policy with its reference, besides the loss of each name."""
+
+
 def has_reference(dpo: PreferenceSettings) -> bool:
     """Returns whether one of the losses compares with a reference."""
     return any(PAIR_LOSSES[name].reference for name in dpo.loss if name != IMITATION)
@@ -142,8 +146,20 @@ def _moving_problems(run: DPORun) -> Iterator[str]:
             f"{known}train.enable_ema is on, and one average of the weights is kept: leave --train.enable_ema or "
             "--dpo.ref_sync_steps out."
         )
+    best = run.ckpt.best_metric
+    if best is not None and _is_compared(best.rpartition("/")[2]):
+        yield (
+            f"{known}ckpt.best_metric is {best!r}, which compares with the reference, and that is another one at each "
+            "evaluation: set --ckpt.best_metric eval/chosen_token_accuracy, or leave one of the two out."
+        )
     if run.cluster.enable:
         yield (
             f"{known}cluster.enable is on, and a reference moves in one process alone: leave --cluster.enable or "
             "--dpo.ref_sync_steps out."
         )
+
+
+def _is_compared(metric: str) -> bool:
+    """Returns whether a metric of pairs compares with the reference."""
+    traits = PAIR_LOSSES.get(metric.removesuffix("_loss"))
+    return metric in COMPARED or (metric.endswith("_loss") and traits is not None and traits.reference)

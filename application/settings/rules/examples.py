@@ -80,6 +80,8 @@ def example_problems(run: OfflineRun) -> Iterator[str]:
             f"eval.steps is {run.eval.steps}, but there is nothing to evaluate on: set --eval.dataset, or leave "
             "--eval.steps out."
         )
+    if run.eval.dataset is not None and not dataset_names(run.eval.dataset):
+        yield f"eval.dataset is {run.eval.dataset!r}, which names no dataset: change --eval.dataset, or leave it out."
     yield from best_metric_problems(run.ckpt.best_metric, run.eval.dataset)
     yield from example_image_problems(run)
     default = type(run)()

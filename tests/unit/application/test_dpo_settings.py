@@ -141,6 +141,34 @@ def test_what_a_reference_that_moves_does_not_go_with(change: Callable[[DPORun],
     assert [sentence for sentence in sentences(run) if re.search(said, sentence)], sentences(run)
 
 
+@pytest.mark.parametrize(
+    ("metric", "compared"),
+    [
+        ("eval/loss", True),
+        ("eval/first/accuracy", True),
+        ("eval/sigmoid_loss", True),
+        ("eval/simpo_loss", False),
+        ("eval/chosen_token_accuracy", False),
+        ("eval/chosen_logprob", False),
+    ],
+)
+def test_a_reference_that_moves_and_the_best_model(metric: str, compared: bool) -> None:
+    run = deepcopy(RUN)
+    run.eval.dataset, run.ckpt.best_metric = "held_out.jsonl", metric
+    assert sentences(run) == []
+    run.dpo.ref_sync_steps = 2
+    assert [re.findall(r"set --ckpt\.best_metric (\S+),", sentence) for sentence in sentences(run)] == [
+        ["eval/chosen_token_accuracy"]
+    ] * compared
+
+
+def test_held_out_data_without_a_name() -> None:
+    run = deepcopy(RUN)
+    run.eval.dataset = " ,"
+    (sentence,) = sentences(run)
+    assert "change --eval.dataset, or leave it out" in sentence
+
+
 def test_how_much_a_reference_moves_needs_one_that_does() -> None:
     (sentence,) = sentences(evolve(RUN, dpo=PreferenceSettings(ref_mixup=0.5)))
     assert "set --dpo.ref_sync_steps" in sentence
