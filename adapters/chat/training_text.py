@@ -31,6 +31,10 @@ from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.chat_codec import ToolSchema
 
 
+class NothingTrainedError(DataError):
+    """No token of a conversation or text carries loss."""
+
+
 class Anomaly(StrEnum):
     """Something in the tokens of a row that is worth counting."""
 
@@ -106,7 +110,8 @@ class TrainingText:
             tools: those that the model is told of.
 
         Raises:
-            DataError: the template refuses the messages, or nothing is trained.
+            NothingTrainedError: no reply is trained, or no token of them.
+            DataError: the template refuses the messages.
         """
         anomalies: set[Anomaly] = set()
         seen = [*accumulate(map(image_count, messages))]
@@ -118,7 +123,7 @@ class TrainingText:
             if weight > 0
         ]
         if not turns:
-            raise DataError("No reply of the conversation is trained.")
+            raise NothingTrainedError("No reply of the conversation is trained.")
         branches = [self._branch(guarded, chain, anomalies) for chain in chains(turns)]
         return TrainingTokens(branches=tuple(branches), anomalies=frozenset(anomalies))
 
@@ -329,7 +334,7 @@ class TrainingText:
         if weights:
             weights[0] = 0.0  # nothing predicts the first token
         if not any(weights):
-            raise DataError("No token of it is trained.")
+            raise NothingTrainedError("No token of it is trained.")
         return TokenBranch(token_ids=tuple(token_ids), weights=tuple(weights))
 
 

@@ -12,7 +12,13 @@ from attrs import evolve, field, frozen
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.chat.training_text import Anomaly, TokenBranch, TrainingText, TrainingTokens
+from rollgrad.adapters.chat.training_text import (
+    Anomaly,
+    NothingTrainedError,
+    TokenBranch,
+    TrainingText,
+    TrainingTokens,
+)
 from rollgrad.adapters.data.examples.formats import read_row
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.rows import (
@@ -181,8 +187,9 @@ class Preparer:
 
 
 def _refused(error: DataError) -> RowError:
-    """The error of a row of which an image, or the chat template, cannot make tokens."""
-    reason = Reason.IMAGE if isinstance(error, ImageError) else Reason.REFUSED
+    """The error of a row of which an image, or the chat template, cannot make tokens, or none that are trained."""
+    reasons = {ImageError: Reason.IMAGE, NothingTrainedError: Reason.UNTRAINED}
+    reason = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), Reason.REFUSED)
     return RowError(reason, " ".join(str(error).split())[:500])
 
 

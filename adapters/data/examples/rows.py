@@ -6,7 +6,6 @@ of a row is ever guessed or left out silently. Does not own: which columns say w
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
@@ -162,6 +161,9 @@ class Steps:
 
 Sample = Conversation | PlainText | Pretokenised | Pair | Labelled | Steps
 
+LARGEST, TINIEST = 3e38, 1e-37
+"""Numbers between which float32 holds one, as it is learned with."""
+
 SHAREGPT_ROLES: Mapping[str, str] = {
     "system": "system",
     "human": "user",
@@ -276,28 +278,26 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def read_weight(value: Any, column: str) -> float:
-    """A weight in the loss: a finite number of at least 0.
+    """A weight in the loss: 0, or a number above it that float32 holds.
 
     Raises:
         RowError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise broken(f"{column} is {shown(value)}: a weight is a finite number of at least 0.")
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not (value == 0 or TINIEST <= value <= LARGEST):
+        raise broken(f"{column} is {shown(value)}: a weight is 0, or a number from {TINIEST:g} to {LARGEST:g}.")
     return float(value)
 
 
 def read_number(value: Any, column: str) -> float:
-    """A finite number.
+    """A number that float32 holds.
 
     Raises:
         RowError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-        raise broken(f"{column} is {shown(value)}, which is no finite number.")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise broken(f"{column} is {shown(value)}, which is too large a number.") from error
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise broken(f"{column} is {shown(value)}, which is no number from -{LARGEST:g} to {LARGEST:g}.")
+    return float(value)
 
 
 def read_label(value: Any, column: str) -> bool:

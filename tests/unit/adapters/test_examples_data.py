@@ -263,6 +263,19 @@ def test_the_error_of_a_template_is_told(tiny_tokenizer: Any) -> None:
     assert caught.value.reason is Reason.REFUSED
 
 
+def test_replies_outside_of_generation_marks_are_not_the_templates_refusal(tiny_tokenizer: Any) -> None:
+    from tests.fakes.chat_templates import tokenizer_with
+
+    tokenizer = tokenizer_with("smollm2", tiny_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% generation %}{% endgeneration %}{% endfor %}"
+    )
+    preparer = Preparer(tokenizer, PreparationSettings())
+    with pytest.raises(RowError, match="No token of it is trained") as caught:
+        preparer.prepare({"messages": CHAT}, ExampleFormat.MESSAGES)
+    assert caught.value.reason is Reason.UNTRAINED
+
+
 def test_templates_get_the_variables_of_the_row(tiny_tokenizer: Any) -> None:
     from tests.fakes.chat_templates import tokenizer_with
 
@@ -372,6 +385,10 @@ BAD: list[tuple[Mapping[str, Any], ExampleFormat, Reason]] = [
     ({"messages": CHAT, "weight": -1}, ExampleFormat.MESSAGES, Reason.BROKEN),
     ({"messages": CHAT, "weight": 0}, ExampleFormat.MESSAGES, Reason.UNTRAINED),
     ({"messages": CHAT, "weight": float("nan")}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": CHAT, "weight": 10**400}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": CHAT, "weight": 1e300}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": CHAT, "weight": 1e-300}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": [CHAT[0], {**CHAT[1], "weight": 10**400}]}, ExampleFormat.MESSAGES, Reason.BROKEN),
     ({"messages": CHAT, "tools": "{"}, ExampleFormat.MESSAGES, Reason.BROKEN),
     ({"messages": CHAT, "tools": [3]}, ExampleFormat.MESSAGES, Reason.BROKEN),
     ({"messages": CHAT, "chat_template_kwargs": 3}, ExampleFormat.MESSAGES, Reason.BROKEN),
@@ -761,3 +778,22 @@ def test_branches_of_a_row_share_their_prompt(tmp_path: Path, tiny_tokenizer: An
     assert found.report.branched_rows == 1
     assert found.report.branches == 2
     assert first.token_ids_T[: first.prompt_length].equal(second.token_ids_T[: first.prompt_length])
+
+
+def test_examples_of_both_sets_are_found(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Token for token, with the same ones trained, whatever stands in the rows beside them."""
+
+    def made(name: str, *rows: Any) -> PreparedExamples:
+        return prepared(opened(write(tmp_path / name, *rows)), tiny_tokenizer, tmp_path / "cache")
+
+    rows = [{"messages": [{"role": "user", "content": f"Is {n}?"}, CHAT[1]]} for n in range(20)]
+    learned = made("learned.jsonl", *rows[:12])
+    assert made("apart.jsonl", *rows[12:]).repeated_in(learned) == []
+    longer = {"messages": [*rows[3]["messages"], *CHAT]}
+    mixed = made("mixed.jsonl", rows[15], {**rows[3], "id": 1}, {"messages": []}, longer, rows[11])
+    assert mixed.repeated_in(learned) == [1, 3]
+    assert learned.repeated_in(mixed) == [3, 11]
+    first_only = [{**rows[0]["messages"][1], "train": False}, *CHAT]
+    before, after = ({"messages": [rows[0]["messages"][0], *more]} for more in (first_only, [CHAT[1], *CHAT]))
+    assert made("some.jsonl", before).repeated_in(made("all.jsonl", after)) == []
+    assert learned.repeated_in(made("nothing.jsonl", {"messages": []})) == []

@@ -135,7 +135,8 @@ def test_columns_of_other_names(tmp_path: Path, tiny_tokenizer: Any) -> None:
         ({"chosen": [*ASKED, SEVEN], "rejected": [EIGHT]}, Reason.BROKEN, "one is a whole conversation"),
         ({"chosen": [*ASKED, SEVEN], "rejected": ASKED}, Reason.BROKEN, "no reply of its own"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}, Reason.BROKEN, "margin"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("inf")}, Reason.BROKEN, "no finite number"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("inf")}, Reason.BROKEN, "no number from"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e39}, Reason.BROKEN, "no number from"),
         ({"chosen": "One", "rejected": "2"}, Reason.BROKEN, "no prompt in common"),
         (
             {"prompt": ASKED, "chosen": [{**SEVEN, "weight": 0.5}], "rejected": [EIGHT]},
