@@ -135,6 +135,9 @@ def _note(problems: dict[str, RollgradError], key: str, check: Callable[..., Non
         check(*arguments)
     except RollgradError as error:
         problems.setdefault(key, error)
+    except OSError as error:  # a name that is too long, or a directory that may not be looked into
+        why = error.strerror or error
+        problems.setdefault(key, DataError(f"{key} names a place that cannot be read ({why}): check --{key}."))
 
 
 def show_plan(config: RLConfig, console: "Console") -> list[str]:

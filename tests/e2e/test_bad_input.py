@@ -60,6 +60,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--reward.function_path plain.txt", "plain.txt"),
         ("--ckpt.output_dir plain.txt/run", "--ckpt.output_dir"),
         ("--eval.dataset empty.jsonl", "empty.jsonl"),
+        pytest.param(f"--eval.dataset {'x' * 300}.jsonl", "check --eval.dataset", id="long_name"),
     ],
 )
 def test_training_refuses_in_one_sentence(

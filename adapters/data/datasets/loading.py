@@ -144,7 +144,7 @@ def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
         loaded = _read_hub(name)
     rows = _choose_split(loaded, name, split, split_flag)
     if len(rows) == 0:
-        raise DataError(f"The dataset {name} has no rows: at least one prompt is needed.")
+        raise _no_rows(name)
     return rows
 
 
@@ -152,18 +152,26 @@ def _read_file(path: Path) -> Any:
     import datasets
 
     if not path.is_file():
-        raise DataError(f"The dataset file {path} does not exist: check the path.")
+        what = "is no file" if path.exists() else "does not exist"
+        raise DataError(f"The dataset file {path} {what}: check the path.")
     if path.stat().st_size == 0:
-        raise DataError(f"The dataset {path} has no rows: at least one prompt is needed.")
+        raise _no_rows(path)
     _check_json_rows(path)
     try:
         if path.suffix == ".arrow":
             return datasets.Dataset.from_file(str(path))
         return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path))
     except Exception as error:  # of pyarrow, pandas, json, by the file's format
+        if "corresponds to no data" in str(_root(error)):  # a header, or an empty list
+            raise _no_rows(path) from error
         raise DataError(
             f"The dataset file {path} cannot be read as {path.suffix[1:]}: {_one_line(_root(error))}"
         ) from error
+
+
+def _no_rows(name: str | Path) -> DataError:
+    """Returns the error of a dataset without a row."""
+    return DataError(f"The dataset {name} has no rows: at least one is needed.")
 
 
 def _check_json_rows(path: Path) -> None:

@@ -123,7 +123,7 @@ class JsonLines:
                 self._lines.append(number)
             start += len(line)
         if not self._starts:
-            raise DataError(f"The dataset {path} has no rows: at least one example is needed.")
+            raise DataError(f"The dataset {path} has no rows: at least one is needed.")
         self.fingerprint = content.hexdigest()
 
     def __len__(self) -> int:
@@ -212,7 +212,7 @@ def open_head(name: str, head: Head, settings: ReadingSettings) -> Mixture:
         DataError: there is none, their format cannot be told, or all have to be read.
     """
     if not len(head):
-        raise DataError(f"The dataset {name} has no rows: at least one example is needed.")
+        raise DataError(f"The dataset {name} has no rows: at least one is needed.")
     if _makes_pairs(settings) and is_labelled(_columns(head, name).keys(), settings.input_key or "prompt"):
         raise DataError(
             f"The rows of {name} are labelled replies, which become pairs when all are read: leave --data.stream out, "

@@ -192,4 +192,4 @@ class StreamedExamples(ExampleStream[Example], Generic[Example]):
                 order = PromptCursor(self._seed, epoch=next(numbers)).order(len(block))
                 yield [block[place] for place in order.tolist()]
             if not any_row:
-                raise DataError("The streamed dataset has no rows: at least one example is needed.")
+                raise DataError("The streamed dataset has no rows: at least one is needed.")

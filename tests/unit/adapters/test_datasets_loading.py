@@ -112,6 +112,16 @@ def header_only(tmp_path: Path) -> Path:
     return tmp_path / "header.csv"
 
 
+def no_list(tmp_path: Path) -> Path:
+    (tmp_path / "list.json").write_text("[]")
+    return tmp_path / "list.json"
+
+
+def folder_of_that_name(tmp_path: Path) -> Path:
+    (tmp_path / "rows.json").mkdir()
+    return tmp_path / "rows.json"
+
+
 def not_a_dataset(tmp_path: Path) -> Path:
     (tmp_path / "folder").mkdir()
     return tmp_path / "folder"
@@ -130,7 +140,9 @@ def text_as_parquet(tmp_path: Path) -> Path:
         (broken_json, r"broken\.jsonl cannot be read as json"),
         (text_as_parquet, r"text\.parquet cannot be read as parquet"),
         (empty_file, r"empty\.jsonl has no rows"),
-        (header_only, r"header\.csv cannot be read as csv: .*no data"),
+        (header_only, r"header\.csv has no rows"),
+        (no_list, r"list\.json has no rows"),
+        (folder_of_that_name, r"rows\.json is no file"),
         (not_a_dataset, "folder cannot be read"),
         (lambda tmp_path: "", "No dataset is set"),
     ],

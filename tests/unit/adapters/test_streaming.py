@@ -20,7 +20,7 @@ from rollgrad.domain.episodes.examples import Demonstration
 from rollgrad.domain.errors import DataError
 
 ROWS, BUFFER = 7, 3
-NO_ROWS = "has no rows: at least one example is needed"
+NO_ROWS = "has no rows: at least one is needed"
 
 
 def row(number: int) -> dict[str, str]:
