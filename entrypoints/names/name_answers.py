@@ -20,14 +20,13 @@ AGGREGATION = (
 CORRECTION = (
     "--algo.preset tis, icepop or seq_mask_tis corrects for samples of other weights: see --algo.correction.level."
 )
-NO_REMOTE_CODE = "code of a model's repository is never run."
+NO_REMOTE_CODE = "code of a model's repository is never run: docs/models.md has the models of transformers that train."
 CHECKPOINTS = "models and states are kept in --ckpt.output_dir: see --ckpt.save_steps and --ckpt.state_steps."
 RESUMING = "write --ckpt.resume, which continues the run in --ckpt.output_dir."
 WARMUP = "write --actor.lr_warmup_ratio, a share of the optimizer steps."
 OPTIMIZER = "write --actor.optim adam or muon."
 VLLM = "write --rollout.engine vllm."
 SERVER = "write --rollout.engine server --rollout.server_urls http://host:port."
-CHAT_TEMPLATE = "prompts are rendered with the model's own chat template."
 REWARD_MODEL = "write --reward.model_name_or_path."
 KL_LOSS = "write --algo.kl.use_loss, with --algo.kl.init_coef."
 KL_REWARD = "KL is in the reward unless --algo.kl.use_loss is given, and on with --algo.kl.init_coef above 0."
@@ -35,7 +34,6 @@ NORMALISATION = (
     "it follows from --algo.advantage.estimator: group_norm divides by a group's deviation, dr_grpo and rloo do not; "
     "see --algo.advantage.whiten too."
 )
-NOT_THERE = "there is no such setting here yet."
 AGENTS = "see --agent.tools, --agent.command and --train.agent_func_path."
 TRUNCATED = "--reward.stop_properly_penalty_coef says what a truncated reply is worth."
 PER_DEVICE = (

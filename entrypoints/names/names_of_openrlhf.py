@@ -7,6 +7,7 @@ COLLECTIVES = "NCCL is called without Ray's collectives, which leaves the weight
 MICRO = "micro-batches are filled up to train.max_tokens_per_micro_batch tokens, which leaves the gradient the same"
 DEEPCOMPILE = "each batch has a layout and a number of passes of its own, which DeepCompile does not take"
 KERNELS = "kernels are chosen for the machine, which leaves the results the same up to rounding"
+PLACES = "data and models come from the Hugging Face hub or from disk: name a directory"
 REMOVED = "OpenRLHF itself has dropped it"
 
 SWITCH, INTEGER, NUMBER, TEXT, PAIR = Kind.SWITCH, Kind.INTEGER, Kind.NUMBER, Kind.TEXT, Kind.PAIR
@@ -170,7 +171,7 @@ FLAGS: dict[str, Flag] = {
     "logger.tensorboard_dir": Flag(TEXT, "logger.tensorboard_dir"),
     "logger.logging_steps": Flag(INTEGER, idle=("1",)),
     **{f"logger.wandb.{key}": Flag(TEXT) for key in ("key", "org", "group", "project", "run_name")},
-    "use_ms": Flag(SWITCH, reason="data and models come from the Hugging Face hub or from disk"),
+    "use_ms": Flag(SWITCH, reason=PLACES),
     "ptx_coef": Flag(NUMBER, reason=REMOVED),
     "pretrain_data": Flag(TEXT, reason=REMOVED),
     "pretrain_data_probs": Flag(TEXT, reason=REMOVED),

@@ -14,7 +14,7 @@ from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED, M
 SWITCH, INTEGER, NUMBER, TEXT = Kind.SWITCH, Kind.INTEGER, Kind.NUMBER, Kind.TEXT
 
 REFERENCE = "the reference computes its log-probs once, before training, and is then left"
-UNBALANCED = "reward models are trained without the load-balancing loss"
+UNBALANCED = "reward models are trained without the load-balancing loss: train_sft balances a model's routers before"
 METRICS = "--ckpt.best_metric takes our names of metrics, such as eval/loss"
 DEEPSPEED = "models are divided over processes by DeepSpeed"
 OPTIMIZER = ("optim", "lr_scheduler", "lr_warmup_ratio", "min_lr_ratio", "max_norm")
@@ -32,9 +32,14 @@ COMMON: dict[str, Flag] = {
             *("actor.model_name_or_path", "actor.aux_loss_coef", "actor.gradient_checkpointing_enable"),
             *("actor.gradient_checkpointing_reentrant", "train.full_determinism_enable", "train.seed", "use_ms"),
             *("data.apply_chat_template", "data.tokenizer_chat_template", "data.input_template", "data.max_samples"),
-            *("data.disable_fast_tokenizer", "data.dataloader_num_workers"),
+            "data.disable_fast_tokenizer",
         )
     },
+    "data.dataloader_num_workers": Flag(
+        INTEGER,
+        reason="rows are prepared before the first step: data.num_workers says by how many processes",
+        idle=("0",),
+    ),
     "ds.zero_stage": Flag(INTEGER),
     "ds.adam_offload": Flag(SWITCH),
     "ds.ring_attn_size": Flag(INTEGER, idle=("1",)),
@@ -208,7 +213,10 @@ KD = _trainer(
         "data.output_key": Flag(TEXT, "data.output_key", default="output"),
         "pretrain_mode_enable": Flag(SWITCH),
         "teacher_model": Flag(TEXT, "teacher.model_name_or_path"),
-        "teacher_offload": Flag(SWITCH, reason="the teacher stays where it is loaded"),
+        "teacher_offload": Flag(
+            SWITCH,
+            reason="the teacher stays where it is loaded: with kd.cache and kd.top_k it is asked before training alone",
+        ),
         "kd_coef": Flag(NUMBER, "kd.weight", default=0.4),
     },
     pretrain_mode="pretrain_mode_enable",

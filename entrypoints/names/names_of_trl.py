@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from rollgrad.entrypoints.names.name_answers import (
     AGGREGATION,
-    CHAT_TEMPLATE,
     CHECKPOINTS,
     CORRECTION,
     EVALUATION,
@@ -15,7 +14,6 @@ from rollgrad.entrypoints.names.name_answers import (
     NO_HUB,
     NO_REMOTE_CODE,
     NORMALISATION,
-    NOT_THERE,
     OPTIMIZER,
     PER_DEVICE,
     PRECISION,
@@ -46,6 +44,8 @@ TRL: Mapping[str, str] = {
     "lora_alpha": "actor.lora.alpha",
     "lora_target_modules": "actor.lora.target_modules",
     "lora_dropout": "actor.lora.dropout",
+    "use_rslora": "actor.lora.rslora",
+    "use_dora": "DoRA is not there: adapters are LoRA, with --actor.lora.rslora and a higher --actor.lora.rank, say.",
     "load_in_4bit": "actor.lora.load_in_4bit",
     "load_in_8bit": "weights beside adapters are kept in 4 bits by --actor.lora.load_in_4bit, never in 8.",
     "disable_dropout": "adapters alone leave anything out, as --actor.lora.dropout says.",
@@ -54,17 +54,17 @@ TRL: Mapping[str, str] = {
     **alike("dataset dataset_name train_dataset dataset_path", "data.prompt_dataset"),
     "dataset_train_split": "data.prompt_split",
     "dataset_test_split": "eval.split",
-    "dataset_config": NOT_THERE,
+    "dataset_config": "write it behind the name: --data.prompt_dataset NAME:CONFIGURATION.",
     "eval_dataset": "eval.dataset",
     "max_prompt_length": "data.max_prompt_tokens",
     **alike(
         "remove_unused_columns label_names include_for_metrics",
-        "columns are chosen by --data.input_key and --data.label_key.",
+        "columns are chosen by --data.input_key, and the other settings of data that end with _key.",
     ),
     **alike("shuffle_dataset data_seed ignore_data_skip train_sampling_strategy length_column_name", LOADER),
     **alike("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_in_order", LOADER),
     **alike("dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context", LOADER),
-    "chat_template_kwargs": CHAT_TEMPLATE,
+    "chat_template_kwargs": "data.chat_template_kwargs",
     "log_multimodal": "samples.jsonl holds text alone.",
     # Rewards
     **alike("reward_funcs reward_function reward_func", "reward.function_path"),
@@ -108,9 +108,11 @@ TRL: Mapping[str, str] = {
     "importance_sampling_level": "write --actor.policy_loss_type ppo for the token's ratio, gspo for the sequence's.",
     **alike("loss_type loss_agg_mode", AGGREGATION),
     **alike(
-        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps", "the reference stays as it is all through the run."
+        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+        "the reference stays as it is all through the run: another run may begin with the model of this one, and train "
+        "dpo has --dpo.ref_sync_steps.",
     ),
-    "top_entropy_quantile": NOT_THERE,
+    "top_entropy_quantile": "clip_cov and kl_cov of --actor.policy_loss_type treat tokens apart, by their covariance.",
     **alike("entropy_coef ent_coef entropy_coeff", "actor.entropy_coef"),
     "use_adaptive_entropy": "write --actor.entropy_target.",
     "entropy_target": "actor.entropy_target",
@@ -159,7 +161,7 @@ TRL: Mapping[str, str] = {
     **alike("per_device_eval_batch_size eval_do_concat_batches eval_use_gather_object", EVALUATION),
     **alike("eval_accumulation_steps batch_eval_metrics", EVALUATION),
     "eval_steps": "eval.steps",
-    "do_train": "rollgrad train rl always trains.",
+    "do_train": "rollgrad train always trains.",
     "output_dir": "ckpt.output_dir",
     "save_steps": "ckpt.save_steps",
     "save_total_limit": "ckpt.keep_models",

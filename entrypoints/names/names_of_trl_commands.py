@@ -14,7 +14,7 @@ NOTHING = ("none", "None", "null", "False", "false", "no", "0", "0.0")
 PACKED = "sequences lie end to end without padding, each apart from the others, whatever is set"
 EVALUATED = "evaluation takes as many tokens at once as training does"
 UPLOADED = "the model is uploaded once, when the run has ended"
-CHOSEN = "the tokenizer's own tokens are taken"
+CHOSEN = "the tokenizer's own tokens are taken: save it with others beside the model"
 
 COMMON: Mapping[str, Flag] = {
     # The model
@@ -28,11 +28,17 @@ COMMON: Mapping[str, Flag] = {
     "lora_alpha": Flag(INTEGER),
     "lora_target_modules": Flag(WORDS),
     "lora_dropout": Flag(NUMBER),
-    "lora_target_parameters": Flag(WORDS, reason="linear layers alone get adapters", idle=NOTHING),
-    "lora_modules_to_save": Flag(WORDS, reason="nothing but adapters is trained beside them", idle=NOTHING),
+    "lora_target_parameters": Flag(
+        WORDS, reason="linear layers alone get adapters: name them with --lora_target_modules", idle=NOTHING
+    ),
+    "lora_modules_to_save": Flag(
+        WORDS,
+        reason="nothing is trained beside adapters: leave --use_peft out, and all weights are trained",
+        idle=NOTHING,
+    ),
     "lora_task_type": Flag(TEXT, reason="it follows from the command", idle=("CAUSAL_LM", "SEQ_CLS")),
     "use_rslora": Flag(SWITCH),
-    "use_dora": Flag(SWITCH, reason="adapters are LoRA without DoRA's magnitudes"),
+    "use_dora": Flag(SWITCH, reason=TRL["use_dora"].rstrip(".")),
     "load_in_4bit": Flag(SWITCH),
     "bnb_4bit_quant_type": Flag(TEXT, reason="weights in 4 bits are NF4", idle=("nf4",)),
     "use_bnb_nested_quant": Flag(SWITCH, reason="quantisation is always double"),
@@ -68,7 +74,7 @@ COMMON: Mapping[str, Flag] = {
     "max_grad_norm": Flag(NUMBER, "actor.max_norm"),
     "optim": Flag(
         TEXT,
-        reason="the optimizer is AdamW, with float32 master weights",
+        reason="the optimizer is AdamW with float32 master weights, or Muon: write --actor.optim muon",
         idle=("adamw_torch", "adamw_torch_fused", "adamw_hf"),
     ),
     "per_device_train_batch_size": Flag(INTEGER, default=8),
@@ -96,7 +102,9 @@ COMMON: Mapping[str, Flag] = {
     "hub_private_repo": Flag(WORDS, reason="a repository that is made is private", idle=("True", "true", "None")),
     "hub_strategy": Flag(TEXT, reason=UPLOADED, idle=("end",)),
     "hub_always_push": Flag(SWITCH, reason=UPLOADED),
-    "hub_revision": Flag(TEXT, reason="the model goes to the branch main", idle=("main",)),
+    "hub_revision": Flag(
+        TEXT, reason="the model goes to the branch main: hf upload takes it to another", idle=("main",)
+    ),
     "pad_to_multiple_of": Flag(TEXT, reason=PACKED, idle=(*NOTHING, "auto")),
     "dataset_num_proc": Flag(INTEGER),
     "eos_token": Flag(TEXT, reason=CHOSEN),
@@ -108,7 +116,9 @@ EXAMPLES: Mapping[str, Flag] = {
     "dataset_num_proc": Flag(INTEGER, "data.num_workers"),
     "max_length": Flag(INTEGER, "data.max_tokens", default=1024),
     "truncation_mode": Flag(
-        TEXT, reason="the beginning of a longer example is kept, where it is not dropped", idle=("keep_start",)
+        TEXT,
+        reason="the beginning of a longer example is kept: write --data.overlong drop to learn from whole ones alone",
+        idle=("keep_start",),
     ),
     "padding_free": Flag(SWITCH, reason=PACKED),
     "dataset_streaming": Flag(SWITCH, "data.stream"),
@@ -122,7 +132,7 @@ REFERENCE: Mapping[str, Flag] = {
     ),
     "precompute_ref_batch_size": Flag(INTEGER, reason=EVALUATED, idle=NOTHING),
     **{
-        name: Flag(WORDS, reason="the reference stays as it is all through the run", idle=NOTHING)
+        name: Flag(WORDS, reason=TRL["sync_ref_model"].rstrip("."), idle=NOTHING)
         for name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
     },
 }
@@ -134,7 +144,9 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         **EXAMPLES,
         "chat_template_path": TEMPLATE,
         "dataset_text_field": Flag(TEXT),
-        "dataset_kwargs": Flag(WORDS, reason="rows are always rendered and tokenised here", idle=NOTHING),
+        "dataset_kwargs": Flag(
+            WORDS, reason="rows are rendered and tokenised here, but for those with input_ids", idle=NOTHING
+        ),
         "shuffle_dataset": Flag(SWITCH, reason="examples are in an order that train.seed decides"),
         "packing": Flag(
             SWITCH,
@@ -181,7 +193,9 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
     "grpo": {
         "reward_funcs": Flag(WORDS),
         "reward_model_name_or_path": Flag(TEXT, "reward.model_name_or_path"),
-        "reward_weights": Flag(WORDS, reason="rewards of several functions are named in the file of one"),
+        "reward_weights": Flag(
+            WORDS, reason="one function returns all rewards by name, and --reward.weights weighs them"
+        ),
         "num_generations": Flag(INTEGER, "rollout.n_samples_per_prompt", default=8),
         "num_generations_eval": Flag(INTEGER, "eval.n_samples_per_prompt"),
         "max_completion_length": Flag(INTEGER, "rollout.max_new_tokens", default=512),

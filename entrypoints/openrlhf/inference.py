@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.names.flags import Flag, Kind, Program
-from rollgrad.entrypoints.names.names_of_openrlhf import KERNELS, MICRO
+from rollgrad.entrypoints.names.names_of_openrlhf import KERNELS, MICRO, PLACES
 from rollgrad.entrypoints.openrlhf.shared import FORMATS
 from rollgrad.entrypoints.translation.draft import Draft, TranslatedCommand
 from rollgrad.entrypoints.translation.words import options, parse
@@ -33,7 +33,9 @@ _FLAGS: dict[str, Flag] = {
     "greedy_sampling": Flag(SWITCH),
     "temperature": Flag(NUMBER, default=1.0),
     "top_p": Flag(NUMBER, default=1.0),
-    "repetition_penalty": Flag(NUMBER, reason="replies are sampled without penalties", idle=("1.0", "1")),
+    "repetition_penalty": Flag(
+        NUMBER, reason="replies are sampled with --temperature and --top_p alone", idle=("1.0", "1")
+    ),
     "best_of_n": Flag(INTEGER, default=1),
     "seed": Flag(INTEGER, default=1234),
     "tp_size": Flag(INTEGER),
@@ -55,7 +57,7 @@ _FLAGS: dict[str, Flag] = {
     "full_determinism": Flag(
         SWITCH, reason="a run repeats by its seed, but kernels are not forced to be deterministic"
     ),
-    "use_ms": Flag(SWITCH, reason="data and models come from the Hugging Face hub or from disk"),
+    "use_ms": Flag(SWITCH, reason=PLACES),
     "zero_stage": Flag(INTEGER, reason=PROCESS, idle=("0",)),
     "local_rank": Flag(INTEGER, reason=PROCESS, idle=("-1",)),
 }

@@ -15,8 +15,8 @@ _FLAGS: dict[str, Flag] = {
     "data.max_len": Flag(Kind.INTEGER, "max_length", default=2048),
     "ds.param_dtype": Flag(Kind.TEXT),
     "batch_size": Flag(Kind.INTEGER, reason="texts that wait are scored together, up to --batch_tokens"),
-    "reward.normalize_enable": Flag(Kind.SWITCH, reason="scores are the model's own"),
-    "ds.load_in_4bit": Flag(Kind.SWITCH, reason="a reward model is not quantised"),
+    "reward.normalize_enable": Flag(Kind.SWITCH, "normalize_reward"),
+    "ds.load_in_4bit": Flag(Kind.SWITCH, reason="a reward model is not quantised: --bf16 halves its memory"),
     "ds.packing_samples": Flag(Kind.SWITCH, reason=KERNELS),
     **{
         name: FLAGS[name]

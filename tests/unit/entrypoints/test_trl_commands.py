@@ -198,6 +198,24 @@ def test_adapters() -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "flags", "instead"),
+    [
+        ("sft", ("--use_peft", "--use_dora"), "--actor.lora.rslora and a higher --actor.lora.rank"),
+        ("sft", ("--use_peft", "--lora_modules_to_save", "embed"), "leave --use_peft out"),
+        ("sft", ("--use_peft", "--lora_target_parameters", "experts"), "--lora_target_modules"),
+        ("sft", ("--optim", "adafactor"), "--actor.optim muon"),
+        ("sft", ("--truncation_mode", "keep_end"), "--data.overlong drop"),
+        ("kto", ("--sync_ref_model", "True"), "another run may begin with the model of this one"),
+        ("grpo", ("--chat_template_kwargs", "{}"), "--data.chat_template_kwargs"),
+        ("grpo", ("--top_entropy_quantile", "0.2"), "--actor.policy_loss_type"),
+    ],
+)
+def test_what_is_not_honoured_has_an_instead(command: str, flags: tuple[str, ...], instead: str) -> None:
+    notes = translated(command, *flags).notes
+    assert [note for note in notes if note.startswith("not honoured: --") and instead in note], notes
+
+
+@pytest.mark.parametrize(
     ("command", "flags", "share"),
     [
         ("sft", (), 0.05),
