@@ -18,6 +18,7 @@ from rollgrad.domain.episodes.generation import Generation, GenerationRequest, S
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.testing.rollout_engine import FakeRolloutEngine
+from tests.caught_requests import begun, caught, paused
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.tiny_models import LONG
 
@@ -67,11 +68,9 @@ def ask(seed: int = 0, prompt: tuple[int, ...] = (65, 66, 67), **params: Any) ->
 
 
 async def started(engine: RolloutEngine, *requests: GenerationRequest) -> "list[asyncio.Task[Generation]]":
-    """Requests that have drawn a token or more, and not all."""
+    """Requests that have drawn a token or more, and not all, as far as this process knows."""
     while True:
-        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
-        await asyncio.sleep(0)
-        await engine.generate(ask(seed=99, max_new_tokens=2))
+        tasks = await begun(engine, *requests)
         if not any(task.done() for task in tasks):
             return tasks
         await asyncio.gather(*tasks)  # this process, kept from working, heard of an engine's replies too late
@@ -128,8 +127,8 @@ async def test_pause_and_resume_are_idempotent(make: Callable[[], Any], mode: Pa
 async def test_abort_returns_valid_tokens_at_once(make: Callable[[], Any]) -> None:
     engine = make()
     full = await make().generate(ask(max_new_tokens=LONG))
-    (task,) = await started(engine, ask(max_new_tokens=LONG))
-    await engine.pause(PauseMode.ABORT)
+    (task,) = await paused(engine, PauseMode.ABORT, ask(max_new_tokens=LONG))
+    assert task.done()
     generation = await task
     assert generation.stop_reason is StopReason.ABORTED
     count = len(generation.token_ids)
@@ -148,9 +147,7 @@ async def test_wait_lets_requests_finish(make: Callable[[], Any]) -> None:
 async def test_keep_freezes_until_resume_under_new_weights(make: Callable[[], Any]) -> None:
     engine = make()
     full = await make().generate(ask(max_new_tokens=LONG))
-    (task,) = await started(engine, ask(max_new_tokens=LONG))
-    await engine.pause(PauseMode.KEEP)
-    await asyncio.sleep(0.02)
+    (task,) = await paused(engine, PauseMode.KEEP, ask(max_new_tokens=LONG))
     assert not task.done()
     engine.set_version(1)
     await engine.resume()
@@ -245,11 +242,16 @@ async def test_requests_made_while_it_sleeps_wait_until_it_wakes(make: Callable[
 
 async def test_an_abort_spares_requests_that_come_after_it(make: Callable[[], Any]) -> None:
     engine = make()
-    (early,) = await started(engine, ask(max_new_tokens=LONG))
-    pausing = asyncio.create_task(engine.pause(PauseMode.ABORT))
-    await asyncio.sleep(0)
-    late = asyncio.create_task(engine.generate(ask()))
-    await pausing
+    late: asyncio.Task[Generation]
+
+    async def abort() -> None:
+        nonlocal late
+        pausing = asyncio.create_task(engine.pause(PauseMode.ABORT))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(engine.generate(ask()))
+        await pausing
+
+    (early,) = await caught(lambda: begun(engine, ask(max_new_tokens=LONG)), abort, lambda: engine.resume())
     assert (await early).stop_reason is StopReason.ABORTED
     assert not late.done()
     await engine.resume()

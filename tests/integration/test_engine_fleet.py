@@ -29,6 +29,7 @@ from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition import cluster as composition
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.caught_requests import caught
 from tests.fakes import cluster
 from tests.kept_scores import kept_scores
 from tests.tiny_models import LONG
@@ -80,6 +81,12 @@ class World:
         await asyncio.sleep(0)  # which has been called
         await asyncio.gather(*(member.generate(ask(max_new_tokens=4)) for member in members))
         return tasks
+
+    async def frozen(self, count: int) -> list[asyncio.Task[Generation]]:
+        """Requests that a pause has frozen when each had tokens, and none had all of them."""
+        return await caught(
+            lambda: self.begun(count), lambda: self.fleet.pause(PauseMode.KEEP), lambda: self.fleet.resume()
+        )
 
     def run(self, work: Any) -> Any:
         async def bounded() -> Any:
@@ -135,6 +142,29 @@ def vllm_of(member: RayVLLMEngine) -> list[psutil.Process]:
 def kill(member: RayVLLMEngine) -> None:
     """Ends the actor's process as the kernel does when memory runs out."""
     cluster.kill([host_of(member)])
+
+
+@contextmanager
+def standing_still(members: Sequence[RayVLLMEngine]) -> Iterator[tuple[Callable[[], Awaitable[None]], ...]]:
+    """Gives two functions: one stops vLLM's processes, which then end no request, the other lets them go on, as they do
+    after the block."""
+    processes = [process for member in members for process in vllm_of(member)]
+
+    def each(do: Callable[[psutil.Process], None]) -> None:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                do(process)
+
+    async def stop() -> None:
+        each(psutil.Process.suspend)
+
+    async def go_on() -> None:
+        each(psutil.Process.resume)
+
+    try:
+        yield stop, go_on
+    finally:
+        each(psutil.Process.resume)
 
 
 def learn(policy: TorchPolicy, steps: int = 3) -> None:
@@ -214,8 +244,7 @@ def test_frozen_requests_go_on_under_the_new_weights_on_both(world: World, wide_
         states.append({name: tensor.clone() for name, tensor in world.policy.weights()})
 
     async def scenario() -> list[Generation]:
-        tasks = await world.begun(6)
-        await world.fleet.pause(PauseMode.KEEP)
+        tasks = await world.frozen(6)
         note_weights()
         learn(world.policy)
         note_weights()
@@ -238,18 +267,24 @@ def test_all_answers_arrive_when_an_engine_is_killed_and_are_those_of_an_undistu
 ) -> None:
     requests = [ask(s, prompt=(*PROMPT, s), max_new_tokens=LONG) for s in range(40)]
 
-    async def play(doomed: Sequence[psutil.Process]) -> list[Generation]:
-        tasks = await world.asked(requests, world.members[0])
-        cluster.kill(doomed)
+    async def asked() -> list[asyncio.Task[Generation]]:
+        return await world.asked(requests, world.members[0])
+
+    async def disturbed_play(doomed: Sequence[psutil.Process]) -> list[Generation]:
+        with standing_still(world.members) as (stop, go_on):
+            tasks = await caught(asked, stop, go_on)
+            cluster.kill(doomed)
         return await asyncio.gather(*tasks)
+
+    async def play() -> list[Generation]:
+        return await asyncio.gather(*await asked())
 
     learn(world.policy)
     world.run(world.push())
-    quiet = world.run(play([]))
+    quiet = world.run(play())
     replayed = world.fleet.replayed
-    doomed = doomed_of(world.members[0])  # on a busy machine it takes longer to find them than to answer
-    disturbed = world.run(play(doomed))
-    assert world.fleet.replayed - replayed >= len(requests) // 2, "the engine had answered before it was killed"
+    disturbed = world.run(disturbed_play(doomed_of(world.members[0])))
+    assert world.fleet.replayed - replayed >= len(requests) // 2
     for request, other in zip(requests, disturbed, strict=True):
         agrees(world, other, request.prompt_token_ids)
     same = [list(one.token_ids) == list(other.token_ids) for one, other in zip(quiet, disturbed, strict=True)]
@@ -359,8 +394,7 @@ def test_when_the_trainer_dies_in_a_push_nothing_is_sampled_from_half_a_model(wo
         raise WorkerError("rank 1 died")
 
     async def scenario() -> tuple[list[Generation], Generation]:
-        tasks = await world.begun(6)
-        await fleet.pause(PauseMode.KEEP)
+        tasks = await world.frozen(6)
         learn(world.policy)
         with interrupted(world.policy, lose), pytest.raises(WorkerError):
             await world.push()
@@ -447,9 +481,10 @@ def test_when_no_restart_is_left_all_who_wait_hear_it(world: World) -> None:
     health.bounds = evolve(health.bounds, max_restarts=0)
 
     async def scenario() -> None:
-        tasks = await world.begun(8)
-        for member in world.members:
-            kill(member)
+        hosts = [host_of(member) for member in world.members]
+        with standing_still(world.members) as (stop, go_on):
+            tasks = await caught(lambda: world.begun(8), stop, go_on)
+            cluster.kill(hosts)
         async with asyncio.timeout(300):
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(result, EngineError)

@@ -36,6 +36,7 @@ from rollgrad.entrypoints.composition.engines import vllm_settings, weight_backe
 from rollgrad.entrypoints.composition.models import make_actor_model, make_reference_model, make_trained_actor
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.caught_requests import paused
 from tests.integration.test_vllm_engine import kept_scores
 from tests.scripts import ScriptHost
 from tests.tiny_models import LONG
@@ -192,10 +193,7 @@ async def test_a_frozen_request_goes_on_under_the_new_adapter_with_its_keys_and_
     learn(policy)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     await channel.push(policy, 21)
-    task = asyncio.create_task(engine.generate(ask(0, LONG)))
-    await asyncio.sleep(0)  # it is asked first
-    await engine.generate(ask(1, 40))
-    await engine.pause(PauseMode.KEEP)
+    (task,) = await paused(engine, PauseMode.KEEP, ask(0, LONG), tokens=40)
     learn(policy)
     await channel.push(policy, 22)
     await engine.resume()

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -26,12 +25,13 @@ from rollgrad.adapters.weights.disk import Disk
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.batches.packed import PackedBatch, pack
-from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.composition.engines import make_grammars
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.caught_requests import paused
 from tests.integration.test_structured_output import SCHEMA, Sampler, play_one
 from tests.kept_scores import kept_scores
 from tests.tiny_models import LONG
@@ -52,18 +52,6 @@ def ask(seed: int = 0, prompt: tuple[int, ...] = PROMPT, **params: Any) -> Gener
     return GenerationRequest(
         prompt_token_ids=prompt, params=SamplingParams(**{"max_new_tokens": 24, "seed": seed, **params})
     )
-
-
-async def begun(engine: VLLMEngine, request: GenerationRequest, tokens: int = 2) -> "asyncio.Task[Generation]":
-    """Returns a request that a pause has frozen after about `tokens` of its tokens, and before its last."""
-    while True:
-        task = asyncio.create_task(engine.generate(request))
-        await asyncio.sleep(0)  # it is asked first
-        await engine.generate(attrs.evolve(request, params=attrs.evolve(request.params, max_new_tokens=tokens)))
-        await engine.pause(PauseMode.KEEP)
-        if not task.done():
-            return task
-        await engine.resume()  # this process, kept from working, heard of the other's end too late: asked again
 
 
 @pytest.fixture
@@ -258,14 +246,11 @@ async def test_a_cancelled_call_leaves_nothing_in_vllm(vllm_engine: VLLMEngine) 
 async def test_an_abort_returns_the_tokens_so_far_and_refuses_those_who_wait(
     vllm_engine: VLLMEngine, policy: TorchPolicy
 ) -> None:
-    begun = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=LONG)))
-    await asyncio.sleep(0)  # it is asked first
-    await vllm_engine.generate(ask(max_new_tokens=20))
-    await vllm_engine.pause(PauseMode.KEEP)
+    (frozen,) = await paused(vllm_engine, PauseMode.KEEP, ask(max_new_tokens=LONG), tokens=20)
     waiting = asyncio.create_task(vllm_engine.generate(ask()))
     await asyncio.sleep(0)
     await vllm_engine.pause(PauseMode.ABORT)
-    begun, waiting = await begun, await waiting
+    begun, waiting = await frozen, await waiting
     assert begun.stop_reason is waiting.stop_reason is StopReason.ABORTED
     assert list(waiting.token_ids) == []
     assert 0 < len(begun.token_ids) < LONG
@@ -321,7 +306,7 @@ async def test_a_frozen_request_goes_on_under_the_new_weights_with_its_keys_and_
     """Its recorded log-probs are those of the distribution it was drawn from: new weights on old keys and values."""
 
     untrained = {name: tensor.clone() for name, tensor in policy.weights()}
-    task = await begun(vllm_engine, ask(max_new_tokens=LONG), tokens=40)
+    (task,) = await paused(vllm_engine, PauseMode.KEEP, ask(max_new_tokens=LONG), tokens=40)
     learn(policy)
     await channel.push(policy, 1)
     await vllm_engine.resume()
@@ -343,7 +328,7 @@ async def test_what_is_asked_after_a_push_reads_no_keys_and_values_of_the_old_we
     """Also while a frozen request with the same prompt goes on with the old ones, and after it has ended."""
     prompt = (*PROMPT, *(10 + token % 200 for token in range(200)))  # some blocks of the prefix cache
 
-    frozen = await begun(vllm_engine, ask(prompt=prompt, max_new_tokens=300))
+    (frozen,) = await paused(vllm_engine, PauseMode.KEEP, ask(prompt=prompt, max_new_tokens=300))
     learn(policy)
     await channel.push(policy, 1)
     await vllm_engine.resume()
@@ -398,7 +383,7 @@ async def test_weights_that_do_not_arrive_are_noticed_and_the_next_push_heals(
 async def test_a_wrong_model_is_noticed_when_frozen_requests_go_on(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
-    task = await begun(vllm_engine, ask(max_new_tokens=LONG))
+    (task,) = await paused(vllm_engine, PauseMode.KEEP, ask(max_new_tokens=LONG))
     policy.__class__ = Lossy
     policy.fault = "wrong numbers"  # type: ignore[attr-defined]
     await channel.push(policy, 1)
