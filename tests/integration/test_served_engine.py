@@ -58,9 +58,10 @@ def documented() -> tuple[dict[str, str], list[str]]:
 
 @pytest.fixture(scope="module")
 def url(wide_headed_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    kept = socket.socket()  # bound, it lets nobody else have its port until vLLM listens there
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does, without which it could not
+    kept.bind(("127.0.0.1", 0))
+    port = kept.getsockname()[1]
     environment, options = documented()
     # The CPU's build has another name, by which its own command `vllm` does not find it.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(wide_headed_model_dir)]
@@ -85,6 +86,7 @@ def url(wide_headed_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
             server.wait(200)
         finally:
             server.kill()
+            kept.close()
 
 
 def answers(address: str) -> bool:
