@@ -1,5 +1,6 @@
 """Fixtures that many tests share. Tests never reach the network."""
 
+import atexit
 import gc
 import os
 
@@ -63,6 +64,7 @@ def pytest_collection() -> Iterator[Any]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(gc.unfreeze)  # else libraries say that they leak
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -203,6 +205,7 @@ def _freed_memory_is_given_back() -> Iterator[None]:
         from rollgrad.adapters.models.torch.allocator import give_back_freed_memory
 
         gc.collect()
+        gc.freeze()  # else each time would look through the modules that are imported, which takes half a second
         give_back_freed_memory()
 
 

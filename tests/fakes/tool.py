@@ -53,11 +53,11 @@ if __name__ == "__main__":
 '''
 
 
-def mcp_command(folder: Path) -> str:
-    """A command that starts `MCP_SERVER`."""
+def mcp_command(folder: Path, python: str = sys.executable) -> str:
+    """A command that starts `MCP_SERVER`; `python` are words that stand for Python."""
     script = folder / "server.py"
     script.write_text(MCP_SERVER)
-    return f"{sys.executable} {script}"
+    return f"{python} {script}"
 
 
 class McpHttpServer:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +25,8 @@ from rollgrad.adapters.data.examples.rows import Conversation, PlainText, Pretok
 from rollgrad.adapters.data.examples.sources import LOOKED_AT, JsonLines, Mixture, open_sources
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows, TrainOn
 from rollgrad.domain.errors import ConfigurationError, DataError
+from tests.forked_spawns import forked_by
+from tests.scripts import ScriptHost
 
 CHAT = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "seven"}]
 READING = ReadingSettings()
@@ -593,6 +595,14 @@ def test_cut_rows_never_teach_a_stop(tmp_path: Path, tiny_tokenizer: Any) -> Non
         prepared(opened(path), tiny_tokenizer, max_tokens=10, overlong=LongRows.ERROR)
 
 
+@pytest.fixture
+def _forked_processes(script_host: ScriptHost) -> Iterator[None]:
+    """Processes of a test have made their imports before."""
+    with forked_by(script_host.python()):
+        yield
+
+
+@pytest.mark.usefixtures("_forked_processes")
 def test_processes_make_the_same(tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Any] = [{"messages": [CHAT[0], {"role": "assistant", "content": f"{i} " * (i % 7)}]} for i in range(20)]
     path = write(tmp_path / "a.jsonl", *rows, b"{")
@@ -607,6 +617,7 @@ def die(tasks: Any) -> None:
     os._exit(1)
 
 
+@pytest.mark.usefixtures("_forked_processes")
 def test_the_death_of_a_process_is_a_sentence(
     tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

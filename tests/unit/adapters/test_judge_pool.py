@@ -21,9 +21,15 @@ from rollgrad.domain.errors import ConfigurationError, RewardError
 from tests.fakes import hostile_judge
 
 TIMEOUT = 60.0
-SHORT = 1.0
+SHORT = 0.3
 WAYS = ["namespaces"] * (code_run.namespaces_problem() is None) + ["landlock"] * (walls.landlock_version() > 0)
 FAILED = Verdict(failed=True)
+RECURSION = """
+import sys; sys.setrecursionlimit(10 ** 9)
+exec("def f(): " + " = ".join(f"x{n}" for n in range(1000)) + " = f()")
+f()
+"""
+"""A call in a call without end; each has many variables, so that memory ends soon."""
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -81,7 +87,7 @@ def test_the_environment_is_empty(pool: JudgePool, monkeypatch: pytest.MonkeyPat
         "x = bytearray(8 << 30)",
         "x = []\nwhile 1: x.append(bytes(1 << 20))",
         "import mmap; mmap.mmap(-1, 8 << 30)",
-        "f = lambda: f()\nimport sys; sys.setrecursionlimit(10 ** 9)\nf()",
+        RECURSION,
         "eval('(' * 10 ** 6)",
         "import os; os._exit(0)",
         "import os; os.abort()",

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,21 @@ from rollgrad.adapters.tools.mcp import TOKEN_VARIABLE, McpTool, McpTools, conne
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 from tests.fakes.tool import McpHttpServer, mcp_command
+from tests.scripts import ScriptHost
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Words that stand for Python with the imports of a server made."""
+    host = ScriptHost(tmp_path_factory.mktemp("python"), ("mcp.server.mcpserver",))
+    yield shlex.join(host.python())
+    host.close()
 
 
 @pytest.fixture(params=["stdio", "http"])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def server(request: pytest.FixtureRequest, python: str, tmp_path: Path) -> Iterator[str]:
     if request.param == "stdio":
-        yield mcp_command(tmp_path)
+        yield mcp_command(tmp_path, python)
     else:
         http = McpHttpServer()
         yield http.url
@@ -97,8 +107,8 @@ async def test_a_closed_connection_says_so(server: str) -> None:
         await named(connection, "repeat").call({"text": "x"})
 
 
-async def test_a_server_that_dies_is_a_lost_connection(tmp_path: Path) -> None:
-    async with await connect(mcp_command(tmp_path)) as connection:
+async def test_a_server_that_dies_is_a_lost_connection(python: str, tmp_path: Path) -> None:
+    async with await connect(mcp_command(tmp_path, python)) as connection:
         for name, arguments in (("die", {}), ("repeat", {"text": "x"})):
             with pytest.raises(ConnectionError, match="closed"):
                 await named(connection, name).call(arguments)

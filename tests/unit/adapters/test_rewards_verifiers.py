@@ -15,7 +15,7 @@ from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, RewardError
 
 TIMEOUT = 60.0
-SHORT = 1.0
+SHORT = 0.3
 """For a judgement that would take for ever."""
 ENDLESS = "$9^{9^{9^{9}}}$"
 """Mathematics that evaluates for ever."""
