@@ -129,12 +129,16 @@ def first_tokens(config: RLConfig) -> list[list[float]]:
 
 
 def test_the_trace_of_each_process_is_written(finished: RLConfig) -> None:
-    profile = Path(finished.ckpt.output_dir) / "profile"
-    (step,) = profile.iterdir()
-    assert {path.name for path in step.iterdir()} == {"run.json.gz", "actor-0.json.gz", "actor-1.json.gz"}
+    (step,) = (Path(finished.ckpt.output_dir) / "profile").iterdir()
+    assert traced(step) == {"run", "actor-0", "actor-1"}
+
+
+def traced(step: Path) -> set[str]:
+    """The processes of which there are traces of a step, in each of which something was computed."""
     for path in step.iterdir():
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         assert any(event["name"].startswith("aten::") for event in events), path.name
+    return {path.name.removesuffix(".json.gz") for path in step.iterdir()}
 
 
 TRAINERS: dict[str, tuple[type[Any], Callable[[Any], rollgrad.TrainResult], tuple[str, ...]]] = {
@@ -367,6 +371,7 @@ def ppo_colocated(config: RLConfig, reward_model: str) -> dict[str, Any]:
     config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 1
     config.reward.model_name_or_path, config.reward.timeout, config.reward.num_gpus_per_node = reward_model, 300, 2
     config.train.colocate_all = config.train.optimizer_sleeps = True
+    config.train.profile_steps = STEPS - 1
     config.ds.zero_stage = 3
     return {"reward": None}
 
@@ -417,6 +422,9 @@ def test_every_pipeline_trains_with_vllm_and_goes_on_when_it_loses_its_engine(
         replies = [RewardInput(text="", token_ids=tuple(each.token_ids_T.tolist())) for each in played]
         wanted = [score for score, _ in cluster.reward_model(str(reward_model_dir)).judge(replies)]
         assert [each.reward for each in played] == pytest.approx(wanted, abs=1e-4)
+        models = {"run", "actor-0", "actor-1", "critic-0", "reference-0", "reward-0", "reward-1"}
+        last = Path(config.ckpt.output_dir) / "profile" / f"step-{STEPS:06d}"
+        assert traced(last) == models | {"engine-0-vllm-0"}, "also of the engine in the lost one's place"
     else:
         nothing_is_lost(config)
         (last,) = (Path(config.ckpt.output_dir) / "weights").iterdir()
