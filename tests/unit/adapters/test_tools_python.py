@@ -109,7 +109,10 @@ def _adopted(script: str) -> list[int]:
         ("import json, math, re, hashlib, sqlite3, decimal; json.dumps([math.pi])", "'[3.141592653589793]'"),
         ("print(1)\nquit()", "1"),
         ("import sys; sys.exit(0)", "(no output)"),
-        ("open('a.py', 'w').write('b = 5')\nimport a\na.b", "5"),
+        (  # an import may know the directory as it was in the same tick of the clock
+            "open('a.py', 'w').write('b = 5')\nimport importlib; importlib.invalidate_caches()\nimport a\na.b",
+            "5",
+        ),
         ("import multiprocessing\nwith multiprocessing.Pool(2) as p: print(p.map(abs, [-1, 2]))", "[1, 2]"),
         ("import subprocess, sys; subprocess.check_output(['/bin/echo', 'hi'])", "b'hi\\n'"),
         ("import os; [os.getcwd() == os.environ['HOME'], os.listdir()]", "[True, []]"),
