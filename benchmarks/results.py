@@ -12,7 +12,8 @@ import cattrs
 import psutil
 import torch
 
-from rollgrad.entrypoints.description import versions
+from rollgrad.entrypoints.description import COMPUTING
+from rollgrad.entrypoints.run_record import versions
 
 RESULTS = Path(__file__).resolve().parent / "results"
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
@@ -63,7 +64,7 @@ def machine_facts() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "versions": versions(),
+        "versions": versions(COMPUTING),
     }
 
 

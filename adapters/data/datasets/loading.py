@@ -131,6 +131,10 @@ def _mix(
 def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
     """Reads one split of one dataset."""
     path = Path(name)
+    try:
+        path.exists()
+    except OSError as error:  # a name that is too long, or a directory that may not be looked into
+        raise DataError(f"The dataset {name} cannot be read ({error.strerror or error}): check the path.") from error
     if path.suffix in FILE_FORMATS:
         loaded = _read_file(path)
     elif path.is_dir():

@@ -143,6 +143,8 @@ def text_as_parquet(tmp_path: Path) -> Path:
         (header_only, r"header\.csv has no rows"),
         (no_list, r"list\.json has no rows"),
         (folder_of_that_name, r"rows\.json is no file"),
+        (lambda tmp_path: tmp_path / ("x" * 300 + ".csv"), r"x\.csv cannot be read \(File name too long\)"),
+        (lambda tmp_path: "x" * 300, r"x cannot be read \(File name too long\)"),
         (not_a_dataset, "folder cannot be read"),
         (lambda tmp_path: "", "No dataset is set"),
     ],
