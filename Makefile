@@ -56,8 +56,10 @@ test: $(VENV)/.test-stamp
 	$(SAY_BROWSER)
 	$(PYTEST) -m "not chaos and not demo and ($(GPU)) $(PAGE)"
 
+# The cache keeps failures of tests that are no more, and of runs of a few: they are not to be tried again.
 test-all: $(VENV)/.test-stamp
 	$(SAY_BROWSER)
+	@rm -f .pytest_cache/v/cache/lastfailed
 	$(PYTEST) -m "($(GPU)) $(PAGE)" || { [ $$? -eq 1 ] && $(BIN)/python scripts/failed_again.py; }
 
 check: lint

@@ -198,9 +198,9 @@ def tiny_mixture_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _freed_memory_is_given_back() -> Iterator[None]:
-    """Models that tests train in this process would leave gigabytes in it, while others run beside it."""
-    yield
+def _freed_memory_is_given_back() -> None:
+    """Models that tests of modules before have trained in this process would leave gigabytes in it, while others run
+    beside it. At the end of a module its last test still holds what it was given, which would be frozen for good."""
     if psutil.Process().memory_info().rss > LARGE:
         from rollgrad.adapters.models.torch.allocator import give_back_freed_memory
 

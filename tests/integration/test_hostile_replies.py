@@ -24,7 +24,7 @@ from tests.hostile_replies import (
     verifiers,
 )
 
-TIMEOUT, SHORT = 0.5, 0.25
+TIMEOUT, SHORT = 1.0, 0.25
 """Some replies use all of it. What must not be late is asked again; verifiers need less than scorers."""
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from scripts import failed_again
 
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
 from pathlib import Path
 import pytest
@@ -42,3 +43,9 @@ def test_few_tests_that_failed_get_a_second_try(
     assert {len((tmp_path / f"tries{number}").read_text()) for number in range(count)} == {tries}
     assert len((tmp_path / "whole").read_text()) == 1, "what passed does not run again"
     assert said in capfd.readouterr().out
+
+
+def test_failures_of_runs_before_are_forgotten() -> None:
+    done = subprocess.run(["make", "-n", "test-all"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+    forgets, runs = (done.stdout.index(words) for words in ("rm -f .pytest_cache/v/cache/lastfailed", "bin/pytest"))
+    assert forgets < runs
