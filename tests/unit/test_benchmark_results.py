@@ -1,4 +1,4 @@
-"""What the scripts under benchmarks/ keep."""
+"""Results that the scripts under benchmarks/ keep."""
 
 import json
 import os
