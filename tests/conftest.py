@@ -210,7 +210,7 @@ def _freed_memory_is_given_back() -> None:
 
 
 @pytest.fixture(scope="session")
-def vllm_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost]:
+def vllm_host(tmp_path_factory: pytest.TempPathFactory, script_host: ScriptHost) -> Iterator[ScriptHost]:
     """Runs Python programs, the cores of vLLM engines among them, without the imports that vLLM needs; where there are
     GPUs, which are lost in a fork, with them, and no cores."""
     import torch
@@ -218,7 +218,10 @@ def vllm_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost]:
     from tests.forked_spawns import forked_by
 
     on_gpus = torch.cuda.is_available()
-    host = ScriptHost(tmp_path_factory.mktemp("vllm"), () if on_gpus else VLLM_MODULES, QUIET)
+    if on_gpus:
+        host = ScriptHost(tmp_path_factory.mktemp("vllm"), (), QUIET)
+    else:
+        host = ScriptHost(tmp_path_factory.mktemp("vllm"), VLLM_MODULES, QUIET, within=script_host)
     with nullcontext() if on_gpus else forked_by(host.python()):
         yield host
     host.close()

@@ -52,12 +52,17 @@ QUIET = {
 class ScriptHost:
     """Starts the process, with a socket in `folder`. Its programs can import rollgrad, as where that is installed, and
     nothing else of the repository; variables that are read when a library is imported are the host's, `variables`
-    among them."""
+    among them. A host that is a program of another has that one's modules, too."""
 
     def __init__(
-        self, folder: Path, modules: tuple[str, ...] = MODULES, variables: Mapping[str, str] = MappingProxyType({})
+        self,
+        folder: Path,
+        modules: tuple[str, ...] = MODULES,
+        variables: Mapping[str, str] = MappingProxyType({}),
+        *,
+        within: "ScriptHost | None" = None,
     ) -> None:
-        self._folder, self._modules, self._variables = folder, modules, variables
+        self._folder, self._modules, self._variables, self._within = folder, modules, variables, within
         self._process: subprocess.Popen[bytes] | None = None
         (folder / "path").mkdir()
         (folder / "path" / "rollgrad").symlink_to(ROOT / "rollgrad")
@@ -102,10 +107,14 @@ class ScriptHost:
         with socket.socket(socket.AF_UNIX) as listener:  # clients may connect before the imports are made
             listener.bind(str(path))
             listener.listen()
+            number = str(listener.fileno())
+            python, passed = [sys.executable], {}
+            if self._within is not None:
+                python, passed = self._within.python(), {"SCRIPT_FILES": number}
             return subprocess.Popen(
-                [sys.executable, str(ROOT / "tests" / "script_host.py"), str(listener.fileno()), *self._modules],
+                [*python, str(ROOT / "tests" / "script_host.py"), number, *self._modules],
                 cwd=ROOT,
-                env={**self._environment(), **self._variables},
+                env={**self._environment(), **self._variables, **passed},
                 start_new_session=True,
                 stdin=subprocess.PIPE,  # which ends with this process, however that ends
                 pass_fds=[listener.fileno()],

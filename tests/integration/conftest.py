@@ -32,16 +32,18 @@ collect_ignore = [file for file, packages in NEEDS.items() if not all(map(import
 
 
 @pytest.fixture(scope="session")
-def worker_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost]:
+def worker_host(tmp_path_factory: pytest.TempPathFactory, script_host: ScriptHost) -> Iterator[ScriptHost]:
     """Runs Python programs, Ray's workers among them, without the imports that processes of models and engines need;
     where there are GPUs, which are lost in a fork, with them, and no workers."""
     import torch
 
     from tests.forked_ray import fork_workers
 
-    on_gpus = torch.cuda.is_available()
-    host = ScriptHost(tmp_path_factory.mktemp("workers"), () if on_gpus else RAY_MODULES, QUIET)
-    if not on_gpus:
+    folder = tmp_path_factory.mktemp("workers")
+    if torch.cuda.is_available():
+        host = ScriptHost(folder, (), QUIET)
+    else:
+        host = ScriptHost(folder, RAY_MODULES, QUIET, within=script_host)
         fork_workers(host.python()[-1])
     yield host
     host.close()
