@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,8 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from tests.contract import test_rollout_engine, test_weight_channel
 from tests.integration import test_vllm_engine
-from tests.integration.test_vllm_engine import FLAG, TOLERANCE, channel, learn, policy
+from tests.integration.test_vllm_engine import FLAG, PROMPT, TOLERANCE, ask, channel, learn, policy, scores
+from tests.scripts import ScriptHost
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
 
@@ -56,17 +57,18 @@ def documented() -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=", 1) for word in words[:start]), words[start + 3 :]
 
 
-@pytest.fixture(scope="module")
-def url(wide_headed_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def serving(python: Sequence[str], model: Path, folder: Path) -> Iterator[str]:
+    """Starts `vllm serve` with these words for `sys.executable`, and a log in `folder`; gives its address."""
     kept = socket.socket()  # bound, it lets nobody else have its port until vLLM listens there
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does, without which it could not
     kept.bind(("127.0.0.1", 0))
     port = kept.getsockname()[1]
     environment, options = documented()
     # The CPU's build has another name, by which its own command `vllm` does not find it.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(wide_headed_model_dir)]
+    command = [*python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += [*options, *shlex.split(ON_A_CPU), "--port", str(port)]
-    log = tmp_path_factory.mktemp("vllm") / "log"
+    log = folder / "log"
     compiles = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("w") as output:
         server = subprocess.Popen(
@@ -89,20 +91,32 @@ def url(wide_headed_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
             kept.close()
 
 
+@pytest.fixture(scope="module")
+def url(wide_headed_model_dir: Path, vllm_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(vllm_host.python(), wide_headed_model_dir, tmp_path_factory.mktemp("vllm")) as address:
+        yield address
+
+
 def answers(address: str) -> bool:
     with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as reply:
         return bool(reply.status == 200)
     return False
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def served(url: str, wide_headed_model_dir: Path) -> AsyncIterator[ServedEngine]:
-    vocabulary = len(load_tokenizer(str(wide_headed_model_dir), flag=FLAG))
+@asynccontextmanager
+async def connected(url: str, model: Path) -> AsyncIterator[ServedEngine]:
+    vocabulary = len(load_tokenizer(str(model), flag=FLAG))
     engine = ServedEngine(url, eos_token_ids=(), vocabulary=vocabulary)
     await engine.ready()
     await engine.require_weights()
     yield engine
     await engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def served(url: str, wide_headed_model_dir: Path) -> AsyncIterator[ServedEngine]:
+    async with connected(url, wide_headed_model_dir) as engine:
+        yield engine
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -147,6 +161,20 @@ AS_WITHOUT_A_SERVER = {
     )
 }
 globals().update(PROMISES | AS_WITHOUT_A_SERVER)
+
+
+@pytest.mark.demo
+async def test_a_server_that_makes_its_own_imports_samples_from_new_weights(
+    wide_headed_model_dir: Path, policy: TorchPolicy, tmp_path: Path
+) -> None:
+    """As a user starts it."""
+    learn(policy)
+    with serving([sys.executable], wide_headed_model_dir, tmp_path) as address:
+        async with connected(address, wide_headed_model_dir) as engine:
+            await EngineWeights(engine).push(policy, 1)
+            generation = await engine.generate(ask())
+    assert set(generation.versions) == {1}
+    assert list(generation.logprobs) == pytest.approx(scores(policy, PROMPT, generation.token_ids), abs=TOLERANCE)
 
 
 def test_every_promise_is_looked_at() -> None:
