@@ -119,6 +119,19 @@ def spawning_host(tmp_path: Path) -> Iterator[ScriptHost]:
     host.close()
 
 
+def test_a_host_within_another_has_the_imports_of_both(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("outer", "inner")]
+    for folder in folders:
+        folder.mkdir()
+    outer = ScriptHost(folders[0], modules=("colorsys",))
+    inner = ScriptHost(folders[1], modules=("forked_spawns", "plistlib"), within=outer)
+    try:
+        assert inner.run("-c", "import sys; print({'colorsys', 'plistlib'} <= sys.modules.keys())") == "True\n"
+    finally:
+        inner.close()
+        outer.close()
+
+
 def test_what_a_program_spawns_is_a_fork(spawning_host: ScriptHost, tmp_path: Path) -> None:
     (tmp_path / "spawns.py").write_text(SPAWNS)
     theirs, ours = (
