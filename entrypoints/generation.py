@@ -35,7 +35,7 @@ from rollgrad.domain.episodes.rewards import FailureKind, Reward, RewardRequest,
 from rollgrad.domain.errors import ConfigurationError, DataError, RewardError, RollgradError, raise_together
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.cluster import keep_roles
-from rollgrad.entrypoints.composition.lifetimes import closing, shut_down
+from rollgrad.entrypoints.composition.lifetimes import closing, gives_memory_back, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer
 from rollgrad.entrypoints.description import flat_settings
 from rollgrad.entrypoints.dry_run import scoring_file_problems
@@ -104,6 +104,7 @@ def generate(
     )
 
 
+@gives_memory_back
 def generate_chosen(
     config: RLConfig,
     out: Path | str,
@@ -154,6 +155,7 @@ def generate_chosen(
         shut_down(container)
 
 
+@gives_memory_back
 def score(
     config: RLConfig,
     source: Path | str,

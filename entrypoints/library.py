@@ -17,7 +17,7 @@ from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.cluster import keep_roles
 from rollgrad.entrypoints.composition.extensions import load_extension
-from rollgrad.entrypoints.composition.lifetimes import closing, give, given, shut_down
+from rollgrad.entrypoints.composition.lifetimes import closing, give, given, gives_memory_back, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.run_directory import alone, check_output
@@ -27,6 +27,7 @@ from rollgrad.entrypoints.training import from_anywhere, run_interruptibly, trai
 Result = TypeVar("Result")
 
 
+@gives_memory_back
 def train(
     config: RLConfig,
     *,
@@ -70,6 +71,7 @@ def train(
         )
 
 
+@gives_memory_back
 def evaluate(
     config: RLConfig,
     *,

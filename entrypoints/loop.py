@@ -7,7 +7,6 @@ A loop's directory holds `loop.json`, `config.yaml`, `metrics.jsonl`, the report
 (`replies.jsonl`), their rewards (`scored.jsonl`), what is learned from (`examples.jsonl`) and the training (`run`).
 """
 
-import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,6 @@ from rollgrad.adapters.checkpoints.lock import locked
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.data.datasets.prompt_builder import with_suffix
 from rollgrad.adapters.data.replies import Row, read_rows, rows_text
-from rollgrad.adapters.models.torch.allocator import give_back_freed_memory
 from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.loop import (
     CSFTRun,
@@ -105,11 +103,7 @@ def loop(run: LoopRun, *, reward: RewardSource | Callable[..., Any] | None = Non
         state = _begin(run, output)
         stopped_by = None
         while stopped_by is None and state.iteration <= run.loop.iterations:
-            try:
-                stopped_by = _stage(run, output, state, reward)
-            finally:  # the next stage's engine, in processes of its own, takes what is free on the GPU
-                gc.collect()
-                give_back_freed_memory()
+            stopped_by = _stage(run, output, state, reward)
             if stopped_by is None:
                 _advance(run, output, state)
         model = _model(output, min(state.iteration, run.loop.iterations + 1) - 1)

@@ -21,7 +21,7 @@ from rollgrad.entrypoints.composition.dpo import dpo_container
 from rollgrad.entrypoints.composition.examples import note_repeated
 from rollgrad.entrypoints.composition.kd import kd_container
 from rollgrad.entrypoints.composition.kto import kto_container
-from rollgrad.entrypoints.composition.lifetimes import give
+from rollgrad.entrypoints.composition.lifetimes import give, gives_memory_back
 from rollgrad.entrypoints.composition.prm import prm_container
 from rollgrad.entrypoints.composition.rm import rm_container
 from rollgrad.entrypoints.composition.sft import sft_container
@@ -139,6 +139,7 @@ def train_kd(config: KDRun, **adapters: Any) -> TrainResult:
     return _train("train_kd", config, kd_container, adapters)
 
 
+@gives_memory_back
 def _train(
     function: str, config: Offline, make: Callable[[Offline], BaseContainer], adapters: Mapping[str, Any]
 ) -> TrainResult:

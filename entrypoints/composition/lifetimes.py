@@ -4,8 +4,11 @@ A provider says so by its kind: `providers.Resource(closed_at_end, MAKE, ...)` c
 `LoopResource(MAKE, ...)` by its `aclose`; both only if it was made.
 """
 
+import gc
+import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from dependency_injector import containers, providers
 
@@ -16,8 +19,12 @@ CLOSED = ("engine", "sink", "tool_box", "server")
 """Adapters that hold connections, threads or files of one run, which closes them, whoever made them. Others may serve
 several runs: their maker closes them."""
 
+KEEPS_MEMORY = "rollgrad.adapters.models.torch.allocator"
+"""Module that whatever loads a model has imported."""
+
 Made = TypeVar("Made", bound=Closable)
 Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
 
 
 class LoopResource(providers.Resource[Any]):
@@ -77,3 +84,19 @@ def shut_down(container: containers.DeclarativeContainer) -> None:
     except Exception:
         shut_down(container)  # the one that raised counts as closed
         raise
+
+
+def gives_memory_back(work: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Makes a function return the memory of its models to the system, and to the GPU, when it has ended: a notebook
+    keeps it otherwise, and each training there adds to it; an engine in a process of its own takes what is free."""
+
+    @wraps(work)
+    def then_given_back(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+        try:
+            return work(*arguments, **keywords)
+        finally:
+            if (allocator := sys.modules.get(KEEPS_MEMORY)) is not None:  # else there was no model
+                gc.collect()  # models are in circles of references
+                allocator.give_back_freed_memory()
+
+    return then_given_back
