@@ -28,6 +28,7 @@ from rollgrad.adapters.chat.special_text import Guarded, guard, unused_character
 from rollgrad.adapters.chat.streaming import TokenStream
 from rollgrad.adapters.chat.text_encoder import TextEncoder, well_formed
 from rollgrad.adapters.chat.tool_text import as_text
+from rollgrad.application.foreign import error_text
 from rollgrad.domain.episodes.messages import Message, ParsedReply, ReplyForm
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ToolSchema
@@ -321,8 +322,6 @@ class TemplateCodec(TextEncoder, ChatCodec):
         render: Callable[[list[Message], list[ToolSchema] | None], Rendered],
     ) -> Rendered:
         """Calls `render` with the messages in the form that the template accepts; returns its result."""
-        from jinja2 import TemplateError
-
         written = list(messages) if self._knows_tools else as_text(messages, tools)
         written = in_parts(written) if self._reads_parts_alone else written
         schemas = list(tools) if self._knows_tools and tools else None
@@ -330,11 +329,12 @@ class TemplateCodec(TextEncoder, ChatCodec):
         for candidate in (written, _with_text_arguments(written)):
             try:
                 return render(candidate, schemas)
-            except (TemplateError, TypeError) as refused:  # some templates want the arguments of calls as JSON text
+            except Exception as refused:  # some want calls' arguments as JSON text; its code may raise anything
                 error = error or refused
+        assert error is not None
         raise DataError(
-            f"The model's chat template refuses the messages: {error} (change them, or render them yourself with "
-            f"--data.apply_chat_template False). They are: {list(messages)!r}."
+            f"The model's chat template refuses the messages: {error_text(error)} (change them, or render them "
+            f"yourself with --data.apply_chat_template False). They are: {list(messages)!r}."
         ) from error
 
     def generation_spans(self, guarded: Guarded, count: int) -> list[tuple[int, int]]:

@@ -61,7 +61,13 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 @pytest.mark.parametrize(
-    "written", ["{{ message['content'] }}", "{{ message['content'] | tojson }}", "{{ message['content'][0]['text'] }}"]
+    "written",
+    [
+        "{{ message['content'] }}",
+        "{{ message['content'] | tojson }}",
+        "{{ message['content'][0]['text'] }}",
+        "{{ message['content'].index('text') }}",  # which raises ValueError for a list
+    ],
 )
 def test_a_template_that_writes_answers_of_tools_as_texts_is_found_out(written: str) -> None:
     _, processor = tiny_vlm("qwen2_5_vl")
