@@ -189,7 +189,7 @@ def score(
         raise ConfigurationError(f"--out is {str(out)!r}, which is the file that is read: choose another --out.")
     config = evolve(config, algo=AlgoConfig())  # its teachers give no rewards
     raise_together([*scoring_errors(config, has_reward=reward is not None), *scoring_file_problems(config)])
-    keys, models = _surveyed(source)
+    keys, models = _surveyed(source, by_model=config.reward.model_name_or_path is not None)
     if not config.actor.model_name_or_path:
         config = evolve(config, actor=evolve(config.actor, model_name_or_path=_only(models)))
     container = container_with(config, reward, None, adapters, "score")
@@ -237,16 +237,21 @@ def _check_servers(servers: Sequence[ServedEngine], config: RLConfig, *, logprob
             )
 
 
-def _surveyed(source: Path) -> tuple[set[tuple[int, int]], set[str]]:
+def _surveyed(source: Path, *, by_model: bool) -> tuple[set[tuple[int, int]], set[str]]:
     """Returns row and sample of all replies of a file, which are not kept in memory, and the models whose tokens they
     have.
 
     Raises:
-        DataError: a line is no reply, or there is none.
+        DataError: a line is no reply, or there is none; or, `by_model`, its prompt had images.
     """
     keys: set[tuple[int, int]] = set()
     models: set[str] = set()
     for row in read_rows(source, flag="--input", keys=keys):
+        if by_model and row.get("images"):
+            raise DataError(
+                f"Row {row['row']} of {source} is a reply to images, which are not kept with it, so that no reward "
+                "model can judge it: score it by --reward.function_path or --reward.verifier."
+            )
         if row.get("tokens"):
             models.add(row.get("model", ""))
     if not keys:

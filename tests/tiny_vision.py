@@ -285,6 +285,21 @@ def save_tiny_vlm(family: str, path: Path, *, positions: int = 512) -> str:
     return str(path)
 
 
+def save_tiny_reward(base: str, path: Path) -> None:
+    """Writes the model in the folder `base` as a reward model, whose head is random, to the folder `path`."""
+    import torch
+
+    from rollgrad.adapters.models.torch.loading import load_critic, load_tokenizer
+    from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+    from rollgrad.adapters.models.torch.trained_reward import TorchReward
+
+    model, _ = load_critic(base, dtype=torch.float32, device=torch.device("cpu"), flag="base")
+    width = model.config.get_text_config().hidden_size
+    head = {"weight": torch.randn(1, width, generator=torch.Generator().manual_seed(1))}
+    settings = OptimizerSettings(lr=1e-3, total_steps=1)
+    TorchReward(model, load_tokenizer(base, flag="base"), settings, head=head).save(path)
+
+
 def codec_of(processor: Any) -> TemplateCodec:
     """The codec of a processor's template."""
     return TemplateCodec(processor.tokenizer, images=ImageRenderer(processor))

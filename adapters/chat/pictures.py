@@ -58,7 +58,8 @@ class ImageRenderer:
         self._processor = processor
         self.mark: str = processor.image_token
         """Text that a chat template writes in the place of an image."""
-        self._settings = hashlib.sha256(processor.to_json_string().encode()).digest()
+        self.settings = hashlib.sha256(processor.to_json_string().encode()).digest()
+        """Hash of what the processor makes of images: equal ones make equal tensors."""
 
     def inputs(self, text: str, data: bytes) -> dict[str, Tensor]:
         """Returns the model's arguments for a text with one marked image, as the processor makes them."""
@@ -90,7 +91,7 @@ class ImageRenderer:
             found = self._processed([picture])
             ((replacement,),) = found["text_replacement_offsets"]
         tensors = {name: value for name, value in found.items() if name not in OF_TEXT and isinstance(value, Tensor)}
-        digest = hashlib.sha256(self._settings + data).hexdigest()
+        digest = hashlib.sha256(self.settings + data).hexdigest()
         return RenderedImage(image=Image(digest=digest, data=data, tensors=tensors), text=replacement["replacement"])
 
     def check_count(self, images: int) -> None:

@@ -140,4 +140,4 @@ class ModelReward(RewardSource):
 
 
 def _input(request: RewardRequest) -> RewardInput:
-    return RewardInput(text=request.query, token_ids=request.token_ids, reply=request.response)
+    return RewardInput(text=request.query, token_ids=request.token_ids, reply=request.response, images=request.images)

@@ -120,6 +120,7 @@ class ServedAgentExecutor(AgentExecutor):
                 response=str(session.last.message["content"]) if session.last is not None else "",
                 stop_reason=StopReason.STOP,
                 step=latest.version,
+                images=latest.images,
             )
         return await judged(self._rewards, question)
 

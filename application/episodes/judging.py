@@ -6,6 +6,7 @@ Invariant: `query` is the exact text that the model read and sampled. Does not o
 from collections.abc import Sequence
 
 from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.messages import Message, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
@@ -30,6 +31,7 @@ def judge_request(
     stop_reason: StopReason,
     step: int,
     completion: Sequence[Message] = (),
+    images: PlacedImages = (),
 ) -> RewardRequest:
     """Returns the request to judge the episode whose tokens are `token_ids`.
 
@@ -42,6 +44,7 @@ def judge_request(
         stop_reason: why the episode ended.
         step: version of the policy.
         completion: replies and observations as messages; by default `response` as one message.
+        images: those that some of the tokens stand for.
     """
     tokens = tuple(map(int, token_ids))
     known = len(prompt.token_ids)
@@ -57,6 +60,7 @@ def judge_request(
         token_ids=tokens,
         response_token_ids=tokens[known:],
         completion=tuple(completion) or (assistant_message(response),),
+        images=images,
         step=step,
     )
 
@@ -68,6 +72,7 @@ def answer_request(codec: ChatCodec, prompt: Prompt, answer: str, *, step: int) 
         response=answer,
         stop_reason=StopReason.STOP,
         query=prompt.text + answer + codec.end_of_turn,
+        images=prompt.images,
         step=step,
     )
 

@@ -62,11 +62,13 @@ class _Turn:
 @frozen(kw_only=True, eq=False)
 class LatestReply:
     """The latest reply. `token_ids`: from the beginning of its branch to its end. `opening`: number of tokens before
-    the branch's first reply. `version`: of the policy that sampled its last token."""
+    the branch's first reply. `version`: of the policy that sampled its last token. `images`: those that some of the
+    tokens stand for."""
 
     token_ids: tuple[int, ...]
     opening: int
     version: int
+    images: PlacedImages = ()
 
 
 class TokenLedger:
@@ -102,6 +104,7 @@ class TokenLedger:
             token_ids=latest.token_ids,
             opening=len(first.prepared.token_ids),
             version=int(latest.generation.versions[-1]),
+            images=latest.prepared.images,
         )
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Prepared:

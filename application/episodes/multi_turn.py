@@ -139,5 +139,6 @@ class MultiTurnExecutor(AgentExecutor):
             stop_reason=stop_reason,
             step=latest.version,
             completion=session.spoken,
+            images=latest.images,
         )
         return await judged(self._rewards, question)

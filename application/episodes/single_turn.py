@@ -60,6 +60,7 @@ class SingleTurnExecutor(AgentExecutor):
             response=response,
             stop_reason=generation.stop_reason,
             step=int(generation.versions[-1]),
+            images=prompt.images,
         )
         try:
             with foreign_code(lambda words: RewardError(f"The reward raised {words}")):

@@ -111,6 +111,7 @@ class ToolEnvironment(Environment):
             response=answer,
             stop_reason=StopReason.STOP,
             query=prompt.text + answer + self._end_of_turn,
+            images=prompt.images,
             step=self._step,
         )
         (reward,) = await self._rewards.score([request])

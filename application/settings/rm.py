@@ -9,6 +9,7 @@ from attrs import define
 
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules.examples import example_errors
+from rollgrad.application.settings.sections.actor import frozen_tower_setting
 from rollgrad.application.settings.sections.examples import (
     ExampleAdamConfig,
     ExampleModelConfig,
@@ -33,6 +34,7 @@ class RewardModelConfig(ExampleModelConfig):
     """The model that becomes a reward model, and its optimizer."""
 
     adam: RewardAdamConfig = section(RewardAdamConfig, "AdamW.")
+    freeze_visual_encoder: bool = frozen_tower_setting()
 
 
 @define(kw_only=True)
@@ -67,11 +69,6 @@ def rm_errors(run: RMRun) -> list[ConfigurationError]:
 
 def reward_problems(run: RMRun) -> Iterator[str]:
     """Yields what a reward model has no use for."""
-    if run.data.image_key is not None:
-        yield (
-            f"data.image_key is {run.data.image_key!r}, but a reward model is given no images: leave out "
-            "--data.image_key."
-        )
     if run.data.overlong is LongRows.CUT:
         yield (
             "data.overlong is cut, but a reward model judges whole replies, by their last token: set --data.overlong "

@@ -7,6 +7,7 @@ from typing import Any
 from attrs import Factory, field, frozen
 
 from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.messages import Message, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 
@@ -19,7 +20,8 @@ class RewardRequest:
     as the model saw and wrote them, special tokens included; it begins with the prompt's text, and defaults to that
     text and `response`. `token_ids` are the tokens of `query`; None for an answer that no model sampled as such
     (one that an agent took from a reply). `response_token_ids` are those of the reply. `completion` is the reply as
-    chat messages, by default one. `step` is the version of the policy that wrote the reply.
+    chat messages, by default one. `images` are those of `query`, in the order of their tokens; their places are among
+    `token_ids`, where these are known. `step` is the version of the policy that wrote the reply.
     """
 
     prompt: Prompt
@@ -31,6 +33,7 @@ class RewardRequest:
     completion: tuple[Message, ...] = field(
         default=Factory(lambda self: (assistant_message(self.response),), takes_self=True)
     )
+    images: PlacedImages = ()
     step: int = 0
 
     @property
@@ -41,12 +44,13 @@ class RewardRequest:
 
 @frozen(kw_only=True)
 class RewardInput:
-    """A reply as a reward model reads it: the `query` of a request, its `token_ids` where they are known, and the last
-    `reply` in it."""
+    """A reply as a reward model reads it: the `query` of a request, its `token_ids` where they are known, the last
+    `reply` in it, and its `images`."""
 
     text: str
     token_ids: tuple[int, ...] | None = None
     reply: str = ""
+    images: PlacedImages = ()
 
 
 @frozen(kw_only=True)

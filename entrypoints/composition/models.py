@@ -108,8 +108,7 @@ def make_trained_actor(
     """Loads the model that is trained, with adapters if they are set; `images` renders the images that it sees, `masks`
     follows the forms of replies."""
     model = make_actor_model(actor, images=images, load_in_4bit=actor.lora.load_in_4bit, shard=shard)
-    if images is None or getattr(actor, "freeze_visual_encoder", False):
-        freeze_tower(model)
+    _freeze_unseen(model, actor, images)
     if actor.lora.rank:
         add_lora(model, actor.lora, seed=seed)
     follow_grammars(model, masks)
@@ -118,6 +117,12 @@ def make_trained_actor(
         with whole_layers(model):
             install_router_replay(model, f"actor.router_replay is {replay}")
     return model
+
+
+def _freeze_unseen(model: Any, actor: ModelConfig, images: ImageRenderer | None) -> None:
+    """Freezes what makes a model's input of images where there are none, or the settings say so."""
+    if images is None or getattr(actor, "freeze_visual_encoder", False):
+        freeze_tower(model)
 
 
 def make_policy(
@@ -212,9 +217,11 @@ def make_trained_reward(
     optimizer: OptimizerSettings,
     optimize: Optimize,
     shard: Shard | None = None,
+    images: ImageRenderer | None = None,
 ) -> TorchReward:
     """Loads the model that becomes a reward model, with adapters if they are set. Its head is the one in its files, or
-    begins at random, with a standard deviation of 1 / sqrt(H + 1) as OpenRLHF's."""
+    begins at random, with a standard deviation of 1 / sqrt(H + 1) as OpenRLHF's. `images` renders the images that it
+    sees."""
     device = compute_device(actor)
     model, head = load_critic(
         actor.model_name_or_path,
@@ -224,6 +231,9 @@ def make_trained_reward(
         load_in_4bit=actor.lora.load_in_4bit,
         shard=shard,
     )
+    if images is not None:
+        check_images(model, images, actor.model_name_or_path, ACTOR_FLAG)
+    _freeze_unseen(model, actor, images)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # its padding token was added
         make_whole(model, but=layer_parts(model))
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)

@@ -1,12 +1,16 @@
 """Makes the reward source from the settings of `reward`."""
 
+from typing import Any
+
+from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor, sees_images
+from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.models.torch.loading import (
     load_causal_lm,
     load_reward_tokens,
     load_tokenizer,
     resolve_dtype,
 )
-from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.reward_model import RewardModel, same_vocabulary
 from rollgrad.adapters.models.torch.step_reward import StepRewardModel
 from rollgrad.adapters.models.torch.together import Divide
 from rollgrad.adapters.models.torch.weight_shards import Shard
@@ -18,7 +22,7 @@ from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.settings import Normalise
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.data import dataset_kind
-from rollgrad.entrypoints.composition.models import compute_device
+from rollgrad.entrypoints.composition.models import ACTOR_FLAG, compute_device
 from rollgrad.entrypoints.composition.prm import reward_token_ids
 
 FLAG = "--reward.model_name_or_path"
@@ -86,6 +90,11 @@ def make_reward_model(
     device = compute_device(config.actor)
     tokens = load_reward_tokens(name, flag=FLAG)
     if tokens is not None:
+        if config.data.image_key is not None:
+            raise ConfigurationError(
+                f"data.image_key is {config.data.image_key!r}, but {name!r} is a process reward model, which is given "
+                f"no images: set {FLAG} to one of `rollgrad train rm` with --data.image_key."
+            )
         return _step_model(config, name, tokens, shard, divide)
     for setting, default in (("step_reward", StepReward.MIN), ("step_separator", "\n")):
         if getattr(reward, setting) != default:
@@ -93,16 +102,44 @@ def make_reward_model(
                 f"reward.{setting} is {getattr(reward, setting)!r}, but {name!r} is no process reward model: leave "
                 f"--reward.{setting} out, or set {FLAG} to one of `rollgrad train prm`."
             )
+    policy_tokenizer = load_tokenizer(config.actor.model_name_or_path, flag=ACTOR_FLAG)
+    images, codec = (None, None) if config.data.image_key is None else _sight(config, name, policy_tokenizer)
     return RewardModel.load(
         name,
         dtype=resolve_dtype(config.actor.dtype, device),
         device=device,
         flag=FLAG,
-        policy_tokenizer=load_tokenizer(config.actor.model_name_or_path, flag="--actor.model_name_or_path"),
+        policy_tokenizer=policy_tokenizer,
         normalize=config.reward.normalize is Normalise.MODEL,
         shard=shard,
         divide=divide,
+        images=images,
+        codec=codec,
     )
+
+
+def _sight(config: RLConfig, name: str, policy_tokenizer: Any) -> tuple[ImageRenderer, TemplateCodec]:
+    """Returns what renders images, and texts with images, for the reward model as for the actor.
+
+    Raises:
+        CheckpointError: the reward model has no processor.
+        ConfigurationError: it sees no images, or other tokens or tensors of them than the actor.
+    """
+    if not sees_images(name):
+        raise ConfigurationError(
+            f"data.image_key is {config.data.image_key!r}, but the reward model {name!r} sees no images: set {FLAG} to "
+            "one of `rollgrad train rm` with --data.image_key, or judge by --reward.function_path or --reward.verifier."
+        )
+    tokenizer = load_tokenizer(name, flag=FLAG)
+    own = ImageRenderer(load_processor(name, tokenizer, flag=FLAG))
+    actor = ImageRenderer(load_processor(config.actor.model_name_or_path, policy_tokenizer, flag=ACTOR_FLAG))
+    if not same_vocabulary(policy_tokenizer, tokenizer) or own.settings != actor.settings:
+        raise ConfigurationError(
+            f"{FLAG} is {name!r}, which is to judge images as the actor {config.actor.model_name_or_path!r} sees them, "
+            "but has another vocabulary or another processor: set it to a reward model that was trained from a model "
+            "of the actor's family."
+        )
+    return own, TemplateCodec(tokenizer, images=own)
 
 
 def _step_model(

@@ -81,6 +81,7 @@ class RMContainer(OfflineContainer):
         ),
         BaseContainer.optimize,
         BaseContainer.shard,
+        BaseContainer.image_renderer,
     )
     reward_model = providers.Selector(
         providers.Callable(trainer_kind, BaseContainer.config),

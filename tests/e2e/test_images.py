@@ -7,18 +7,24 @@ import json
 import math
 import re
 import shutil
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from attrs import evolve
+from safetensors.torch import load_file
 
 import rollgrad
 from rollgrad.adapters.chat.pictures import image_bytes, opened
 from rollgrad.adapters.data.examples.formats import read_row
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.rows import RowError
+from rollgrad.adapters.models.torch.loading import load_critic
+from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
@@ -29,21 +35,26 @@ from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
+from rollgrad.domain.episodes.messages import Action
 from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
+from rollgrad.domain.ports.environment import StepResult
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, _loaded_app
 from rollgrad.entrypoints.composition.assistant import load_assistant
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 from rollgrad.entrypoints.composition.executors import make_tool_executor
+from rollgrad.entrypoints.composition.rewards import make_reward_model
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 from rollgrad.entrypoints.composition.tracing import Tracing
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.example_runs import logged, weights
+from tests.fakes.images import processor as processor_of
 from tests.fakes.recording_engine import RecordingEngine
 from tests.image_runs import Gallery
-from tests.tiny_vision import picture, save_tiny_vlm
+from tests.tiny_vision import ask, codec_of, picture, save_tiny_reward, save_tiny_vlm
 
 REWARD = """
 def reward_func(queries, prompts, labels):
@@ -141,13 +152,12 @@ def test_long_images_are_dropped_whole(workspace: Path, capsys: pytest.CaptureFi
 
 
 def test_what_is_given_no_images_refuses_them(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--rollout.engine", "server", "--reward.function_path", "null"]
+    flags = ["--rollout.engine", "server"]
     flags += ["--cluster.enable", "--ds.sequence_parallel_size", "2", "--rollout.server_urls", "http://nowhere"]
-    assert main(["train", "rl", "--config", "run.yaml", *flags, "--reward.model_name_or_path", "x"]) == 2
+    assert main(["train", "rl", "--config", "run.yaml", *flags]) == 2
     said = " ".join(capsys.readouterr().err.split())
     for name in (
         "servers are given no images",
-        "a reward model is given none",
         "leave out --ds.sequence_parallel_size",
     ):
         assert name in said
@@ -248,13 +258,133 @@ def test_a_reference_sees_the_images_of_pairs(workspace: Path, model: Path, trai
     assert losses[1] != pytest.approx(losses[0], abs=1e-3)
 
 
-def test_what_trains_on_images_elsewhere_is_refused(
+@pytest.mark.parametrize(
+    ("how", "flags"),
+    [("whole", []), ("frozen", ["--actor.freeze_visual_encoder"]), ("adapters", ["--actor.lora.rank", "4"])],
+)
+def test_a_reward_model_learns_from_images(workspace: Path, model: Path, how: str, flags: list[str]) -> None:
+    """The saved model gives the scores that its evaluation saw, and only what was to learn has changed."""
+    assert main(learning("rm", PAIRS, model, "--eval.dataset", "rows.jsonl", *flags)) == 0
+    saved = workspace / "out-rm" / "model"
+    processor = processor_of(str(saved))
+    codec, file = codec_of(processor), (workspace / "red.png").read_bytes()
+    asked = [(ask(codec, "What is ", file, "?"), "red", "blue"), (ask(codec, "What is 1 plus 1?"), "2", "3")]
+    replies = [
+        RewardInput(text="", token_ids=(*prompt.token_ids, *codec.encode(f"{reply}<|im_end|>")), images=prompt.images)
+        for prompt, *both in asked
+        for reply in both
+    ]
+    settings = {"dtype": torch.float32, "device": torch.device("cpu"), "flag": "model"}
+    judge = RewardModel.load(str(saved), policy_tokenizer=processor.tokenizer, **settings)
+    scores = [score for score, _ in judge.judge(replies)]
+    assert json.loads((saved / "config.json").read_text())["mean"] == pytest.approx(statistics.mean(scores), abs=1e-4)
+    before, after = (load_critic(str(path), **settings)[0].base_model.state_dict() for path in (model, saved))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any("language_model" in name for name in changed)
+    assert any("visual" in name for name in changed) == (how == "whole")
+
+
+def test_what_a_reward_model_does_not_learn_with_images_is_refused(
     workspace: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(learning("rm", PAIRS, model, "--data.num_workers", "2")) == 2
+    flags = ["--data.num_workers", "2", "--actor.freeze_visual_encoder", "--actor.lora.rank", "4"]
+    assert main(learning("rm", PAIRS, model, *flags)) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "a reward model is given no images" in said
     assert "leave out --data.num_workers" in said
+    assert "leave out --actor.freeze_visual_encoder" in said
+
+
+@pytest.fixture(scope="module")
+def reward_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a reward model that sees images as `model` does."""
+    path = tmp_path_factory.mktemp("reward")
+    save_tiny_reward(str(model), path)
+    return path
+
+
+class Silent(Gallery):
+    """Answers with images, and gives no reward."""
+
+    async def step(self, action: Action) -> StepResult:
+        return evolve(await super().step(action), reward=None)
+
+
+@pytest.mark.parametrize("turns", ["one", "several", "several of a client"])
+def test_a_reward_model_judges_the_images_of_rollouts(
+    workspace: Path, reward_model: Path, turns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[tuple[RewardInput, float]] = []
+    judge = RewardModel.judge
+
+    def recorded(self: RewardModel, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
+        found = judge(self, replies)
+        judged.extend((reply, score) for reply, (score, _) in zip(replies, found, strict=True))
+        return found
+
+    monkeypatch.setattr(RewardModel, "judge", recorded)
+    config = rollgrad.load_config("run.yaml")
+    config.reward.function_path, config.reward.model_name_or_path = None, str(reward_model)
+    config.data.label_key, config.train.max_steps = None, 1
+    if turns == "several of a client":
+        (workspace / "agent.py").write_text(CLIENT.partition("        return float")[0])
+        config.train.agent_func_path, config.rollout.max_new_tokens = "agent.py", 60
+        config.rollout.stop_strings = tuple("abcdefghi stuvw")
+    rollgrad.train(config, environment=Silent if turns == "several" else None)
+    assert len(judged) == 8
+    (step,) = (row for row in logged(workspace / "out") if "policy/loss" in row)
+    assert step["reward/mean"] == pytest.approx(sum(score for _, score in judged) / len(judged), abs=1e-4)
+    seen = [len(reply.images) for reply, _ in judged]
+    own = [0, 0, 1, 1, 1, 1, 2, 2]  # of two replies to each prompt
+    assert sorted(seen) == own if turns == "one" else sum(seen) > sum(own)
+    for reply, _ in judged:  # each stands where the policy saw it
+        assert reply.token_ids is not None
+        placed = {token for image in reply.images for token in reply.token_ids[image.start : image.stop]}
+        assert len(placed) == bool(reply.images)
+
+
+def test_a_reward_model_that_sees_otherwise_is_refused(workspace: Path, reward_model: Path, reader: Path) -> None:
+    other, steps = workspace / "other", workspace / "steps"
+    image_settings = json.loads((reward_model / "processor_config.json").read_text())["image_processor"]
+    for folder, file, change in (
+        (other, "processor_config.json", {"image_processor": {**image_settings, "merge_size": 1}}),
+        (steps, "config.json", {"reward_tokens": ["+", "-"]}),
+    ):
+        shutil.copytree(reward_model, folder)
+        settings = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**settings, **change}))
+    for folder, said in (
+        (reader, "sees no images"),
+        (other, "another vocabulary or another processor"),
+        (steps, "a process reward model, which is given no images"),
+    ):
+        config = rollgrad.load_config("run.yaml")
+        config.reward.function_path, config.reward.model_name_or_path = None, str(folder)
+        with pytest.raises(ConfigurationError, match=said):
+            make_reward_model(config)
+
+
+def test_kept_replies_to_images_are_judged_by_no_reward_model(
+    workspace: Path, reward_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"row": 0, "sample": 0, "prompt": "What?", "completion": "red", "images": 1}
+    (workspace / "replies.jsonl").write_text(json.dumps(row) + "\n")
+    words = ["score", "--input", "replies.jsonl", "--out", "scored.jsonl"]
+    words += ["--reward.model_name_or_path", str(reward_model), "--actor.model_name_or_path", str(reward_model)]
+    assert main(words) == 2
+    assert "a reply to images, which are not kept with it" in " ".join(capsys.readouterr().err.split())
+    assert main([*words, "--data.image_key", "images"]) == 2
+    assert "replies are kept without their images" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_critic_sees_images(workspace: Path, model: Path, reward_model: Path) -> None:
+    """It begins as the reward model, and its tower learns."""
+    flags = ["--algo.advantage.estimator", "gae", "--critic.model_name_or_path", str(reward_model)]
+    assert main(["train", "rl", "--config", "run.yaml", "--critic.adam.lr", "1e-2", *flags]) == 0
+    steps = [row for row in logged(workspace / "out") if "policy/loss" in row]
+    assert all(row["critic/loss"] > 0 for row in steps)
+    before = load_file(reward_model / "model.safetensors")
+    after = load_file(workspace / "out" / "model" / "critic" / "model.safetensors")
+    assert any(not before[f"model.{name}"].equal(weight) for name, weight in after.items() if "visual" in name)
 
 
 def test_a_critic_that_sees_no_images_is_refused(

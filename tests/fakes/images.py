@@ -10,10 +10,12 @@ from rollgrad.adapters.models.ray.sharded import RankPolicy
 from rollgrad.adapters.models.torch.loading import load_tokenizer
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
+from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.models.torch.weight_shards import Shard
 from rollgrad.application.settings.sections.actor import DType, ModelConfig
 from rollgrad.domain.batches.examples import ExampleBatch, pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens
+from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.entrypoints.composition.models import make_actor_model
 from tests.fakes import cluster
 from tests.tiny_vision import ask, codec_of, picture
@@ -35,6 +37,35 @@ def policy(path: str, optimize: Optimize = MasterOptimizer, shard: Shard | None 
 
 def rank_policy(path: str, stage: int | str) -> RankPolicy:
     return RankPolicy(policy(path, cluster.divided(stage), cluster.loading(stage)))
+
+
+def reward_model(path: str, **division: Any) -> RewardModel:
+    """A reward model whose passes have a text or two."""
+    made = processor(path)
+    return RewardModel.load(
+        path,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        flag=cluster.FLAG,
+        policy_tokenizer=made.tokenizer,
+        batch_tokens=40,
+        images=ImageRenderer(made),
+        **division,
+    )
+
+
+def rank_reward_model(path: str, stage: int | str) -> RewardModel:
+    return reward_model(path, shard=cluster.loading(stage), divide=cluster.dividing(stage, False))
+
+
+def replies(path: str) -> list[RewardInput]:
+    """The sequences of `batch`."""
+    packed = batch(path)
+    bounds = zip(packed.starts_S.tolist(), packed.lengths_S.tolist(), packed.images_S, strict=True)
+    return [
+        RewardInput(text="", token_ids=tuple(packed.tokens_N[start : start + length].tolist()), images=own)
+        for start, length, own in bounds
+    ]
 
 
 def batch(path: str) -> ExampleBatch:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rollgrad
-from rollgrad.adapters.models.ray.sharded import ShardedPolicy
+from rollgrad.adapters.models.ray.sharded import ShardedPolicy, divided_reward
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
@@ -19,7 +19,7 @@ from tests.example_runs import logged, weights, written
 from tests.fakes import cluster, images
 from tests.fakes.cluster import FSDP
 from tests.image_runs import Gallery
-from tests.tiny_vision import picture, save_tiny_vlm
+from tests.tiny_vision import picture, save_tiny_reward, save_tiny_vlm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -63,6 +63,24 @@ def test_every_division_sees_images_as_one_process(
     policy = ShardedPolicy(group)
     assert steps(policy, model) == pytest.approx(metrics, rel=1e-3)
     torch.testing.assert_close(policy.score(images.batch(model)).logprobs_N, logprobs_N, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("stage", [3, FSDP])
+def test_a_divided_reward_model_judges_images_as_a_whole_one(
+    group: WorkerGroup, model: str, stage: int | str, tmp_path: Path
+) -> None:
+    """Also where one process has replies to images, and the other to texts alone."""
+    save_tiny_reward(model, tmp_path)
+    path, replies = str(tmp_path), images.replies(model)
+    expected = images.reward_model(path).judge(replies)
+    group.build(images.rank_reward_model, path, stage)
+    (judge,) = divided_reward(group)
+    pictured = [(reply, verdict) for reply, verdict in zip(replies, expected, strict=True) if reply.images]
+    texts = [(reply, verdict) for reply, verdict in zip(replies, expected, strict=True) if not reply.images]
+    mixed = [each for pair in zip(pictured, texts, strict=True) for each in pair]  # dealt to the two in turn
+    for asked in (mixed, pictured[:1]):
+        judged = judge([reply for reply, _ in asked])
+        assert [score for score, _ in judged] == pytest.approx([score for _, (score, _) in asked], abs=1e-3)
 
 
 def test_a_run_on_vllm_in_a_cluster_learns_from_images(

@@ -53,7 +53,7 @@ def _refuse_images(sample: Sample, row: Mapping[str, Any]) -> None:
         if value is not None and not (isinstance(value, Sized) and len(value) == 0):
             raise broken(
                 f"The row has {column}, but text alone is trained: leave out such rows or the column, or set "
-                "--data.image_key, which train sft, dpo and kto have."
+                "--data.image_key, which train sft, dpo, kto and rm have."
             )
     match sample:
         case Pair():
@@ -67,5 +67,5 @@ def _refuse_images(sample: Sample, row: Mapping[str, Any]) -> None:
     if any(has_images(message) for part in parts if isinstance(part, Conversation) for message in part.messages):
         raise broken(
             "A message of the row has an image, but text alone is trained: leave out such rows, or set "
-            "--data.image_key, which train sft, dpo and kto have."
+            "--data.image_key, which train sft, dpo, kto and rm have."
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollgrad.adapters.models.ray.group_state import GroupState
-from rollgrad.adapters.models.ray.wire import EXPERTS, LOGPROBS, SCORE, VALUES, Recording, divided, merged
+from rollgrad.adapters.models.ray.wire import EXPERTS, LOGPROBS, SCORE, VALUES, Recording, SentReplies, divided, merged
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.rewards.model import Judge
@@ -213,7 +213,7 @@ def reward_copies(group: WorkerGroup) -> list[Judge]:
     """Returns functions that call the whole `RewardModel` of each process of `group`."""
 
     def judge(rank: int, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
-        judged: list[tuple[float, bool]] = group.begin("judge", [rank], replies)()[0]
+        judged: list[tuple[float, bool]] = group.begin("judge", [rank], SentReplies.of(replies))()[0]
         return judged
 
     return [partial(judge, rank) for rank in range(group.size)]
@@ -226,7 +226,7 @@ def divided_reward(group: WorkerGroup) -> list[Judge]:
     def judge(replies: Sequence[RewardInput]) -> list[Any]:
         longest_first = sorted(range(len(replies)), key=lambda i: (len(replies[i].text), i), reverse=True)
         shares = [longest_first[rank :: group.size] for rank in range(group.size)]
-        found = group.each("judge", [[[replies[index] for index in own]] for own in shares])
+        found = group.each("judge", [[SentReplies.of([replies[index] for index in own])] for own in shares])
         judged = {
             i: verdict for own, part in zip(shares, found, strict=True) for i, verdict in zip(own, part, strict=True)
         }

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import fields, frozen
+from attrs import evolve, fields, frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.batches.sharding import least, weightless
 from rollgrad.domain.episodes.images import Image, PlacedImage, PlacedImages
+from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.ports.models import LossOutput, PolicyObjective, TokenScores
 
 Array = NDArray[Any]
@@ -70,14 +71,7 @@ class SentImages:
 
     def placed(self) -> tuple[PlacedImages, ...]:
         """Returns the images of each sequence."""
-        images = {
-            digest: Image(
-                digest=digest,
-                data=b"",
-                tensors={name: torch.from_numpy(np.array(array)) for name, array in own.items()},
-            )
-            for digest, own in self.tensors.items()
-        }
+        images = {digest: Image(digest=digest, data=b"", tensors=_tensors(own)) for digest, own in self.tensors.items()}
         return tuple(
             tuple(PlacedImage(image=images[digest], start=start, stop=stop) for digest, start, stop in own)
             for own in self.places
@@ -138,6 +132,40 @@ class SentBatch:
         return self.kind(**read, **self.others, images_S=self.images.placed())
 
 
+@frozen
+class SentReplies:
+    """Replies on their way to a reward model, which goes through them once: the images of `replies` have no tensors,
+    which are in `tensors` once for all, by the digest of their image."""
+
+    replies: list[RewardInput]
+    tensors: dict[str, dict[str, Array]]
+
+    @classmethod
+    def of(cls, replies: Sequence[RewardInput]) -> "SentReplies":
+        """Returns `replies` as they travel."""
+        images = {placed.image.digest: placed.image for reply in replies for placed in reply.images}
+        bare = {digest: evolve(image, tensors={}) for digest, image in images.items()}
+        return cls([_with(reply, bare) for reply in replies], _arrays(images))
+
+    def __iter__(self) -> Iterator[RewardInput]:
+        images = {placed.image.digest: placed.image for reply in self.replies for placed in reply.images}
+        whole = {digest: evolve(image, tensors=_tensors(self.tensors[digest])) for digest, image in images.items()}
+        return (_with(reply, whole) for reply in self.replies)
+
+
+def _with(reply: RewardInput, images: Mapping[str, Image]) -> RewardInput:
+    """Returns a reply with other images, by the digests of its own."""
+    return evolve(reply, images=tuple(evolve(placed, image=images[placed.image.digest]) for placed in reply.images))
+
+
+def _arrays(images: Mapping[str, Image]) -> dict[str, dict[str, Array]]:
+    return {d: {name: tensor.numpy() for name, tensor in image.tensors.items()} for d, image in images.items()}
+
+
+def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+
+
 class _Whole:
     """A batch of which each process gets a part: where its columns change is found once for all parts."""
 
@@ -181,9 +209,7 @@ class _Whole:
 def _images(images_S: Sequence[PlacedImages]) -> SentImages:
     images = {placed.image.digest: placed.image for own in images_S for placed in own}
     return SentImages(
-        tensors={
-            digest: {name: tensor.numpy() for name, tensor in image.tensors.items()} for digest, image in images.items()
-        },
+        tensors=_arrays(images),
         places=[[(placed.image.digest, placed.start, placed.stop) for placed in own] for own in images_S],
     )
 

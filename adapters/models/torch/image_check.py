@@ -135,6 +135,11 @@ def _own_attention(model: Any) -> Iterator[None]:
         install_attention(model)
 
 
+def small_image() -> bytes:
+    """Returns the file of a small image."""
+    return _picture(*SIZES[0])
+
+
 def _picture(width: int, height: int) -> bytes:
     """Returns a picture in the format PPM, whose pixels all differ."""
     levels = (torch.arange(width * height * 3) * 37 % 251).to(torch.uint8)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgrad.adapters.models.torch.attention import AttentionPlan, backbone
+from rollgrad.adapters.models.torch.classifier import is_vision_language
 from rollgrad.adapters.models.torch.layout import Layout
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.images import PlacedImages
@@ -95,9 +96,9 @@ def model_factory(config: Any) -> Any:
     sees images."""
     import transformers
 
-    sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return transformers.AutoModelForImageTextToText if sees and not text else transformers.AutoModelForCausalLM
+    sees = is_vision_language(config) and not text
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
 def freeze_tower(model: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rollgrad.adapters.models.torch.allocator import keep_freed_memory
+from rollgrad.adapters.models.torch.attention import backbone
 from rollgrad.adapters.models.torch.compatibility import install_and_compare, usable_positions
 from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.quantised import finish_loading, four_bits
@@ -79,7 +80,9 @@ def load_causal_lm(
     model = model.to(device).eval()
     model.float32_head = float32_head
     if getattr(model.config, "image_token_id", None) is not None:
-        setattr(model, PROCESSOR_FILES, _processor_files(name_or_path))
+        files = _processor_files(name_or_path)
+        for part in (model, backbone(model)):  # the latter is what is saved of a model with another head
+            setattr(part, PROCESSOR_FILES, files)
     finish_loading(model, name_or_path, flag)
     if hasattr(model, "peft_config"):
         raise CheckpointError(

@@ -1,8 +1,9 @@
 """A reward model: one number for a whole text, from the last token of a sequence classifier.
 
-Invariants: a text's score depends on the text alone, not on its neighbours: texts are padded on the right, where a
-causal model does not look, and the score is read at the last token of the text. Nothing is added after a text: a
-truncated reply ends where it was truncated, a finished one with its end-of-turn token. Does not own: training.
+Invariants: a text's score depends on the text and its images alone, not on its neighbours: texts are padded on the
+right, where a causal model does not look, or, of a model that sees images, packed as in training; the score is read at
+the last token of the text. Nothing is added after a text: a truncated reply ends where it was truncated, a finished one
+with its end-of-turn token. Does not own: training.
 """
 
 import math
@@ -16,35 +17,55 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.allocator import keep_freed_memory
+from rollgrad.adapters.models.torch.attention import backbone
+from rollgrad.adapters.models.torch.classifier import is_vision_language
 from rollgrad.adapters.models.torch.compatibility import usable_positions
-from rollgrad.adapters.models.torch.loading import _from_pretrained, load_tokenizer
+from rollgrad.adapters.models.torch.forward import action_hidden
+from rollgrad.adapters.models.torch.image_check import Renderer, check_images, small_image
+from rollgrad.adapters.models.torch.loading import _from_pretrained, load_critic, load_tokenizer
 from rollgrad.adapters.models.torch.padded import use_exact_attention
+from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
 from rollgrad.adapters.models.torch.together import Divide, PassesTogether
 from rollgrad.adapters.models.torch.weight_shards import Shard, make_whole, sharded_loading, whole_layers
 from rollgrad.application.settings.sections.reward import REWARD_TOKENS
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.domain.ports.chat_codec import SeesImages
 
 log = structlog.get_logger(__name__)
 
 
 @frozen
 class EncodedText:
-    """Token ids of a text, and whether its beginning was left out because it is too long for the model."""
+    """Token ids of a text, whether its beginning was left out because it is too long for the model, and its images."""
 
     tokens: tuple[int, ...]
     truncated: bool
+    images: PlacedImages = ()
 
 
 def encode(text: str, tokenizer: Any, max_length: int) -> EncodedText:
     """Returns the tokens, at most `max_length`, that a reward model with this tokenizer reads of a text."""
-    ended = text.rstrip("\n")  # templates write a line break after the end of a turn, which a model never samples
-    text = ended if ended.endswith(special_tokens(tokenizer)) else text
-    tokens = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    tokens = list(tokenizer(_ended(text, tokenizer), add_special_tokens=False, verbose=False)["input_ids"])
+    return _begun(tokens, (), tokenizer, max_length)
+
+
+def _ended(text: str, tokenizer: Any) -> str:
+    """Returns a text without what stands after its last special token, if that is line breaks: templates write one
+    after the end of a turn, which a model never samples."""
+    ended = text.rstrip("\n")
+    return ended if ended.endswith(special_tokens(tokenizer)) else text
+
+
+def _begun(tokens: Sequence[int], images: PlacedImages, tokenizer: Any, max_length: int) -> EncodedText:
+    """Returns the tokens of a text behind the beginning-of-sequence token that its tokenizer puts there, at most
+    `max_length`."""
     bos = tokenizer.bos_token_id
     if needs_bos(tokens, tokenizer):
-        tokens.insert(0, bos)
-    return _shortened(tokens, bos, max_length)
+        tokens, images = (bos, *tokens), tuple(placed.moved(1) for placed in images)
+    return _shortened(tokens, bos, max_length, images)
 
 
 def needs_bos(tokens: Sequence[int], tokenizer: Any) -> bool:
@@ -59,12 +80,16 @@ def special_tokens(tokenizer: Any) -> tuple[str, ...]:
     return tuple({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""})
 
 
-def _shortened(tokens: Sequence[int], bos: int | None, max_length: int) -> EncodedText:
-    """Returns the last `max_length` tokens, but for the beginning-of-sequence token, which stays."""
+def _shortened(tokens: Sequence[int], bos: int | None, max_length: int, images: PlacedImages = ()) -> EncodedText:
+    """Returns the last `max_length` tokens, but for the beginning-of-sequence token, which stays, and for the tokens of
+    an image that would be cut, which go."""
     if len(tokens) <= max_length:
-        return EncodedText(tuple(tokens), truncated=False)
+        return EncodedText(tuple(tokens), truncated=False, images=images)
     start = tokens[:1] if tokens[0] == bos else ()
-    return EncodedText((*start, *tokens[len(start) - max_length :]), truncated=True)
+    first = len(tokens) + len(start) - max_length
+    first = max([first, *(placed.stop for placed in images if placed.start < first)])
+    kept = tuple(placed.moved(len(start) - first) for placed in images if placed.start >= first)
+    return EncodedText((*start, *tokens[first:]), truncated=True, images=kept)
 
 
 def same_vocabulary(policy: Any, own: Any) -> bool:
@@ -75,14 +100,15 @@ def same_vocabulary(policy: Any, own: Any) -> bool:
 
 
 class RewardModel:
-    """Scores texts with a `*ForSequenceClassification` of one label.
+    """Scores texts, with images in them where the model sees any, with a `*ForSequenceClassification` of one label.
 
     A text is a conversation as the model's template renders it; special tokens in it are real. Only the
     beginning-of-sequence token is added, if the tokenizer does so; line breaks after a special token at the end are
     left out. OpenRLHF's server, in contrast, adds the tokenizer's end-of-sequence token to every text.
 
     Args:
-        model: in eval mode; its head `score` maps hidden states to one number.
+        model: in eval mode; its head `score` maps hidden states to one number. With a `head` of its own it is a causal
+            language model with packed attention installed, which may see images.
         tokenizer: of the model; its padding side does not matter.
         policy_tokenizer: of the model whose replies are judged: if it has the same vocabulary, the sampled tokens are
             scored, else their text.
@@ -91,6 +117,9 @@ class RewardModel:
         batch_tokens: tokens of a forward pass, padding included; a longer text has one of its own.
         moments: mean and standard deviation that scores are centred and scaled by; None leaves them as they are.
         divide: divides the model over processes, all of which then score at the same time.
+        head: maps hidden states to one number; None: the model's `score`.
+        images: renders images for the model; None: texts have none.
+        codec: renders texts with images of which nobody knows the tokens.
 
     Raises:
         ConfigurationError: max_length or batch_tokens is too small, or max_length beyond the model's positions.
@@ -106,6 +135,9 @@ class RewardModel:
         batch_tokens: int = REWARD_TOKENS,
         moments: tuple[float, float] | None = None,
         divide: Divide | None = None,
+        head: nn.Module | None = None,
+        images: Renderer | None = None,
+        codec: SeesImages | None = None,
     ) -> None:
         positions = usable_positions(model.config) or sys.maxsize
         if max_length is not None and not 2 <= max_length <= positions:
@@ -116,7 +148,7 @@ class RewardModel:
         if batch_tokens < 1:
             raise ConfigurationError(f"--batch_tokens is {batch_tokens}, but must be at least 1: raise it.")
         # In half precision different scores would round to ties: DeepSpeed would bring it there again.
-        self._head = model.score.float()
+        self._head = (model.score if head is None else head).float()
         self._tokenizer = tokenizer
         self._max_length = max_length or positions
         self._batch_tokens = batch_tokens
@@ -125,7 +157,12 @@ class RewardModel:
         """Token ids of the policy below this number are those of the model."""
         self._mean, self._std = moments or (0.0, 1.0)
         self._device: torch.device = next(model.parameters()).device
-        self._passes = PassesTogether(_LastHidden(model.base_model.requires_grad_(False)), divide)
+        self._images, self._codec = images, codec
+        # Processes that divide what images go through must all compute it in a pass, or none.
+        self._filler = None if images is None or divide is None else _smallest(images)
+        self._packed = head is not None
+        frozen_body = backbone(model).requires_grad_(False)
+        self._passes = PassesTogether(_PackedLast(frozen_body) if self._packed else _LastHidden(frozen_body), divide)
 
     @classmethod
     def load(
@@ -142,51 +179,37 @@ class RewardModel:
         normalize_flag: str = "--reward.normalize model",
         shard: Shard | None = None,
         divide: Divide | None = None,
+        images: Renderer | None = None,
+        codec: SeesImages | None = None,
     ) -> "RewardModel":
         """Returns the model of a hub name or directory, which `flag` names. With `normalize`, which `normalize_flag`
         turns on, scores are centred and scaled by the `mean` and `std` in its config.json, where OpenRLHF's training of
-        reward models writes them.
+        reward models writes them. `images` and `codec` render the images that texts have.
 
         Raises:
             CheckpointError: there is no such model, or it has no scalar head.
-            ConfigurationError: its config.json lacks `mean` or `std`, or a setting is one that the class refuses.
+            ConfigurationError: its config.json lacks `mean` or `std`, a setting is one that the class refuses, or its
+                images are not computed as its own code does.
         """
-        from transformers import AutoModelForSequenceClassification
+        from transformers import AutoConfig
 
-        if device.type == "cpu" and shard is None:
-            keep_freed_memory()
-        try:
-            with sharded_loading(shard):
-                model, info = _from_pretrained(
-                    AutoModelForSequenceClassification,
-                    name_or_path,
-                    flag,
-                    dtype=dtype,
-                    num_labels=1,
-                    output_loading_info=True,
-                )
-        except CheckpointError as error:
-            if not isinstance(error.__cause__, RuntimeError):  # transformers: a tensor has another shape
-                raise
-            raise _not_scalar(flag, name_or_path, "the head gives several numbers") from error
-        if not hasattr(model, "score"):
-            raise _not_scalar(flag, name_or_path, f"{type(model).__name__} has no head `score` at the last token")
-        if info["missing_keys"]:
-            raise _not_scalar(flag, name_or_path, f"its weights lack {', '.join(sorted(info['missing_keys']))}")
+        of_model: dict[str, Any] = {"dtype": dtype, "device": device, "flag": flag, "shard": shard}
+        if is_vision_language(_from_pretrained(AutoConfig, name_or_path, flag)):
+            model, head = _load_seeing(name_or_path, images, **of_model)
+        else:
+            model, head = _load_classifier(name_or_path, **of_model), None
         moments = _moments(model.config, name_or_path, normalize_flag, wanted=normalize)
-        tokenizer = load_tokenizer(name_or_path, flag=flag)
-        model = model.to(device).eval()
-        with whole_layers(model):
-            use_exact_attention(model)
-        make_whole(model.score)  # which stays outside of what is divided: a lone process has its one row as a share
         return cls(
             model,
-            tokenizer,
+            load_tokenizer(name_or_path, flag=flag),
             policy_tokenizer=policy_tokenizer,
             max_length=max_length,
             batch_tokens=batch_tokens,
             moments=moments,
             divide=divide,
+            head=head,
+            images=images,
+            codec=codec,
         )
 
     def encode(self, text: str) -> EncodedText:
@@ -209,10 +232,17 @@ class RewardModel:
     def encode_reply(self, reply: RewardInput) -> EncodedText:
         """Returns the tokens that the model reads of a reply: its own if the vocabularies agree, else those of its
         text."""
-        tokens = reply.token_ids
+        tokens, bos = reply.token_ids, self._tokenizer.bos_token_id
         if tokens and max(tokens) < self._rows:
-            return _shortened(tokens, self._tokenizer.bos_token_id, self._max_length)
-        return self.encode(reply.text)
+            return _shortened(tokens, bos, self._max_length, reply.images)
+        if not reply.images or self._images is None or self._codec is None:
+            return self.encode(reply.text)
+        files = [placed.image.data for placed in reply.images]
+        # The prompt's marks are the first; one that the answer spells out stands for no image.
+        pieces = _ended(reply.text, self._tokenizer).split(self._images.mark)
+        text = self._images.mark.join(pieces[: len(files) + 1]) + "".join(pieces[len(files) + 1 :])
+        found = self._codec.marked(text, files)
+        return _begun(found.token_ids, found.images, self._tokenizer, self._max_length)
 
     @torch.no_grad()
     def score_encoded(self, texts: Sequence[EncodedText]) -> list[float]:
@@ -220,9 +250,9 @@ class RewardModel:
         if not all(text.tokens for text in texts):
             raise ValueError("A text without tokens cannot be scored.")
         scores = [0.0] * len(texts)
-        with self._passes.made_by_all(*self._inputs([(0,)])):
+        with self._passes.made_by_all(*self._inputs([EncodedText((0,), truncated=False)])):
             for batch in self._batches(texts):
-                last_SH = self._passes(*self._inputs([texts[i].tokens for i in batch]))
+                last_SH = self._passes(*self._inputs([texts[i] for i in batch]))[: len(batch)]
                 for index, score in zip(batch, self._head(last_SH.float())[:, 0].tolist(), strict=True):
                     scores[index] = (score - self._mean) / self._std
         return scores
@@ -236,7 +266,15 @@ class RewardModel:
             yield order[:count]
             order = order[count:]
 
-    def _inputs(self, rows: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+    def _inputs(self, texts: Sequence[EncodedText]) -> tuple[Any, ...]:
+        """Returns the arguments of a pass over texts."""
+        if not self._packed:
+            return self._padded([text.tokens for text in texts])
+        if self._filler is not None and not any(text.images for text in texts):
+            texts = [*texts, self._filler]
+        return (_packed(texts),)
+
+    def _padded(self, rows: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns tokens_ST, padded, mask_ST and lengths_S."""
         lengths_S = torch.tensor([len(row) for row in rows])
         width = int(lengths_S.max())
@@ -244,6 +282,51 @@ class RewardModel:
         tokens_ST = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows])
         mask_ST = (torch.arange(width) < lengths_S[:, None]).long()
         return tokens_ST.to(self._device), mask_ST.to(self._device), lengths_S.to(self._device)
+
+
+def _load_classifier(
+    name_or_path: str, *, dtype: torch.dtype, device: torch.device, flag: str, shard: Shard | None
+) -> Any:
+    """Returns a model of text with its head `score`."""
+    from transformers import AutoModelForSequenceClassification
+
+    if device.type == "cpu" and shard is None:
+        keep_freed_memory()
+    try:
+        with sharded_loading(shard):
+            model, info = _from_pretrained(
+                AutoModelForSequenceClassification,
+                name_or_path,
+                flag,
+                dtype=dtype,
+                num_labels=1,
+                output_loading_info=True,
+            )
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, RuntimeError):  # transformers: a tensor has another shape
+            raise
+        raise _not_scalar(flag, name_or_path, "the head gives several numbers") from error
+    if not hasattr(model, "score"):
+        raise _not_scalar(flag, name_or_path, f"{type(model).__name__} has no head `score` at the last token")
+    if info["missing_keys"]:
+        raise _not_scalar(flag, name_or_path, f"its weights lack {', '.join(sorted(info['missing_keys']))}")
+    model = model.to(device).eval()
+    with whole_layers(model):
+        use_exact_attention(model)
+    make_whole(model.score)  # which stays outside of what is divided: a lone process has its one row as a share
+    return model
+
+
+def _load_seeing(name_or_path: str, images: Renderer | None, **settings: Any) -> tuple[Any, nn.Module]:
+    """Returns a model that sees images, packed, and its head; `images` are rendered for it."""
+    model, weights = load_critic(name_or_path, **settings)
+    if weights.keys() != {"weight"}:  # a critic's has a bias
+        raise _not_scalar(settings["flag"], name_or_path, "its weights lack score.weight")
+    if images is not None:
+        check_images(model, images, name_or_path, settings["flag"])
+    head = nn.Linear(weights["weight"].shape[1], 1, bias=False)
+    head.load_state_dict(weights)
+    return model, head.to(settings["device"])
 
 
 class _LastHidden(nn.Module):
@@ -257,6 +340,41 @@ class _LastHidden(nn.Module):
         output = self.body(input_ids=tokens_ST, attention_mask=mask_ST, use_cache=False)
         last_SH: Tensor = output.last_hidden_state[torch.arange(len(lengths_S), device=lengths_S.device), lengths_S - 1]
         return last_SH
+
+
+class _PackedLast(nn.Module):
+    """The hidden state at each action token of a packed batch [A, H]."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self._group = sequence_group(body)
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        return action_hidden(self.body, batch, self._group, back=0).hidden_BH
+
+
+def _smallest(renderer: Renderer) -> EncodedText:
+    """Returns a text with a small image."""
+    tokens, images = renderer.sequence(renderer.mark, small_image())
+    return EncodedText(tokens, truncated=False, images=images)
+
+
+def _packed(texts: Sequence[EncodedText]) -> PackedBatch:
+    """Returns texts end to end, of whose tokens the last are actions. They are of one group, so that what they begin
+    with alike, images too, is computed once."""
+    lengths_S = torch.tensor([len(text.tokens) for text in texts])
+    ends_S = lengths_S.cumsum(0)
+    tokens_N = torch.tensor([token for text in texts for token in text.tokens])
+    return PackedBatch(
+        tokens_N=tokens_N,
+        positions_N=torch.cat([torch.arange(length) for length in lengths_S.tolist()]),
+        action_mask_N=torch.zeros(len(tokens_N), dtype=torch.bool).index_fill(0, ends_S - 1, True),
+        lengths_S=lengths_S,
+        prompt_lengths_S=lengths_S,
+        group_ids_S=torch.zeros_like(lengths_S),
+        images_S=tuple(text.images for text in texts) if any(text.images for text in texts) else (),
+    )
 
 
 def _moments(config: Any, name_or_path: str, flag: str, *, wanted: bool) -> tuple[float, float] | None:

@@ -1,7 +1,7 @@
 """A reward model under an optimizer, and its files: those of a sequence classifier with one label.
 
-Invariant: the score that is trained is the one that `AutoModelForSequenceClassification` reads from the saved model, at
-the last token of a text. Does not own: scoring texts with a saved model (`reward_model.py`), nor losses.
+Invariant: the score that is trained is the one that transformers' sequence classifier (`classifier.py`) reads from the
+saved model, at the last token of a text. Does not own: scoring texts by a saved model (`reward_model.py`), losses.
 """
 
 import copy
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollgrad.adapters.models.torch.classifier import sequence_classifier
 from rollgrad.adapters.models.torch.forward import PackedReward
 from rollgrad.adapters.models.torch.lora import plain_buffers, plain_weights
 from rollgrad.adapters.models.torch.models import Optimize, save_averaged
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, check_same_weights
-from rollgrad.adapters.models.torch.saving import save_in_files
+from rollgrad.adapters.models.torch.saving import PROCESSOR_FILES, save_in_files
 from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.domain.errors import ConfigurationError
@@ -98,9 +99,8 @@ class TorchReward(TorchValue, TrainedReward):
 
     def _classifier(self, moments: tuple[float, float] | None = None) -> Any:
         """Returns the sequence classifier that has the model's weights, without memory for them."""
-        from transformers import AutoModelForSequenceClassification
-
-        config = copy.deepcopy(self._module.model.config)
+        body = self._module.model
+        config = copy.deepcopy(body.config)
         config.num_labels = 1
         config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
         for name, number in zip(("mean", "std"), moments or (None, None), strict=True):
@@ -109,7 +109,9 @@ class TorchReward(TorchValue, TrainedReward):
             elif hasattr(config, name):  # that of the reward model which training began with
                 delattr(config, name)
         with torch.device("meta"):
-            return AutoModelForSequenceClassification.from_config(config, dtype=self._module.model.dtype)
+            classifier = sequence_classifier(config, body.dtype)
+        setattr(classifier, PROCESSOR_FILES, getattr(body, PROCESSOR_FILES, {}))
+        return classifier
 
     def _named(self, weights: Mapping[str, Tensor], classifier: Any) -> dict[str, Tensor]:
         """Returns weights and buffers by their names in the classifier's files."""

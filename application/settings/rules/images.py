@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import LoraSync
+from rollgrad.application.settings.sections.actor import LoraSync, ModelConfig
 from rollgrad.application.settings.sections.examples import RowsConfig
 from rollgrad.application.settings.sections.rollout import Engine
 
@@ -19,13 +19,7 @@ def image_problems(config: RLConfig) -> Iterator[str]:
     yield from _divided_problems(known, config)
     if config.actor.lora.sync is LoraSync.ADAPTER:
         yield f"{known}vLLM computes no adapters beside images here: leave out --actor.lora.sync."
-    if config.reward.model_name_or_path is not None:
-        yield f"{known}a reward model is given none: judge by --reward.function_path or --reward.verifier."
-    if config.actor.freeze_visual_encoder and config.actor.lora.rank:
-        yield (
-            "actor.freeze_visual_encoder is on, but adapters are of the language model alone: leave out "
-            "--actor.freeze_visual_encoder."
-        )
+    yield from _frozen_problems(config.actor)
 
 
 def example_image_problems(run: OfflineRun) -> Iterator[str]:
@@ -35,8 +29,18 @@ def example_image_problems(run: OfflineRun) -> Iterator[str]:
         return
     known = f"data.image_key is {key!r}, but "
     yield from _divided_problems(known, run)
+    yield from _frozen_problems(run.actor)
     if run.data.num_workers != RowsConfig().num_workers:
         yield f"{known}images are read in the run's own process: leave out --data.num_workers."
+
+
+def _frozen_problems(actor: ModelConfig) -> Iterator[str]:
+    """Yields what a tower that is not trained does not go with."""
+    if getattr(actor, "freeze_visual_encoder", False) and actor.lora.rank:
+        yield (
+            "actor.freeze_visual_encoder is on, but adapters are of the language model alone: leave out "
+            "--actor.freeze_visual_encoder."
+        )
 
 
 def _divided_problems(known: str, config: RLConfig | OfflineRun) -> Iterator[str]:
@@ -53,4 +57,14 @@ def unseen_problems(config: RLConfig) -> Iterator[str]:
         yield (
             f"data.image_key is {key!r}, but servers are given no images: set --rollout.engine embedded or "
             "--rollout.engine vllm."
+        )
+
+
+def unkept_problems(config: RLConfig) -> Iterator[str]:
+    """Yields what judges kept replies by images that are not kept with them."""
+    key = config.data.image_key
+    if key is not None and config.reward.model_name_or_path is not None:
+        yield (
+            f"data.image_key is {key!r}, but replies are kept without their images, so that no reward model can judge "
+            "them: score them by --reward.function_path or --reward.verifier."
         )

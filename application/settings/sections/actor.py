@@ -1,6 +1,7 @@
 """The section `actor`: the policy that is trained."""
 
 from enum import StrEnum
+from typing import Any
 
 from attrs import define, fields_dict
 
@@ -175,6 +176,19 @@ class ModelConfig:
         return self.adam.lr
 
 
+def frozen_tower_setting() -> Any:
+    """Returns the setting `freeze_visual_encoder` of a model that is trained on images."""
+    return setting(
+        False,
+        "Train the language model alone, not what makes its input of images: the tower and its projection.",
+        only_if=Condition(
+            lambda here, run: run.data.image_key is not None,
+            "data.image_key is not set, which images are read from",
+            "set --data.image_key",
+        ),
+    )
+
+
 @define(kw_only=True)
 class ActorConfig(PolicyLossSettings, ModelConfig):
     """The policy that is trained."""
@@ -186,15 +200,7 @@ class ActorConfig(PolicyLossSettings, ModelConfig):
         "when they were sampled (R3), also where log-probs before the update are computed. Weights of the experts, and "
         "gradients, are the routers' own.",
     )
-    freeze_visual_encoder: bool = setting(
-        False,
-        "Train the language model alone, not what makes its input of images: the tower and its projection.",
-        only_if=Condition(
-            lambda here, run: run.data.image_key is not None,
-            "data.image_key is not set, which images are read from",
-            "set --data.image_key",
-        ),
-    )
+    freeze_visual_encoder: bool = frozen_tower_setting()
 
     def __setattr__(self, name: str, value: object) -> None:
         # Of two bases one has a __dict__, in which a misspelt setting would be kept without a word.

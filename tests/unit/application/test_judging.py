@@ -11,6 +11,7 @@ from rollgrad.application.episodes.multi_turn import MultiTurnExecutor
 from rollgrad.application.episodes.single_turn import SingleTurnExecutor
 from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
+from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.episodes.messages import Action
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, Reward, RewardRequest, RolloutFailure
@@ -79,12 +80,14 @@ async def test_an_answer_ends_as_the_template_ends_a_reply(family: tuple[Any, st
     tokenizer, end = family
     codec = TemplateCodec(tokenizer)
     assert codec.end_of_turn == end
-    prompt = Prompt(token_ids=(1,), text="Add.", messages=MESSAGES)
+    images = (PlacedImage(image=Image(digest="1", data=b"", tensors={}), start=0, stop=1),)
+    prompt = Prompt(token_ids=(1,), text="Add.", messages=MESSAGES, images=images)
     request = answer_request(codec, prompt, "5", step=3)
     assert (request.query, request.response, request.token_ids, request.step) == (f"Add.5{end}", "5", None, 3)
     rewards = FakeRewardSource(lambda request: 1.0)
     await _finished(ToolEnvironment([], rewards=rewards, end_of_turn=codec.end_of_turn), prompt)
     assert rewards.requests[0].query == f"Add.7{end}"
+    assert request.images == rewards.requests[0].images == images
 
 
 async def _finished(environment: ToolEnvironment, prompt: Prompt) -> StepResult:
