@@ -31,7 +31,7 @@ help:
 	@echo "make demo-pipeline fine-tuning, a reward model, and PPO with it, on sums"
 	@echo "make demo-cluster  the first again in several processes: Ray, vLLM and DeepSpeed"
 	@echo "make check         linters and the fast tests"
-	@echo "make test          all tests but those of the demos, the benchmarks and deaths of processes"
+	@echo "make test          all tests but those of demos, benchmarks, deaths of processes, and more sizes of the same"
 	@echo "make ci            linters and all tests that this machine can run"
 	@echo "make lint          format, lint rules, types and layers"
 	@echo "make bench         benchmarks"
@@ -54,7 +54,7 @@ demo-cluster: $(VENV)/.cluster-stamp
 
 test: $(VENV)/.test-stamp
 	$(SAY_BROWSER)
-	$(PYTEST) -m "not chaos and not demo and ($(GPU)) $(PAGE)"
+	$(PYTEST) -m "not chaos and not demo and not wide and ($(GPU)) $(PAGE)"
 
 # The cache keeps failures of tests that are no more, and of runs of a few: they are not to be tried again.
 test-all: $(VENV)/.test-stamp

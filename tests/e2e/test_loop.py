@@ -245,6 +245,7 @@ for settings in disturbed:
 
 
 @pytest.mark.slow
+@pytest.mark.chaos
 def test_a_killed_loop_ends_as_one_that_nothing_disturbed(make: Any, script_host: ScriptHost, tmp_path: Path) -> None:
     """It is killed in the middle of a row, between two stages, and in the middle of its training."""
     files = []

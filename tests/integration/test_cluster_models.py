@@ -569,7 +569,9 @@ def test_pairs_are_whole_in_every_process(group: WorkerGroup, tiny_model_dir: Pa
         assert_alike(cluster.weights(policy)[name], tensor)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3, FSDP])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.wide), pytest.param(2, marks=pytest.mark.wide), 3, FSDP]
+)
 def test_processes_hold_what_the_memory_plan_says(group: WorkerGroup, stage: int | str, tiny_model_dir: Path) -> None:
     """Up to a tenth of the weights: besides, there are tables of rotations, and numbers that fill up parts."""
     config = RLConfig()

@@ -119,6 +119,7 @@ def build_until_killed(group: WorkerGroup, model_dir: Path) -> None:
         group.build(cluster_models.rank_policy, str(model_dir), 2)
 
 
+@pytest.mark.chaos
 def test_a_process_that_ran_out_of_memory_is_told(tiny_model_dir: Path) -> None:
     from ray.cluster_utils import Cluster
 

@@ -60,6 +60,7 @@ def test_verifiers(kind: Verifier, set_traps: Traps) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_scorers_that_evaluate(set_traps: Traps) -> None:
     """Each reply goes to one of them."""
     judge = ReasoningGymReward("reasoning_gym:chain_sum", timeout=TIMEOUT)
@@ -77,6 +78,7 @@ def test_scorers_that_evaluate(set_traps: Traps) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_all_other_scorers(set_traps: Traps) -> None:
     judge = ReasoningGymReward("reasoning_gym:chain_sum", timeout=TIMEOUT)
     source = cycle(replies(set_traps))

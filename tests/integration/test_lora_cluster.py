@@ -45,7 +45,14 @@ def group(ray: None, kept_groups: Any) -> Iterator[WorkerGroup]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "adapters"), [(0, lora.LORA), (2, lora.LORA), (3, lora.LORA), (cluster.FSDP, lora.LORA), (2, lora.QLORA)]
+    ("stage", "adapters"),
+    [
+        pytest.param(0, lora.LORA, marks=pytest.mark.wide),
+        pytest.param(2, lora.LORA, marks=pytest.mark.wide),
+        (3, lora.LORA),
+        (cluster.FSDP, lora.LORA),
+        (2, lora.QLORA),
+    ],
 )
 def test_every_division_trains_the_adapters_of_one_process(
     group: WorkerGroup, stage: int | str, adapters: LoraConfig, tiny_model_dir: Path, tmp_path: Path
@@ -107,7 +114,9 @@ def test_a_state_continues_in_any_division(group: WorkerGroup, stage: int, tiny_
         policy.load_state_dict(cluster.policy(str(tiny_model_dir)).state_dict())
 
 
-@pytest.mark.parametrize(("stage", "adapters"), [(2, lora.LORA), (3, lora.LORA), (2, lora.QLORA)])
+@pytest.mark.parametrize(
+    ("stage", "adapters"), [pytest.param(2, lora.LORA, marks=pytest.mark.wide), (3, lora.LORA), (2, lora.QLORA)]
+)
 def test_in_bfloat16_too(group: WorkerGroup, stage: int, adapters: LoraConfig, tiny_model_dir: Path) -> None:
     lone = lora.policy(str(tiny_model_dir), dtype=torch.bfloat16, lora=adapters)
     group.build(lora.rank_policy, str(tiny_model_dir), stage, torch.bfloat16, adapters)

@@ -34,8 +34,12 @@ def path(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("dtype", "lora"),
-    [(torch.float32, ALL), (torch.bfloat16, ALL), (torch.float32, ADAPTERS), (torch.bfloat16, QUANTISED)],
-    ids=["float32", "bfloat16", "adapters", "quantised"],
+    [
+        pytest.param(torch.float32, ALL, id="float32", marks=pytest.mark.wide),
+        pytest.param(torch.bfloat16, ALL, id="bfloat16"),
+        pytest.param(torch.float32, ADAPTERS, id="adapters", marks=pytest.mark.wide),
+        pytest.param(torch.bfloat16, QUANTISED, id="quantised"),
+    ],
 )
 def test_one_process(path: str, dtype: torch.dtype, lora: LoraConfig) -> None:
     config = RLConfig()

@@ -96,7 +96,9 @@ async def test_tiny_model_in_float16(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.7), (torch.bfloat16, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "temperature"), [(torch.float32, 0.7), pytest.param(torch.bfloat16, 1.0, marks=pytest.mark.wide)], ids=str
+)
 async def test_smollm2(smollm2: Path, dtype: torch.dtype, temperature: float) -> None:
     tokenizer = load_tokenizer(str(smollm2), flag=FLAG)
     texts = ["What is 3 plus 4?", "Name three rivers of Europe, with the seas that they flow into."]
@@ -131,6 +133,7 @@ async def test_after_an_update_both_see_the_new_weights(tiny_model_dir: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.demo
 def test_without_learning_the_mismatch_stays_what_it_is(smollm2: Path, tmp_path: Path) -> None:
     """Two steps at a learning rate of 0: the engine and the trainer drift apart only if one of them changes."""
     config = rollgrad.load_config(REPOSITORY / "examples" / "sums.yaml", preset="dr_grpo")

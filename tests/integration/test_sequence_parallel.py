@@ -22,11 +22,21 @@ summed in another order, and AdamW, which divides them by their size, makes much
 
 
 EVERYWHERE = pytest.mark.parametrize(
-    ("group", "model_dir"),
-    [(2, "Llama"), (2, "Mistral"), (4, "Mistral")],
-    ids=["one_pair-Llama", "one_pair-Mistral", "two_pairs-Mistral"],
-    indirect=True,
+    ("group", "model_dir"), [(2, "Llama"), (2, "Mistral"), (4, "Mistral")], indirect=True
 )
+AT_ITS_STAGES = pytest.mark.parametrize(
+    ("group", "model_dir", "stage"),
+    [
+        pytest.param(2, "Llama", 2, marks=pytest.mark.wide),
+        (2, "Llama", 3),
+        (2, "Mistral", 2),
+        pytest.param(2, "Mistral", 3, marks=pytest.mark.wide),
+        pytest.param(4, "Mistral", 2, marks=pytest.mark.wide),
+        (4, "Mistral", 3),
+    ],
+    indirect=["group", "model_dir"],
+)
+"""`EVERYWHERE`, with the stage of ZeRO."""
 
 
 @pytest.fixture
@@ -62,8 +72,7 @@ def stepped(model: Any, objective: Any) -> dict[str, float]:
     return metrics
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("stage", [2, 3])
+@AT_ITS_STAGES
 def test_a_policy_trains_as_one_process(group: WorkerGroup, stage: int, model_dir: str) -> None:
     group.build(sequence_parallel.rank_policy, model_dir, stage)
     policy, lone = ShardedPolicy(group, width=2), cluster.policy(model_dir)
@@ -85,8 +94,7 @@ def test_a_policy_trains_as_one_process(group: WorkerGroup, stage: int, model_di
     torch.testing.assert_close(scores.entropy_N, expected_scores.entropy_N, rtol=1e-3, atol=1e-3)
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("stage", [2, 3])
+@AT_ITS_STAGES
 def test_a_critic_trains_as_one_process(group: WorkerGroup, stage: int, model_dir: str) -> None:
     group.build(sequence_parallel.rank_value, model_dir, stage)
     critic, lone = ShardedValue(group, width=2), cluster.value(model_dir)

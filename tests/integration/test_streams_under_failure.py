@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 import torch
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, image_bytes, load_processor
@@ -153,6 +154,7 @@ async def stream(http: httpx2.AsyncClient, number: int) -> Reply:
     return text, named, tokens
 
 
+@pytest.mark.chaos
 async def test_each_of_two_hundred_streams_is_whole_and_its_own(tmp_path: Path) -> None:
     await played(Models(Path(save_tiny_vlm("qwen2_5_vl", tmp_path, positions=1024))))
 

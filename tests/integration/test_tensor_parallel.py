@@ -38,16 +38,18 @@ everywhere = pytest.mark.parametrize(
     [
         (ONE_PAIR, "Qwen2", 0),
         (ONE_PAIR, "Qwen3", 3),
-        (TWO_PAIRS, "Qwen3", 0),
-        (TWO_PAIRS, "Qwen2", 2),
-        (TWO_PAIRS, "Qwen3", 2),
+        pytest.param(TWO_PAIRS, "Qwen3", 0, marks=pytest.mark.wide),
+        pytest.param(TWO_PAIRS, "Qwen2", 2, marks=pytest.mark.wide),
+        pytest.param(TWO_PAIRS, "Qwen3", 2, marks=pytest.mark.wide),
         (TWO_PAIRS, "Qwen2", 3),
     ],
     indirect=["group", "model_dir"],
     scope="module",  # tests that share processes then follow each other
 )
 in_two_pairs = pytest.mark.parametrize(
-    ("group", "model_dir"), [(TWO_PAIRS, "Qwen2"), (TWO_PAIRS, "Qwen3")], indirect=True
+    ("group", "model_dir"),
+    [(TWO_PAIRS, "Qwen2"), pytest.param(TWO_PAIRS, "Qwen3", marks=pytest.mark.wide)],
+    indirect=True,
 )
 
 
@@ -107,7 +109,7 @@ def test_a_state_continues_in_any_division(group: WorkerGroup, stage: int, model
     assert_same_weights(ended, lone, TOLERANCE)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.wide), 3])
 @in_two_pairs
 def test_in_bfloat16_too(group: WorkerGroup, stage: int, model_dir: str) -> None:
     lone = cluster.policy(model_dir, dtype=torch.bfloat16)

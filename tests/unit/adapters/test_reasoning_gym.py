@@ -135,6 +135,7 @@ async def test_a_prompt_from_elsewhere_is_refused(reward: ReasoningGymReward) ->
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_the_sandbox_changes_no_score() -> None:
     """Right, wrong and half right answers of every task are worth what its scorer says outside of the sandbox."""
     import reasoning_gym
