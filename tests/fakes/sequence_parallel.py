@@ -55,15 +55,14 @@ class Case:
     lora: bool = False
     dtype: torch.dtype = torch.float32
 
-    @property
-    def key_value_heads(self) -> int:
-        return int((SIZES | self.settings)["num_key_value_heads"])
-
 
 CASES = {
     "two_heads": Case(),
     "another_batch": Case(seed=1, samples=7),
     "one_sample": Case(seed=2, samples=1),
+    "one_head_for_all_queries": Case(
+        family="Mistral", settings={"num_key_value_heads": 1, "sliding_window": 5}, seed=10, checkpointing=True
+    ),
     "uneven_heads": Case(settings={"num_key_value_heads": 3}, seed=3),
     "a_head_each_query": Case(settings={"num_key_value_heads": 6}, seed=4),
     "tied_and_query_norms": Case(
@@ -222,7 +221,7 @@ def work(folder: Path, timeout: float, rank: int, processes: int, names: list[st
     join_sequence_group(processes, timeout=timeout)
     results: dict[str, Any] = {name: passes(CASES[name]) for name in names}
     try:
-        PackedLM(model(Case(settings={"num_key_value_heads": 1})))
+        PackedLM(model(Case(settings={"num_attention_heads": 1, "num_key_value_heads": 1})))
     except ConfigurationError as error:
         results["refusal"] = str(error)
     join_sequence_group(1, timeout=timeout)

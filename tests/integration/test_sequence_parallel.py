@@ -118,6 +118,7 @@ def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, model_di
 def test_a_model_with_fewer_heads_than_processes_is_refused(
     group: WorkerGroup, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    narrow = saved(tiny_model("LlamaForCausalLM", tiny_tokenizer, num_key_value_heads=1), tiny_tokenizer, tmp_path)
-    with pytest.raises(ConfigurationError, match="sequence_parallel_size is 2, but the model has 1 key/value heads"):
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    narrow = saved(tiny_model("LlamaForCausalLM", tiny_tokenizer, **heads), tiny_tokenizer, tmp_path)
+    with pytest.raises(ConfigurationError, match="sequence_parallel_size is 2, but the model has 1 query heads"):
         group.build(sequence_parallel.rank_reference, str(narrow))

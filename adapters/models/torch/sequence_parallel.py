@@ -1,8 +1,9 @@
 """One packed batch divided over the processes of a group (Ulysses; Jacobs et al. 2023, arXiv:2309.14509).
 
 Every process computes a share of the tokens. Attention needs them all, so around it tokens are exchanged for heads:
-each process attends over the whole batch with whole key/value groups of its own. The processes' results for
-action tokens are gathered at the end, and every process computes the loss of the whole batch.
+each process attends over the whole batch with whole key/value groups of its own. Where there are more processes than
+key/value heads, these are repeated, each copy with a part of the query heads. The processes' results for action tokens
+are gathered at the end, and every process computes the loss of the whole batch.
 Invariant: the sum of the processes' gradients is the gradient of that loss, once.
 Suffixes: C are this process's tokens of M, B its action tokens of A; G key/value heads, each with its query heads in a
 row of W numbers.
@@ -55,22 +56,30 @@ class SequenceGroup:
         actions_B = (rows_A % self.size == self.rank).nonzero()[:, 0]
         return actions_B, rows_A[actions_B] // self.size
 
-    def heads(self, count: int) -> list[int]:
-        """Returns the number of key/value heads of each process, out of `count`.
+    def copies(self, key_heads: int, query_heads: int) -> int:
+        """Returns how often each key/value head is there, so that every process has one: the least number that divides
+        the query heads which share it.
 
         Raises:
-            ConfigurationError: there are too few heads.
+            ConfigurationError: there are too few query heads.
         """
-        if count < self.size:
+        if query_heads < self.size:
             raise ConfigurationError(
-                f"ds.sequence_parallel_size is {self.size}, but the model has {count} key/value heads, and every "
-                f"process needs one: set --ds.sequence_parallel_size to {count} at most."
+                f"ds.sequence_parallel_size is {self.size}, but the model has {query_heads} query heads, and every "
+                f"process needs one: set --ds.sequence_parallel_size to {query_heads} at most."
             )
+        shared = query_heads // key_heads
+        return next(
+            copies for copies in range(1, shared + 1) if shared % copies == 0 and copies * key_heads >= self.size
+        )
+
+    def heads(self, count: int) -> list[int]:
+        """Returns the number of key/value heads of each process, out of `count`, with copies."""
         return [count // self.size + (rank < count % self.size) for rank in range(self.size)]
 
     def plan(self, plan: AttentionPlan, tokens: int, device: torch.device) -> AttentionPlan:
         """Returns a plan for shares of the `tokens` that attends as `plan` does for all of them."""
-        return plan if self.size == 1 else _ExchangedAttention(plan, _Exchange(self, tokens, device))
+        return plan if self.size == 1 else _ExchangedAttention(plan, self, _Exchange(self, tokens, device))
 
     def gathered(self, actions_B: Tensor, count: int, *columns_B: Tensor) -> tuple[Tensor, ...]:
         """Returns columns_A of all `count` action tokens from those of each process.
@@ -108,29 +117,32 @@ def sequence_group(model: Any) -> SequenceGroup:
     """Returns the group over which the batches of `model` are divided.
 
     Raises:
-        ConfigurationError: the model has too few key/value heads for it, or is computed padded.
+        ConfigurationError: the model has too few query heads for it, or is computed padded.
     """
     if is_padded(model):
         require_undivided(model, "ds.sequence_parallel_size", _joined.size)
         return _joined
-    config = model.config.get_text_config()
-    _joined.heads(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    _joined.copies(1, model.config.get_text_config().num_attention_heads)  # key/value heads may differ between layers
     return _joined
 
 
 class _ExchangedAttention(AttentionPlan):
     """A plan for all tokens, in a process that has a share of them before and after."""
 
-    def __init__(self, plan: AttentionPlan, exchange: "_Exchange") -> None:
+    def __init__(self, plan: AttentionPlan, group: SequenceGroup, exchange: "_Exchange") -> None:
         self._plan = plan
+        self._group = group
         self._exchange = exchange
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is this process's share of M."""
-        groups, dim = key.shape[1], key.shape[3]
-        tokens, heads = query.shape[2], query.shape[1]
+        tokens, heads, dim = query.shape[2], query.shape[1], key.shape[3]
+        copies = self._group.copies(key.shape[1], heads)
+        if copies > 1:  # whose gradients are added in the backward pass
+            key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+        groups = key.shape[1]
         # A key head and the query heads that share it are one row, so that one exchange carries all three.
         q, k, v = (x[0].transpose(0, 1).reshape(tokens, groups, -1) for x in (query, key, value))
         rows_MGW = _ToHeads.apply(torch.cat([q, k, v], dim=-1), self._exchange)  # type: ignore[no-untyped-call]

@@ -52,7 +52,7 @@ class DeepSpeedConfig:
         1,
         "Processes that share each forward and backward pass, dividing its tokens and, in the attention, its heads "
         "(Ulysses): for sequences that do not fit into one process. Divides the processes of every model; at most "
-        "its key/value heads.",
+        "its query heads.",
         COUNT,
         only_if=IN_CLUSTER,
     )
