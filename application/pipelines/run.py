@@ -18,6 +18,7 @@ import torch
 from attrs import field, frozen
 
 from rollgrad.application.foreign import foreign_code, is_being_cancelled
+from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.application.pipelines.step_source import StepReport, StepSource
 from rollgrad.domain.control.best_model import Best, BestModel
 from rollgrad.domain.control.findings import LearningWatch
@@ -42,15 +43,16 @@ Sample = TypeVar("Sample")
 class Schedule:
     """Schedule of `steps` steps; evaluation and model checkpoints every so many of them (-1: only at the ends). The
     state from which training continues is saved every `state_steps` steps (-1: not by steps), when the one before is
-    `state_minutes` old (None: not by time), and at the end; never if neither is set. `best_metric` of the evaluations
-    says which model is kept as the best one, and `best_value` whether its highest or lowest value is the best; None
-    keeps none."""
+    `state_minutes` old (None: not by time), and at the end; never if neither is set. With `state_in_background` a run
+    goes on while one is written, but at the end. `best_metric` of the evaluations says which model is kept as the best
+    one, and `best_value` whether its highest or lowest value is the best; None keeps none."""
 
     steps: int
     eval_steps: int = -1
     save_steps: int = -1
     state_steps: int = -1
     state_minutes: float | None = None
+    state_in_background: bool = False
     best_metric: str | None = None
     best_value: Best = Best.AUTO
 
@@ -159,6 +161,7 @@ class Run(Generic[Sample]):
         self._on_step = on_step
         self._done = 0
         self._began = 0
+        self._states = StateWriter(checkpoints, required=schedule.state_steps > 0)
         self._state_saved_at = 0.0
         self._before: Mapping[str, float] = {}
         self._evaluated: tuple[int, Mapping[str, float]] | None = None  # the last one's step and metrics
@@ -187,6 +190,7 @@ class Run(Generic[Sample]):
                 log.info("interrupted: saving the model", step=self._done)
             finally:
                 await self._steps.stop()
+            self._states.finish()
         except (Exception, SystemExit) as error:  # of any kind: the training so far must not be lost
             traceback.clear_frames(error.__traceback__)  # saving may need the memory of their variables
             self._tell_failure(error)
@@ -216,6 +220,7 @@ class Run(Generic[Sample]):
             async with self._profile(self._done + 1):
                 report = await self._steps.step(self._done)
             self._count(report)
+            self._states.look()
             if self._due(schedule.eval_steps):
                 await self._evaluate()
             model_due = self._due(schedule.save_steps)
@@ -223,7 +228,7 @@ class Run(Generic[Sample]):
             if model_due:
                 self._save(f"step_{self._done}")
             if state_due:
-                self._save_training()
+                self._save_training(in_background=schedule.state_in_background)
             if model_due or state_due:
                 on_save()
         return await self._evaluate()
@@ -269,6 +274,10 @@ class Run(Generic[Sample]):
             return  # nothing was trained
         log.warning("the run ends early: saving the model", step=self._done, error=type(error).__name__)
         try:
+            self._states.finish()
+        except Exception as second:  # of the state before, if it is not `error` itself
+            log.warning("no training state was saved", reason=str(second))
+        try:
             self._save(FINAL_MODEL)
             if self._models.under_way:
                 log.warning("the model has optimizer steps of an update that was not finished", after_step=self._done)
@@ -278,20 +287,21 @@ class Run(Generic[Sample]):
         except Exception as second:  # a full disk, a lost process: the first error is raised in any case
             log.error("saving failed: what was saved before is still there", reason=str(second))
 
-    def _save_training(self) -> None:
-        """Saves the training state. If saving by steps is not set, a state that cannot be saved does not end the run.
+    def _save_training(self, *, in_background: bool = False) -> None:
+        """Saves the training state, or begins to. If saving by steps is not set, a state that cannot be saved does not
+        end the run.
 
         Raises:
-            CheckpointError: saving by steps is set, and the state cannot be saved.
+            CheckpointError: saving by steps is set, and the state, or the one before, cannot be saved.
         """
+        self._states.finish()  # before another one is in memory
         state = self.training_state()
         description = {**self._description, "position": state["run"]}
-        try:
-            self._checkpoints.save_training(TrainingState(step=self._done, state=state, description=description))
-        except CheckpointError as error:
-            if self._schedule.state_steps > 0:
-                raise
-            log.warning("no training state was saved", step=self._done, reason=str(error))
+        saved = TrainingState(step=self._done, state=state, description=description)
+        if in_background:
+            self._states.begin(saved)
+        else:
+            self._states.save(saved)
         self._state_saved_at = self._clock.monotonic()
 
     @property

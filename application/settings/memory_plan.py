@@ -112,11 +112,13 @@ def memory_plan(
     it: 2 or, for float32, 4. `critic` and `reference` default to the actor's shape without adapters, that of the critic
     in the compute format; they appear only where the settings use them. `reward`: of the reward model, if there is one.
     """
-    rows = [_resting(config, _trained(config, "actor", actor, compute_bytes, machine), machine)]
+    row = _resting(config, _trained(config, "actor", actor, compute_bytes, machine), machine)
+    rows = [_saved(config, row, actor, machine)]
     base = evolve(actor, adapters=0)
     plain = evolve(base, quantised=0)
     if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
-        rows.append(_resting(config, _trained(config, "critic", critic or plain, compute_bytes, machine), machine))
+        row = _resting(config, _trained(config, "critic", critic or plain, compute_bytes, machine), machine)
+        rows.append(_saved(config, row, _headless(critic or plain), machine))
     compares = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
     whole = config.algo.kl.estimator is KLEstimator.FULL
     # In one process the reference is the actor without its adapters, unless whole distributions are compared.
@@ -254,6 +256,19 @@ def _resting(config: RLConfig, row: RoleMemory, machine: Machine) -> RoleMemory:
     divided = config.cluster.strategy is Strategy.FSDP2
     stepped = row.optimizer * ADAM_MOMENTS // (1 + ADAM_MOMENTS) if divided else row.optimizer
     return evolve(row, rests=stepped + (row.gradients if row.keeps_gradients else 0))
+
+
+def _saved(config: RLConfig, row: RoleMemory, shape: ModelShape, machine: Machine) -> RoleMemory:
+    """Returns the row of actor or critic with a process's part of the copy of its state that `ckpt.async_save` makes in
+    the machine's memory: under FSDP2 its rows; elsewhere the first process has it whole, of which each on its machine
+    counts as much."""
+    if not config.ckpt.async_save:
+        return row
+    averages = row.role == "actor" and config.train.enable_ema
+    state = shape.trained * (1 + ADAM_MOMENTS + averages) * FLOAT32_BYTES
+    rows = config.cluster.enable and config.cluster.strategy is Strategy.FSDP2
+    copy = math.ceil(state / (row.processes if rows else row.on_a_machine))
+    return evolve(row, offloaded=row.offloaded + copy) if machine.gpu else evolve(row, optimizer=row.optimizer + copy)
 
 
 def _whole_under_fsdp2(role: str, shape: ModelShape, compute_bytes: int) -> int:

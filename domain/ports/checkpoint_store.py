@@ -29,12 +29,17 @@ class PartInFiles(Protocol):
         """
         ...
 
+    def copied(self) -> "PartInFiles":
+        """Returns a copy of it, in the memory of those processes, that is written while the original changes."""
+        ...
+
 
 @frozen(kw_only=True)
 class TrainingState:
     """Everything that a run needs to continue after `step`. `state`: nested mappings and lists of numbers, texts and
-    tensors, in which `PartInFiles` may be saved; what is loaded has `{STORED_IN: directory}` in their places.
-    `description`: identifies the run, JSON-serialisable; None in states of earlier versions."""
+    tensors, which no later step changes, and in which `PartInFiles` may be saved; what is loaded has
+    `{STORED_IN: directory}` in their places. `description`: identifies the run, JSON-serialisable; None in states of
+    earlier versions."""
 
     step: int
     state: Mapping[str, Any]

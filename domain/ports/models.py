@@ -110,7 +110,8 @@ class PolicyModel(Protocol):
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns everything that `load_state_dict` needs to continue as if never interrupted."""
+        """Returns everything that `load_state_dict` needs to continue as if never interrupted: copies, which the next
+        update does not change, or a `PartInFiles`."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -134,6 +134,7 @@ class OfflineContainer(BaseContainer):
             save_steps=BaseContainer.config.provided.ckpt.save_steps,
             state_steps=BaseContainer.config.provided.ckpt.state_steps,
             state_minutes=BaseContainer.config.provided.ckpt.state_minutes,
+            state_in_background=BaseContainer.config.provided.ckpt.async_save,
             best_metric=BaseContainer.config.provided.ckpt.best_metric,
             best_value=BaseContainer.config.provided.ckpt.best_value,
         ),

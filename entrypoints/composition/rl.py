@@ -307,6 +307,7 @@ class RLContainer(EngineContainer):
         save_steps=base.config.provided.ckpt.save_steps,
         state_steps=base.config.provided.ckpt.state_steps,
         state_minutes=base.config.provided.ckpt.state_minutes,
+        state_in_background=base.config.provided.ckpt.async_save,
         best_metric=base.config.provided.ckpt.best_metric,
         best_value=base.config.provided.ckpt.best_value,
     )

@@ -23,10 +23,12 @@ from rollgrad.adapters.models.ray.sharded import (
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.reward_model import EncodedText, RewardModel
 from rollgrad.adapters.models.torch.shape import model_shape
+from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.weights.shared_buckets import SharedMemory, fill_at
 from rollgrad.application.learning.microbatch import split
+from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.application.settings.memory_plan import Machine, memory_plan
 from rollgrad.application.settings.rm import RewardModelConfig, RMRun
 from rollgrad.application.settings.run import RLConfig
@@ -49,7 +51,7 @@ from rollgrad.domain.errors import (
     UntrainedParameterError,
     WorkerError,
 )
-from rollgrad.domain.ports.checkpoint_store import TrainingState
+from rollgrad.domain.ports.checkpoint_store import STORED_IN, TrainingState
 from rollgrad.entrypoints.composition.cluster import rank_model
 from rollgrad.entrypoints.composition.rm import rm_container
 from tests.fakes import cluster
@@ -188,7 +190,7 @@ def test_a_state_continues_in_any_division(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From one process to several, and back."""
+    """From one process to several, and back. Written while the model is trained, it is the same to the bit."""
     begun = cluster.policy(str(tiny_model_dir))
     cluster.trained(begun, 1)
     group.build(cluster.rank_policy, str(tiny_model_dir), stage)
@@ -199,9 +201,20 @@ def test_a_state_continues_in_any_division(
     store = LocalCheckpointStore(tmp_path)
     with monkeypatch.context() as patch:
         patch.delattr(GroupState, "whole")  # its processes write it themselves
-        store.save_training(training_state(policy))
+        waited_for = LocalCheckpointStore(tmp_path / "waited_for").save_training(training_state(policy))
+        writer = StateWriter(store, required=True)
+        writer.begin(training_state(policy))
+        cluster.trained(policy, 1)
+        writer.finish()
     loaded = store.load_training()
     assert loaded is not None
+    found, wanted = opened(loaded.state["update"]), opened({STORED_IN: str(waited_for / "update")})
+    assert found["steps"] == wanted["steps"] == 2
+    for section in ("masters", "averages"):
+        assert found[section].keys() == wanted[section].keys()
+        assert all(torch.equal(t.whole(), wanted[section][name].whole()) for name, t in found[section].items())
+    for name, moments in wanted["moments"].items():
+        assert all(torch.equal(found["moments"][name][key].whole(), t.whole()) for key, t in moments.items())
     ended = cluster.policy(str(tiny_model_dir))
     for continued in (ended, policy):
         continued.load_state_dict(loaded.state["update"])

@@ -9,7 +9,7 @@ Does not own: the process group (`processes.py`), nor which samples a process ge
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -215,6 +215,11 @@ class DeepSpeedModule(TrainedModule):
         """Implements `TrainedModule.write_state`: the first process writes all, and has one file at a time in
         memory."""
         write_parts(self._numbers(), self._state_parts(), directory)
+
+    def state_copy(self) -> Callable[[Path], None]:
+        """Implements `TrainedModule.state_copy`: the first process has a copy of all."""
+        numbers, parts = self._numbers(), list(self._state_parts())
+        return lambda directory: write_parts(numbers, parts, directory)
 
     def _numbers(self) -> dict[str, Any]:
         """Returns the numbers of the state."""

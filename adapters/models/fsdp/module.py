@@ -7,7 +7,7 @@ Does not own: how a module is divided (`division.py`).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,15 @@ class FSDPTrainedModule(MasterOptimizer):
 
     def write_state(self, directory: Path) -> None:
         """Implements `TrainedModule.write_state`: each process writes its rows."""
-        copy = self._average is not None  # which otherwise would be gone when it is put back
+        # An average without a copy would be gone when it is put back.
+        self._state_of_rows(copy=self._average is not None)(directory)
+
+    def state_copy(self) -> Callable[[Path], None]:
+        """Implements `TrainedModule.state_copy`."""
+        return self._state_of_rows(copy=True)
+
+    def _state_of_rows(self, *, copy: bool) -> Callable[[Path], None]:
+        """Returns a function that writes this process's rows."""
         state = self._state(lambda _, tensor: tensor.detach().to("cpu", copy=copy))
         rows = {
             name: (self._division.place(len(parameter))[0], len(parameter))
@@ -101,7 +109,8 @@ class FSDPTrainedModule(MasterOptimizer):
         if not self.first:  # numbers of steps, of which one process's are enough
             for moments in state["moments"].values():
                 moments.pop("step", None)
-        write_state(state, directory / f"{distributed.get_rank():05}.safetensors", rows)
+        name = f"{distributed.get_rank():05}.safetensors"
+        return lambda directory: write_state(state, directory / name, rows)
 
     def _own_part(self, whole: Tensor | StoredTensor) -> Tensor:
         if not whole.shape:

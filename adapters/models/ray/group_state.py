@@ -4,11 +4,19 @@ Invariant: it is the state of the moment at which it was asked for, or nothing: 
 no older one.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from attrs import frozen
+
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.domain.errors import CheckpointError
+from rollgrad.domain.ports.checkpoint_store import PartInFiles
+
+POLL_SECONDS = 0.2
+"""Seconds between questions whether a copied state is written, which takes seconds to minutes."""
 
 
 class GroupState(Mapping[str, Any]):
@@ -30,6 +38,12 @@ class GroupState(Mapping[str, Any]):
         """Implements `PartInFiles.write_files`."""
         self._require_current()
         self._group.all("write_state", directory.absolute())  # processes have working directories of their own
+
+    def copied(self) -> "CopiedState":
+        """Implements `PartInFiles.copied`; there is one copy at a time."""
+        self._require_current()
+        self._group.all("copy_state")
+        return CopiedState(self._group)
 
     def whole(self) -> Mapping[str, Any]:
         """Returns the whole state, in this process's memory."""
@@ -53,3 +67,27 @@ class GroupState(Mapping[str, Any]):
     def _require_current(self) -> None:
         if self._updates() != self._made_at:
             raise RuntimeError("the model has been trained since its state was asked for")
+
+
+@frozen
+class CopiedState(PartInFiles):
+    """The copy of a model's state in the processes of a group."""
+
+    group: WorkerGroup
+
+    def write_files(self, directory: Path) -> None:
+        """Implements `PartInFiles.write_files`, while another thread trains the model: the processes write in the
+        background, and are asked between its calls."""
+        ranks, until = range(self.group.size), time.monotonic() + self.group.timeout
+        self.group.begin("write_copy", ranks, directory.absolute())()
+        while not all(self.group.begin("has_written", ranks)()):
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    f"The training state of {self.group.name} was not written to {directory} within "
+                    f"{self.group.timeout:g} s: raise --cluster.timeout, or choose another --ckpt.state_dir."
+                )
+            time.sleep(POLL_SECONDS)
+
+    def copied(self) -> "CopiedState":
+        """Implements `PartInFiles.copied`: nothing changes it."""
+        return self

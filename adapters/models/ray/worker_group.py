@@ -150,7 +150,8 @@ class WorkerGroup:
         ray = ray_module()
         self.name = name
         self.size = len(slots)
-        self._timeout = timeout
+        self.timeout = timeout
+        """Seconds that any call may take."""
         self._broken: str | None = None
         self._turn = threading.RLock()
         """Lock of one call of all processes, or of one item of a reading."""
@@ -270,7 +271,7 @@ class WorkerGroup:
 
     def _waiting(self, doing: str) -> AbstractContextManager[None]:
         processes = "process" if self.size == 1 else "processes"
-        return waiting_for(f"{self.size} {processes} of {self.name} to {doing}", deadline=self._timeout)
+        return waiting_for(f"{self.size} {processes} of {self.name} to {doing}", deadline=self.timeout)
 
     def _require_whole(self) -> None:
         if self._broken is not None:
@@ -299,7 +300,7 @@ class WorkerGroup:
         ranks = {reference: rank for rank, reference in [*self._participants.items(), *references.items()]}
         wanted, results = set(references.values()), dict[Any, Any]()
         failures: dict[int, Exception] = {}
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + self.timeout
         while wanted or (failures and ranks):
             done, _ = ray.wait(list(ranks), timeout=max(0.0, until - time.monotonic()))
             if not done:
@@ -315,7 +316,7 @@ class WorkerGroup:
         if failures:
             raise self._main_error(failures, doing)
         if wanted:
-            raise self._end(f"did not answer within {self._timeout:g} s", sorted(ranks.values()), doing)
+            raise self._end(f"did not answer within {self.timeout:g} s", sorted(ranks.values()), doing)
         return [results[reference] for reference in references.values()]
 
     def _main_error(self, failures: dict[int, Exception], doing: str) -> Exception:

@@ -36,6 +36,7 @@ from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.router_replay import recomputation, scored_with_experts
 from rollgrad.adapters.models.torch.saving import save_in_files, save_pretrained
 from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
+from rollgrad.adapters.models.torch.state_copy import CopiesState
 from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.adapters.models.torch.trained_module import TrainedModule
 from rollgrad.adapters.models.torch.weight_shards import whole_layers
@@ -148,7 +149,7 @@ def _token_scores(scored: Sequence[Tensor], batch: PackedBatch, *, mean: bool = 
     return TokenScores(**{name: scatter(column_A, batch) for name, column_A in zip(names, scored, strict=False)})
 
 
-class TorchPolicy(PolicyModel):
+class TorchPolicy(CopiesState, PolicyModel):
     """A causal language model under an optimizer. `model` must have packed attention installed (`loading.py`).
 
     Of a model with adapters (`lora.py`) the state is theirs alone; weights, and the model that is saved, have them

@@ -94,9 +94,18 @@ class TrainedModule(Protocol):
         Raises:
             CheckpointError: it cannot be written.
         """
+        self.state_copy()(directory)
+
+    def state_copy(self) -> Callable[[Path], None]:
+        """Copies the state to the CPU's memory; returns a function that writes the copy as `write_state` does, and may
+        be called in another thread while the module is trained."""
         state = self.state_dict()
-        if self.first:
-            write_state(state, directory / "whole.safetensors")
+
+        def write(directory: Path) -> None:
+            if self.first:
+                write_state(state, directory / "whole.safetensors")
+
+        return write
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state_dict` of any division, whose tensors may be `StoredTensor`s.

@@ -24,12 +24,13 @@ from rollgrad.adapters.models.torch.models import (
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.saving import save_in_files, writing
+from rollgrad.adapters.models.torch.state_copy import CopiesState
 from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.ports.models import ValueModel, ValueObjective
 
 
-class TorchValue(ValueModel):
+class TorchValue(CopiesState, ValueModel):
     """A language model whose vocabulary head is replaced by one scalar a token.
 
     `head`: `weight` [1, H] and, if there is one, `bias` [1] to start from (a reward model's, say); empty starts from

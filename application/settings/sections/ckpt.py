@@ -13,6 +13,12 @@ LONGEST_REPOSITORY = 96
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
+SAVES_STATES = Condition(
+    lambda here, run: here.state_minutes is not None or here.state_steps > 0,
+    "no training states are saved",
+    "set --{at}state_steps",
+)
+
 KEEPS_BEST = Condition(lambda here, run: here.best_metric, "no best model is kept", "set --{at}best_metric")
 
 
@@ -53,6 +59,13 @@ class CheckpointConfig:
     )
     state_steps: int = setting(
         -1, "Steps between training states, besides state_minutes; -1 goes by time alone.", PERIOD
+    )
+    async_save: bool = setting(
+        False,
+        "Go on training while a training state is written. It is copied to the CPU's memory first (about 12 bytes a "
+        "parameter, under DeepSpeed all of it in the first process); a run that is killed meanwhile continues from the "
+        "state before.",
+        only_if=SAVES_STATES,
     )
     state_dir: str | None = setting(None, "Directory of the training states; default: output_dir.")
     keep_states: int = setting(

@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from attrs import evolve
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.checkpoints.states import FORMAT, FORMAT_WITH_PARTS, load_description, read_state
+from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import STORED_IN, TrainingState
 
@@ -72,6 +74,9 @@ class Elsewhere:
     def write_files(self, directory: Path) -> None:
         for rank in range(2):
             (directory / f"{rank}.safetensors").write_bytes(self.content)
+
+    def copied(self) -> "Elsewhere":
+        return Elsewhere(self.content)
 
 
 def test_parts_in_files_are_part_of_a_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,6 +264,38 @@ def test_the_same_step_may_be_saved_again(two: Path) -> None:
     LocalCheckpointStore(two).save_training(state(4))
     assert states(two) == ["training_state_2", "training_state_4"]
     assert loaded(two) == 4
+
+
+@pytest.mark.parametrize("operation", range(1, 8))
+def test_a_run_that_is_killed_while_a_state_is_written_in_the_background_has_the_one_before(
+    operation: int, two: Path
+) -> None:
+    """Whichever flush or rename it had reached; the last of them is after the new state has its name."""
+    child = os.fork()
+    if not child:
+        try:
+            done = iter(range(1, operation))
+            real = {name: getattr(os, name) for name in ("fsync", "rename")}
+
+            def counted(name: str) -> Callable[..., Any]:
+                def perform(*arguments: Any) -> Any:
+                    if next(done, None) is None:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return real[name](*arguments)
+
+                return perform
+
+            for name in real:
+                setattr(os, name, counted(name))
+            writer = StateWriter(LocalCheckpointStore(two), required=True)
+            writer.begin(state(6))
+            writer.finish()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) == (operation < 7)
+    assert loaded(two) == (4 if operation < 6 else 6)
+    assert len(states(two)) >= 2
 
 
 def test_a_disk_that_fills_leaves_the_older_states(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_another_call_ends_a_reading_in_all_processes(make: Callable[..., Worker
 def test_who_does_not_answer_in_time_is_named(make: Callable[..., WorkerGroup]) -> None:
     end = threading.Event()
     group = make(Stuck(end=end), Stuck(end=end))
-    group._timeout = 0.1
+    group.timeout = 0.1
     with pytest.raises(WorkerError, match=r"ranks 0, 1 did not answer within 0\.1 s while 'score'"):
         group.all("score")
     end.set()

@@ -2,13 +2,16 @@
 
 import asyncio
 import io
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
+from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.domain.batches.packed import Batch
 from rollgrad.domain.control.staleness import StalenessBound
 from rollgrad.domain.episodes.rewards import RewardRequest
@@ -236,6 +239,125 @@ def test_a_state_that_nobody_asked_for_ends_no_run(tmp_path: Path, capsys: pytes
     with pytest.raises(CheckpointError, match="No space left"):
         asked.train()
     assert asked.checkpoints.models == ["model"]
+
+
+# States that are written in the background.
+
+
+class SlowStore:
+    """Writes each training state of `run` when it is `released`; `begun` and `written` are the steps."""
+
+    def __init__(self, run: Run) -> None:
+        self.released = threading.Semaphore(0)
+        self.begun: list[int] = []
+        self.written: list[int] = []
+        self._save = run.checkpoints.save_training
+        run.checkpoints.save_training = self.save  # type: ignore[method-assign]
+
+    def save(self, state: TrainingState) -> Path:
+        assert self.begun == self.written, "one at a time"
+        self.begun.append(state.step)
+        assert self.released.acquire(timeout=60)
+        path = self._save(state)
+        self.written.append(state.step)
+        return path
+
+
+def in_background(tmp_path: Path, **settings: Any) -> Run:
+    return make_run(tmp_path, steps=STEPS, state_steps=3, state_in_background=True, **settings)
+
+
+def at_step(run: Run, at: int, call: Callable[[], Any]) -> None:
+    log = run.sink.log
+
+    def logged(step: int, metrics: Any) -> None:
+        log(step, metrics)
+        if step == at:
+            call()
+
+    run.sink.log = logged  # type: ignore[method-assign]
+
+
+def test_training_goes_on_while_a_state_is_written(tmp_path: Path) -> None:
+    """The state of step 3 is written after two more steps, and it is that of step 3; the run's end waits for it."""
+    run = in_background(tmp_path)
+    store = SlowStore(run)
+    tables: dict[int, Any] = {}
+
+    def look() -> None:
+        assert store.written == []
+        store.released.release(2)
+
+    at_step(run, 5, look)
+    at_step(run, 3, lambda: tables.update({3: run.policy.state_dict()["table"]}))
+    save = store._save
+
+    def keep(state: TrainingState) -> Path:
+        tables[-state.step] = state.state["update"]["policy"]["table"]
+        return save(state)
+
+    store._save = keep
+    assert run.train().steps == STEPS
+    assert store.written == [3, STEPS]
+    assert torch.equal(tables[-3], tables[3])
+    assert not torch.equal(tables[-STEPS], tables[3])
+
+
+def test_the_next_state_waits_for_the_one_before(tmp_path: Path) -> None:
+    run = in_background(tmp_path)
+    run.pipeline._schedule = evolve(run.pipeline._schedule, state_steps=2)
+    store = SlowStore(run)
+    store.released.release(3)
+    assert run.train().steps == STEPS
+    assert store.written == [2, 4, STEPS]
+
+
+@pytest.mark.parametrize("minutes", [None, 30.0])
+def test_a_state_that_could_not_be_written_is_told_in_the_next_step(
+    minutes: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends the run if states were asked for by steps, after which the last one is written."""
+    run = in_background(tmp_path)
+    if minutes is not None:
+        run.pipeline._schedule = evolve(run.pipeline._schedule, state_steps=-1, state_minutes=minutes)
+        run.pipeline._states = StateWriter(run.checkpoints, required=False)
+        at_step(run, 3, lambda: run.clock.advance(60 * minutes))
+    save, calls, failed = run.checkpoints.save_training, list[int](), threading.Event()
+
+    def fails_once(state: TrainingState) -> Path:
+        calls.append(state.step)
+        if len(calls) == 1:
+            failed.set()
+            return no_room(state)
+        return save(state)
+
+    run.checkpoints.save_training = fails_once  # type: ignore[method-assign]
+
+    def wait() -> None:
+        assert failed.wait(60)
+        writing = run.pipeline._states._writing
+        assert writing is not None
+        writing[1].exception(60)
+
+    at_step(run, 4, wait)
+    if minutes is None:
+        with pytest.raises(CheckpointError, match="No space left"):
+            run.train()
+        assert calls == [3, 4]
+        assert run.checkpoints.models == ["model"]
+    else:
+        assert run.train().steps == STEPS
+        assert calls == [3, STEPS]
+        assert "No space left" in capsys.readouterr().out
+
+
+def test_an_error_waits_for_the_state_that_is_being_written(tmp_path: Path) -> None:
+    run = in_background(tmp_path, policy=BreakingPolicy(5))
+    store = SlowStore(run)
+    at_step(run, 5, lambda: store.released.release(2))
+    with pytest.raises(NonFiniteUpdateError):
+        run.train()
+    assert store.written == [3, 5]
 
 
 # Failed episodes.

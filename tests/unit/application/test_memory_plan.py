@@ -319,6 +319,28 @@ def test_of_quantised_weights_a_pass_has_less_than_a_layer_in_full() -> None:
     assert rows["critic"].weights == rows["engines"].weights == 2000
 
 
+@pytest.mark.parametrize(
+    ("strategy", "processes", "each"), [(None, 1, 12), (Strategy.DEEPSPEED, 2, 6), (Strategy.FSDP2, 2, 6)]
+)
+def test_a_state_that_is_written_in_the_background_is_copied(
+    strategy: Strategy | None, processes: int, each: int
+) -> None:
+    """12 bytes a parameter, 16 with the moving average."""
+    config = small_config() if strategy is None else cluster_config(2, 2)
+    if strategy is not None:
+        config.cluster.strategy = strategy
+    for machine, held in ((CPU, "optimizer"), (GPU, "offloaded")):
+        for averages in (False, True):
+            config.train.enable_ema = averages
+            config.ckpt.async_save = False
+            before = plan(config, machine)["actor"]
+            assert before.processes == processes
+            config.ckpt.async_save = True
+            after = plan(config, machine)["actor"]
+            copy = 1000 * (each + (4 // processes if averages else 0))
+            assert after == evolve(before, **{held: getattr(before, held) + copy})
+
+
 def test_processes_that_share_a_sequence_divide_its_tokens() -> None:
     config = cluster_config(0)
     config.train.max_tokens_per_micro_batch = 1

@@ -422,6 +422,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (WIDE_CLUSTER | {"ds.sequence_parallel_size": 3}, "does not divide the 4 processes of the model 'actor'"),
     (WIDE_CLUSTER | {"critic.num_gpus_per_node": 3}, "or --critic.num_gpus_per_node"),
     (WIDE_CLUSTER | {"cluster.enable": False}, "--ds.sequence_parallel_size out"),
+    ({"ckpt.state_minutes": None, "ckpt.async_save": True}, "no training states are saved: set --ckpt.state_steps"),
     ({"eval.steps": 3}, "leave --eval.steps out"),
     ({"logger.run_name": "n"}, "set --logger.report_to to one of its names"),
     ({"logger.report_to": "wandb,wndb"}, "of wandb, trackio, mlflow, swanlab, with commas between"),
@@ -566,7 +567,7 @@ def test_every_condition_is_a_sentence_that_says_what_to_set() -> None:
             assert "{" not in problem or kinds[name] == FREE  # whose value has braces of its own
     assert len(conditional) > 50
     needs_default = {"data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "data.image_key"}
-    assert silent == needs_default
+    assert silent == needs_default | {"ckpt.async_save"}  # states are saved by default
 
 
 def test_a_wrong_number_hides_no_rule_and_breaks_none() -> None:
