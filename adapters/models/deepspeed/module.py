@@ -27,15 +27,8 @@ from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, engin
 from rollgrad.adapters.models.torch.ema import MovingAverage
 from rollgrad.adapters.models.torch.loss_scaling import Scaling
 from rollgrad.adapters.models.torch.muon import MOMENTUM, orthogonal, whole_directions
-from rollgrad.adapters.models.torch.optimizer import (
-    MOMENTS,
-    OptimizerSettings,
-    check_state,
-    moment_keys,
-    set_rates,
-    sleeping,
-    stepping,
-)
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings, set_rates, sleeping, stepping
+from rollgrad.adapters.models.torch.optimizer_state import MOMENTS, check_state, moment_keys
 from rollgrad.adapters.models.torch.sleeping import SleepingTensors
 from rollgrad.adapters.models.torch.stored_state import StoredTensor, whole_tensor, write_parts
 from rollgrad.adapters.models.torch.trained_module import TrainedModule, Whole, as_it_is
@@ -92,7 +85,7 @@ class DeepSpeedModule(TrainedModule):
         self._largest: dict[str, Tensor] = {}
         self._proof = GradientProof([name for name, _ in self._named], tells=self.first)
         self._scaling = Scaling(module, tells=self.first)
-        self._keys = moment_keys(module, settings)
+        self._keys = moment_keys(module, muon=settings.muon is not None)
         for name, parameter in self._named:
             parameter.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
         self._optimizer, self._size = self._engine.optimizer, self._engine.dp_world_size
@@ -245,7 +238,7 @@ class DeepSpeedModule(TrainedModule):
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Implements `TrainedModule.load_state_dict`."""
-        check_state(state, self._keys, self._settings)
+        check_state(state, self._keys, averages=self._average is not None)
         self.steps = int(state["steps"])
         self._scaling.load_state_dict(state)
         for moments in self._stepping.state.values():

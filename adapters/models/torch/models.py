@@ -31,7 +31,8 @@ from rollgrad.adapters.models.torch.lora import (
     without_adapters,
 )
 from rollgrad.adapters.models.torch.neftune import EmbeddingNoise
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, check_same_weights
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizer_state import check_same_weights
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.router_replay import recomputation, scored_with_experts
 from rollgrad.adapters.models.torch.saving import save_in_files, save_pretrained

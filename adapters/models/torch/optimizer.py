@@ -17,24 +17,20 @@ from torch import Tensor, nn
 from rollgrad.adapters.models.torch.ema import MovingAverage
 from rollgrad.adapters.models.torch.loss_scaling import Scaling
 from rollgrad.adapters.models.torch.muon import (
-    MOMENTUM,
     Directions,
     MuonSettings,
     MuonWithAdam,
     hidden_matrices,
     whole_directions,
 )
+from rollgrad.adapters.models.torch.optimizer_state import check_state, moment_keys
 from rollgrad.adapters.models.torch.sleeping import SleepingTensors
 from rollgrad.adapters.models.torch.stored_state import StoredTensor, whole_tensor
 from rollgrad.adapters.models.torch.trained_module import TrainedModule, Whole, as_it_is
-from rollgrad.adapters.models.torch.untrained_parameters import GradientProof, may_lack_gradient
+from rollgrad.adapters.models.torch.untrained_parameters import GradientProof
 from rollgrad.adapters.models.torch.weight_shards import whole_shape
 from rollgrad.domain.batches.metrics import Common
 from rollgrad.domain.control.learning_rate import lr_factor
-from rollgrad.domain.errors import CheckpointError
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Keys of AdamW's state of a parameter."""
 
 
 @frozen(kw_only=True)
@@ -108,16 +104,6 @@ def set_rates(optimizer: Any, settings: OptimizerSettings, step: int) -> float:
     return settings.lr * factor
 
 
-def moment_keys(module: nn.Module, settings: OptimizerSettings) -> dict[str, tuple[str, ...]]:
-    """Returns the keys of the optimizer's state of each trainable parameter, by the parameter's name."""
-    chosen = set(hidden_matrices(module) if settings.muon else [])
-    return {
-        name: (MOMENTUM,) if parameter in chosen else MOMENTS
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
-
-
 def sleeping(masters: Iterable[Tensor], state: Mapping[Any, Any], awake: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yields masters and what an optimizer's `state` has of each, but for masters in the memory of the tensors
     `awake`."""
@@ -126,56 +112,6 @@ def sleeping(masters: Iterable[Tensor], state: Mapping[Any, Any], awake: Iterabl
         if master.untyped_storage()._cdata not in memory:
             yield master
         yield from (kept for kept in state.get(master, {}).values() if kept.ndim)  # but for the number of steps
-
-
-def check_state(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]], settings: OptimizerSettings) -> None:
-    """Checks that a `TrainedModule.state_dict` is of the same optimizer, whose `moment_keys` are `keys`, and whole.
-
-    Raises:
-        CheckpointError: it is of another one, or moments are missing.
-    """
-    lost = [name for name in keys if name not in state["moments"] and not may_lack_gradient(name)]
-    if lost and state["steps"]:
-        raise CheckpointError(
-            f"The state to continue from has taken {state['steps']} optimizer steps, but has no moments of {lost[0]} "
-            f"({len(lost)} of {len(keys)} parameters): continue from another training state."
-        )
-    for name, moments in state["moments"].items():
-        if not set(keys.get(name, ())) <= set(moments):
-            raise CheckpointError(
-                f"The state to continue from has {', '.join(sorted(moments))} of {name}, which another optimizer "
-                "keeps: set --actor.optim (--critic.optim) to what it was."
-            )
-        for key in keys.get(name, ()):
-            if moments[key].shape != state["masters"][name].shape:
-                raise CheckpointError(
-                    f"The state to continue from has {key} of {name} in the shape {tuple(moments[key].shape)}, but its "
-                    f"weight has {tuple(state['masters'][name].shape)}: continue from another training state."
-                )
-    if ("averages" in state) != (settings.ema_beta is not None):
-        raise CheckpointError(
-            f"The state to continue from has {'a' if 'averages' in state else 'no'} moving average of the weights: set "
-            "--train.enable_ema, or --dpo.ref_sync_steps, to what it was."
-        )
-
-
-def check_same_weights(
-    state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], trained: TrainedModule
-) -> None:
-    """Checks that a state is of a run that trained these parameters.
-
-    Raises:
-        CheckpointError: it is of other weights.
-    """
-    masters = state["masters"]
-    if parameters.keys() != masters.keys() or any(
-        masters[name].numel() * parameter.element_size() != trained.bytes(parameter)
-        for name, parameter in parameters.items()
-    ):
-        raise CheckpointError(
-            "The state to continue from is of a run that trained other weights: set --actor.lora.rank, "
-            "--actor.lora.target_modules and --actor.model_name_or_path to what they were."
-        )
 
 
 class MasterOptimizer(TrainedModule):
@@ -210,7 +146,7 @@ class MasterOptimizer(TrainedModule):
         if masters is None:
             masters = {p: p if p.dtype == torch.float32 else _own_master(p) for p in self._params}
         self._masters = [masters[parameter] for parameter in self._params]
-        self._keys = moment_keys(module, settings)
+        self._keys = moment_keys(module, muon=settings.muon is not None)
         adam = partial(torch.optim.AdamW, betas=settings.betas, eps=settings.eps, fused=True)
         self._stepping = stepping(module, masters, settings, adam, directions)
         self._average = (
@@ -329,7 +265,7 @@ class MasterOptimizer(TrainedModule):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Implements `TrainedModule.load_state_dict`; restores the compute weights too."""
-        check_state(state, self._keys, self._settings)
+        check_state(state, self._keys, averages=self._average is not None)
         self.steps = int(state["steps"])
         self._scaling.load_state_dict(state)
         self._stepping.state.clear()

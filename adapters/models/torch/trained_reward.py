@@ -16,7 +16,8 @@ from rollgrad.adapters.models.torch.classifier import sequence_classifier
 from rollgrad.adapters.models.torch.forward import PackedReward
 from rollgrad.adapters.models.torch.lora import plain_buffers, plain_weights
 from rollgrad.adapters.models.torch.models import Optimize, save_averaged
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, check_same_weights
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizer_state import check_same_weights
 from rollgrad.adapters.models.torch.saving import PROCESSOR_FILES, save_in_files
 from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.adapters.models.torch.value import TorchValue

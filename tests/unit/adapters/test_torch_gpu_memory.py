@@ -10,7 +10,8 @@ from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, make_
 from rollgrad.adapters.models.ray.worker_group import RankWorker
 from rollgrad.adapters.models.torch import allocator, chunked_logprobs
 from rollgrad.adapters.models.torch.chunked_logprobs import CHUNK_BYTES, chunk_bytes, token_logprobs
-from rollgrad.adapters.models.torch.optimizer import MOMENTS, MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizer_state import MOMENTS
 
 CUDA = torch.device("cuda", 0)
 GIB = 2**30
