@@ -90,6 +90,18 @@ def origin(name: str) -> str:
     return Path(place).name if Path(place).is_dir() else place.partition("@")[0]
 
 
+def check_name(name: str) -> None:
+    """Checks that the file system can tell whether a dataset is a file or a folder.
+
+    Raises:
+        DataError: it cannot: the name is too long, or is of a place that may not be looked into.
+    """
+    try:
+        Path(name).exists()
+    except OSError as error:
+        raise DataError(f"The dataset {name} cannot be read ({error.strerror or error}): check the path.") from error
+
+
 def split_configuration(name: str) -> tuple[str, str | None]:
     """Returns a dataset's name and its configuration, if it has one.
 
@@ -131,10 +143,7 @@ def _mix(
 def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
     """Reads one split of one dataset."""
     path = Path(name)
-    try:
-        path.exists()
-    except OSError as error:  # a name that is too long, or a directory that may not be looked into
-        raise DataError(f"The dataset {name} cannot be read ({error.strerror or error}): check the path.") from error
+    check_name(name)
     if path.suffix in FILE_FORMATS:
         loaded = _read_file(path)
     elif path.is_dir():

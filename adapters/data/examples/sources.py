@@ -18,6 +18,7 @@ from attrs import field, frozen
 
 from rollgrad.adapters.data.datasets.loading import (
     FILE_FORMATS,
+    check_name,
     check_probs,
     load_dataset,
     origin,
@@ -223,7 +224,12 @@ def open_head(name: str, head: Head, settings: ReadingSettings) -> Mixture:
 
 
 def is_local(name: str) -> bool:
-    """Returns whether a data set is a file or a folder of this machine, and no name on the hub."""
+    """Returns whether a data set is a file or a folder of this machine, and no name on the hub.
+
+    Raises:
+        DataError: the file system cannot tell.
+    """
+    check_name(name)
     place = Path(split_configuration(name)[0])
     is_file = Path(name).suffix in FILE_FORMATS  # names on the hub have dots too
     return is_file or Path(name).exists() or place.is_dir() or name.startswith((".", "/", "~"))

@@ -148,5 +148,7 @@ def test_other_files_and_the_hub_give_their_rows(data: Path, tmp_path: Path, mon
     monkeypatch.setattr(loading, "_HUB_PROBE_SECONDS", 0.01)
     assert not any(map(is_local, ("owner/name:config", "owner/name-v1.5", "owner/name-v1.5:config")))
     assert all(map(is_local, ("missing.csv", "./missing", str(tmp_path))))
+    with pytest.raises(DataError, match=r"x cannot be read \(File name too long\): check the path\."):
+        next(stream_rows("x" * 300, "train"))
     assert [each.content for each in stream_rows("owner/name:config@part", "train")] == rows
     assert asked == [("owner/name", "config", {"data_dir": "part", "streaming": True})]
