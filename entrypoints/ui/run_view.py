@@ -108,7 +108,6 @@ class RunView:
             "rows": len(rollouts),
             "update_steps": sorted(steps["update"]),
             "eval_steps": sorted(steps["evaluation"]),
-            "datasources": sorted({name for name in rollouts.table["datasource"].to_pylist() if name is not None}),
             "parts": names_in(rollouts.table, "reward_parts"),
             "metric_columns": names_in(rollouts.table, "metrics"),
             "columns": [

@@ -234,6 +234,16 @@ def test_a_long_run_is_listed_without_keeping_its_series_and_drawn_with_few_poin
     assert len(view.metrics()["series"]["train/loss"]["steps"]) == 300
 
 
+async def test_a_data_source_for_each_prompt_makes_no_longer_answer(tmp_path: Path) -> None:
+    for name, groups in (("few", 1), ("many", 100)):
+        write_rollouts(tmp_path / name, {1: [group(number, {"7": 1.0, "8": 0.0}) for number in range(groups)]})
+    few, many = await asked(tmp_path, "/api/run/few", "/api/run/many")
+    assert (few["rows"], many["rows"]) == (2, 200)
+    assert "source 99" not in json.dumps(many)
+    lists = ("metrics", "parts", "metric_columns", "columns", "update_steps", "eval_steps")
+    assert {name: many[name] for name in lists} == {name: few[name] for name in lists}
+
+
 async def test_files_that_a_run_removes_while_they_are_counted_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
