@@ -13,7 +13,8 @@ def too_many_sets(names: Collection[str]) -> str | None:
         return None
     return (
         f"The rows of eval.dataset are of {len(names):,} data sets, such as {min(names)[:80]!r}, but {MOST_SETS} at "
-        "most have metrics of their own: all are measured together alone. Let the column datasource name fewer."
+        "most have metrics of their own: all are measured together alone. List fewer in --eval.dataset, or name "
+        "fewer in the column datasource of its rows."
     )
 
 
