@@ -23,16 +23,13 @@ from itertools import accumulate
 from attrs import evolve, field, frozen
 
 from rollgrad.adapters.chat.pictures import image_count
+from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.chat.special_text import Guarded, unused_character
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.chat_codec import ToolSchema
-
-
-class NothingTrainedError(DataError):
-    """No token of a conversation or text carries loss."""
 
 
 class Anomaly(StrEnum):
@@ -110,7 +107,7 @@ class TrainingText:
             tools: those that the model is told of.
 
         Raises:
-            NothingTrainedError: no reply is trained, or no token of them.
+            RowError: no reply is trained, or no token of them.
             DataError: the template refuses the messages.
         """
         anomalies: set[Anomaly] = set()
@@ -123,7 +120,7 @@ class TrainingText:
             if weight > 0
         ]
         if not turns:
-            raise NothingTrainedError("No reply of the conversation is trained.")
+            raise RowError(Reason.UNTRAINED, "No reply of the conversation is trained.")
         branches = [self._branch(guarded, chain, anomalies) for chain in chains(turns)]
         return TrainingTokens(branches=tuple(branches), anomalies=frozenset(anomalies))
 
@@ -170,6 +167,7 @@ class TrainingText:
             labels: one for each step.
 
         Raises:
+            RowError: two steps end within one token, or one within the first.
             DataError: the template refuses the messages or rewrites the last one, or it spells a special token.
         """
         guarded = self._codec.guarded(messages, tools)
@@ -199,7 +197,7 @@ class TrainingText:
     ) -> TrainingTokens:
         places = [bisect_left(borders, end, key=lambda border: border[0]) - 1 for end in ends]
         if len(set(places)) < len(places) or places[0] < 1:
-            raise DataError("Two steps end with one token, or a step with the first one.")
+            raise RowError(Reason.STEPS, "Two steps end within one token, or one within the first.")
         weights = [0.0] * (places[-1] + 1)
         for place, label in zip(places, labels, strict=True):
             weights[place] = 1.0 + label
@@ -334,7 +332,7 @@ class TrainingText:
         if weights:
             weights[0] = 0.0  # nothing predicts the first token
         if not any(weights):
-            raise NothingTrainedError("No token of it is trained.")
+            raise RowError(Reason.UNTRAINED, "No token of it is trained.")
         return TokenBranch(token_ids=tuple(token_ids), weights=tuple(weights))
 
 

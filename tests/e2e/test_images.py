@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 import rollgrad
 from rollgrad.adapters.chat.pictures import image_bytes, opened
+from rollgrad.adapters.chat.row_error import RowError
 from rollgrad.adapters.data.examples.formats import read_row
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
-from rollgrad.adapters.data.examples.rows import RowError
 from rollgrad.adapters.models.torch.loading import load_critic
 from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire

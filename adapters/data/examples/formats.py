@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.data.examples.images import seen
 from rollgrad.adapters.data.examples.ranked import best_and_worst, ranked_column
 from rollgrad.adapters.data.examples.recognition import LABEL_COLUMN, REPLY_COLUMN, ReadingSettings, step_columns
@@ -17,8 +18,6 @@ from rollgrad.adapters.data.examples.rows import (
     Pair,
     PlainText,
     Pretokenised,
-    Reason,
-    RowError,
     Sample,
     Steps,
     broken,

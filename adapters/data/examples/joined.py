@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy
 
+from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.data.datasets.columns import has_value, value_at
-from rollgrad.adapters.data.examples.rows import Reason, RowError, Rows, column_value, read_label
+from rollgrad.adapters.data.examples.rows import Rows, column_value, read_label
 
 LABELLED = {"completion", "label"}
 """Columns of labelled replies, besides that of the prompt."""

@@ -24,11 +24,12 @@ import structlog
 from attrs import asdict
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
+from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.chat.training_text import TokenBranch, shared_prompt
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, PreparedRow, Preparer, Refusal
 from rollgrad.adapters.data.examples.report import DataReport
-from rollgrad.adapters.data.examples.rows import Reason, RowError, overlong_row
+from rollgrad.adapters.data.examples.rows import overlong_row
 from rollgrad.adapters.data.examples.sources import Mixture
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.episodes.images import PlacedImages

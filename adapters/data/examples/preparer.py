@@ -11,27 +11,12 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
+from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.chat.training_text import (
-    Anomaly,
-    NothingTrainedError,
-    TokenBranch,
-    TrainingText,
-    TrainingTokens,
-)
+from rollgrad.adapters.chat.training_text import Anomaly, TokenBranch, TrainingText, TrainingTokens
 from rollgrad.adapters.data.examples.formats import read_row
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
-from rollgrad.adapters.data.examples.rows import (
-    Conversation,
-    Labelled,
-    Pair,
-    PlainText,
-    Pretokenised,
-    Reason,
-    RowError,
-    Steps,
-    broken,
-)
+from rollgrad.adapters.data.examples.rows import Conversation, Labelled, Pair, PlainText, Pretokenised, Steps, broken
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.errors import ConfigurationError, DataError, ImageError
 
@@ -137,7 +122,7 @@ class Preparer:
                 text = self._text(solution.template_kwargs)
                 return text.judged(solution.messages, solution.tools, sample.ends, sample.labels)
             return self._text({}).judged_plain(solution.prompt, solution.completion, sample.ends, sample.labels)
-        except ConfigurationError:
+        except (ConfigurationError, RowError):
             raise
         except DataError as error:
             raise _refused(error) from error
@@ -187,9 +172,8 @@ class Preparer:
 
 
 def _refused(error: DataError) -> RowError:
-    """The error of a row of which an image, or the chat template, cannot make tokens, or none that are trained."""
-    reasons = {ImageError: Reason.IMAGE, NothingTrainedError: Reason.UNTRAINED}
-    reason = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), Reason.REFUSED)
+    """The error of a row of which an image, or the chat template, cannot make tokens."""
+    reason = Reason.IMAGE if isinstance(error, ImageError) else Reason.REFUSED
     return RowError(reason, " ".join(str(error).split())[:500])
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy
 
-from rollgrad.adapters.data.examples.rows import Reason, RowError, Rows, broken, read_number
+from rollgrad.adapters.chat.row_error import Reason, RowError
+from rollgrad.adapters.data.examples.rows import Rows, broken, read_number
 from rollgrad.application.foreign import shown
 
 REPLIES: Mapping[str, str] = {"completions": "completion", "answers": "answer"}

@@ -10,8 +10,8 @@ from typing import Any
 import numpy
 from attrs import Factory, asdict, define, frozen
 
+from rollgrad.adapters.chat.row_error import Reason
 from rollgrad.adapters.chat.training_text import Anomaly
-from rollgrad.adapters.data.examples.rows import Reason
 from rollgrad.domain.errors import DataError
 
 PERCENTILES = (50, 90, 99, 100)

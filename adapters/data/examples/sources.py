@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 from attrs import field, frozen
 
+from rollgrad.adapters.chat.row_error import RowError
 from rollgrad.adapters.data.datasets.loading import (
     FILE_FORMATS,
     check_name,
@@ -27,8 +28,8 @@ from rollgrad.adapters.data.datasets.loading import (
 from rollgrad.adapters.data.examples.joined import JoinedPairs, is_labelled, joined
 from rollgrad.adapters.data.examples.kept_index import kept_index
 from rollgrad.adapters.data.examples.ranked import RankedPairs, pair_ends
-from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
-from rollgrad.adapters.data.examples.rows import RowError, Rows, broken, decoded
+from rollgrad.adapters.data.examples.recognition import PAIR_COLUMNS, ReadingSettings, find_format
+from rollgrad.adapters.data.examples.rows import Rows, broken, decoded
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.errors import DataError
 
@@ -75,9 +76,7 @@ class Mixture:
 
     def datasources(self, names: Sequence[str]) -> list[str]:
         """Returns the origin of each row: what its column `datasource` says, else the name in `names` of its part."""
-        bases = [
-            part.rows.rows if isinstance(part.rows, RankedPairs | JoinedPairs) else part.rows for part in self.parts
-        ]
+        bases = [_given(part.rows) for part in self.parts]
         # Of a table the column alone is read: its rows may have pictures.
         columns = [rows.column("datasource") if isinstance(rows, Table) else None for rows in bases]
         found = []
@@ -304,8 +303,15 @@ def _as_pairs(rows: Rows, name: str, fingerprint: str, settings: ReadingSettings
 
 
 def _source(name: str, rows: Rows, fingerprint: str, settings: ReadingSettings) -> Source:
-    columns = _columns(rows, name)
+    columns = _columns(_given(rows), name)
+    if isinstance(rows, JoinedPairs):
+        columns |= {name: [] for name in PAIR_COLUMNS}
     return Source(name, rows, find_format(list(columns), name, settings, columns.get("label", ())), fingerprint)
+
+
+def _given(rows: Rows) -> Rows:
+    """Returns the rows that the data set has, of which pairs may be made."""
+    return rows.rows if isinstance(rows, RankedPairs | JoinedPairs) else rows
 
 
 def _local_hash(name: str, split: str) -> str | None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from attrs import frozen
 
+from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, step_columns
-from rollgrad.adapters.data.examples.rows import Reason, RowError, broken, column_value, text_of
+from rollgrad.adapters.data.examples.rows import broken, column_value, text_of
 from rollgrad.application.foreign import shown
 
 WORDS = {"true": 1.0, "+": 1.0, "false": 0.0, "-": 0.0}

@@ -15,12 +15,13 @@ import structlog
 import torch
 from attrs import frozen
 
+from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.chat.training_text import shared_prompt
 from rollgrad.adapters.data.datasets.loading import load_dataset, stream_hub
 from rollgrad.adapters.data.examples.prepared import as_preference, as_steps
 from rollgrad.adapters.data.examples.preparer import PreparedRow, Preparer
 from rollgrad.adapters.data.examples.report import DataReport
-from rollgrad.adapters.data.examples.rows import Reason, RowError, decoded, overlong_row
+from rollgrad.adapters.data.examples.rows import decoded, overlong_row
 from rollgrad.adapters.data.examples.sources import JSON_SUFFIXES, Table, is_local, json_lines, parse_line
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.data.examples import preparation
 from rollgrad.adapters.data.examples.formats import read_row
 from rollgrad.adapters.data.examples.preparation import cache_key, prepare_examples
@@ -21,7 +22,7 @@ from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
 from rollgrad.adapters.data.examples.report import DataReport
-from rollgrad.adapters.data.examples.rows import Conversation, PlainText, Pretokenised, Reason, RowError
+from rollgrad.adapters.data.examples.rows import Conversation, PlainText, Pretokenised
 from rollgrad.adapters.data.examples.sources import LOOKED_AT, JsonLines, Mixture, open_sources
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows, TrainOn
 from rollgrad.domain.errors import ConfigurationError, DataError
@@ -435,6 +436,14 @@ def test_a_bad_row_has_a_reason(
         Preparer(tiny_tokenizer, PreparationSettings()).prepare(row, kind)
     assert caught.value.reason is reason
     assert caught.value.sentence.endswith(".")
+
+
+def test_steps_that_end_within_a_token_are_not_the_templates_refusal(tiny_tokenizer: Any) -> None:
+    row = {"prompt": "What is 3 plus 4?", "completions": ["1", "2"], "labels": [True, False]}
+    settings = PreparationSettings(reading=ReadingSettings(format=ExampleFormat.STEPS, separator=""))
+    with pytest.raises(RowError, match="Two steps end within one token") as caught:
+        Preparer(tiny_tokenizer, settings).prepare(row, ExampleFormat.STEPS)
+    assert caught.value.reason is Reason.STEPS
 
 
 json_values = st.recursive(

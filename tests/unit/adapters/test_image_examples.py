@@ -7,11 +7,11 @@ import pytest
 from attrs import evolve
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, opened
+from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.data.datasets import loading
 from rollgrad.adapters.data.examples.preparation import prepare_examples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
-from rollgrad.adapters.data.examples.rows import Reason, RowError
 from rollgrad.adapters.data.examples.sources import open_sources
 from rollgrad.adapters.data.examples.streaming import stream_rows
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows, TrainOn

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from rollgrad.adapters.chat.row_error import Reason
 from rollgrad.adapters.data.examples.prepared import PreparedLabels
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
-from rollgrad.adapters.data.examples.rows import Reason
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.errors import DataError
 from tests.unit.adapters.test_examples_data import opened, prepared, write

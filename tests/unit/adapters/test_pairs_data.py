@@ -7,12 +7,12 @@ import pytest
 import torch
 from attrs import evolve
 
+from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.examples.prepared import PreparedPairs
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
-from rollgrad.adapters.data.examples.rows import Reason, RowError
-from rollgrad.adapters.data.examples.sources import Head, open_head
+from rollgrad.adapters.data.examples.sources import LOOKED_AT, Head, open_head
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.episodes.examples import Preference
@@ -218,6 +218,30 @@ def test_good_and_bad_replies_to_a_prompt_are_pairs(
     else:
         assert dropped["no_other_reply"] == (3, f"{source}:4")
     assert dropped["broken"][1] in (f"{source}:9", f"{source}:10")
+
+
+LABELLED = {"completion": "seven", "label": True}
+RANKED = {"answers": [{"answer": "seven", "rank": 1}, {"answer": "eight", "rank": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("alone", "last", "reason"),
+    [
+        (LABELLED, [LABELLED, {"completion": "six", "label": False}], "no_other_reply"),
+        (RANKED, [{"answers": [*RANKED["answers"], {"answer": "six", "rank": 2}]}], "equal_ranks"),
+    ],
+    ids=["labelled", "ranked"],
+)
+def test_first_rows_that_make_no_pair_say_all_the_same_what_rows_are(
+    alone: dict[str, Any], last: list[dict[str, Any]], reason: str, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    reading = evolve(READING, all_pairs=True)
+    first = [{"prompt": f"Question {number}?", **alone} for number in range(LOOKED_AT)]
+    none = pairs_of(tmp_path, tiny_tokenizer, *first, reading=reading)
+    with pytest.raises(DataError, match=rf"^No row of data\.dataset can be used: {reason}: {LOOKED_AT} \("):
+        none.examples.report.check(1.0, "data.dataset")
+    pairs = pairs_of(tmp_path, tiny_tokenizer, *first, *({"prompt": "Which?", **row} for row in last), reading=reading)
+    assert texts(pairs[0], tiny_tokenizer)[1:] == ("seven<|im_end|>", "six<|im_end|>")
 
 
 def test_replies_about_other_images_or_tools_are_no_pair(tmp_path: Path) -> None:
