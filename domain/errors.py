@@ -64,6 +64,10 @@ class NonFiniteUpdateError(RollgradError, FloatingPointError):
     """Loss or gradient norm became NaN or infinite; the step was not applied."""
 
 
+class ExplodedWeightsError(RollgradError, FloatingPointError):
+    """After an optimizer step nothing can be computed with the weights; what was saved before it is all there is."""
+
+
 class UntrainedParameterError(RollgradError, RuntimeError):
     """A parameter that should be trained has no effect on the model's output; the step was not applied."""
 

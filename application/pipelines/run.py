@@ -2,7 +2,7 @@
 
 Invariants: an interruption ends the run between two steps, with the model and the training state of the last finished
 one. So does an error, but for one in the middle of an update of several optimizer steps: the model then has those that
-were taken, and the training state is the one saved before.
+were taken, and the training state is the one saved before. Weights with which nothing can be computed are never saved.
 Does not own: what a step does (its `StepSource`), nor how models learn (`TrainedModels`).
 """
 
@@ -23,7 +23,14 @@ from rollgrad.application.pipelines.step_source import StepReport, StepSource
 from rollgrad.domain.control.best_model import Best, BestModel
 from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.rule import LearningSettings
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, ForeignError, OutOfMemory, WorkerError
+from rollgrad.domain.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ExplodedWeightsError,
+    ForeignError,
+    OutOfMemory,
+    WorkerError,
+)
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore, TrainingState
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.metric_sink import MetricSink
@@ -272,6 +279,9 @@ class Run(Generic[Sample]):
         """Saves the training before `error`, as far as possible; it never raises, because `error` must be raised."""
         if self._done == self._began and not self._models.under_way:
             return  # nothing was trained
+        if isinstance(error, ExplodedWeightsError):
+            log.warning("the run ends early, and its weights are not saved: what was saved before is there")
+            return
         log.warning("the run ends early: saving the model", step=self._done, error=type(error).__name__)
         try:
             self._states.finish()

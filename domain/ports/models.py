@@ -63,7 +63,8 @@ class PolicyModel(Protocol):
 
     Promises: `update` is one optimizer step whose gradient is that of the summed losses of its micro-batches, in
     any split; a non-finite loss or gradient raises `NonFiniteUpdateError` before any parameter changes. Only a
-    gradient that overflows float16 does not raise: that step is skipped.
+    gradient that overflows float16 does not raise: that step is skipped. A step after which nothing can be computed
+    with the weights raises `ExplodedWeightsError`.
     """
 
     steps: int = 0

@@ -46,6 +46,7 @@ from rollgrad.domain.episodes.rewards import RewardInput, RewardRequest
 from rollgrad.domain.errors import (
     CheckpointError,
     ConfigurationError,
+    ExplodedWeightsError,
     NonFiniteUpdateError,
     RewardError,
     UntrainedParameterError,
@@ -142,6 +143,12 @@ def test_every_division_trains_as_one_process(
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError):
         policy.save(tmp_path / "file" / "model")
+
+    exploded = policy.state_dict().whole()
+    exploded["masters"]["model.model.embed_tokens.weight"][-1, 0] = 1e9  # of a token that stands nowhere
+    policy.load_state_dict(exploded)
+    with pytest.raises(ExplodedWeightsError):  # every process's error, though one has the weight
+        cluster.trained(policy, 1)
 
 
 @pytest.mark.gpu

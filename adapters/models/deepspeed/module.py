@@ -166,6 +166,7 @@ class DeepSpeedModule(TrainedModule):
             self._average.follow(self.steps + 1)
         self._largest.clear()
         self.steps += 1
+        self.check_weights(master for master, _ in self._masters())
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
         return {"grad_norm": Common(norm), "lr": Common(lr)} | self._scaling.applied()
 

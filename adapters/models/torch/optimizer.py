@@ -188,6 +188,7 @@ class MasterOptimizer(TrainedModule):
             NonFiniteUpdateError: the gradient norm is NaN or infinite, and no scale is left to lower; weights are
                 untouched, gradients cleared.
             UntrainedParameterError: a parameter has no gradient in the first step; weights are untouched.
+            ExplodedWeightsError: nothing can be computed with the weights that the step has made.
         """
         gradients = [m.grad for m in self._masters if m.grad is not None]
         scale = self._scaling.factor
@@ -208,6 +209,7 @@ class MasterOptimizer(TrainedModule):
         self.clear()
         self._publish()
         self.steps += 1
+        self.check_weights(self._masters)
         return {"grad_norm": Common(norm), "lr": Common(lr)} | self._scaling.applied()
 
     def use(self, settings: OptimizerSettings) -> None:

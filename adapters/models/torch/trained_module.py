@@ -3,14 +3,20 @@
 Does not own: what a model computes, nor which samples a process gets.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.stored_state import write_state
+from rollgrad.domain.errors import ExplodedWeightsError
+
+LARGEST_NORM = 1e7
+"""Norm of a tensor of weights above which it is the trace of a step that was too large: 1e9 weights of 100 have 3e6. A
+layer multiplies up to five (norm, gate, up, norm, down), and a product of five leaves float32 from 5e7 on."""
 
 Whole = Callable[[nn.Parameter], Tensor]
 """Function that returns a whole parameter, in the number format in which it computes."""
@@ -62,8 +68,27 @@ class TrainedModule(Protocol):
         Raises:
             NonFiniteUpdateError: the gradient is not finite, and no scale is left to lower; nothing has changed.
             UntrainedParameterError: a parameter has no gradient; nothing has changed.
+            ExplodedWeightsError: nothing can be computed with the weights that the step has made.
         """
         ...
+
+    def check_weights(self, masters: Iterable[Tensor]) -> None:
+        """Checks the weights after a step, in all processes.
+
+        Args:
+            masters: the float32 weights, or this process's parts of them.
+
+        Raises:
+            ExplodedWeightsError: the norm of one, in any process, is above `LARGEST_NORM`, infinite or NaN.
+        """
+        own = [master.detach() for master in masters if master.numel()]
+        largest = float(torch.stack(torch._foreach_norm(own)).max()) if own else 0.0
+        if not self.agree(largest <= LARGEST_NORM):
+            raise ExplodedWeightsError(
+                f"Optimizer step {self.steps} has made weights NaN, infinite or so large (a norm above "
+                f"{LARGEST_NORM:g}) that nothing can be computed with them: lower the learning rate "
+                "(--actor.adam.lr, --actor.muon.lr or --critic.adam.lr)."
+            )
 
     def clear(self) -> None:
         """Drops accumulated gradients."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.domain.control.learning_rate import lr_factor
-from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
+from rollgrad.domain.errors import CheckpointError, ExplodedWeightsError, NonFiniteUpdateError
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -100,6 +100,17 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, dtype: tor
     loss(twin, 1).backward()
     twin_optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(twin), strict=True))
+
+
+@pytest.mark.parametrize("lr", [1e8, 1e30, 1e300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_that_is_too_large_is_named(dtype: torch.dtype, lr: float) -> None:
+    """Every gradient of it is finite: what comes of them is not seen before the next one."""
+    model = network(dtype)
+    optimizer = MasterOptimizer(model, OptimizerSettings(lr=lr))
+    loss(model, 0).backward()
+    with pytest.raises(ExplodedWeightsError, match=r"^Optimizer step 1 has made weights NaN, infinite or so"):
+        optimizer.step()
 
 
 def test_bfloat16_gradients_add_up_in_float32() -> None:

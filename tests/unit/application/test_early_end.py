@@ -15,7 +15,15 @@ from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.domain.batches.packed import Batch
 from rollgrad.domain.control.staleness import StalenessBound
 from rollgrad.domain.episodes.rewards import RewardRequest
-from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, OutOfMemory, RewardError
+from rollgrad.domain.errors import (
+    CheckpointError,
+    EngineError,
+    ExplodedWeightsError,
+    NonFiniteUpdateError,
+    OutOfMemory,
+    RewardError,
+    RollgradError,
+)
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel
 from rollgrad.testing.checkpoint_store import FakeCheckpointStore
@@ -24,18 +32,20 @@ from tests.fakes.pipeline import GROUPS, SAMPLES, Run, make_run
 
 STEPS, FAILS_AFTER = 6, 3
 EPISODES = GROUPS * SAMPLES
+LOST = NonFiniteUpdateError("The loss is nan.")
 
 
 class BreakingPolicy(FakePolicy):
     """Raises in the update after so many."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, error: RollgradError = LOST) -> None:
         super().__init__(torch.linspace(-0.5, 0.5, VOCABULARY))
         self.after = after
+        self._error = error
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         if len(self.updates) == self.after:
-            raise NonFiniteUpdateError("The loss is nan.")
+            raise self._error
         return super().update(micro_batches, objective)
 
 
@@ -89,6 +99,13 @@ def test_an_error_leaves_the_last_finished_step(
     assert run.checkpoints.states["model"]["step"] == done
     assert run.checkpoints.training is not None
     assert run.checkpoints.training["run"]["step"] == done
+
+
+def test_weights_with_which_nothing_can_be_computed_are_not_saved(make: Callable[..., Run]) -> None:
+    run = make(policy=BreakingPolicy(FAILS_AFTER, ExplodedWeightsError("Step 4 has made a weight NaN.")))
+    with pytest.raises(ExplodedWeightsError):
+        run.train()
+    assert "model" not in run.checkpoints.models
 
 
 def test_a_run_that_an_update_ended_continues_as_if_it_never_had(make: Callable[..., Run]) -> None:
