@@ -8,7 +8,7 @@ PROCESSES = (
     "with --cluster.enable DeepSpeed divides the models over processes: see --ds.zero_stage and docs/cluster.md."
 )
 NO_HUB = "set --ckpt.push_to_hub to the name of the repository."
-LOADER = "prompts are read in the process itself, in an order that --train.seed decides."
+LOADER = "rows are read in the process itself, in an order that --train.seed decides."
 KERNELS = "kernels are chosen for the machine."
 PRECISION = "write --actor.dtype bfloat16, float16 or float32."
 SAMPLING = "replies are sampled with --rollout.temperature, --rollout.top_p and --rollout.top_k alone."

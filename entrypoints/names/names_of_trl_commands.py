@@ -46,7 +46,9 @@ COMMON: Mapping[str, Flag] = {
     "router_aux_loss_coef": Flag(NUMBER, "actor.aux_loss_coef"),
     "full_determinism": Flag(SWITCH, "actor.deterministic"),
     "gradient_checkpointing": Flag(SWITCH, "actor.gradient_checkpointing", default=True),
-    "activation_offloading": Flag(SWITCH, reason="write --gradient_checkpointing, which saves as much"),
+    "activation_offloading": Flag(
+        SWITCH, reason="activations stay on their device: --gradient_checkpointing keeps few"
+    ),
     "disable_dropout": Flag(SWITCH),
     # The trackers
     "report_to": Flag(WORDS, idle=NOTHING),
@@ -220,6 +222,7 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "vllm_server_base_url": Flag(WORDS, "rollout.server_urls"),
         "vllm_gpu_memory_utilization": Flag(NUMBER),
         "vllm_tensor_parallel_size": Flag(INTEGER),
+        "vllm_max_model_length": Flag(INTEGER),
         "log_completions": Flag(SWITCH, reason="sampled texts are always written to samples.jsonl"),
         "num_completions_to_print": Flag(INTEGER, "logger.log_samples"),
     },
@@ -253,7 +256,7 @@ sapo_temperature_pos shuffle_dataset sync_ref_model top_entropy_quantile transfo
 use_adaptive_entropy use_transformers_continuous_batching use_transformers_paged
 vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_enable_sleep_mode vllm_group_port
 vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_max_model_length vllm_model_impl
+vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_model_impl
 vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
 """
 """Those of `trl grpo`."""

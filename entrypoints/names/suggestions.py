@@ -112,10 +112,10 @@ def advice(name: str, known: Collection[str]) -> str | None:
         return translated
     if 1 < len(named) <= MOST_CANDIDATES:
         return ",".join(named)
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
+    section, _, last = name.rpartition(".")
+    similar = [] if last in OTHER_NAMES else difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
     if similar:
         return similar[0]
-    section, _, last = name.rpartition(".")
     found = advice(last, known) if section else None
     return found if found is None or section.split(".")[0] not in APART else _in_section(found, section, known)
 

@@ -25,6 +25,9 @@ VERIFIERS = {"accuracy_reward": "math"}
 GPU_MEMORY = 0.3
 """TRL's share of a GPU for an engine beside the model that is trained."""
 
+OF_ENGINES = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length")
+"""Flags that say how TRL starts engines of its own."""
+
 COUNTED = ("train.max_steps", "ckpt.save_steps", "ckpt.state_steps", "eval.steps")
 """Settings that count rollouts, where TRL counts optimizer steps."""
 
@@ -56,7 +59,7 @@ def finish_grpo(draft: Draft, *, dataset: str | None, samples: int) -> None:
     if draft.value("use_vllm", False):
         _engines(draft)
     else:
-        for name in ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"):
+        for name in ("vllm_mode", *OF_ENGINES):
             draft.lose(name, "vLLM does not sample without --use_vllm")
 
 
@@ -70,11 +73,13 @@ def _engines(draft: Draft) -> None:
         )
     if draft.value("vllm_mode") == "server":
         draft.set("rollout.engine", "server")
-        for name in ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"):
+        for name in OF_ENGINES:
             draft.lose(name, "the server has its own, in TRL too")
         return
     draft.set("rollout.engine", "vllm")
     draft.set("vllm.gpu_memory_utilization", draft.value("vllm_gpu_memory_utilization", GPU_MEMORY))
+    if "vllm_max_model_length" in draft.options:
+        draft.set("vllm.max_model_len", draft.value("vllm_max_model_length"))
     processes = draft.value("num_processes")
     if processes > 1:
         draft.set("train.colocate_all", True)

@@ -131,6 +131,8 @@ def errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--learning-rate=1e-6", "--learning_rate is not a flag; did you mean --actor.adam.lr?"),
         ("--bf16", "--bf16 is not a flag; write --actor.dtype bfloat16"),
         ("--use_vllm true", "--use_vllm is not a flag; write --rollout.engine vllm."),
+        ("--actor.lora.use_dora true", "--actor.lora.use_dora is not a flag; DoRA is not there: adapters are LoRA"),
+        ("--train.z_loss_coef 1e-4", "--train.z_loss_coef is not a flag; there is no z-loss of the vocabulary's"),
         ("--actor.muon.lrs 1", "did you mean --actor.muon.lr?"),
         ("trainer.total_epochs=3", "'trainer.total_epochs=3' is not a flag"),
         ("trainer.total_epochs=3", "did you mean --train.num_episodes?"),

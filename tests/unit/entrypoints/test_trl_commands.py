@@ -207,6 +207,9 @@ def test_adapters() -> None:
         ("sft", ("--truncation_mode", "keep_end"), "--data.overlong drop"),
         ("kto", ("--sync_ref_model", "True"), "another run may begin with the model of this one"),
         ("grpo", ("--chat_template_kwargs", "{}"), "--data.chat_template_kwargs"),
+        ("sft", ("--use_cpu",), "CUDA_VISIBLE_DEVICES"),
+        ("dpo", ("--fsdp", "full_shard"), "--cluster.strategy fsdp2"),
+        ("grpo", ("--vllm_max_model_length", "2048"), "vLLM does not sample without --use_vllm"),
         ("grpo", ("--top_entropy_quantile", "0.2"), "--actor.policy_loss_type"),
     ],
 )
@@ -411,6 +414,7 @@ def test_engines_share_the_gpus_of_the_processes_that_train() -> None:
     assert (several.run.vllm.num_engines, several.run.vllm.tensor_parallel_size) == (4, 1)
     assert any("--vllm_tensor_parallel_size" in note for note in several.notes)
     assert settings("grpo", "--use_vllm", "--vllm_tensor_parallel_size", "2")["vllm.tensor_parallel_size"] == 2
+    assert settings("grpo", "--use_vllm", "--vllm_max_model_length", "4096")["vllm.max_model_len"] == 4096
 
 
 @pytest.mark.parametrize("value", ["0", "-1"])
