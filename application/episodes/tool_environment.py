@@ -78,7 +78,8 @@ class ToolEnvironment(Environment):
         return [{"role": "system", "content": system}, *prompt.messages]
 
     async def step(self, action: Action) -> StepResult:
-        """Runs the calls of a reply, all at once, or accepts the reply as answer."""
+        """Runs the calls of a reply, all at once, or accepts the reply as answer. If it raises or is cancelled, none of
+        the calls goes on."""
         self._step = int(action.generation.versions[-1]) if action.generation.versions else 0
         if action.generation.stop_reason.truncated:
             return StepResult(metrics=self._metrics())  # truncated: its tool calls are incomplete
@@ -87,7 +88,14 @@ class ToolEnvironment(Environment):
             return StepResult(observation=[self.hint(action.error)], metrics=self._metrics())
         if not action.tool_calls:
             return await self._finish(str(action.message["content"]))
-        results = await asyncio.gather(*map(self._call, action.tool_calls))
+        calls = [asyncio.create_task(self._call(call)) for call in action.tool_calls]
+        try:
+            results = await asyncio.gather(*calls)
+        finally:
+            for running in calls:
+                if not running.cancelling():  # a second time would interrupt its end
+                    running.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
         self._calls += len(results)
         self._errors += sum(result.is_error for result in results)
         pairs = zip(action.tool_calls, results, strict=True)

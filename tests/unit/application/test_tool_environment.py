@@ -129,6 +129,46 @@ async def test_an_image_that_is_not_to_be_read_ends_the_episode() -> None:
         await steps(ToolEnvironment([tool], read_image=read), act("", call()))
 
 
+class Lasting(FakeTool):
+    """Takes for ever, and some turns of the event loop to end."""
+
+    def __init__(self, name: str = "lasting", turns: int = 1) -> None:
+        super().__init__()
+        self.name, self._turns = name, turns
+        self.begun, self.ended = asyncio.Event(), False
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(self._turns):
+                await asyncio.sleep(0)
+            self.ended = True
+        raise AssertionError("it waits for ever")
+
+
+async def test_no_call_goes_on_after_another_has_ended_the_episode() -> None:
+    def read(image: Any) -> bytes:
+        raise ConfigurationError("The chat template writes none.")
+
+    lasting, tool = Lasting(), FakeTool(lambda text: ToolResult(content="[image]", images=(b"1",)))
+    with pytest.raises(ConfigurationError, match="writes none"):
+        await steps(ToolEnvironment([lasting, tool], read_image=read), act("", call(name="lasting"), call()))
+    assert lasting.ended
+
+
+async def test_no_call_goes_on_after_the_step_is_cancelled() -> None:
+    tools = [Lasting(), Lasting("other", turns=9)]
+    step = asyncio.create_task(steps(ToolEnvironment(tools), act("", call(name="lasting"), call(name="other"))))
+    for tool in tools:
+        await tool.begun.wait()
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    assert all(tool.ended for tool in tools)
+
+
 async def test_calls_of_one_reply_run_at_once_and_are_answered_in_order() -> None:
     tool = Together(3)
     (result,) = await steps(ToolEnvironment([tool]), act("", *(call(str(i), number=i) for i in range(3))))
