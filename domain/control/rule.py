@@ -24,6 +24,11 @@ class LearningSettings:
     pass_threshold: float = 1.0
     max_new_tokens: int = 1024
 
+    @property
+    def one_token(self) -> bool:
+        """Whether a reply is one token, such as a choice among answers."""
+        return self.max_new_tokens == 1
+
 
 @frozen(kw_only=True)
 class Rule:

@@ -80,6 +80,8 @@ def _describe_no_spread(metrics: Metrics, run: LearningSettings, rollouts: int) 
 
 
 def _truncated(metrics: Metrics, run: LearningSettings) -> bool | None:
+    if run.one_token:
+        return None  # which is the whole answer: there is no room to end it
     return metrics.get("rollout/truncated_share", 0.0) >= TRUNCATED_SHARE or None
 
 
@@ -223,8 +225,8 @@ def _describe_failing(metrics: Metrics, run: LearningSettings, rollouts: int) ->
 
 
 def _duplicates(metrics: Metrics, run: LearningSettings) -> bool | None:
-    if _collapsed(metrics, run):
-        return None  # the cause, of which this is the effect
+    if run.one_token or _collapsed(metrics, run):
+        return None  # answers of one token are few; the other is the cause, of which this is the effect
     repeated = metrics.get("rollout/duplicate_share", 0.0) >= DUPLICATE_SHARE
     return (repeated and metrics.get("rollout/all_passed_share", 0.0) < PASSED_SHARE) or None
 

@@ -210,6 +210,12 @@ def test_equal_replies_to_solved_prompts_are_no_fault() -> None:
     assert watch(*[SIGNS["duplicates"] | {"rollout/all_passed_share": 0.9}] * 10)[1] == {}
 
 
+@pytest.mark.parametrize("name", ["truncated", "duplicates"])
+def test_answers_of_one_token_are_neither_cut_off_nor_repeated(name: str) -> None:
+    assert watch(*[SIGNS[name]] * 10, max_new_tokens=1)[1] == {}
+    assert watch(*[SIGNS[name]] * 10, max_new_tokens=2)[1] != {}
+
+
 def test_equal_replies_are_explained_by_the_entropy() -> None:
     _, told = watch(*[SIGNS["duplicates"] | SIGNS["entropy_collapsed"]] * 10)
     assert [finding.name for found in told.values() for finding in found] == ["entropy_collapsed"]
