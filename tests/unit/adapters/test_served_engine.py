@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -22,6 +23,15 @@ from tests.fakes.model_server import ModelServer
 Serve = Callable[..., ModelServer]
 SECONDS = 60
 """After which a test has hung."""
+
+
+@pytest.fixture
+def held_port() -> Iterator[int]:
+    """A port that no other process is given, whether or not a server of the test listens there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does, which shares the port then
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 @pytest.fixture
@@ -147,11 +157,10 @@ async def test_a_server_that_is_not_ready_lacks_nothing(serve: Serve) -> None:
         await using(engine_of(server.url), ServedEngine.require_weights)
 
 
-async def test_nobody_there_is_one_sentence(serve: Serve) -> None:
-    server = serve()
-    server.close()
-    with pytest.raises(EngineError, match=f"{server.url} does not answer"):
-        await using(engine_of(server.url), ServedEngine.ping)
+async def test_nobody_there_is_one_sentence(held_port: int) -> None:
+    url = f"http://127.0.0.1:{held_port}"
+    with pytest.raises(EngineError, match=f"{url} does not answer"):
+        await using(engine_of(url), ServedEngine.ping)
 
 
 async def test_the_token_opens_and_is_told_to_nobody(
@@ -249,8 +258,10 @@ async def test_a_pause_that_a_run_left_behind_is_ended(serve: Serve) -> None:
     assert not server.paused
 
 
-async def test_a_lost_server_is_replaced_by_others_and_used_again_when_it_has_the_weights(serve: Serve) -> None:
-    lost, other = serve(), serve()
+async def test_a_lost_server_is_replaced_by_others_and_used_again_when_it_has_the_weights(
+    serve: Serve, held_port: int
+) -> None:
+    lost, other = serve(port=held_port), serve()
 
     async def scenario() -> None:
         engines = [engine_of(server.url) for server in (lost, other)]
@@ -279,7 +290,7 @@ async def test_a_lost_server_is_replaced_by_others_and_used_again_when_it_has_th
         for generation in await asyncio.gather(*tasks):
             assert list(generation.versions) == [3] * 4
         assert fleet.replayed == 2
-        back = serve(port=lost.port)
+        back = serve(port=held_port)
         await until(lambda: fleet.health.serving == [0, 1])
         assert [taker.number for taker in brought] == [0]
         asked = len(back.bodies)

@@ -26,6 +26,14 @@ CONTAINED = code_run.namespaces_problem() is None
 SYSTEM_PYTHON = "/usr/bin/python3"
 MARK = "rollgrad_test_"
 """Begins the name that a test's processes carry as an argument, by which they are found."""
+RUNS = MARK + uuid.uuid4().hex
+"""Argument of all runs of this test process, by which they are told from those of others."""
+
+
+@pytest.fixture(autouse=True)
+def _marked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = code_run.command
+    monkeypatch.setattr(code_run, "command", lambda script: [*command(script), RUNS])
 
 
 @pytest.fixture(params=["namespaces", "no_namespaces"] if CONTAINED else ["no_namespaces"])
@@ -76,22 +84,8 @@ def with_argument(mark: str) -> list[int]:
 
 
 def sandboxes() -> list[int]:
-    """The processes of this test process's runs, forks included: they all have the script's path."""
-    script = code_run.CHILD
-    return [pid for pid in with_argument(script) if _descends_from_us(pid)] + _adopted(script)
-
-
-def _descends_from_us(pid: int) -> bool:
-    while pid > 1:
-        if pid == os.getpid():
-            return True
-        pid = _parent(pid)
-    return False
-
-
-def _adopted(script: str) -> list[int]:
-    """Those whose parents are gone, so that process 1 has them: nobody's run looks like this but an escaped one."""
-    return [pid for pid in with_argument(script) if _parent(pid) == 1]
+    """The processes of this test process's runs, forks included, whoever has adopted them."""
+    return with_argument(RUNS)
 
 
 @pytest.mark.parametrize(
@@ -407,11 +401,10 @@ async def test_at_most_so_many_run_at_once_and_the_loop_goes_on(namespaces: bool
         tool = make(namespaces, processes=2)
         codes = [f"import time; time.sleep(0.2); print({n})" for n in range(6)]
         calls = asyncio.gather(*(tool.call({"code": code}) for code in codes))
-        guards = code_run.CHILD
         while not calls.done():
             await asyncio.sleep(0.005)
             ticks += 1
-            most = max(most, sum(_parent(pid) == os.getpid() for pid in with_argument(guards)))
+            most = max(most, sum(_parent(pid) == os.getpid() for pid in sandboxes()))
         return list(await calls)
 
     assert [result.content for result in await scenario()] == [str(n) for n in range(6)]
