@@ -13,14 +13,7 @@ from attrs import frozen
 
 from rollgrad.adapters.chat.content_parts import in_parts, reads_parts_alone
 from rollgrad.adapters.chat.image_text import ImageText, with_images
-from rollgrad.adapters.chat.pictures import (
-    ImageRenderer,
-    bare,
-    has_images,
-    image_bytes,
-    image_count,
-    without_images,
-)
+from rollgrad.adapters.chat.pictures import ImageRenderer, bare, has_images, image_bytes, image_count, without_images
 from rollgrad.adapters.chat.reply_formats import HERMES, reply_fields
 from rollgrad.adapters.chat.reply_grammar import ReplyGrammar
 from rollgrad.adapters.chat.reply_parser import ReplyParser
@@ -102,12 +95,15 @@ class TemplateCodec(TextEncoder, ChatCodec):
         """Returns messages with bare parts in the place of images, and the files of these.
 
         Raises:
-            DataError: an image cannot be read, or the run reads none.
+            DataError: an image cannot be read, or none is read here.
         """
         if self._images is not None:
             return without_images(messages)
         if any(map(has_images, messages)):
-            raise DataError("A message has an image, but none is read here (a run reads them with --data.image_key).")
+            raise DataError(
+                "A message has an image, but the model is shown none: set --data.image_key in a run, or --engine "
+                "embedded or vllm of chat and serve agent, with a model that sees."
+            )
         return messages, []
 
     def encoded(self, written: WrittenPrompt) -> RenderedPrompt:

@@ -174,7 +174,8 @@ class _ChatSession:
                 raise DataError(f"{SHOW} names no file: write {SHOW} PATH.")
             if not self._loaded.assistant.sees_images:
                 raise DataError(
-                    f"{self._loaded.name} is shown no images: leave out {SHOW} {path}, or chat with a model that sees."
+                    f"{self._loaded.name} is shown no images: leave out {SHOW} {path}, or chat with a model that sees, "
+                    "on --engine embedded or vllm."
                 )
             image_bytes(path)
             self._images.append(path)

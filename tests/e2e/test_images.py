@@ -52,6 +52,7 @@ from rollgrad.entrypoints.composition.tracing import Tracing
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.example_runs import logged, weights
 from tests.fakes.images import processor as processor_of
+from tests.fakes.model_server import ModelServer
 from tests.fakes.recording_engine import RecordingEngine
 from tests.image_runs import Gallery
 from tests.tiny_vision import ask, codec_of, picture, save_tiny_reward, save_tiny_vlm
@@ -569,6 +570,26 @@ def test_chat_names_images_that_it_cannot_show(
 ) -> None:
     assert main(["chat", "--model", str(request.getfixturevalue(name)), "--prompt", said]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_images_for_a_server_are_refused_in_one_sentence(
+    workspace: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ModelServer()
+    flags = ["--model", str(model), "--engine", "server", "--server_url", server.url]
+    (workspace / "asked.json").write_text(
+        json.dumps([{"role": "user", "content": [{"type": "image", "image": "red.png"}]}])
+    )
+    try:
+        assert main(["chat", *flags, "--prompt", "/image red.png\nWhat?"]) == 2
+        assert main(["chat", *flags, "--messages", "asked.json", "--prompt", "What?"]) == 2
+    finally:
+        server.close()
+    shown, written = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert "is shown no images" in shown
+    assert "A message has an image, but the model is shown none" in written
+    assert "--engine embedded or vllm" in shown
+    assert "--engine embedded or vllm" in written
 
 
 def test_an_image_may_have_more_bytes_than_its_tokens_as_text(model: Path) -> None:
