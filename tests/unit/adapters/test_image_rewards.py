@@ -18,7 +18,8 @@ from rollgrad.adapters.models.torch.attention import install_attention
 from rollgrad.adapters.models.torch.classifier import sequence_classifier
 from rollgrad.adapters.models.torch.forward import PackedReward
 from rollgrad.adapters.models.torch.images import joined_tensors, placeholders
-from rollgrad.adapters.models.torch.reward_model import EncodedText, RewardModel
+from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.reward_model import EncodedText, RewardModel, _packed
 from rollgrad.adapters.models.torch.together import PassesTogether
 from rollgrad.domain.batches.examples import pack_comparisons
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
@@ -211,6 +212,12 @@ def test_a_divided_model_computes_an_image_in_every_pass(
     assert scores == pytest.approx(expected, abs=1e-5)
     assert len(passes) == len(texts)
     assert all(any(batch.images_S) for batch in passes)
+
+
+def test_an_image_of_several_replies_is_computed_once(model: tuple[Path, Any, Any]) -> None:
+    texts = [EncodedText(tokens, truncated=False, images=images) for tokens, images in texts_of(model[2])]
+    seen = build_layout(_packed(texts)).images
+    assert len(seen) == len({placed.image.digest for placed in seen}) == 3
 
 
 def test_what_has_no_head_of_scores_is_refused(model: tuple[Path, Any, Any], tmp_path: Path) -> None:
