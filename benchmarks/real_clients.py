@@ -6,22 +6,21 @@ reply has the form that is asked for whatever the model knows.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import MODEL, unpack_smollm2  # noqa: E402
+
+from benchmarks.served import served  # noqa: E402
 
 NAME, KEY = "policy", "none"
 COLUMNS = ("chat", "streaming", "a required call", "a structured answer", "several choices", "token log-probs")
@@ -363,23 +362,6 @@ def distinct(texts: list[str]) -> None:
     assert len(set(texts)) == len(texts)
 
 
-@contextlib.contextmanager
-def served(model: Path, engine: str) -> Iterator[str]:
-    """The address of a server with this model, in a process of its own."""
-    words = ["serve", "agent", "--model", str(model), "--port", "0", "--seed", "1", "--temperature", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *words, *ENGINES[engine]],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
 def random_model(path: Path) -> Path:
     """Saves a model of two narrow layers with SmolLM2's tokenizer, and heads of 32 numbers, the least that vLLM's
     attention has on a CPU."""
@@ -427,7 +409,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(Path(folder)) if arguments.smoke else MODEL
         for engine in arguments.engine:
-            with served(model, engine) as url:
+            sampling = ["--seed", "1", "--temperature", "1"]
+            with served(["agent", "--model", str(model), *sampling, *ENGINES[engine]]) as url:
                 found = problems(url)
             failed |= found
             for (client, column), reason in found.items():

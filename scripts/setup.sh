@@ -112,6 +112,7 @@ install_test() {
     # Beside the environment: they pin older versions of packages that the engines use.
     step "experiment trackers" beside trackers tests/trackers.txt
     step "a client of the server" beside clients tests/clients.txt
+    step "recipes of the Tinker API" beside cookbook tests/cookbook.txt
     find_browser || install_browser ||
         echo "  without chromium or Chrome the tests of the page are left out (on Debian: apt-get install chromium)"
 }

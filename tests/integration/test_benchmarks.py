@@ -1,5 +1,6 @@
 """Every script under benchmarks/ starts, does its smallest work (`--smoke`) and prints its result."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ RESULTS = {
     "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",
     "state_save.py": r"^│ \d+\.\d\d GB .*│ \d+\.\d+%",
+    "tinker_recipes.py": r"(?s:^\| chat_sl \| .* \| \d+\.\d\d \|$.)^\| math_rl \| .* \| -?\d\.\d\d \|$",
     "trainers_learn.py": r"kd +│ tokens right +│ \d\.\d+ +│ \d\.\d+",
     "versus_trl.py": r"(?s:^ratio .*^ratio .*)^ratio \d+\.\d+$",
     "weight_sync.py": r"tokens/s, 2 rows +\d+",
@@ -64,6 +66,13 @@ def test_a_script_does_its_smallest_work(script: str, run_script: Callable[..., 
     printed = run_script(f"benchmarks/{script}", "--smoke")
     assert re.search(RESULTS[script], printed, re.MULTILINE), printed
     assert kept() == before, "figures of the smallest work are not for the docs"
+
+
+def test_the_table_of_recipes_has_the_figures_that_were_measured() -> None:
+    from benchmarks.tinker_recipes import RECIPES, table
+
+    measured = json.loads((ROOT / "benchmarks/results/tinker_recipes.json").read_text(encoding="utf-8"))
+    assert table({name: measured[name] for name in RECIPES}) == documented("tinker.md", "| recipe |")
 
 
 def test_the_suites_do_their_smallest_work(run_script: Callable[..., str]) -> None:
