@@ -17,6 +17,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -60,7 +61,7 @@ def use(kind: str) -> None:
     """Has attention computed by the variable-length kernel, where there is one, or in padded buckets."""
     from rollgrad.adapters.models.torch import attention, kernels
 
-    attention.has_varlen = {"varlen": kernels.has_varlen, "buckets": lambda *_: False}[kind]
+    attention.has_varlen = {"varlen": kernels.has_varlen, "buckets": lambda *_: False}[kind]  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- shapes
@@ -186,7 +187,7 @@ def attention_is_right():
             use(kind)
             ours = [t.to(DT).requires_grad_() for t in (q, k, v)]
             plan = ForestAttention(nodes, device=DEV, dtype=DT)
-            got = plan.attend(0, *ours, d**-0.5, window)
+            got = plan.attend(0, ours[0], ours[1], ours[2], d**-0.5, window)
             got.backward(g.to(DT))
             error = [
                 ((a.float() - b).norm() / b.norm()).item()
@@ -403,7 +404,7 @@ def state():
 
 def deepspeed():
     """One rank of ZeRO 2 and 3 over NCCL: the same step as `MasterOptimizer`, its time, weights gathered."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
     from rollgrad.adapters.models.deepspeed.processes import start_process_group
@@ -426,7 +427,7 @@ def deepspeed():
     for name, division in ways.items():
         if "offloaded" in name and not GPU:
             continue
-        more = {} if division is None else {"optimize": partial(DeepSpeedModule, division=division)}
+        more: dict[str, Any] = {} if division is None else {"optimize": partial(DeepSpeedModule, division=division)}
         policy = TorchPolicy(model(), None, settings, **more)
         policy.update([b], PolicyLossObjective())
         scores[name] = policy.score(b).logprobs_N
@@ -481,6 +482,7 @@ def _consume(path, to, back):
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("packed_tensor", path)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     importer = module.PackedBufferImporter()

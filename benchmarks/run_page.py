@@ -239,7 +239,7 @@ def told_slowdown(
         f"{statistics.median(slower):+.2%} ({1 - UNSURE:.0%} interval of the median {low:+.2%} to {high:+.2%}): "
         f"{verdict}"
     )
-    medians = {"without": statistics.median(before), "with": statistics.median(after)}
+    medians: dict[str, float | str] = {"without": statistics.median(before), "with": statistics.median(after)}
     return medians | {"slower": statistics.median(slower), "low": low, "high": high, "verdict": verdict}
 
 

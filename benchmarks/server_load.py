@@ -32,7 +32,7 @@ async def measure(steps: int) -> tuple[list[float], list[float]]:
     """Returns the seconds of steps without and with the clients."""
     codec = FakeChatCodec()
     engine = ScriptedEngine(codec, EOS, lambda prompt: "yes")
-    engine.max_tokens = POSITIONS  # type: ignore[attr-defined]
+    engine.max_tokens = POSITIONS
     server = TrainingServer(engine, codec, None)
     port = int((await server.url()).rpartition(":")[2])
     clients = subprocess.Popen([sys.executable, str(CLIENTS), str(port)], stdin=subprocess.PIPE, text=True)

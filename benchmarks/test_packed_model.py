@@ -19,7 +19,7 @@ from rollgrad.adapters.models.torch.loading import default_device, load_causal_l
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
-from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.batches.packed import RolloutBatch, pack
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
 
@@ -29,7 +29,7 @@ LOGPROB_ROWS, SMOKE_LOGPROB_ROWS = 4096, 64
 OBJECTIVE = PolicyLossObjective()
 
 
-def packed(*, shared: bool, vocabulary: int) -> PackedBatch:
+def packed(*, shared: bool, vocabulary: int) -> RolloutBatch:
     """Random tokens; without `shared` every sample has a group of its own, so that no prompt is shared."""
     trajectories = []
     for prompt in range(PROMPTS):

@@ -253,7 +253,7 @@ def compare(work: Work) -> None:
 
 def compare_grpo(work: Work) -> None:
     """Does the work of `grpo`, with `smoke` the smallest."""
-    small = {"prompts": 1, "samples": 2, "shots": 0, "new_tokens": 4, "steps": 1, "trl_parts": 1}
+    small: dict[str, Any] = {"prompts": 1, "samples": 2, "shots": 0, "new_tokens": 4, "steps": 1, "trl_parts": 1}
     with smoke_model() if work.smoke else nullcontext(work.model) as model:
         compare(evolve(work, model=model, **small) if work.smoke else work)
 

@@ -187,7 +187,7 @@ def trl_contender(work: Examples, pipe: Connection) -> None:
 
 def compare(work: Examples) -> None:
     """Runs both and prints what came of it; with `smoke` the smallest work."""
-    small = {"rows": 4, "longest": 12, "spread": 3.0, "steps": 1}
+    small: dict[str, Any] = {"rows": 4, "longest": 12, "spread": 3.0, "steps": 1}
     with smoke_model() if work.smoke else nullcontext(work.model) as model:
         _compare(evolve(work, model=model, **small) if work.smoke else work)
 

@@ -206,4 +206,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    main(tyro.cli(Options, description=__doc__))

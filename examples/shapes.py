@@ -152,6 +152,7 @@ def main(name: str, task: PictureTask, description: str) -> None:
     """Draws, trains with the settings of NAME.yaml, and shows what came of it."""
     configure_logging()
     config = rollgrad.load_config(HERE / f"{name}.yaml")
+    assert config.train.max_steps is not None
     steps, output = config.train.max_steps, Path(config.ckpt.output_dir)
     defaults = PictureOptions(seed=config.train.seed, steps=steps, output_dir=output)
     options = tyro.cli(PictureOptions, default=defaults, description=description)

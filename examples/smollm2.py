@@ -72,6 +72,7 @@ def train_smollm2(tasks: str, description: str, *, settings: str | None = None) 
     of it."""
     configure_logging()
     config = rollgrad.load_config(HERE / f"{settings or tasks}.yaml")
+    assert config.train.max_steps is not None
     defaults = Options(seed=config.train.seed, steps=config.train.max_steps, output_dir=Path(config.ckpt.output_dir))
     options = tyro.cli(Options, default=defaults, description=description)
     unpack_smollm2()
