@@ -237,6 +237,8 @@ def spread(values_S: Tensor, lengths_S: Tensor, mask_N: Tensor) -> Tensor:
 
 def counts(mask_N: Tensor, lengths_S: Tensor) -> Tensor:
     """Returns how many tokens of each sequence the mask has, int64."""
+    if mask_N.device.type == "cpu":  # where a sum that runs over all tokens takes twice the time
+        return torch.stack([part.count_nonzero() for part in torch.split(mask_N, lengths_S.tolist())])
     before_N = torch.zeros(len(mask_N) + 1, dtype=torch.int64, device=mask_N.device)
     torch.cumsum(mask_N, 0, out=before_N[1:])
     return before_N[lengths_S.cumsum(0)].diff(prepend=before_N[:1])

@@ -7,7 +7,7 @@ Invariant: at every token that a result depends on, a batch arrives as it was; f
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -277,18 +277,21 @@ def merged(passes: Passes[Any], results: Sequence[Mapping[str, Array]]) -> dict[
         name: np.zeros((whole.token_count, *column.shape[1:]), column.dtype if name == EXPERTS else np.float32)
         for name, column in results[0].items()
     }
+    changes = np.flatnonzero(mask_N[1:] != mask_N[:-1]) + 1
     for part, columns in enumerate(results):
         sequences = torch.tensor([s for plan in passes.plan for s in plan[part]], dtype=torch.int64)
+        runs = whole.runs(sequences)
+        places = np.searchsorted(changes, np.array(runs).reshape(-1, 2)).tolist()
         taken = passed = 0
-        for start, stop in whole.runs(sequences):
-            index = np.flatnonzero(mask_N[start:stop])
-            index += start
-            for name, values in columns.items():
-                if name == EXPERTS:
-                    full[name][start:stop] = values[passed : passed + stop - start]
-                else:
-                    full[name][index] = values[taken : taken + len(index)]
-            taken += len(index)
+        for (start, stop), (first, last) in zip(runs, places, strict=True):
+            if EXPERTS in columns:
+                full[EXPERTS][start:stop] = columns[EXPERTS][passed : passed + stop - start]
+            for begin, end in pairwise([start, *changes[first:last].tolist(), stop]):
+                if begin < end and mask_N[begin]:  # a stretch of actions, which costs less than its tokens' places
+                    for name, values in columns.items():
+                        if name != EXPERTS:
+                            full[name][begin:end] = values[taken : taken + end - begin]
+                    taken += end - begin
             passed += stop - start
     return {name: torch.from_numpy(column_N) for name, column_N in full.items()}
 

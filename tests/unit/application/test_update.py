@@ -9,7 +9,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.learning.update import Listening, UpdateService
+from rollgrad.application.learning.update import RAMP, Listening, UpdateService, _together
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.algorithms.settings import Aggregation
@@ -322,3 +322,11 @@ def test_what_is_told_of_tokens_stands_at_their_places(places: list[int]) -> Non
     assert entropies_N[places].tolist() == values_N.tolist()
     assert clipped_N.nonzero()[:, 0].tolist() == places[:1]
     assert int(entropies_N.isnan().sum()) == 5 - len(places)
+
+
+def test_places_that_follow_each_other_are_a_slice_also_where_they_are_many() -> None:
+    places_N = torch.arange(5, 5 + 2 * RAMP + 7)
+    assert _together(places_N) == slice(5, 5 + 2 * RAMP + 7)
+    moved_N = places_N.clone()
+    moved_N[RAMP + 3] += 1
+    assert _together(moved_N) is moved_N
