@@ -113,6 +113,8 @@ install_test() {
     step "experiment trackers" beside trackers tests/trackers.txt
     step "a client of the server" beside clients tests/clients.txt
     step "recipes of the Tinker API" beside cookbook tests/cookbook.txt
+    step "environments of verifiers" beside verifiers tests/verifiers.txt
+    step "environments of verifiers before 0.4" beside verifiers-0.3 tests/verifiers-0.3.txt
     find_browser || install_browser ||
         echo "  without chromium or Chrome the tests of the page are left out (on Debian: apt-get install chromium)"
 }

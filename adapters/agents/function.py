@@ -34,10 +34,16 @@ class FunctionAgent(AgentProgram):
             value = (
                 self._function(task) if asynchronous else await in_daemon_thread(lambda: self._function(task), "agent")
             )
-            return _result(await value if inspect.isawaitable(value) else value)
+            return agent_result(await value if inspect.isawaitable(value) else value)
 
 
-def _result(value: Any) -> AgentResult:
+def agent_result(value: Any) -> AgentResult:
+    """Returns what an agent says of its episode.
+
+    Raises:
+        TypeError: it says something else than `FunctionAgent` takes.
+        ValueError: a number is not finite, or a mapping has other keys.
+    """
     if isinstance(value, Mapping):
         unknown = value.keys() - {"answer", "reward", "metrics"}
         if unknown:

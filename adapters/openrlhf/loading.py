@@ -11,6 +11,7 @@ from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.adapters.system.stand_ins import install
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.agent_program import AgentProgram
 
 FLAG = "--train.agent_func_path"
 EXECUTE = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
@@ -19,11 +20,12 @@ EXECUTE = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "
 
 @frozen
 class AgentFile:
-    """Content of an agent file, one of: `program`, a function that plays an episode as a client of the agent server;
+    """Content of an agent file, one of: `program`, a function (or an `AgentProgram`) that plays an episode as a client
+    of the agent server;
     `environment`, which makes a fresh `Environment`; `instance`, which makes a fresh OpenRLHF agent instance;
     `executor`, an OpenRLHF executor that plays by itself."""
 
-    program: Callable[..., Any] | None = None
+    program: Callable[..., Any] | AgentProgram | None = None
     environment: Callable[[], Any] | None = None
     instance: Callable[[], Any] | None = None
     executor: Any = None
@@ -31,7 +33,7 @@ class AgentFile:
 
 def load_agent_file(path: str) -> AgentFile:
     """Reads a Python file that defines a class `Environment` (see `domain.ports.environment`), a function `run_agent`
-    (see `adapters.agents.function`), or OpenRLHF's `AgentExecutor`.
+    (see `adapters.agents.function`) or an `AgentProgram` of that name, or OpenRLHF's `AgentExecutor`.
 
     Raises:
         ConfigurationError: there is no such file, it cannot be imported, it defines none of them, or its

@@ -106,7 +106,8 @@ def make_agent_file(
     assert config.train.agent_func_path is not None
     file = load_agent_file(config.train.agent_func_path)
     if file.program is not None:
-        return _served(config, FunctionAgent(file.program), server, codec, rewards)
+        program = file.program if isinstance(file.program, AgentProgram) else FunctionAgent(file.program)
+        return _served(config, program, server, codec, rewards)
     if file.environment is not None:
         return make_multi_turn(config, engine, codec, rewards, file.environment, tracing)
     if file.instance is not None:
@@ -124,6 +125,7 @@ def _served(
     rewards: RewardSource | None,
 ) -> ServedAgentExecutor:
     rollout = config.rollout
+    server.serves(program)
     return ServedAgentExecutor(
         program,
         server.service,

@@ -5,7 +5,9 @@ import asyncio
 from rollgrad.adapters.servers.agent_server import AgentServer, max_body_bytes
 from rollgrad.adapters.servers.server import Server
 from rollgrad.application.episodes.chat_service import ChatService
+from rollgrad.domain.ports.agent_program import AgentProgram
 from rollgrad.domain.ports.chat_codec import ChatCodec
+from rollgrad.domain.ports.closing import AsyncClosable
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 MODEL = "policy"
@@ -24,6 +26,7 @@ class TrainingServer:
         self._codec = codec
         self._max_body = max_body_bytes(None if sees_images else self.service.max_tokens)
         self._server: Server | None = None
+        self._agents: list[AsyncClosable] = []
         self._starting = asyncio.Lock()
 
     async def url(self) -> str:
@@ -36,8 +39,15 @@ class TrainingServer:
         assert self._server.url is not None
         return self._server.url
 
+    def serves(self, agent: AgentProgram) -> None:
+        """Notes an agent that is played with, which `aclose` closes too, if it can be closed."""
+        if isinstance(agent, AsyncClosable):
+            self._agents.append(agent)
+
     async def aclose(self) -> None:
-        """Stops serving; idempotent."""
+        """Closes the agents, then stops serving; idempotent."""
+        for agent in self._agents:
+            await agent.aclose()
         server, self._server = self._server, None
         if server is not None:
             await server.stop()

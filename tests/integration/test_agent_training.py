@@ -77,6 +77,25 @@ with openai.OpenAI() as client:
 print("thinking aloud")
 print(given["prompt"], "was the question")
 """
+AGENT_PROGRAM = """
+from pathlib import Path
+
+import openai
+
+from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult
+
+class Agent(AgentProgram):
+    async def run(self, task):
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            await client.chat.completions.create(model=task.model, messages=list(task.prompt.messages))
+        return AgentResult(reward=2.5, metrics={"calls": 1.0})
+
+    async def aclose(self):
+        with open(Path(__file__).parent / "closed", "a") as file:
+            file.write("closed ")
+
+run_agent = Agent()
+"""
 
 
 def config(tiny_model_dir: Path, folder: Path) -> RLConfig:
@@ -194,6 +213,15 @@ def test_a_function_returns_its_reward(tiny_model_dir: Path, tmp_path: Path, sou
         assert row["reward/turns"] == 2
         assert row["reward/branches"] == 1
     assert (result.model / "model.safetensors").exists()
+
+
+def test_an_agent_with_a_process_of_its_own_is_closed_with_the_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    made = with_file(tiny_model_dir, tmp_path, AGENT_PROGRAM)
+    made.train.max_steps = 1
+    rollgrad.train(made)
+    (row,) = rows(tmp_path)
+    assert (row["reward/mean"], row["reward/calls"]) == (2.5, 1.0)
+    assert (tmp_path / "closed").read_text() == "closed "
 
 
 def test_a_function_returns_a_mapping(tiny_model_dir: Path, tmp_path: Path) -> None:

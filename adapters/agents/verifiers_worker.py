@@ -1,0 +1,247 @@
+"""Plays episodes of a verifiers environment: a program for the Python in which that package is installed.
+
+Protocol: lines of JSON. The arguments are the environment's id and its arguments. The program prints {"ready": true},
+or {"refused": sentence}, and then answers requests, many at once, until its input ends: {"id", "rows"}, where `rows` is
+train or eval, with {"id", "rows"}, the next of them, none at the end; {"id", "row", "base_url", "api_key", "model"}, an
+episode, with {"id", "reward", "metrics"}; either with {"id", "error"}. {"cancel": id} ends an episode.
+
+Imports nothing of rollgrad, whose pinned packages are others.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any, TextIO
+
+PAGE = 100
+"""Rows in an answer."""
+
+
+class Refused(Exception):  # noqa: N818 (as it reads)
+    """The environment cannot be trained on; the message is a sentence."""
+
+
+class LoadedEnvironment:
+    """An environment of `load_environment(**env_args)`, as those for verifiers 0.1 to 0.3 have it."""
+
+    def __init__(self, verifiers: Any, env_id: str, env_args: Mapping[str, Any]) -> None:
+        self._verifiers = verifiers
+        self._env = verifiers.load_environment(env_id, **env_args)
+        if self._env.requires_group_rollouts:
+            raise Refused(
+                f"The rubric of {env_id} scores the rollouts of a prompt together, but here each is scored by itself: "
+                "leave its group rewards out."
+            )
+
+    def rows(self, split: str) -> Iterator[dict[str, Any]]:
+        """Yields the rows of `train` or `eval` as the environment takes them."""
+        if split == "train":
+            yield from map(dict, self._env.get_dataset())
+            return
+        self._env.build_eval_dataset()
+        if self._env.eval_dataset is None:
+            raise Refused("The environment has no rows for evaluation: hold some of the rows for training out.")
+        yield from map(dict, self._env.get_eval_dataset())
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Holds what episodes share."""
+        try:
+            yield
+        finally:
+            await self._env._teardown()
+
+    async def play(self, row: dict[str, Any], *, base_url: str, api_key: str, model: str) -> dict[str, Any]:
+        """Plays an episode, and returns what the rubric says of it."""
+        from openai import AsyncOpenAI
+
+        client = self._verifiers.OpenAIChatCompletionsClient(
+            AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None)
+        )
+        try:
+            output = await self._env.run_rollout(row, client, model, {})
+        finally:
+            await client.close()
+        if output.get("error"):
+            error = output["error"]
+            raise RuntimeError(error.get("error_chain_repr", error) if isinstance(error, Mapping) else error)
+        return scored(output["reward"], output.get("metrics") or {})
+
+
+class TaskEnvironment:
+    """A taskset with the agent that plays it, which is all there is from 0.4 on. `env_args` are its `[env]` block."""
+
+    def __init__(self, verifiers: Any, env_id: str, env_args: Mapping[str, Any]) -> None:
+        self._verifiers = verifiers
+        taskset = {**env_args.get("taskset", {}), "id": env_id}
+        self._env = verifiers.load_environment(verifiers.resolve_env_config({**env_args, "taskset": taskset}))
+        self._task = type(self._env.taskset).task_type()
+        self._episodes = 0
+
+    def rows(self, split: str) -> Iterator[dict[str, Any]]:
+        """Yields the data of all tasks."""
+        if split != "train":
+            raise Refused("A taskset has one set of rows: name those for evaluation by its own settings in env_args.")
+        if not self._env.taskset.bounded:
+            raise Refused("The taskset has no end: bound it by its own settings in env_args.")
+        for task in self._env.taskset:
+            yield task.data.model_dump(mode="json")
+
+    def serving(self) -> Any:
+        """Holds what episodes share."""
+        return self._env.serving()
+
+    async def play(self, row: dict[str, Any], *, base_url: str, api_key: str, model: str) -> dict[str, Any]:
+        """Plays an episode, and returns what the task's rewards and metrics say of it."""
+        self._episodes += 1
+        key = f"ROLLGRAD_EPISODE_{self._episodes}"  # its clients take a key by the name of a variable only
+        os.environ[key] = api_key
+        try:
+            client = self._verifiers.EvalClientConfig(base_url=base_url, api_key_var=key)
+            task = self._task(self._task.data_type().model_validate(row), self._env.config.taskset.task)
+            (slot,) = self._env.slots(task)
+            context = self._verifiers.ModelContext(model=model, client=client)
+            episode = await self._env.run_slot(slot, context)
+        finally:
+            del os.environ[key]
+        errors = [error for part in (episode, *episode.traces) for error in part.errors]
+        if not episode.ok:
+            raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed")
+        if len(episode.traces) != 1:
+            raise RuntimeError(f"{len(episode.traces)} agents played the episode, but one is trained")
+        (trace,) = episode.traces
+        parts = {**trace.rewards, **trace.metrics}
+        return scored(trace.reward, {name: getattr(part, "value", part) for name, part in parts.items()})
+
+
+def scored(reward: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an answer with plain numbers, without the metrics that have none."""
+    return {
+        "reward": float(reward),
+        "metrics": {name: float(value) for name, value in metrics.items() if value is not None},
+    }
+
+
+Loaded = LoadedEnvironment | TaskEnvironment
+
+
+def load(env_id: str, env_args: Mapping[str, Any]) -> Loaded:
+    """Returns the environment of the installed version.
+
+    Raises:
+        Refused: the package is not there, too old, or has no such environment.
+    """
+    try:
+        package = importlib.import_module("verifiers")
+        if not _has_loader(env_id):
+            return TaskEnvironment(importlib.import_module("verifiers.v1"), env_id, env_args)
+        if not hasattr(package, "load_environment"):
+            raise Refused(
+                f"{env_id} has a load_environment, which verifiers {package.__version__} no longer knows: install "
+                "verifiers<0.4 beside it."
+            )
+        return LoadedEnvironment(package, env_id, env_args)
+    except Refused:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name != "verifiers":
+            raise Refused(f"The environment {env_id} cannot be loaded: {error}.") from error
+        raise Refused(f"{sys.executable} has no package verifiers: install it there, with the environment.") from error
+    except Exception as error:
+        raise Refused(f"The environment {env_id} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _has_loader(env_id: str) -> bool:
+    """Returns whether the environment's module has the function of environments before verifiers 0.4."""
+    module = env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
+    try:
+        return hasattr(importlib.import_module(module), "load_environment")
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        return False  # the built-in tasksets are in the package
+
+
+class Service:
+    """Answers requests about an environment."""
+
+    def __init__(self, environment: Loaded, answers: TextIO) -> None:
+        self._environment = environment
+        self._answers = answers
+        self._rows: dict[str, Iterator[dict[str, Any]]] = {}
+        self._playing: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self, requests: TextIO) -> None:
+        """Answers until `requests` ends; then cancels what is not answered."""
+        loop = asyncio.get_running_loop()
+        lines: asyncio.Queue[str | None] = asyncio.Queue()
+
+        def read() -> None:
+            for line in requests:
+                loop.call_soon_threadsafe(lines.put_nowait, line)
+            loop.call_soon_threadsafe(lines.put_nowait, None)
+
+        async with self._environment.serving():
+            write(self._answers, {"ready": True})
+            threading.Thread(target=read, daemon=True).start()
+            while (line := await lines.get()) is not None:
+                request = json.loads(line)
+                if "cancel" not in request:
+                    number = request.pop("id")
+                    self._playing[number] = asyncio.create_task(self._answer(number, request))
+                elif request["cancel"] in self._playing:
+                    self._playing[request["cancel"]].cancel()
+            for task in self._playing.values():
+                task.cancel()
+            await asyncio.gather(*self._playing.values(), return_exceptions=True)
+
+    async def _answer(self, number: int, request: dict[str, Any]) -> None:
+        said: dict[str, Any]
+        try:
+            if "rows" in request:
+                said = {"rows": self._next_rows(request["rows"])}
+            else:
+                said = await self._environment.play(json.loads(request.pop("row")), **request)
+        except Refused as error:
+            said = {"error": str(error)}
+        except Exception as error:
+            said = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            del self._playing[number]
+        write(self._answers, {"id": number, **said})
+
+    def _next_rows(self, split: str) -> list[dict[str, Any]]:
+        rows = self._rows.setdefault(split, self._environment.rows(split))
+        return [
+            {"row": json.dumps(row), "prompt": row.get("prompt"), "answer": row.get("answer")}
+            for row in itertools.islice(rows, PAGE)
+        ]
+
+
+def write(answers: TextIO, value: Mapping[str, Any]) -> None:
+    """Writes a line of JSON."""
+    print(json.dumps(value), file=answers, flush=True)
+
+
+def main() -> None:
+    """Loads the environment and answers."""
+    requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what the environment prints is no answer
+    env_id, env_args = sys.argv[1:]
+    try:
+        environment = load(env_id, json.loads(env_args))
+    except Refused as error:
+        write(answers, {"refused": str(error)})
+    else:
+        asyncio.run(Service(environment, answers).run(requests))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Environments of the real package verifiers, before 0.4 and since, in processes of their own."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgrad.adapters.agents.verifiers import VerifiersAgent
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import ConfigurationError, DataError, ForeignError
+from rollgrad.domain.ports.agent_program import AgentResult, AgentTask
+from tests.fakes.scripted_engine import MODEL, ScriptedEngine, Served, assert_recorded, serving
+
+SUMS = '''
+from pathlib import Path
+
+import verifiers as vf
+from datasets import Dataset
+
+
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+async def right(completion, answer) -> float:
+    return float(answer in completion[-1].content)
+
+
+async def length(completion) -> float:
+    return len(completion)
+
+
+class Alone(vf.SingleTurnEnv):
+    @vf.cleanup
+    async def note(self, state):
+        if not state["trajectory"]:
+            (Path.home() / "unanswered").touch()
+
+
+def load_environment(most: int):
+    print("this is no answer")
+    rows = [{"question": f"What is {n} plus 4?", "answer": str(n + 4), "info": {"n": n}} for n in range(most)]
+    data = Dataset.from_list(rows)
+    rubric = vf.Rubric(funcs=[right, length], weights=[1.0, 0.0])
+    alone = Alone(dataset=data, eval_dataset=data.select([0]), rubric=rubric, system_prompt="Be brief.")
+    tools = vf.ToolEnv(tools=[add], max_turns=3, dataset=data, rubric=rubric)
+    return vf.EnvGroup([alone, tools], env_names=["alone", "tools"])
+'''
+TASKS = """
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+
+
+class SumData(vf.TaskData):
+    answer: str
+
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(self.data.answer in trace.last_reply)
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return len(trace.last_reply)
+
+
+class SumConfig(vf.TasksetConfig):
+    most: int = 1
+
+
+class Sums(vf.Taskset[SumTask, SumConfig]):
+    def load(self):
+        for n in range(self.config.most):
+            yield SumTask(SumData(prompt=f"What is {n} plus 4?", answer=str(n + 4)), self.config.task)
+
+
+class Asks(vf.Harness[vf.HarnessConfig]):
+    NEEDS_CONTAINER = False
+    EXECUTES_CODE = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
+            messages = [{"role": "user", "content": data.prompt}]
+            for question in ("Sure?", None):
+                reply = await client.chat.completions.create(model=ctx.model, messages=messages)
+                messages += [reply.choices[0].message.to_dict(), {"role": "user", "content": question}]
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+__all__ = ["Asks", "Sums"]
+"""
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 4}}\n</tool_call>'
+WAIT_SECONDS = 60.0
+
+
+def prompt(row: dict[str, Any]) -> Prompt:
+    return Prompt(token_ids=(1,), text="x", metadata=row)
+
+
+def task(row: dict[str, Any], served: Served, session: Any = None) -> AgentTask:
+    key = (session or served.session).key
+    return AgentTask(prompt=prompt(row), root_url=f"{served.url}/s/{key}", api_key=key, model=MODEL)
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a module and the packages of a folder beside the environment before those that the worker has."""
+
+    def put(folder: str, name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(sys.prefix) / folder}")
+        monkeypatch.setenv("HOME", str(tmp_path))
+
+    return put
+
+
+@pytest.fixture
+def engine(tiny_tokenizer: Any) -> ScriptedEngine:
+    return ScriptedEngine(TemplateCodec(tiny_tokenizer), tiny_tokenizer.eos_token_id, ())
+
+
+def says(engine: ScriptedEngine, *texts: str) -> None:
+    engine._script = iter(texts)
+
+
+async def test_an_environment_of_load_environment(beside: Any, engine: ScriptedEngine, tmp_path: Path) -> None:
+    beside("verifiers-0.3", "toy_sums", SUMS)
+    agent = VerifiersAgent("toy-sums", env_args={"most": 2})
+    try:
+        rows = await agent.rows("train")
+        assert [(row["prompt"][-1]["content"], row["answer"]) for row in rows] == [
+            (f"What is {n} plus 4?", str(n + 4)) for n in (0, 1, 0, 1)
+        ]
+        (held_out, *_) = await agent.rows("eval")
+        assert held_out["prompt"] == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "What is 0 plus 4?"},
+        ]
+        async with serving(engine, engine._codec) as served:
+            says(engine, "It is 4.")
+            alone = await agent.run(task(rows[0], served))
+            assert (alone.reward, alone.metrics["right"], alone.metrics["length"]) == (1.0, 1.0, 1.0)
+            assert_recorded(served.session, engine.said)
+            assert "Be brief." in engine.prompt(0)
+
+            session, before = served.open(), len(engine.said)
+            says(engine, CALL, "It is 6.")
+            tools = await agent.run(task(rows[3], served, session))
+            assert (tools.reward, tools.metrics["right"], tools.metrics["length"]) == (0.0, 0.0, 3.0)
+            assert_recorded(session, engine.said[before:])
+            assert "<tool_response>\n5\n</tool_response>" in engine.prompt(2)
+
+            engine.free.clear()  # two at once, one of which is given up
+            says(engine, "It is 4.", "It is 4.")
+            given_up, goes_on = (asyncio.create_task(agent.run(task(rows[0], served, served.open()))) for _ in "ab")
+            async with asyncio.timeout(WAIT_SECONDS):
+                while engine.waiting < 2:
+                    await asyncio.sleep(0.01)
+                assert not (tmp_path / "unanswered").exists()
+                given_up.cancel()
+                while not (tmp_path / "unanswered").exists():
+                    await asyncio.sleep(0.01)
+            engine.free.set()
+            assert (await goes_on).reward == 1.0
+
+            short = served.open(max_turns=1)
+            says(engine, CALL)
+            with pytest.raises(ForeignError, match=r"toy-sums failed: .*turn"):
+                await agent.run(task(rows[3], served, short))
+            assert short.stopped is not None, "the executor counts it as truncated"
+
+            engine.free.clear()
+            says(engine, "never said")
+            dies = asyncio.create_task(agent.run(task(rows[0], served, served.open())))
+            async with asyncio.timeout(WAIT_SECONDS):
+                while not engine.waiting:
+                    await asyncio.sleep(0.01)
+            assert agent._worker is not None
+            assert agent._worker._process is not None
+            os.kill(agent._worker._process.pid, signal.SIGKILL)
+            with pytest.raises(ForeignError, match="toy-sums failed: its process ended"):
+                await dies
+        with pytest.raises(ConfigurationError, match=r"is no row of the environment toy-sums.*write_rows"):
+            await agent.run(AgentTask(prompt=prompt({}), root_url="http://x", api_key="x", model=MODEL))
+    finally:
+        await agent.aclose()
+        await agent.aclose()
+
+
+async def test_a_taskset_with_its_harness(beside: Any, engine: ScriptedEngine) -> None:
+    beside("verifiers", "toy_tasks", TASKS)
+    taskset = {"most": 2}
+    agent = VerifiersAgent("toy-tasks", env_args={"taskset": taskset, "agent": {"runtime": {"type": "subprocess"}}})
+    try:
+        rows = await agent.rows("train")
+        assert [(row["prompt"], row["answer"]) for row in rows] == [
+            ("What is 0 plus 4?", "4"),
+            ("What is 1 plus 4?", "5"),
+        ]
+        with pytest.raises(DataError, match="toy-tasks gives no rows for eval: A taskset has one set of rows"):
+            await agent.rows("eval")
+        async with serving(engine, engine._codec) as served:
+            says(engine, "Hm.", "It is 5.")
+            assert await agent.run(task(rows[1], served)) == AgentResult(
+                reward=1.0, metrics={"right": 1.0, "length": 8.0}
+            )
+            assert_recorded(served.session, engine.said)
+            engine.failures = 10
+            with pytest.raises(ForeignError, match=r"toy-tasks failed: .*out of memory"):
+                await agent.run(task(rows[1], served, served.open()))
+    finally:
+        await agent.aclose()
+
+
+async def test_what_cannot_be_loaded_ends_the_run(beside: Any, tmp_path: Path) -> None:
+    beside("nothing", "toy_old", "def load_environment(): ...")
+    served: Any = Served(url="http://127.0.0.1:1", service=None, session=None)  # type: ignore[arg-type]
+    row = task({"verifiers": json.dumps({})}, served, session=type("Session", (), {"key": "k"}))
+    for agent, why in (
+        (VerifiersAgent("toy-old"), "has no package verifiers: install it there, with the environment"),
+        (VerifiersAgent("toy-old", python="/no/python"), "'/no/python', which cannot be run"),
+    ):
+        with pytest.raises(ConfigurationError, match=why):
+            await agent.run(row)
+        await agent.aclose()
+    (tmp_path / "verifiers.py").write_text('__version__ = "0.4.0"')
+    agent = VerifiersAgent("toy-old")
+    with pytest.raises(ConfigurationError, match=r"which verifiers 0\.4\.0 no longer knows: install verifiers<0\.4"):
+        await agent.run(row)
+    await agent.aclose()
