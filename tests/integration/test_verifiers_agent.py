@@ -98,7 +98,7 @@ class Asks(vf.Harness[vf.HarnessConfig]):
 __all__ = ["Asks", "Sums"]
 """
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 4}}\n</tool_call>'
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 300.0
 
 
 def prompt(row: dict[str, Any]) -> Prompt:
