@@ -1,7 +1,7 @@
 """How far the memory plan of `--dry_run` is from what models hold: for each architecture and role the peak of torch's
 own count of allocated bytes, beside the plan.
 
-    python benchmarks/memory_plan.py                 # ten architectures: about two minutes on two cores
+    python benchmarks/memory_plan.py                 # eleven architectures: some minutes on two cores
     python benchmarks/memory_plan.py --smoke         # two of them, smaller, in seconds
     python benchmarks/memory_plan.py qwen3 gemma2    # these alone
 
