@@ -61,12 +61,12 @@ def test_replies_that_are_all_cut_are_said(run: Run) -> None:
         "--algo.advantage.estimator",
         "rloo",
         "--rollout.max_new_tokens",
-        "1",
+        "2",
         "--train.seed",
         "3",
     )
     (said,) = (line for line in lines if "level=warning" in line)
-    assert "--rollout.max_new_tokens, which is 1" in said
+    assert "--rollout.max_new_tokens, which is 2" in said
     assert not any("Nothing was learned" in line for line in lines)
 
 

@@ -4,6 +4,8 @@ import asyncio
 import inspect
 import json
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.errors import EngineError, MissingExtraError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.cli.main import main
+from tests.caught_requests import begun, caught
 from tests.fakes import cluster
 from tests.integration.test_vllm_engine import HALF_TOLERANCE, PROMPT, TOLERANCE, ask, learn, policy, scores
 from tests.tiny_models import tiny_llama
@@ -109,9 +112,17 @@ async def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_i
     expected = scores(policy, PROMPT, generation.token_ids)
     assert list(generation.logprobs) == pytest.approx(expected, abs=TOLERANCE)
 
-    tasks = [asyncio.create_task(engine.generate(ask(s, max_new_tokens=7000))) for s in range(4)]
-    await asyncio.sleep(0)
-    await engine.generate(ask(max_new_tokens=2))
+    async def each(doing: Callable[[psutil.Process], None]) -> None:
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                doing(process)
+
+    requests = [ask(s, max_new_tokens=7000) for s in range(4)]
+    tasks = await caught(
+        lambda: begun(engine, *requests),
+        lambda: each(psutil.Process.suspend),
+        lambda: each(psutil.Process.resume),
+    )
     cluster.kill(started)
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(result, EngineError)
