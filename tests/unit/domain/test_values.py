@@ -109,6 +109,13 @@ def test_a_sequence_without_tokens_takes_none_of_its_neighbours() -> None:
     assert counts(mask_N[:0], lengths_S[:1]).tolist() == [0]
 
 
+def test_long_sequences_are_counted_as_short_ones() -> None:
+    mask_N = torch.arange(9000) % 7 > 2
+    wanted = [0, int(mask_N[:6000].sum()), int(mask_N[6000:].sum())]
+    assert counts(mask_N, torch.tensor([0, 6000, 3000])).tolist() == wanted
+    assert counts(mask_N, torch.tensor([0, 6000, 3000] + [0] * 9)).tolist() == wanted + [0] * 9
+
+
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         pack([])
