@@ -70,6 +70,7 @@ class ExampleLearner(Generic[Example]):
 
         Raises:
             NonFiniteUpdateError: the loss or the gradient is not finite; nothing has changed.
+            ExplodedWeightsError: nothing can be computed with the weights that the step has made.
         """
         batch = self._pack(examples)
         metrics = self._model.update(self._passes(batch), self.objective_for(examples))

@@ -56,6 +56,7 @@ class RequestedTraining:
         Raises:
             ConfigurationError: there is no gradient, or a part of it is missing; nothing has changed.
             NonFiniteUpdateError: the gradient is not finite; nothing has changed.
+            ExplodedWeightsError: nothing can be computed with the weights that the step has made.
         """
         if self.spoilt:
             self.clear()

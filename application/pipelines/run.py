@@ -279,14 +279,17 @@ class Run(Generic[Sample]):
         """Saves the training before `error`, as far as possible; it never raises, because `error` must be raised."""
         if self._done == self._began and not self._models.under_way:
             return  # nothing was trained
-        if isinstance(error, ExplodedWeightsError):
+        exploded = isinstance(error, ExplodedWeightsError)
+        if exploded:
             log.warning("the run ends early, and its weights are not saved: what was saved before is there")
-            return
-        log.warning("the run ends early: saving the model", step=self._done, error=type(error).__name__)
+        else:
+            log.warning("the run ends early: saving the model", step=self._done, error=type(error).__name__)
         try:
             self._states.finish()
         except Exception as second:  # of the state before, if it is not `error` itself
             log.warning("no training state was saved", reason=str(second))
+        if exploded:
+            return
         try:
             self._save(FINAL_MODEL)
             if self._models.under_way:

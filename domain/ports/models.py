@@ -166,6 +166,7 @@ class StepwisePolicy(PolicyModel, Protocol):
 
         Raises:
             NonFiniteUpdateError: the gradient is not finite; nothing has changed, and it is dropped.
+            ExplodedWeightsError: nothing can be computed with the weights that the step has made.
         """
         ...
 

@@ -230,7 +230,7 @@ def test_a_run_continues_as_what_it_began(
     capsys.readouterr()
     for flags, said in {
         ("--train.seed", "7"): "train.seed is 7, but was 42 when the run began",
-        ("--actor.adam.lr", "0.5"): "actor.adam.lr is 0.5, but was 0.001 when",
+        ("--actor.adam.weight_decay", "0.5"): "actor.adam.weight_decay is 0.5, but was 0.0 when",
         ("--rollout.temperature", "0.5"): "rollout.temperature is 0.5, but was 1.0 when",
         ("--data.prompt_dataset", "rows.jsonl"): "data.prompt_dataset is 'rows.jsonl', but was 'prompts.jsonl' when",
         ("--actor.model_name_or_path", "./other"): "actor.model_name_or_path is './other', but was",
@@ -243,8 +243,13 @@ def test_a_run_continues_as_what_it_began(
     assert {path: path.read_bytes() for path in kept} == kept, "what is refused changes nothing"
     Path("prompts.jsonl").unlink()
     moved = ("--data.prompt_dataset", "moved.jsonl", "--actor.model_name_or_path", "./moved")
-    assert train("--ckpt.resume", *moved, "--train.max_tokens_per_micro_batch", "300") == 0
-    assert "train_max_tokens_per_micro_batch=" in capsys.readouterr().err
+    lower = ("--actor.adam.lr", "0.0005")  # what is told to whom a larger one has ended a run
+    assert train("--ckpt.resume", *moved, *lower, "--train.max_tokens_per_micro_batch", "300") == 0
+    told = capsys.readouterr().err
+    assert "train_max_tokens_per_micro_batch=" in told
+    assert "actor_adam_lr=" in told
+    rows = map(json.loads, Path("out/metrics.jsonl").read_text().splitlines())
+    assert [row["policy/lr"] for row in rows] == [0.001] + [0.0005] * (STEPS - 1)
     assert logged() == list(range(1, STEPS + 1))
     assert yaml.safe_load(Path("out/config.yaml").read_text())["train"]["max_tokens_per_micro_batch"] == 300
 

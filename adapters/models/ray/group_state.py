@@ -78,8 +78,9 @@ class CopiedState(PartInFiles):
     def write_files(self, directory: Path) -> None:
         """Implements `PartInFiles.write_files`, while another thread trains the model: the processes write in the
         background, and are asked between its calls."""
-        ranks, until = range(self.group.size), time.monotonic() + self.group.timeout
-        self.group.begin("write_copy", ranks, directory.absolute())()
+        ranks = range(self.group.size)
+        self.group.begin("write_copy", ranks, directory.absolute())()  # which waits for what they compute now
+        until = time.monotonic() + self.group.timeout
         while not all(self.group.begin("has_written", ranks)()):
             if time.monotonic() > until:
                 raise CheckpointError(

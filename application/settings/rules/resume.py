@@ -48,6 +48,9 @@ MAY_DIFFER = (
     "rollout.max_failures",
     "algo.dynamic_filtering_budget",
     "reward.timeout",
+    "actor.adam.lr",
+    "actor.muon.lr",
+    "critic.adam.lr",
     # addresses, and files of code: what they hold is yours to keep alike
     "reward.remote_url",
     "reward.remote_batch_size",

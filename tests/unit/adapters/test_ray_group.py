@@ -3,12 +3,15 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rollgrad.adapters.models.ray import group_state
 from rollgrad.adapters.models.ray import worker_group as group_module
+from rollgrad.adapters.models.ray.group_state import CopiedState
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.domain.errors import CheckpointError, WorkerError
 
@@ -188,6 +191,42 @@ def test_an_error_on_purpose_is_raised_as_it_is_and_ends_nothing(
     with pytest.raises(CheckpointError, match="no room"):
         group.all("score")
     assert group.begin("score", [0])() == ["scores"]
+
+
+class Training:
+    """A group whose processes take nearly as long as they may before they begin to write; and the time."""
+
+    name, size, timeout = "actor", 2, 60.0
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.asked = 0
+
+    def begin(self, method: str, *_: Any) -> Callable[[], list[Any]]:
+        return self.begin_to_write if method == "write_copy" else self.have_written
+
+    def begin_to_write(self) -> list[Any]:
+        self.now += 59.9
+        return [None, None]
+
+    def have_written(self) -> list[Any]:
+        self.asked += 1
+        return [True, self.asked > 2]
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_copy_has_its_time_from_when_the_processes_begin_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group: Any = Training()
+    monkeypatch.setattr(group_state, "time", group)
+    CopiedState(group).write_files(tmp_path)
+    assert group.asked == 3
 
 
 def told(reference: "Future[Any]") -> Any:

@@ -377,6 +377,23 @@ def test_an_error_waits_for_the_state_that_is_being_written(tmp_path: Path) -> N
     assert store.written == [3, 5]
 
 
+def test_weights_that_explode_leave_the_state_that_is_being_written(tmp_path: Path) -> None:
+    """It is the newest from which the run can continue, and its processes end with the run."""
+    run = in_background(tmp_path, policy=BreakingPolicy(5, ExplodedWeightsError("Step 6 has made a weight NaN.")))
+    store, states = SlowStore(run), run.pipeline._states
+    finish = states.finish
+
+    def written_when_waited_for() -> None:
+        store.released.release()
+        finish()
+
+    at_step(run, 5, lambda: setattr(states, "finish", written_when_waited_for))
+    with pytest.raises(ExplodedWeightsError):
+        run.train()
+    assert store.written == [3]
+    assert run.checkpoints.models == []
+
+
 # Failed episodes.
 
 
