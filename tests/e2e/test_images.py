@@ -367,12 +367,14 @@ def test_a_reward_model_that_sees_otherwise_is_refused(workspace: Path, reward_m
 def test_kept_replies_to_images_are_judged_by_no_reward_model(
     workspace: Path, reward_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"row": 0, "sample": 0, "prompt": "What?", "completion": "red", "images": 1}
-    (workspace / "replies.jsonl").write_text(json.dumps(row) + "\n")
+    row: dict[str, Any] = {"row": 0, "sample": 0, "prompt": "What?", "completion": "red"}
     words = ["score", "--input", "replies.jsonl", "--out", "scored.jsonl"]
     words += ["--reward.model_name_or_path", str(reward_model), "--actor.model_name_or_path", str(reward_model)]
-    assert main(words) == 2
-    assert "a reply to images, which are not kept with it" in " ".join(capsys.readouterr().err.split())
+    asked: Any = [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]  # as rows of `rescore` have it
+    for known in ({"images": 1}, {"messages": asked}):
+        (workspace / "replies.jsonl").write_text(json.dumps(row | known) + "\n")
+        assert main(words) == 2
+        assert "a reply to images, which are not kept with it" in " ".join(capsys.readouterr().err.split())
     assert main([*words, "--data.image_key", "images"]) == 2
     assert "replies are kept without their images" in " ".join(capsys.readouterr().err.split())
 

@@ -9,6 +9,7 @@ with its end-of-turn token. Does not own: training.
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import structlog
@@ -71,7 +72,7 @@ def _begun(tokens: Sequence[int], images: PlacedImages, tokenizer: Any, max_leng
 def needs_bos(tokens: Sequence[int], tokenizer: Any) -> bool:
     """Returns whether the tokenizer puts a beginning-of-sequence token before texts, and these tokens have none."""
     bos = tokenizer.bos_token_id
-    return bos is not None and tokens[:1] != [bos] and bool(tokenizer("a")["input_ids"][:1] == [bos])
+    return bos is not None and list(tokens[:1]) != [bos] and bool(tokenizer("a")["input_ids"][:1] == [bos])
 
 
 def special_tokens(tokenizer: Any) -> tuple[str, ...]:
@@ -224,10 +225,13 @@ class RewardModel:
         """
         return self.score_encoded([self.encode(text) for text in texts])
 
+    @torch.no_grad()
     def judge(self, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
         """Returns the scores of the policy's replies, each with whether the beginning of its text was left out."""
-        encoded = [self.encode_reply(reply) for reply in replies]
-        return [(score, text.truncated) for score, text in zip(self.score_encoded(encoded), encoded, strict=True)]
+        with self._together():
+            encoded = [self.encode_reply(reply) for reply in replies]
+            scores = self._scores(encoded)
+        return [(score, text.truncated) for score, text in zip(scores, encoded, strict=True)]
 
     def encode_reply(self, reply: RewardInput) -> EncodedText:
         """Returns the tokens that the model reads of a reply: its own if the vocabularies agree, else those of its
@@ -247,14 +251,21 @@ class RewardModel:
     @torch.no_grad()
     def score_encoded(self, texts: Sequence[EncodedText]) -> list[float]:
         """Scores texts that `encode` has encoded."""
+        with self._together():
+            return self._scores(texts)
+
+    def _together(self) -> AbstractContextManager[None]:
+        """Returns a block in which an error leaves no process waiting that divides the model."""
+        return self._passes.made_by_all(*self._inputs([EncodedText((0,), truncated=False)]))
+
+    def _scores(self, texts: Sequence[EncodedText]) -> list[float]:
         if not all(text.tokens for text in texts):
             raise ValueError("A text without tokens cannot be scored.")
         scores = [0.0] * len(texts)
-        with self._passes.made_by_all(*self._inputs([EncodedText((0,), truncated=False)])):
-            for batch in self._batches(texts):
-                last_SH = self._passes(*self._inputs([texts[i] for i in batch]))[: len(batch)]
-                for index, score in zip(batch, self._head(last_SH.float())[:, 0].tolist(), strict=True):
-                    scores[index] = (score - self._mean) / self._std
+        for batch in self._batches(texts):
+            last_SH = self._passes(*self._inputs([texts[i] for i in batch]))[: len(batch)]
+            for index, score in zip(batch, self._head(last_SH.float())[:, 0].tolist(), strict=True):
+                scores[index] = (score - self._mean) / self._std
         return scores
 
     def _batches(self, texts: Sequence[EncodedText]) -> Iterator[list[int]]:

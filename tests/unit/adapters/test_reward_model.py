@@ -8,7 +8,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from rollgrad.adapters.models.torch.reward_model import RewardModel, same_vocabulary
+from rollgrad.adapters.models.torch.reward_model import RewardModel, needs_bos, same_vocabulary
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.algorithms.settings import Normalise
@@ -185,6 +185,8 @@ def test_the_beginning_of_sequence_stays_and_is_there_once(tokenizer: Any) -> No
     assert long.tokens[0] == bos
     assert bos not in long.tokens[1:]
     assert long.tokens[-len(model.encode("Hi").tokens) + 1 :] == model.encode("Hi").tokens[1:]
+    assert not any(needs_bos(begun, tokenizer) for begun in ([bos, 5], (bos, 5)))  # those of images are a tuple
+    assert needs_bos((5,), tokenizer)
 
 
 def test_by_default_the_model_s_positions_are_the_limit(tokenizer: Any) -> None:
@@ -200,6 +202,27 @@ def test_a_text_without_tokens_is_refused(tokenizer: Any) -> None:
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="without tokens"):
         RewardModel(classifier("Llama", tokenizer), tokenizer).score([""])
+
+
+def test_a_text_that_cannot_be_scored_leaves_no_other_process_waiting(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.eos_token = None
+    others = iter([True, False])  # another process makes one pass
+    whose = "rollgrad.adapters.models.torch.together.PassesTogether._any_has"
+    monkeypatch.setattr(whose, lambda self, mine: mine or next(others))
+    passes: list[Any] = []
+
+    def divide(module: Any) -> Any:
+        def passed(*inputs: Any) -> Any:
+            passes.append(inputs)
+            return module(*inputs)
+
+        return passed
+
+    with pytest.raises(ValueError, match="without tokens"):
+        RewardModel(classifier("Llama", tokenizer), tokenizer, divide=divide).judge([RewardInput(text="")])
+    assert len(passes) == 1
 
 
 def load(path: Path) -> RewardModel:
