@@ -87,5 +87,5 @@ $(VENV)/.%-stamp: pyproject.toml constraints.txt scripts/setup.sh
 	@scripts/setup.sh $*
 
 $(VENV)/.cluster-stamp: $(VENV)/.demo-stamp
-$(VENV)/.test-stamp: $(VENV)/.cluster-stamp
+$(VENV)/.test-stamp: $(VENV)/.cluster-stamp $(wildcard tests/*.txt)
 $(VENV)/.bench-stamp: $(VENV)/.test-stamp

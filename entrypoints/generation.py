@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 from attrs import evolve, frozen
 
+from rollgrad.adapters.chat.pictures import has_images
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
@@ -247,7 +248,7 @@ def _surveyed(source: Path, *, by_model: bool) -> tuple[set[tuple[int, int]], se
     keys: set[tuple[int, int]] = set()
     models: set[str] = set()
     for row in read_rows(source, flag="--input", keys=keys):
-        if by_model and row.get("images"):
+        if by_model and (row.get("images") or any(map(has_images, row.get("messages", ())))):
             raise DataError(
                 f"Row {row['row']} of {source} is a reply to images, which are not kept with it, so that no reward "
                 "model can judge it: score it by --reward.function_path or --reward.verifier."

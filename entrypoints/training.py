@@ -14,6 +14,7 @@ from attrs import AttrsInstance, asdict, evolve, field, frozen
 
 from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
+from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.tracking.curves import draw_curves
 from rollgrad.application.pipelines.run import FINAL_MODEL, Run, RunOutcome
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
@@ -23,7 +24,6 @@ from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.lifetimes import closing, shut_down
 from rollgrad.entrypoints.description import check_continues, settings_file
-from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.model_card import write_model_card
 from rollgrad.entrypoints.redaction import known_secrets, redact
 from rollgrad.entrypoints.run_directory import (

@@ -17,6 +17,7 @@ from typing import Any
 
 from rollgrad.adapters.agents import verifiers_worker
 from rollgrad.adapters.agents.function import agent_result
+from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.domain.errors import ConfigurationError, DataError, ForeignError
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 from rollgrad.domain.ports.closing import AsyncClosable
@@ -33,6 +34,10 @@ START_SECONDS = 600.0
 """Longest time for loading an environment, which may download its rows."""
 END_SECONDS = 5.0
 """Seconds that the environment has to tear down before its process is killed."""
+POLL_SECONDS = 0.1
+"""Seconds between polls for the end of the process, whose children may hold its outputs open."""
+READ_SECONDS = 1.0
+"""Seconds for which what a process has written is still read after its end."""
 
 
 class VerifiersAgent(AgentProgram, AsyncClosable):
@@ -76,7 +81,7 @@ class VerifiersAgent(AgentProgram, AsyncClosable):
             Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
             return len(rows)
 
-        return asyncio.run(write())
+        return run_to_end(write())
 
     async def rows(self, split: str) -> list[dict[str, Any]]:
         """Returns what `write_rows` writes."""
@@ -119,10 +124,13 @@ class VerifiersAgent(AgentProgram, AsyncClosable):
             await worker.aclose()
 
     async def _started(self) -> "_Worker":
-        if self._worker is None or self._worker.is_over:
-            await self.aclose()
-            self._worker = _Worker(self._start)
         worker = self._worker
+        over: _Worker | None = None
+        if worker is None or worker.is_over:  # before any wait: other episodes must not start one more
+            over, worker = worker, _Worker(self._start)
+            self._worker = worker
+        if over is not None:
+            await asyncio.shield(over.aclose())
         await asyncio.shield(worker.starting)  # an episode that is cancelled leaves it to the others
         return worker
 
@@ -154,6 +162,7 @@ class _Worker:
         self._process: asyncio.subprocess.Process | None = None
         self._log = b""
         self._parts: list[asyncio.Task[None]] = []
+        self._ending: asyncio.Task[None] | None = None
         self.starting = asyncio.create_task(self._start(start))
 
     @property
@@ -181,18 +190,15 @@ class _Worker:
         """Ends the process: its input ends, upon which it tears down; what it leaves behind is killed."""
         self.starting.cancel()
         await asyncio.gather(self.starting, return_exceptions=True)
-        process = self._process
-        if process is None:
+        process, ending = self._process, self._ending
+        if process is None or ending is None:
             return
         assert process.stdin is not None
         process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
-                await process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        await asyncio.gather(*self._parts)
+        _, ends = await asyncio.wait([ending], timeout=END_SECONDS)
+        if ends:  # else another process may have its number by now
+            _kill(process)
+        await ending
 
     async def _start(self, start: Callable[[], Awaitable[asyncio.subprocess.Process]]) -> None:
         self._process = process = await start()
@@ -200,6 +206,7 @@ class _Worker:
         assert process.stderr is not None
         ready = self._asked[READY] = asyncio.get_running_loop().create_future()
         self._parts = [asyncio.create_task(self._read(process.stdout)), asyncio.create_task(self._keep(process.stderr))]
+        self._ending = asyncio.create_task(self._end_with(process))
         try:
             async with asyncio.timeout(START_SECONDS):
                 said = await ready
@@ -209,6 +216,17 @@ class _Worker:
             del self._asked[READY]
         if "ready" not in said:
             raise ConfigurationError(said.get("refused") or f"The environment does not start: {said['error']}")
+
+    async def _end_with(self, process: asyncio.subprocess.Process) -> None:
+        """Ends with the process, also when children that it left behind hold its outputs open: no answer follows."""
+        while process.returncode is None:  # `wait` would wait for those children
+            await asyncio.sleep(POLL_SECONDS)
+        _kill(process)
+        _, unread = await asyncio.wait(self._parts, timeout=READ_SECONDS)
+        for part in unread:
+            part.cancel()
+        await asyncio.gather(*self._parts, return_exceptions=True)  # a line that was cut off is no answer
+        process._transport.close()  # type: ignore[attr-defined]  # nothing public closes the pipes
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         assert self._process is not None
@@ -235,6 +253,12 @@ class _Worker:
 
     def _end(self) -> dict[str, Any]:
         return {"error": f"its process ended: {self._log.decode(errors='replace').strip() or 'it wrote no reason'}"}
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kills the process with its group, children that it left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _row(number: int, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,21 @@ import importlib
 import itertools
 import json
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, TextIO
 
 PAGE = 100
 """Rows in an answer."""
+END_SECONDS = 10.0
+"""Seconds that episodes and environment have to end after the requests; a run that was killed kills nothing."""
+LONGEST = 1000
+"""Characters of an environment's error, which may repeat a whole conversation."""
+OLDEST = "0.1.14"
+"""The oldest verifiers whose environments can be asked what is asked here."""
 
 
 class Refused(Exception):  # noqa: N818 (as it reads)
@@ -33,6 +41,9 @@ class LoadedEnvironment:
     def __init__(self, verifiers: Any, env_id: str, env_args: Mapping[str, Any]) -> None:
         self._verifiers = verifiers
         self._env = verifiers.load_environment(env_id, **env_args)
+        if not hasattr(self._env, "requires_group_rollouts"):
+            version = getattr(verifiers, "__version__", "of this Python")
+            raise Refused(f"verifiers {version} is too old: install verifiers>={OLDEST},<0.4 beside {env_id}.")
         if self._env.requires_group_rollouts:
             raise Refused(
                 f"The rubric of {env_id} scores the rollouts of a prompt together, but here each is scored by itself: "
@@ -100,7 +111,8 @@ class TaskEnvironment:
     async def play(self, row: dict[str, Any], *, base_url: str, api_key: str, model: str) -> dict[str, Any]:
         """Plays an episode, and returns what the task's rewards and metrics say of it."""
         self._episodes += 1
-        key = f"ROLLGRAD_EPISODE_{self._episodes}"  # its clients take a key by the name of a variable only
+        # Its clients take a key by the name of a variable only; runtimes hide those with API_KEY in it from programs.
+        key = f"ROLLGRAD_EPISODE_{self._episodes}_API_KEY"
         os.environ[key] = api_key
         try:
             client = self._verifiers.EvalClientConfig(base_url=base_url, api_key_var=key)
@@ -154,7 +166,8 @@ def load(env_id: str, env_args: Mapping[str, Any]) -> Loaded:
             raise Refused(f"The environment {env_id} cannot be loaded: {error}.") from error
         raise Refused(f"{sys.executable} has no package verifiers: install it there, with the environment.") from error
     except Exception as error:
-        raise Refused(f"The environment {env_id} cannot be loaded: {type(error).__name__}: {error}") from error
+        words = f"{type(error).__name__}: {error}"[:LONGEST]
+        raise Refused(f"The environment {env_id} cannot be loaded: {words}") from error
 
 
 def _has_loader(env_id: str) -> bool:
@@ -186,6 +199,9 @@ class Service:
             for line in requests:
                 loop.call_soon_threadsafe(lines.put_nowait, line)
             loop.call_soon_threadsafe(lines.put_nowait, None)
+            time.sleep(END_SECONDS)  # what blocks, or takes no cancellation, would outlive the run
+            with contextlib.suppress(ProcessLookupError):  # no group of its own
+                os.killpg(os.getpid(), signal.SIGKILL)
 
         async with self._environment.serving():
             write(self._answers, {"ready": True})
@@ -211,17 +227,21 @@ class Service:
         except Refused as error:
             said = {"error": str(error)}
         except Exception as error:
-            said = {"error": f"{type(error).__name__}: {error}"}
+            said = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]}
         finally:
             del self._playing[number]
         write(self._answers, {"id": number, **said})
 
     def _next_rows(self, split: str) -> list[dict[str, Any]]:
-        rows = self._rows.setdefault(split, self._environment.rows(split))
-        return [
+        # Taken out: after the last, or an error, the next request is for the first again.
+        rows = self._rows.pop(split, None) or self._environment.rows(split)
+        page = [
             {"row": json.dumps(row), "prompt": row.get("prompt"), "answer": row.get("answer")}
             for row in itertools.islice(rows, PAGE)
         ]
+        if page:
+            self._rows[split] = rows
+        return page
 
 
 def write(answers: TextIO, value: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ from rollgrad.adapters.models.torch.loading import (
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.shape import model_shape
+from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
 from rollgrad.application.episodes.assistant import Assistant
 from rollgrad.application.settings.model_shape import ModelShape
@@ -45,7 +46,6 @@ from rollgrad.entrypoints.composition.assistant_arguments import AssistantArgume
 from rollgrad.entrypoints.composition.engines import eos_token_ids
 from rollgrad.entrypoints.composition.reload import ModelReload, Push
 from rollgrad.entrypoints.composition.tool_box import ToolBox
-from rollgrad.entrypoints.event_loop import run_to_end
 
 log = structlog.get_logger(__name__)
 FLAG = "--model"

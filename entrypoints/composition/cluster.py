@@ -37,11 +37,11 @@ from rollgrad.adapters.models.torch.weight_shards import shard_rows
 from rollgrad.adapters.ray.placement import Placement, Slot
 from rollgrad.adapters.ray.session import RaySession, cluster_has_gpus
 from rollgrad.adapters.rewards.model import ModelReward
+from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.settings.derived import divides_reward
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.ds import PARAMETERS
-from rollgrad.entrypoints.event_loop import run_to_end
 
 log = structlog.get_logger(__name__)
 

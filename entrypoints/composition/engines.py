@@ -21,6 +21,7 @@ from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.models.torch.loading import load_generation_settings
 from rollgrad.adapters.models.torch.router_replay import install_router_replay
+from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
 from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
 from rollgrad.adapters.weights.disk import Disk
@@ -39,7 +40,6 @@ from rollgrad.entrypoints.composition.base import BaseContainer, trainer_kind
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.models import has_gpu, make_actor_model
 from rollgrad.entrypoints.composition.outputs import make_profiler
-from rollgrad.entrypoints.event_loop import run_to_end
 
 WEIGHTS_DIRECTORY = "weights"
 

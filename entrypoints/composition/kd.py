@@ -19,6 +19,7 @@ from rollgrad.adapters.models.torch.loading import (
     resolve_dtype,
 )
 from rollgrad.adapters.models.torch.models import TorchTeacher
+from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.application.learning.examples import together
 from rollgrad.application.learning.microbatch import split
 from rollgrad.application.learning.teacher import unpacked_predictions, with_teacher
@@ -35,7 +36,6 @@ from rollgrad.entrypoints.composition.models import make_actor_model
 from rollgrad.entrypoints.composition.offline import OfflineContainer, complete, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.composition.reference import START_TOLERANCE, reference_key
 from rollgrad.entrypoints.composition.teacher import check_vocabulary
-from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.run_directory import continues
 
 log = structlog.get_logger(__name__)

@@ -7,6 +7,7 @@ A provider says so by its kind: `providers.Resource(closed_at_end, MAKE, ...)` c
 import gc
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -97,6 +98,7 @@ def gives_memory_back(work: Callable[Parameters, Result]) -> Callable[Parameters
         finally:
             if (allocator := sys.modules.get(KEEPS_MEMORY)) is not None:  # else there was no model
                 gc.collect()  # models are in circles of references
-                allocator.give_back_freed_memory()
+                with suppress(RuntimeError):  # a GPU that an error has left unusable: that error is the one to tell
+                    allocator.give_back_freed_memory()
 
     return then_given_back

@@ -5,6 +5,8 @@ import asyncio
 from rollgrad.adapters.servers.agent_server import AgentServer, max_body_bytes
 from rollgrad.adapters.servers.server import Server
 from rollgrad.application.episodes.chat_service import ChatService
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.errors import ForeignError
 from rollgrad.domain.ports.agent_program import AgentProgram
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.closing import AsyncClosable
@@ -45,9 +47,18 @@ class TrainingServer:
             self._agents.append(agent)
 
     async def aclose(self) -> None:
-        """Closes the agents, then stops serving; idempotent."""
-        for agent in self._agents:
-            await agent.aclose()
+        """Closes the agents, then stops serving, whatever they raise; idempotent.
+
+        Raises:
+            ForeignError: an agent cannot be closed.
+        """
         server, self._server = self._server, None
-        if server is not None:
-            await server.stop()
+        try:
+            for agent in self._agents:
+                with foreign_code(
+                    lambda words: ForeignError(f"The agent could not be closed: its aclose raised {words}")
+                ):
+                    await agent.aclose()
+        finally:
+            if server is not None:
+                await server.stop()

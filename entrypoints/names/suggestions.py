@@ -113,7 +113,8 @@ def advice(name: str, known: Collection[str]) -> str | None:
     if 1 < len(named) <= MOST_CANDIDATES:
         return ",".join(named)
     section, _, last = name.rpartition(".")
-    similar = [] if last in OTHER_NAMES else difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
+    elsewhere = last in OTHER_NAMES and not any(candidate.endswith(f".{last}") for candidate in known)
+    similar = [] if elsewhere else difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
     if similar:
         return similar[0]
     found = advice(last, known) if section else None

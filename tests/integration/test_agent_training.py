@@ -3,6 +3,8 @@
 import json
 import string
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import PartialRollout
-from rollgrad.domain.errors import EngineError
+from rollgrad.domain.errors import EngineError, ForeignError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition.forms import unprescribed
+from rollgrad.entrypoints.composition.training_server import TrainingServer
+from rollgrad.testing.chat_codec import FakeChatCodec
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.fakes.scripted_engine import ScriptedEngine
 
 OPENAI = """
 import openai
@@ -222,6 +227,23 @@ def test_an_agent_with_a_process_of_its_own_is_closed_with_the_run(tiny_model_di
     (row,) = rows(tmp_path)
     assert (row["reward/mean"], row["reward/calls"]) == (2.5, 1.0)
     assert (tmp_path / "closed").read_text() == "closed "
+
+
+async def test_an_agent_that_cannot_be_closed_leaves_no_server() -> None:
+    class Breaks:
+        async def run(self, task: Any) -> Any: ...
+
+        async def aclose(self) -> None:
+            raise OSError("no space left")
+
+    codec = FakeChatCodec()
+    server = TrainingServer(ScriptedEngine(codec, 0, ()), codec, None)
+    server.serves(Breaks())
+    url = await server.url()
+    with pytest.raises(ForeignError, match=r"its aclose raised OSError: no space left"):
+        await server.aclose()
+    with pytest.raises(urllib.error.URLError, match="refused"):  # an answer would be an HTTPError, which is one too
+        urllib.request.urlopen(url)
 
 
 def test_a_function_returns_a_mapping(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollgrad.adapters.agents import verifiers_worker
 from rollgrad.adapters.agents.verifiers import VerifiersAgent
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.domain.episodes.prompts import Prompt
@@ -87,6 +89,7 @@ class Asks(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        assert "ROLLGRAD_EPISODE" not in (await runtime.run(["env"], {})).stdout, "a program knows keys of episodes"
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             messages = [{"role": "user", "content": data.prompt}]
             for question in ("Sure?", None):
@@ -96,6 +99,64 @@ class Asks(vf.Harness[vf.HarnessConfig]):
 
 
 __all__ = ["Asks", "Sums"]
+"""
+LEAVES_CHILDREN = """
+import os
+import signal
+import time
+
+
+class Environment:
+    requires_group_rollouts = False
+
+    def get_dataset(self):
+        if os.fork() == 0:
+            os.setsid()  # it has left the group, and holds the outputs open
+            time.sleep(60)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load_environment(*env_id):
+    return Environment()
+"""
+"""As package and as environment, as are the following."""
+NEVER_ENDS = """
+import time
+
+
+class Environment:
+    requires_group_rollouts = False
+
+    async def _teardown(self):
+        time.sleep(600)
+
+
+def load_environment(*env_id):
+    return Environment()
+"""
+ROWS = """
+class Environment:
+    requires_group_rollouts = False
+
+    def get_dataset(self):
+        return [{"prompt": [{"role": "user", "content": "1?"}], "answer": "1"}, {"prompt": None, "answer": None}]
+
+    async def _teardown(self): ...
+
+
+def load_environment(*env_id):
+    return Environment()
+"""
+IMPATIENT = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+spec = spec_from_file_location("worker", sys.argv.pop(1))
+worker = module_from_spec(spec)
+spec.loader.exec_module(worker)
+worker.END_SECONDS = 0.1
+worker.main()
 """
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 4}}\n</tool_call>'
 WAIT_SECONDS = 300.0
@@ -131,6 +192,7 @@ def says(engine: ScriptedEngine, *texts: str) -> None:
     engine._script = iter(texts)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="verifiers 0.3.1 has no release for Python 3.14")
 async def test_an_environment_of_load_environment(beside: Any, engine: ScriptedEngine, tmp_path: Path) -> None:
     beside("verifiers-0.3", "toy_sums", SUMS)
     agent = VerifiersAgent("toy-sums", env_args={"most": 2})
@@ -139,6 +201,7 @@ async def test_an_environment_of_load_environment(beside: Any, engine: ScriptedE
         assert [(row["prompt"][-1]["content"], row["answer"]) for row in rows] == [
             (f"What is {n} plus 4?", str(n + 4)) for n in (0, 1, 0, 1)
         ]
+        assert await agent.rows("train") == rows, "each time from the first"
         (held_out, *_) = await agent.rows("eval")
         assert held_out["prompt"] == [
             {"role": "system", "content": "Be brief."},
@@ -220,6 +283,32 @@ async def test_a_taskset_with_its_harness(beside: Any, engine: ScriptedEngine) -
         await agent.aclose()
 
 
+LONG = """
+class Environment:
+    requires_group_rollouts = False
+
+    def get_dataset(self):
+        raise ValueError("no\\n" * 10_000)
+
+    async def _teardown(self): ...
+
+
+def load_environment(*env_id):
+    return Environment()
+"""
+"""As package and as environment."""
+
+
+async def test_a_long_error_is_cut_and_on_one_line(beside: Any, tmp_path: Path) -> None:
+    beside("nothing", "verifiers", LONG)
+    (tmp_path / "toy_old.py").write_text(LONG)
+    agent = VerifiersAgent("toy-old")
+    with pytest.raises(DataError, match=r"ValueError: no no no") as raised:
+        await agent.rows("train")
+    assert len(str(raised.value)) < 1100
+    await agent.aclose()
+
+
 async def test_what_cannot_be_loaded_ends_the_run(beside: Any, tmp_path: Path) -> None:
     beside("nothing", "toy_old", "def load_environment(): ...")
     served: Any = Served(url="http://127.0.0.1:1", service=None, session=None)  # type: ignore[arg-type]
@@ -231,8 +320,56 @@ async def test_what_cannot_be_loaded_ends_the_run(beside: Any, tmp_path: Path) -
         with pytest.raises(ConfigurationError, match=why):
             await agent.run(row)
         await agent.aclose()
+    (tmp_path / "verifiers.py").write_text('__version__ = "0.1.5"\ndef load_environment(name): return object()')
+    agent = VerifiersAgent("toy-old")
+    with pytest.raises(ConfigurationError, match=r"verifiers 0\.1\.5 is too old: install verifiers>=0\.1\.14,<0\.4"):
+        await agent.run(row)
+    await agent.aclose()
     (tmp_path / "verifiers.py").write_text('__version__ = "0.4.0"')
     agent = VerifiersAgent("toy-old")
     with pytest.raises(ConfigurationError, match=r"which verifiers 0\.4\.0 no longer knows: install verifiers<0\.4"):
         await agent.run(row)
     await agent.aclose()
+
+
+async def test_a_process_that_dies_ends_though_its_children_hold_its_outputs(beside: Any, tmp_path: Path) -> None:
+    beside("nothing", "verifiers", LEAVES_CHILDREN)
+    (tmp_path / "toy_old.py").write_text(LEAVES_CHILDREN)
+    agent = VerifiersAgent("toy-old")
+    async with asyncio.timeout(30):
+        with pytest.raises(DataError, match="its process ended"):
+            await agent.rows("train")
+        one, other = await asyncio.gather(agent._started(), agent._started())
+        assert one is other, "episodes that come at once start one process"
+        with pytest.raises(DataError, match="its process ended"):
+            await agent.rows("train")
+        await agent.aclose()
+
+
+def test_an_environment_that_does_not_end_does_not_outlive_a_run_that_was_killed(beside: Any, tmp_path: Path) -> None:
+    beside("nothing", "verifiers", NEVER_ENDS)
+    (tmp_path / "toy_old.py").write_text(NEVER_ENDS)
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", IMPATIENT, verifiers_worker.__file__, "toy-old", "{}"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert (ended.stdout, ended.returncode) == (b'{"ready": true}\n', -signal.SIGKILL), ended.stderr
+
+
+@pytest.mark.parametrize("in_a_notebook", [False, True])
+def test_rows_are_written(in_a_notebook: bool, beside: Any, tmp_path: Path) -> None:
+    beside("nothing", "verifiers", ROWS)
+    (tmp_path / "toy_old.py").write_text(ROWS)
+    agent, path = VerifiersAgent("toy-old"), tmp_path / "rows.jsonl"
+
+    async def cell() -> int:
+        return agent.write_rows(str(path))
+
+    assert (asyncio.run(cell()) if in_a_notebook else agent.write_rows(str(path))) == 2
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first["prompt"] == [{"role": "user", "content": "1?"}]
+    assert (first["answer"], second["prompt"], second["answer"]) == ("1", "Task 1", "")
+    assert json.loads(second["verifiers"]) == {"prompt": None, "answer": None}

@@ -5,7 +5,16 @@ import asyncio
 import pytest
 from dependency_injector import containers, providers
 
-from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end, closing, given, shut_down
+from rollgrad.adapters.models.torch import allocator
+from rollgrad.domain.errors import EngineError
+from rollgrad.entrypoints.composition.lifetimes import (
+    LoopResource,
+    closed_at_end,
+    closing,
+    given,
+    gives_memory_back,
+    shut_down,
+)
 
 CLOSED: list[str] = []
 
@@ -105,3 +114,16 @@ async def test_both_ways_of_closing_are_used() -> None:
     await closing(use(things), things)
     shut_down(things)
     assert sorted(CLOSED) == ["aclose", "close", "server"]
+
+
+def test_an_error_is_told_also_by_a_gpu_that_it_has_left_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    @gives_memory_back
+    def work() -> None:
+        raise EngineError("A sampled token is none of the vocabulary.")
+
+    monkeypatch.setattr(allocator, "give_back_freed_memory", broken)
+    with pytest.raises(EngineError):
+        work()

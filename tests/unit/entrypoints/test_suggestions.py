@@ -134,6 +134,8 @@ def errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--actor.lora.use_dora true", "--actor.lora.use_dora is not a flag; DoRA is not there: adapters are LoRA"),
         ("--train.z_loss_coef 1e-4", "--train.z_loss_coef is not a flag; there is no z-loss of the vocabulary's"),
         ("--actor.muon.lrs 1", "did you mean --actor.muon.lr?"),
+        ("--rewrad.model_name_or_path x", "did you mean --reward.model_name_or_path?"),
+        ("--rolout.batch_size 4", "did you mean --rollout.batch_size?"),
         ("trainer.total_epochs=3", "'trainer.total_epochs=3' is not a flag"),
         ("trainer.total_epochs=3", "did you mean --train.num_episodes?"),
         ("+data.train_files=x", "did you mean --data.prompt_dataset?"),
