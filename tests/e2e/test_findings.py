@@ -27,6 +27,7 @@ def run(
     command += ["--data.prompt_dataset", "prompts.jsonl", "--data.label_key", "label"]
     command += ["--reward.function_path", "reward.py", "--rollout.batch_size", "4"]
     command += ["--rollout.n_samples_per_prompt", "2", "--train.max_steps", "5", "--ckpt.output_dir", "out"]
+    command += ["--reward.timeout", "300"]
 
     def run(reward: str, *flags: str) -> tuple[list[str], str]:
         Path("reward.py").write_text(f"def reward_func(queries, prompts, labels):\n    return {reward}\n")

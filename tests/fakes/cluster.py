@@ -212,7 +212,12 @@ def weighing(scores: TokenScores, part: PackedBatch) -> LossOutput:
 
 
 def rank_value(path: str, stage: int | str) -> TorchValue:
-    return value(path, divided(stage), shard=loading(stage))
+    """Memory that nobody writes is NaN: at the last stage, what fills up a bias that processes divide."""
+    torch.use_deterministic_algorithms(True)  # which is how torch fills it
+    try:
+        return value(path, divided(stage), shard=loading(stage))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def rank_reference(path: str, stage: int | str = 0, offload: bool = False) -> TorchReference:

@@ -166,7 +166,7 @@ class DeepSpeedModule(TrainedModule):
             self._average.follow(self.steps + 1)
         self._largest.clear()
         self.steps += 1
-        self.check_weights(master for master, _ in self._masters())
+        self.check_weights(self._own_weights())
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
         return {"grad_norm": Common(norm), "lr": Common(lr)} | self._scaling.applied()
 
@@ -302,6 +302,19 @@ class DeepSpeedModule(TrainedModule):
             for group in groups:
                 for master in group["params"]:
                     yield master, group
+
+    def _own_weights(self) -> Iterator[Tensor]:
+        """Yields the float32 weights in this process."""
+        if self._stage != PARAMETERS:
+            yield from (master for master, _ in self._masters())
+            return
+        groups = zip(self._optimizer.fp16_groups, self._optimizer.fp32_partitioned_groups_flat, strict=True)
+        for parameters, flat in groups:
+            parts = flat.split([parameter.ds_tensor.ds_numel for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                # Parts are of one size: the last ones end with memory that nobody has written.
+                own = parameter.ds_numel - parameter.ds_zero_partition_rank * part.numel()
+                yield part[: max(0, own)]
 
     def _make_moments(self) -> None:
         """Makes the optimizer's moments. Otherwise its first step does, and DeepSpeed links only those of the first
