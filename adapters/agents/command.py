@@ -5,9 +5,9 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 from collections.abc import Mapping
 
+from rollgrad.adapters.system.process_group import kill_group
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.domain.episodes.messages import content_text
 from rollgrad.domain.errors import ConfigurationError
@@ -114,13 +114,13 @@ async def _communicate(process: asyncio.subprocess.Process, given: bytes) -> tup
                 task.result()
         while process.returncode is None:  # it may close its outputs and run on
             await asyncio.sleep(POLL_SECONDS / 10)
-        _kill(process)
+        kill_group(process.pid)
         if pending:
             done, _ = await asyncio.wait(pending, timeout=END_SECONDS)
             for task in done:
                 task.result()
     finally:
-        _kill(process)
+        kill_group(process.pid)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -143,12 +143,6 @@ async def _read(stream: asyncio.StreamReader, into: bytearray) -> None:
         into += chunk
         if len(into) > MAX_OUTPUT:
             raise RuntimeError(f"the program wrote more than {MAX_OUTPUT} bytes")
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kills the program's process group, with children that it left behind."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _input(task: AgentTask) -> bytes:

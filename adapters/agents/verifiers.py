@@ -6,10 +6,7 @@ environment does with the texts. Does not own: the environment's package, which 
 """
 
 import asyncio
-import contextlib
 import json
-import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 from rollgrad.adapters.agents import verifiers_worker
 from rollgrad.adapters.agents.function import agent_result
 from rollgrad.adapters.system.event_loop import run_to_end
+from rollgrad.adapters.system.process_group import kill_group
 from rollgrad.domain.errors import ConfigurationError, DataError, ForeignError
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 from rollgrad.domain.ports.closing import AsyncClosable
@@ -125,12 +123,11 @@ class VerifiersAgent(AgentProgram, AsyncClosable):
 
     async def _started(self) -> "_Worker":
         worker = self._worker
-        over: _Worker | None = None
-        if worker is None or worker.is_over:  # before any wait: other episodes must not start one more
+        if worker is None or worker.is_over:
             over, worker = worker, _Worker(self._start)
-            self._worker = worker
-        if over is not None:
-            await asyncio.shield(over.aclose())
+            self._worker = worker  # before any wait: other episodes must not start one more
+            if over is not None:
+                await asyncio.shield(over.aclose())
         await asyncio.shield(worker.starting)  # an episode that is cancelled leaves it to the others
         return worker
 
@@ -197,7 +194,7 @@ class _Worker:
         process.stdin.close()
         _, ends = await asyncio.wait([ending], timeout=END_SECONDS)
         if ends:  # else another process may have its number by now
-            _kill(process)
+            kill_group(process.pid)
         await ending
 
     async def _start(self, start: Callable[[], Awaitable[asyncio.subprocess.Process]]) -> None:
@@ -221,7 +218,7 @@ class _Worker:
         """Ends with the process, also when children that it left behind hold its outputs open: no answer follows."""
         while process.returncode is None:  # `wait` would wait for those children
             await asyncio.sleep(POLL_SECONDS)
-        _kill(process)
+        kill_group(process.pid)
         _, unread = await asyncio.wait(self._parts, timeout=READ_SECONDS)
         for part in unread:
             part.cancel()
@@ -253,12 +250,6 @@ class _Worker:
 
     def _end(self) -> dict[str, Any]:
         return {"error": f"its process ended: {self._log.decode(errors='replace').strip() or 'it wrote no reason'}"}
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kills the process with its group, children that it left behind."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _row(number: int, row: Mapping[str, Any]) -> dict[str, Any]:

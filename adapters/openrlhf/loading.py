@@ -21,9 +21,8 @@ EXECUTE = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "
 @frozen
 class AgentFile:
     """Content of an agent file, one of: `program`, a function (or an `AgentProgram`) that plays an episode as a client
-    of the agent server;
-    `environment`, which makes a fresh `Environment`; `instance`, which makes a fresh OpenRLHF agent instance;
-    `executor`, an OpenRLHF executor that plays by itself."""
+    of the agent server; `environment`, which makes a fresh `Environment`; `instance`, which makes a fresh OpenRLHF
+    agent instance; `executor`, an OpenRLHF executor that plays by itself."""
 
     program: Callable[..., Any] | AgentProgram | None = None
     environment: Callable[[], Any] | None = None

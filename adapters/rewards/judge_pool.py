@@ -12,7 +12,6 @@ import importlib.util
 import marshal
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +28,7 @@ import structlog
 from attrs import frozen
 
 from rollgrad.adapters.sandbox import code_run, judge_child, syscalls
+from rollgrad.adapters.system.process_group import kill_group
 from rollgrad.application.settings.sections.reward import JudgeIsolation
 from rollgrad.domain.errors import ConfigurationError, RewardError
 
@@ -242,8 +242,7 @@ class _Worker:
             process, self._process = self._process, None
             connection, self._connection = self._connection, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(CLOSE_SECONDS)
         if connection is not None:
