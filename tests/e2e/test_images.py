@@ -55,6 +55,7 @@ from tests.fakes.images import processor as processor_of
 from tests.fakes.model_server import ModelServer
 from tests.fakes.recording_engine import RecordingEngine
 from tests.image_runs import Gallery
+from tests.judged_replies import judged_replies
 from tests.tiny_vision import ask, codec_of, picture, save_tiny_reward, save_tiny_vlm
 
 REWARD = """
@@ -314,15 +315,7 @@ class Silent(Gallery):
 def test_a_reward_model_judges_the_images_of_rollouts(
     workspace: Path, reward_model: Path, turns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judged: list[tuple[RewardInput, float]] = []
-    judge = RewardModel.judge
-
-    def recorded(self: RewardModel, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
-        found = judge(self, replies)
-        judged.extend((reply, score) for reply, (score, _) in zip(replies, found, strict=True))
-        return found
-
-    monkeypatch.setattr(RewardModel, "judge", recorded)
+    judged = judged_replies(monkeypatch)
     config = rollgrad.load_config("run.yaml")
     config.reward.function_path, config.reward.model_name_or_path = None, str(reward_model)
     config.data.label_key, config.train.max_steps = None, 1

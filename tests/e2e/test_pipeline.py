@@ -4,7 +4,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import rollgrad
-from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.domain.episodes.rewards import RewardInput
+from tests.judged_replies import judged_replies
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -48,15 +48,7 @@ def test_each_stage_begins_with_what_the_one_before_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
-    replies: list[tuple[RewardInput, float]] = []
-    judge = RewardModel.judge
-
-    def noted(self: RewardModel, batch: Sequence[RewardInput]) -> list[tuple[float, bool]]:
-        verdicts = judge(self, batch)
-        replies.extend((reply, score) for reply, (score, _) in zip(batch, verdicts, strict=True))
-        return verdicts
-
-    monkeypatch.setattr(RewardModel, "judge", noted)
+    replies = judged_replies(monkeypatch)
     options = pipeline.Options(
         model=tiny_model_dir,
         output_dir=run,
