@@ -101,7 +101,7 @@ class ExperienceService:
         batch = evolve(batch, baselines_S=self._baselines(batch, baselines or {}))
         batch = self._with_old_logprobs(batch)
         reference_kl: float | None = None
-        token_rewards_N = torch.zeros(batch.token_count)
+        token_rewards_N = torch.zeros(1).expand(batch.token_count)  # no memory
         unrouted = evolve(batch, experts_NLK=None)  # other models send tokens where their own routers do
         if self._reference is not None:
             batch = evolve(

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 from attrs import evolve, frozen
@@ -25,11 +26,11 @@ from rollgrad.domain.ports.models import (
     ValueObjective,
 )
 
-RAMP = 1 << 15
-"""Places that are compared at once."""
-
 TURNS_SHOWN = 8
 """Number of first turns whose share of the gradient is logged."""
+
+Stretches: TypeAlias = list[tuple[slice, slice]]
+"""Tokens of a batch, and their places in the batch of the whole update."""
 
 KINDS: dict[str, type[Metric]] = {
     **dict.fromkeys(("loss", "policy_loss", "positive_nll", "aux_loss", "router_z_loss"), Total),
@@ -63,7 +64,7 @@ class Listening:
 
     def __init__(self, objective: PolicyObjective[RolloutBatch]) -> None:
         self.objective = objective
-        self._heard: list[tuple[Tensor, TokenScores, Tensor | None]] = []
+        self._heard: list[tuple[Stretches, TokenScores, Tensor | None]] = []
 
     def __call__(self, scores: TokenScores, batch: RolloutBatch) -> LossOutput:
         """Returns the objective's share of the loss."""
@@ -73,28 +74,26 @@ class Listening:
 
     def hear(self, batch: RolloutBatch, scores: TokenScores, clipped_N: Tensor | None) -> None:
         """Keeps the scores of a batch that was passed through the model, and which of its tokens were clipped."""
-        if batch.places_N is not None:
+        if batch.places_S is not None:
             kept = TokenScores(logprobs_N=scores.logprobs_N.detach(), entropy_N=scores.entropy_N.detach())
-            self._heard.append((batch.places_N, kept, clipped_N))
+            self._heard.append((_stretches(batch), kept, clipped_N))
 
     def columns(self, tokens: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns log-probs and entropies of a batch of so many tokens, NaN where none were heard, and which tokens
         were clipped, as they were heard last; None if nothing was heard at all."""
         if not self._heard:
             return None, None, None
-        last_N = _together(self._heard[-1][0].cpu())
-        if isinstance(last_N, slice) and last_N == slice(0, tokens):  # nothing is left of what was heard before
-            _, scores, heard_N = self._heard[-1]
+        stretches, scores, heard_N = self._heard[-1]
+        if stretches == [(slice(0, tokens), slice(0, tokens))]:  # nothing is left of what was heard before
             clipped_N = torch.zeros(tokens, dtype=torch.bool) if heard_N is None else heard_N.cpu()
             return scores.logprobs_N.float().cpu(), scores.entropy_N.float().cpu(), clipped_N
         logprobs_N, entropies_N = torch.full((2, tokens), math.nan)
         clipped_N = torch.zeros(tokens, dtype=torch.bool)
-        for places_N, scores, heard_N in self._heard:
-            index_N = _together(places_N.cpu())
-            logprobs_N[index_N] = scores.logprobs_N.float().cpu()
-            entropies_N[index_N] = scores.entropy_N.float().cpu()
+        for stretches, scores, heard_N in self._heard:
+            _put(logprobs_N, stretches, scores.logprobs_N.float().cpu())
+            _put(entropies_N, stretches, scores.entropy_N.float().cpu())
             if heard_N is not None:
-                clipped_N[index_N] = heard_N.cpu()
+                _put(clipped_N, stretches, heard_N.cpu())
         return logprobs_N, entropies_N, clipped_N
 
 
@@ -187,7 +186,7 @@ class UpdateService:
         listening = Listening(objective)
         loss_weights_N = torch.zeros(batch.token_count)
         for step_batch in self._steps(batch):
-            loss_weights_N[_together(step_batch.filled("places_N"))] = step_batch.filled("loss_weights_N")
+            _put(loss_weights_N, _stretches(step_batch), step_batch.filled("loss_weights_N"))
             metrics: dict[str, float] = {}
             if train_policy:
                 metrics |= self._update_policy(step_batch, listening)
@@ -253,7 +252,7 @@ class UpdateService:
                 part = batch.select(sequences)
                 yield evolve(
                     part,
-                    places_N=batch.token_index(sequences),
+                    places_S=batch.starts_S[sequences],
                     selected_N=None if self._select is None else self._select(part),
                     positive_weights_N=self._positive_weights(part),
                     loss_weights_N=self._weights(part, self._aggregation),
@@ -277,15 +276,24 @@ class UpdateService:
         )
 
 
-def _together(places_N: Tensor) -> Tensor | slice:
-    """Returns places as a slice if they follow each other, as those of a step that takes the whole batch do: to write
-    to them then takes a tenth of the time."""
-    first, ramp = int(places_N[0]), torch.arange(RAMP)  # short, so that it stays in the processor's cache
-    for start in range(0, len(places_N), RAMP):
-        part = places_N[start : start + RAMP]
-        if not torch.equal(part, ramp[: len(part)] + (first + start)):
-            return places_N
-    return slice(first, first + len(places_N))
+def _stretches(batch: RolloutBatch) -> Stretches:
+    """Returns the stretches of tokens that follow each other in `batch` and in the batch of the whole update."""
+    places_S, lengths_S = batch.filled("places_S").cpu(), batch.lengths_S.cpu()
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    moved_S = places_S - starts_S  # how far a sequence's tokens lie behind their places in this batch
+    first_S = torch.ones(len(batch), dtype=torch.bool)
+    first_S[1:] = moved_S.diff() != 0
+    starts = [*starts_S[first_S].tolist(), batch.token_count]
+    return [
+        (slice(start, stop), slice(start + moved, stop + moved))
+        for (start, stop), moved in zip(pairwise(starts), moved_S[first_S].tolist(), strict=True)
+    ]
+
+
+def _put(whole_N: Tensor, stretches: Stretches, column_N: Tensor) -> None:
+    """Writes a column of a batch to its places in one of the whole update."""
+    for here, there in stretches:
+        whole_N[there] = column_N[here]
 
 
 def _with_gradient(batch: RolloutBatch) -> RolloutBatch:

@@ -54,12 +54,9 @@ def pack_datums(datums: Sequence[Datum]) -> DatumBatch:
     if not datums:
         raise ValueError("Nothing to pack: a batch holds at least one datum.")
     lengths_S = torch.tensor([len(datum.tokens_T) + 1 for datum in datums])
-    starts_S = lengths_S.cumsum(0) - lengths_S
-    positions_N = torch.arange(int(lengths_S.sum())) - torch.repeat_interleave(starts_S, lengths_S)
     return DatumBatch(
         tokens_N=torch.cat([part for datum in datums for part in (datum.tokens_T, datum.targets_T[-1:])]),
-        positions_N=positions_N,
-        action_mask_N=positions_N > 0,
+        action_mask_N=_shifted([torch.ones(len(datum.tokens_T), dtype=torch.bool) for datum in datums]),
         lengths_S=lengths_S,
         prompt_lengths_S=torch.ones_like(lengths_S),
         group_ids_S=torch.zeros_like(lengths_S),

@@ -50,12 +50,9 @@ def pack_sequences(
     """
     lengths_S = torch.tensor([len(sequence) for sequence in sequences])
     weights_N = torch.cat([sequence.weights_T for sequence in sequences]).float()
-    trained_N, total = weights_N > 0, int(lengths_S.sum())
-    starts_S = lengths_S.cumsum(0) - lengths_S
     return ExampleBatch(
         tokens_N=torch.cat([sequence.token_ids_T for sequence in sequences]),
-        positions_N=torch.arange(total) - torch.repeat_interleave(starts_S, lengths_S),
-        action_mask_N=trained_N,
+        action_mask_N=weights_N > 0,
         lengths_S=lengths_S,
         prompt_lengths_S=torch.tensor([sequence.prompt_length for sequence in sequences]),
         group_ids_S=torch.tensor(group_ids),

@@ -28,10 +28,10 @@ Batch = TypeVar("Batch", bound="PackedBatch")
 class PackedBatch:
     """`S` sequences of `N` tokens in total, and the columns that all trainers have.
 
-    `tokens_N` int64, `positions_N` int64 (from 0 in each sequence), `action_mask_N` bool (tokens that are trained),
-    `lengths_S`, `prompt_lengths_S` int64; neighbours of one `group_ids_S` int64 share the forward pass of an equal
-    prompt. `unit_ids_S` int64: sequences with one id are a unit, of which an optimizer step has all or nothing: a
-    preference pair, the branches of one rollout. By default each sequence is one.
+    `tokens_N` int64, `action_mask_N` bool (tokens that are trained), `lengths_S`, `prompt_lengths_S` int64; neighbours
+    of one `group_ids_S` int64 share the forward pass of an equal prompt. `unit_ids_S` int64: sequences with one id are
+    a unit, of which an optimizer step has all or nothing: a preference pair, the branches of one rollout. By default
+    each sequence is one.
 
     `loss_weights_N` float32: the weight of each token in the loss of the whole optimizer step, None until it is known,
     so that a loss is always the plain sum of weight x token loss, however the step is split.
@@ -54,7 +54,6 @@ class PackedBatch:
     if no loss compares them."""
 
     tokens_N: Tensor
-    positions_N: Tensor
     action_mask_N: Tensor
     lengths_S: Tensor
     prompt_lengths_S: Tensor
@@ -81,6 +80,13 @@ class PackedBatch:
     def sequence_ids_N(self) -> Tensor:
         """Sequence (0..S-1) that each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.lengths_S.device), self.lengths_S)
+
+    @property
+    def positions_N(self) -> Tensor:
+        """Position of each token in its sequence, from 0, int64."""
+        return torch.arange(self.token_count, device=self.lengths_S.device) - self.starts_S.repeat_interleave(
+            self.lengths_S, output_size=self.token_count
+        )
 
     @property
     def units_S(self) -> Tensor:
@@ -168,12 +174,12 @@ class RolloutBatch(PackedBatch):
     `scores_S` float32, `truncated_S` bool, `reward_parts_SK` float32 (named rewards in the order of `part_names`; None
     if rewards have no parts).
 
-    Filled in on the way (None until then): `old_logprobs_N` (policy before the update; None means "equal to the
-    current policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
+    Filled in on the way (None until then): `old_logprobs_N` (policy before the update; None means "equal to the current
+    policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
     `value_weights_N`, the critic's `loss_weights_N`. `positive_weights_N`: the same for the likelihood of replies that
-    passed; `selected_N` bool: tokens that a loss treats apart, chosen from the whole step; `places_N` int64: position
-    of each token in the batch of the whole update; `entropies_N` float32 (nats) and `clipped_N` bool: what the update
-    found at each token; `baselines_S`: reward of the prompt's greedy rollout.
+    passed; `selected_N` bool: tokens that a loss treats apart, chosen from the whole step; `places_S` int64: index of
+    each sequence's first token in the batch of the whole update; `entropies_N` float32 (nats) and `clipped_N` bool:
+    what the update found at each token; `baselines_S`: reward of the prompt's greedy rollout.
     """
 
     units_divisible = True
@@ -193,7 +199,7 @@ class RolloutBatch(PackedBatch):
     value_weights_N: Tensor | None = None
     positive_weights_N: Tensor | None = None
     selected_N: Tensor | None = None
-    places_N: Tensor | None = None
+    places_S: Tensor | None = None
     entropies_N: Tensor | None = None
     clipped_N: Tensor | None = None
     baselines_S: Tensor | None = None
@@ -283,12 +289,10 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
             rewards[start + segment.stop - 1] = segment.reward
         start += len(trajectory)
     part_names = _part_names(trajectories)
-    ramp = torch.arange(int(lengths_S.max()))
     group_ids_S = torch.tensor([t.group_id for t in trajectories])
     sample_ids_S = torch.tensor([t.sample_id for t in trajectories])
     return RolloutBatch(
         tokens_N=torch.cat([t.token_ids_T for t in trajectories]),
-        positions_N=torch.cat([ramp[: len(t)] for t in trajectories]),
         action_mask_N=action_mask_N,
         turn_ids_N=turn_ids_N,
         rewards_N=rewards_N,

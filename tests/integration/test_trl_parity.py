@@ -296,7 +296,6 @@ def run_ours(
     total, count = len(case.mask_N), len(case.lengths_S)
     batch = RolloutBatch(
         tokens_N=torch.zeros(total, dtype=torch.int64),
-        positions_N=torch.arange(total) - case.starts_S[case.sequence_N],
         action_mask_N=case.mask_N,
         turn_ids_N=torch.where(case.mask_N, 0, -1),
         rewards_N=torch.zeros(total),

@@ -2,7 +2,7 @@
 
 Columns travel as numpy arrays, which Ray hands over without a copy. What is constant over stretches of tokens (masks,
 turns, versions, weights, advantages of whole replies) travels as stretches, floats at action tokens alone, token ids in
-32 bits; positions are counted anew, and equal columns travel once, as does each image, without its file.
+32 bits; equal columns travel once, as does each image, without its file.
 Invariant: at every token that a result depends on, a batch arrives as it was; floats outside actions arrive as 0.
 """
 
@@ -37,9 +37,8 @@ SMALL = (torch.bool, torch.uint8, torch.int16, torch.float16)
 EXPERTS = "experts_NLK"
 """Column of results with an entry for each token, not for action tokens alone."""
 
-COUNTED_ANEW = "positions_N"
-ONLY_HERE = "places_N"
-"""Columns that do not travel: the second means something in the process of the whole batch alone."""
+ONLY_HERE = "places_S"
+"""Column that does not travel: it means something in the process of the whole batch alone."""
 
 
 @frozen
@@ -127,8 +126,6 @@ class SentBatch:
                 whole = np.array(column)  # a copy: what Ray hands over cannot be written to
             read[name] = torch.from_numpy(whole)
         read["tokens_N"] = read["tokens_N"].long()
-        starts = np.cumsum(lengths) - lengths
-        read[COUNTED_ANEW] = torch.from_numpy(np.arange(total) - np.repeat(starts, lengths))
         return self.kind(**read, **self.others, images_S=self.images.placed())
 
 
@@ -171,11 +168,12 @@ class _Whole:
 
     def __init__(self, batch: PackedBatch) -> None:
         self.batch = batch
-        self._columns = [(name, axis, column.numpy()) for name, axis, column in batch.columns()]
+        columns = [column for column in batch.columns() if column[0] != ONLY_HERE]
+        self._columns = [(name, axis, column.numpy()) for name, axis, column in columns]
         self._changes = {
             name: _changes(column, always=name == "action_mask_N")
             for name, axis, column in self._columns
-            if axis == "N" and column.ndim == 1 and name not in (COUNTED_ANEW, ONLY_HERE, "tokens_N")
+            if axis == "N" and column.ndim == 1 and name != "tokens_N"
         }
 
     def sent(self, sequences: Sequence[int], counts: Sequence[int], fillers: Sequence[int]) -> SentBatch:
@@ -187,8 +185,6 @@ class _Whole:
         columns: dict[str, Any] = {}
         actions: dict[str, Array] = {}
         for name, axis, column in self._columns:
-            if name in (COUNTED_ANEW, ONLY_HERE):
-                continue
             if axis != "N":
                 columns[name] = column[index_S.numpy()]
             elif name == "tokens_N":

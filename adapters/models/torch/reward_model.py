@@ -379,7 +379,6 @@ def _packed(texts: Sequence[EncodedText]) -> PackedBatch:
     tokens_N = torch.tensor([token for text in texts for token in text.tokens])
     return PackedBatch(
         tokens_N=tokens_N,
-        positions_N=torch.cat([torch.arange(length) for length in lengths_S.tolist()]),
         action_mask_N=torch.zeros(len(tokens_N), dtype=torch.bool).index_fill(0, ends_S - 1, True),
         lengths_S=lengths_S,
         prompt_lengths_S=lengths_S,

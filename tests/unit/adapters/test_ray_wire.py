@@ -59,7 +59,7 @@ def rollouts(groups: Sequence[Sequence[int]], prompt: int = 5) -> RolloutBatch:
         returns_N=constant_N,
         loss_weights_N=batch.action_mask_N.float() / 7,
         selected_N=draw_N > -0.5,
-        places_N=torch.arange(batch.token_count),
+        places_S=batch.starts_S,
         part_names=("right",),
         reward_parts_SK=torch.ones(len(batch), 1),
         experts_NLK=torch.randint(255, (batch.token_count, 2, 3), generator=generator).to(torch.uint8),
@@ -117,13 +117,13 @@ def test_every_process_gets_its_part_of_every_pass_as_it_was(
         for found in model.given:
             assert isinstance(found, RolloutBatch)
             assert found.part_names == batch.part_names
-            assert found.places_N is None
+            assert found.places_S is None
             assert found.loss_weights_N is not None
             if not found.loss_weights_N.any():
                 continue
             for place, sample in enumerate(found.sample_ids_S.tolist()):
                 seen.append(sample)
-                own, expected = found.select([place]), evolve(whole[sample], places_N=None)
+                own, expected = found.select([place]), evolve(whole[sample], places_S=None)
                 columns = {name: column for name, _, column in own.columns()}
                 wanted = {name: column for name, _, column in expected.columns()}
                 assert columns.keys() == wanted.keys()

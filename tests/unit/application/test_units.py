@@ -151,7 +151,6 @@ def test_a_new_column_needs_no_list() -> None:
     lengths_S = torch.tensor([2, 3])
     batch = Extended(
         tokens_N=torch.arange(5),
-        positions_N=torch.tensor([0, 1, 0, 1, 2]),
         action_mask_N=torch.ones(5, dtype=torch.bool),
         lengths_S=lengths_S,
         prompt_lengths_S=torch.ones_like(lengths_S),

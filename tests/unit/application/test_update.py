@@ -9,7 +9,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.learning.update import RAMP, Listening, UpdateService, _together
+from rollgrad.application.learning.update import Listening, UpdateService, _stretches
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.algorithms.settings import Aggregation
@@ -308,25 +308,29 @@ def test_the_last_epoch_tells_entropies_and_clipped_tokens() -> None:
     assert float(weights_N[clipped_N].sum()) == pytest.approx(clipped)
 
 
-@pytest.mark.parametrize("places", [[0, 1, 2, 3], [2, 3], [3, 2, 1, 0], [0, 2, 1, 3], [1, 3]], ids=str)
-def test_what_is_told_of_tokens_stands_at_their_places(places: list[int]) -> None:
+@pytest.mark.parametrize("kept", [[0, 1, 2], [1, 2], [2, 1, 0], [0, 2], [1]], ids=str)
+def test_what_is_told_of_tokens_stands_at_their_places(kept: list[int]) -> None:
+    whole = batch([2, 1, 3])
     listening = Listening(OBJECTIVE)
-    values_N = torch.arange(1.0, 1 + len(places))
-    told = evolve(batch([2]), places_N=torch.tensor(places))
+    told = evolve(whole, places_S=whole.starts_S).select(kept)
+    values_N = torch.arange(1.0, 1 + told.token_count)
     listening.hear(told, TokenScores(logprobs_N=-values_N, entropy_N=values_N), values_N == 1)
-    logprobs_N, entropies_N, clipped_N = listening.columns(5)
+    logprobs_N, entropies_N, clipped_N = listening.columns(whole.token_count)
     assert logprobs_N is not None
     assert entropies_N is not None
     assert clipped_N is not None
+    places = [
+        place
+        for start, stop in (whole.runs(torch.tensor([sequence]))[0] for sequence in kept)
+        for place in range(start, stop)
+    ]
     assert logprobs_N[places].tolist() == (-values_N).tolist()
     assert entropies_N[places].tolist() == values_N.tolist()
     assert clipped_N.nonzero()[:, 0].tolist() == places[:1]
-    assert int(entropies_N.isnan().sum()) == 5 - len(places)
+    assert int(entropies_N.isnan().sum()) == whole.token_count - len(places)
 
 
-def test_places_that_follow_each_other_are_a_slice_also_where_they_are_many() -> None:
-    places_N = torch.arange(5, 5 + 2 * RAMP + 7)
-    assert _together(places_N) == slice(5, 5 + 2 * RAMP + 7)
-    moved_N = places_N.clone()
-    moved_N[RAMP + 3] += 1
-    assert _together(moved_N) is moved_N
+def test_a_batch_with_no_sequence_missing_is_written_at_once() -> None:
+    whole = batch([2, 1, 3])
+    placed = evolve(whole, places_S=whole.starts_S + 5)
+    assert _stretches(placed) == [(slice(0, 12), slice(5, 17))]

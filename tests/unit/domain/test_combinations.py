@@ -73,10 +73,8 @@ def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[
     )
     theta_N = noisy(torch.full((total,), -1.5, dtype=torch.float64), 0.5)
     old_N = noisy(theta_N, 0.3)
-    positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
     batch = RolloutBatch(
         tokens_N=torch.arange(total),
-        positions_N=positions,
         action_mask_N=mask,
         turn_ids_N=torch.where(mask, 0, -1),
         rewards_N=torch.zeros(total),
@@ -178,7 +176,7 @@ def test_masked_tokens_change_nothing(
     columns: dict[str, Any] = {}
     for name in ("rollout_logprobs_N", "old_logprobs_N", "ref_logprobs_N", "advantages_N"):
         columns[name] = torch.where(mask_N, batch.filled(name)[source_N], poison)
-    for name in ("tokens_N", "positions_N", "turn_ids_N", "rewards_N", "versions_N"):
+    for name in ("tokens_N", "turn_ids_N", "rewards_N", "versions_N"):
         columns[name] = getattr(batch, name)[source_N]
     padded = evolve(
         batch,

@@ -45,7 +45,6 @@ def batch_of(seed: int, mode: str) -> RolloutBatch:
     )
     return RolloutBatch(
         tokens_N=torch.zeros(total, dtype=torch.int64),
-        positions_N=torch.zeros(total, dtype=torch.int64),
         action_mask_N=mask,
         turn_ids_N=torch.where(mask, 0, -1),
         rewards_N=noise(),
