@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import MODEL, unpack_smollm2  # noqa: E402
 
+from benchmarks.beside import beside  # noqa: E402
 from benchmarks.served import served  # noqa: E402
 
 NAME, KEY = "policy", "none"
@@ -313,7 +314,7 @@ def langchain() -> Row:
 
 def litellm() -> Row:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it fetches prices of models otherwise
-    sys.path.append(str(Path(sys.prefix) / "clients"))  # tests/clients.txt
+    sys.path.append(str(beside("clients")))
     import litellm
 
     def ask(url: str, **settings: Any) -> Any:

@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import MODEL, unpack_smollm2  # noqa: E402
 
+from benchmarks.beside import beside  # noqa: E402
 from benchmarks.results import keep  # noqa: E402
 from benchmarks.served import served  # noqa: E402
 from benchmarks.smoke import HELP, smoke_model  # noqa: E402
 
-COOKBOOK = Path(sys.prefix) / "cookbook"
 SUMS = ROOT / "examples" / "data" / "sums_train.jsonl"
 CONVERSATIONS, LOG = "conversations.jsonl", "log"
 SHOWN = 4
@@ -106,7 +106,7 @@ def run(name: str, settings: dict[str, object], directory: Path, url: str) -> No
     words = [sys.executable, "-m", f"tinker_cookbook.recipes.{name}.train"]
     words += [f"{key}={value}" for key, value in settings.items()]
     server = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local"}
-    environment = {**os.environ, **server, "PYTHONPATH": str(COOKBOOK)}
+    environment = {**os.environ, **server, "PYTHONPATH": str(beside("cookbook"))}
     subprocess.run(words, cwd=directory, env=environment, stdout=sys.stderr, check=True)
 
 
@@ -143,8 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help=HELP)
     arguments = parser.parse_args()
-    if not COOKBOOK.is_dir():
-        sys.exit(f"error: {COOKBOOK} has no tinker-cookbook: run scripts/setup.sh test")
+    beside("cookbook")  # it is missed before the model is unpacked
     if not arguments.smoke:
         unpack_smollm2()
     with smoke_model() if arguments.smoke else nullcontext(MODEL.resolve()) as model, TemporaryDirectory() as folder:

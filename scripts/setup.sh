@@ -52,11 +52,23 @@ packages() {
         pip_install $constrain "$@"
 }
 
-# beside NAME FILE: the packages of FILE, and no others, into a folder of their own
+# beside NAME: the packages of tests/NAME.txt, and no others, into a folder of their own. If they cannot be had, setting
+# up goes on, and what needs them fails (benchmarks/beside.py).
 beside() {
     rm -rf "${VENV:?}/$1"
-    "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" --target "$VENV/$1" --no-deps -r "$2" 2>/dev/null ||
-        pip_install --target "$VENV/$1" --no-deps -r "$2"
+    "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" --target "$VENV/$1" --no-deps -r "tests/$1.txt" \
+        2>/dev/null || pip_install --target "$VENV/$1" --no-deps -r "tests/$1.txt" || {
+        rm -rf "${VENV:?}/$1"
+        missing="$missing $1"
+        printf 'not to be had, after '
+    }
+}
+
+say_missing() {
+    for name in $missing; do
+        users=$(grep -rl --include='*.py' "beside([\"']$name[\"']" tests benchmarks | sort | xargs)
+        echo "setup: tests/$name.txt could not be installed into $VENV/$name; until it is, these fail: $users" >&2
+    done
 }
 
 uv_install() {
@@ -110,11 +122,11 @@ install_cluster() {
 install_test() {
     step "the test tools" packages -e ".[dev,tracking]"
     # Beside the environment: they pin older versions of packages that the engines use.
-    step "experiment trackers" beside trackers tests/trackers.txt
-    step "a client of the server" beside clients tests/clients.txt
-    step "recipes of the Tinker API" beside cookbook tests/cookbook.txt
-    step "environments of verifiers" beside verifiers tests/verifiers.txt
-    step "environments of verifiers before 0.4" beside verifiers-0.3 tests/verifiers-0.3.txt
+    step "experiment trackers" beside trackers
+    step "a client of the server" beside clients
+    step "recipes of the Tinker API" beside cookbook
+    step "environments of verifiers" beside verifiers
+    step "environments of verifiers before 0.4" beside verifiers-0.3
     find_browser || install_browser ||
         echo "  without chromium or Chrome the tests of the page are left out (on Debian: apt-get install chromium)"
 }
@@ -152,5 +164,7 @@ UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX-$(pip_setting index-url)}
 UV_INDEX=${UV_INDEX-$(pip_setting extra-index-url)}
 UV_FIND_LINKS=${UV_FIND_LINKS-$(pip_setting find-links)}
 export UV_DEFAULT_INDEX UV_INDEX UV_FIND_LINKS
+missing=
 "install_$1"
-touch "$VENV/.$1-stamp"
+say_missing
+[ -n "$missing" ] || touch "$VENV/.$1-stamp" # else make sets up again

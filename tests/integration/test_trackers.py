@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.beside import beside
+
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = Path(sys.prefix) / "trackers"
 
 
 def run_script(directory: Path, *trackers: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -18,7 +19,7 @@ def run_script(directory: Path, *trackers: str, **variables: str) -> subprocess.
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "SWANLAB", "MLFLOW"))},
         "HOME": str(home),
-        "PYTHONPATH": f"{PACKAGES}{os.pathsep}{ROOT}",
+        "PYTHONPATH": f"{beside('trackers')}{os.pathsep}{ROOT}",
         "TRACKIO_DIR": str(directory / "trackio"),
         "MLFLOW_TRACKING_URI": (directory / "mlruns").as_uri(),
         "MLFLOW_ALLOW_FILE_STORE": "true",
