@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from rollgrad.adapters.agents import verifiers_worker
 from rollgrad.adapters.agents.function import agent_result
 from rollgrad.adapters.system.event_loop import run_to_end
@@ -19,6 +21,8 @@ from rollgrad.adapters.system.process_group import kill_group
 from rollgrad.domain.errors import ConfigurationError, DataError, ForeignError
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 from rollgrad.domain.ports.closing import AsyncClosable
+
+log = structlog.get_logger(__name__)
 
 COLUMN = "verifiers"
 """Column of the rows with what the environment takes, as JSON."""
@@ -30,8 +34,10 @@ READY = -1
 """Number of what the process says before it is asked."""
 START_SECONDS = 600.0
 """Longest time for loading an environment, which may download its rows."""
-END_SECONDS = 5.0
-"""Seconds that the environment has to tear down before its process is killed."""
+END_SECONDS = verifiers_worker.END_SECONDS + 5.0
+"""Seconds that the process has to end, which ends itself where the environment does not, before it is killed."""
+QUIET_SECONDS = 5.0
+"""Seconds after which the log says what is waited for, and a process that has loaded nothing is killed."""
 POLL_SECONDS = 0.1
 """Seconds between polls for the end of the process, whose children may hold its outputs open."""
 READ_SECONDS = 1.0
@@ -46,7 +52,8 @@ class VerifiersAgent(AgentProgram, AsyncClosable):
 
     Args:
         env_id: the environment, as `vf-eval` takes it.
-        env_args: arguments of its `load_environment`; from verifiers 0.4 on the settings of the run's `[env]` block.
+        env_args: arguments of its `load_environment`, which no command line shows; from verifiers 0.4 on the settings
+            of the run's `[env]` block.
         python: the interpreter in which verifiers and the environment are installed; default: this one.
     """
 
@@ -132,10 +139,11 @@ class VerifiersAgent(AgentProgram, AsyncClosable):
         return worker
 
     async def _start(self) -> asyncio.subprocess.Process:
+        arguments = json.dumps(self._env_args).encode()
         # -P: Python would look for packages in the folder of the worker first, where this module is `verifiers`
-        command = [self._python, "-P", verifiers_worker.__file__, self._env_id, json.dumps(self._env_args)]
+        command = [self._python, "-P", verifiers_worker.__file__, self._env_id]
         try:
-            return await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -148,6 +156,9 @@ class VerifiersAgent(AgentProgram, AsyncClosable):
                 f"VerifiersAgent has the python {self._python!r}, which cannot be run ({error.strerror}): give the "
                 "interpreter in which verifiers is installed."
             ) from error
+        assert process.stdin is not None
+        process.stdin.write(arguments + b"\n")
+        return process
 
 
 class _Worker:
@@ -184,15 +195,19 @@ class _Worker:
             del self._asked[number]
 
     async def aclose(self) -> None:
-        """Ends the process: its input ends, upon which it tears down; what it leaves behind is killed."""
+        """Ends the process: its input ends, upon which it tears down what it has loaded; what it leaves behind is
+        killed."""
         self.starting.cancel()
-        await asyncio.gather(self.starting, return_exceptions=True)
+        (failure,) = await asyncio.gather(self.starting, return_exceptions=True)
         process, ending = self._process, self._ending
         if process is None or ending is None:
             return
         assert process.stdin is not None
         process.stdin.close()
-        _, ends = await asyncio.wait([ending], timeout=END_SECONDS)
+        _, ends = await asyncio.wait([ending], timeout=QUIET_SECONDS)
+        if ends and failure is None:
+            log.info("the environment tears down: it may delete sandboxes", killed_after_seconds=END_SECONDS)
+            _, ends = await asyncio.wait(ends, timeout=END_SECONDS - QUIET_SECONDS)
         if ends:  # else another process may have its number by now
             kill_group(process.pid)
         await ending

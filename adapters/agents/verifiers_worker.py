@@ -1,9 +1,11 @@
 """Plays episodes of a verifiers environment: a program for the Python in which that package is installed.
 
-Protocol: lines of JSON. The arguments are the environment's id and its arguments. The program prints {"ready": true},
-or {"refused": sentence}, and then answers requests, many at once, until its input ends: {"id", "rows"}, where `rows` is
-train or eval, with {"id", "rows"}, the next of them, none at the end; {"id", "row", "base_url", "api_key", "model"}, an
-episode, with {"id", "reward", "metrics"}; either with {"id", "error"}. {"cancel": id} ends an episode.
+Protocol: lines of JSON. The program's argument is the environment's id; its first line of input has the environment's
+arguments, which may hold keys, and a command line can be read by every user of the machine. The program prints
+{"ready": true}, or {"refused": sentence}, and then answers requests, many at once, until its input ends:
+{"id", "rows"}, where `rows` is train or eval, with {"id", "rows"}, the next of them, none at the end;
+{"id", "row", "base_url", "api_key", "model"}, an episode, with {"id", "reward", "metrics"}; either with
+{"id", "error"}. {"cancel": id} ends an episode.
 
 Imports nothing of rollgrad, whose pinned packages are others.
 """
@@ -23,8 +25,10 @@ from typing import Any, TextIO
 
 PAGE = 100
 """Rows in an answer."""
-END_SECONDS = 10.0
-"""Seconds that episodes and environment have to end after the requests; a run that was killed kills nothing."""
+END_SECONDS = 120.0
+"""Seconds that episodes and environment have to end after the requests. Those in a cloud delete their sandboxes then,
+which cost money while they are there, and verifiers gives 60 to a Compose project. A run that was killed kills nothing.
+"""
 LONGEST = 1000
 """Characters of an environment's error, which may repeat a whole conversation."""
 OLDEST = "0.1.14"
@@ -254,9 +258,10 @@ def main() -> None:
     requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the environment prints is no answer
-    env_id, env_args = sys.argv[1:]
+    (env_id,) = sys.argv[1:]
+    env_args = json.loads(requests.readline())
     try:
-        environment = load(env_id, json.loads(env_args))
+        environment = load(env_id, env_args)
     except Refused as error:
         write(answers, {"refused": str(error)})
     else:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from benchmarks.beside import beside
 from rollgrad.adapters.agents import verifiers_worker
 from rollgrad.adapters.agents.verifiers import VerifiersAgent
 from rollgrad.adapters.chat.template_codec import TemplateCodec
@@ -148,6 +150,47 @@ class Environment:
 def load_environment(*env_id):
     return Environment()
 """
+SLOW = """
+import asyncio
+import time
+from pathlib import Path
+
+
+class Environment:
+    requires_group_rollouts = False
+
+    async def _teardown(self):
+        await asyncio.sleep(0.5)
+        Path.home().joinpath("torn down").touch()
+
+
+def load_environment(*env_id, forever=False):
+    if forever:
+        Path.home().joinpath("loading").touch()
+        time.sleep(600)
+    return Environment()
+"""
+TELLS = """
+import json
+import os
+import sys
+
+
+class Environment:
+    requires_group_rollouts = False
+
+    def __init__(self, key):
+        self.key = key
+
+    def get_dataset(self):
+        return [{"prompt": json.dumps([sys.orig_argv, dict(os.environ)]), "answer": self.key}]
+
+    async def _teardown(self): ...
+
+
+def load_environment(*env_id, key=None):
+    return Environment(key)
+"""
 IMPATIENT = """
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -172,12 +215,12 @@ def task(row: dict[str, Any], served: Served, session: Any = None) -> AgentTask:
 
 
 @pytest.fixture
-def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts a module and the packages of a folder beside the environment before those that the worker has."""
+def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a module, and the packages of a folder, before those that the worker has."""
 
-    def put(folder: str, name: str, source: str) -> None:
+    def put(name: str, source: str, packages: Path | None = None) -> None:
         (tmp_path / f"{name}.py").write_text(source)
-        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(sys.prefix) / folder}")
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{packages}" if packages else str(tmp_path))
         monkeypatch.setenv("HOME", str(tmp_path))
 
     return put
@@ -193,8 +236,8 @@ def says(engine: ScriptedEngine, *texts: str) -> None:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="verifiers 0.3.1 has no release for Python 3.14")
-async def test_an_environment_of_load_environment(beside: Any, engine: ScriptedEngine, tmp_path: Path) -> None:
-    beside("verifiers-0.3", "toy_sums", SUMS)
+async def test_an_environment_of_load_environment(put: Any, engine: ScriptedEngine, tmp_path: Path) -> None:
+    put("toy_sums", SUMS, beside("verifiers-0.3"))
     agent = VerifiersAgent("toy-sums", env_args={"most": 2})
     try:
         rows = await agent.rows("train")
@@ -258,8 +301,8 @@ async def test_an_environment_of_load_environment(beside: Any, engine: ScriptedE
         await agent.aclose()
 
 
-async def test_a_taskset_with_its_harness(beside: Any, engine: ScriptedEngine) -> None:
-    beside("verifiers", "toy_tasks", TASKS)
+async def test_a_taskset_with_its_harness(put: Any, engine: ScriptedEngine) -> None:
+    put("toy_tasks", TASKS, beside("verifiers"))
     taskset = {"most": 2}
     agent = VerifiersAgent("toy-tasks", env_args={"taskset": taskset, "agent": {"runtime": {"type": "subprocess"}}})
     try:
@@ -299,8 +342,8 @@ def load_environment(*env_id):
 """As package and as environment."""
 
 
-async def test_a_long_error_is_cut_and_on_one_line(beside: Any, tmp_path: Path) -> None:
-    beside("nothing", "verifiers", LONG)
+async def test_a_long_error_is_cut_and_on_one_line(put: Any, tmp_path: Path) -> None:
+    put("verifiers", LONG)
     (tmp_path / "toy_old.py").write_text(LONG)
     agent = VerifiersAgent("toy-old")
     with pytest.raises(DataError, match=r"ValueError: no no no") as raised:
@@ -309,8 +352,8 @@ async def test_a_long_error_is_cut_and_on_one_line(beside: Any, tmp_path: Path) 
     await agent.aclose()
 
 
-async def test_what_cannot_be_loaded_ends_the_run(beside: Any, tmp_path: Path) -> None:
-    beside("nothing", "toy_old", "def load_environment(): ...")
+async def test_what_cannot_be_loaded_ends_the_run(put: Any, tmp_path: Path) -> None:
+    put("toy_old", "def load_environment(): ...")
     served: Any = Served(url="http://127.0.0.1:1", service=None, session=None)  # type: ignore[arg-type]
     row = task({"verifiers": json.dumps({})}, served, session=type("Session", (), {"key": "k"}))
     for agent, why in (
@@ -332,8 +375,8 @@ async def test_what_cannot_be_loaded_ends_the_run(beside: Any, tmp_path: Path) -
     await agent.aclose()
 
 
-async def test_a_process_that_dies_ends_though_its_children_hold_its_outputs(beside: Any, tmp_path: Path) -> None:
-    beside("nothing", "verifiers", LEAVES_CHILDREN)
+async def test_a_process_that_dies_ends_though_its_children_hold_its_outputs(put: Any, tmp_path: Path) -> None:
+    put("verifiers", LEAVES_CHILDREN)
     (tmp_path / "toy_old.py").write_text(LEAVES_CHILDREN)
     agent = VerifiersAgent("toy-old")
     async with asyncio.timeout(30):
@@ -346,12 +389,12 @@ async def test_a_process_that_dies_ends_though_its_children_hold_its_outputs(bes
         await agent.aclose()
 
 
-def test_an_environment_that_does_not_end_does_not_outlive_a_run_that_was_killed(beside: Any, tmp_path: Path) -> None:
-    beside("nothing", "verifiers", NEVER_ENDS)
+def test_an_environment_that_does_not_end_does_not_outlive_a_run_that_was_killed(put: Any, tmp_path: Path) -> None:
+    put("verifiers", NEVER_ENDS)
     (tmp_path / "toy_old.py").write_text(NEVER_ENDS)
     ended = subprocess.run(
-        [sys.executable, "-P", "-c", IMPATIENT, verifiers_worker.__file__, "toy-old", "{}"],
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-P", "-c", IMPATIENT, verifiers_worker.__file__, "toy-old"],
+        input=b"{}\n",
         capture_output=True,
         start_new_session=True,
         timeout=60,
@@ -360,8 +403,8 @@ def test_an_environment_that_does_not_end_does_not_outlive_a_run_that_was_killed
 
 
 @pytest.mark.parametrize("in_a_notebook", [False, True])
-def test_rows_are_written(in_a_notebook: bool, beside: Any, tmp_path: Path) -> None:
-    beside("nothing", "verifiers", ROWS)
+def test_rows_are_written(in_a_notebook: bool, put: Any, tmp_path: Path) -> None:
+    put("verifiers", ROWS)
     (tmp_path / "toy_old.py").write_text(ROWS)
     agent, path = VerifiersAgent("toy-old"), tmp_path / "rows.jsonl"
 
@@ -373,3 +416,36 @@ def test_rows_are_written(in_a_notebook: bool, beside: Any, tmp_path: Path) -> N
     assert first["prompt"] == [{"role": "user", "content": "1?"}]
     assert (first["answer"], second["prompt"], second["answer"]) == ("1", "Task 1", "")
     assert json.loads(second["verifiers"]) == {"prompt": None, "answer": None}
+
+
+async def test_arguments_may_hold_keys(put: Any, tmp_path: Path) -> None:
+    put("verifiers", TELLS)
+    (tmp_path / "toy_old.py").write_text(TELLS)
+    agent = VerifiersAgent("toy-old", env_args={"key": "a-secret"})
+    (row,) = await agent.rows("train")
+    await agent.aclose()
+    assert row["answer"] == "a-secret"
+    assert "toy-old" in row["prompt"]
+    assert "a-secret" not in row["prompt"], "others see command lines"
+
+
+async def test_an_environment_has_time_to_tear_down(put: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollgrad.adapters.agents.verifiers.QUIET_SECONDS", 0.0)
+    put("verifiers", SLOW)
+    (tmp_path / "toy_old.py").write_text(SLOW)
+    agent = VerifiersAgent("toy-old")
+    await agent._started()
+    with capture_logs() as logs:
+        await agent.aclose()
+    assert (tmp_path / "torn down").exists()
+    assert [entry["event"] for entry in logs] == ["the environment tears down: it may delete sandboxes"]
+    with capture_logs() as logs:
+        agent = VerifiersAgent("toy-old", env_args={"forever": True})
+        starting = asyncio.create_task(agent._started())
+        async with asyncio.timeout(60):
+            while not (tmp_path / "loading").exists():
+                await asyncio.sleep(0.01)
+            await agent.aclose()
+    assert logs == [], "nothing has been loaded that could be torn down"
+    with pytest.raises(asyncio.CancelledError):
+        await starting
