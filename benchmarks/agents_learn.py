@@ -2,11 +2,14 @@
 
 `python benchmarks/agents_learn.py [--steps 8] [--smoke]` runs the files of `examples/agents` on `examples/sums.yaml`
 with the same seed, and prints the reward of each rollout beside that of the plain single-turn executor. Episodes, seeds
-and tokens are the same for all, so the curves should be too.
+and tokens are the same for all, so the curves should be too. The environment of verifiers brings prompts and rewards of
+its own; `scripts/setup.sh test` installs that package (`tests/verifiers.txt`).
 """
 
 import argparse
 import json
+import os
+import runpy
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,21 +24,26 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
 
+from benchmarks.beside import beside  # noqa: E402
 from benchmarks.smoke import HELP, REPLY_TOKENS, shrink, smoke_model  # noqa: E402
 
+FILES = ROOT / "examples" / "agents"
+VERIFIERS = "a taskset of verifiers 0.4"
 AGENTS = {
     "single-turn executor": {},
     "openai SDK": {"file": "openai_sdk.py"},
     "anthropic SDK, streaming": {"file": "anthropic_sdk.py"},
     "OpenAI Agents SDK": {"file": "openai_agents.py"},
     "Pydantic AI": {"file": "pydantic_agent.py"},
-    "a program (openai SDK)": {"command": f"{sys.executable} {ROOT / 'examples/agents/program.py'}"},
+    "a program (openai SDK)": {"command": f"{sys.executable} {FILES / 'program.py'}"},
+    VERIFIERS: {"file": "verifiers_sums.py"},
 }
-SMOKE = ("single-turn executor", "openai SDK", "a program (openai SDK)")
+SMOKE = ("single-turn executor", "openai SDK", "a program (openai SDK)", VERIFIERS)
 
 
-def rewards(how: dict[str, str], steps: int, output: str, tiny: Path | None) -> list[float]:
-    """The mean reward of each rollout; of a small run if there is a tiny model."""
+def rewards(name: str, steps: int, output: str, tiny: Path | None) -> list[float]:
+    """The mean reward of each rollout with an agent; of a small run if there is a tiny model."""
+    how = AGENTS[name]
     config = rollgrad.load_config(ROOT / "examples" / "sums.yaml")
     config.train.max_steps = steps
     config.eval.dataset, config.eval.steps = None, -1
@@ -44,8 +52,13 @@ def rewards(how: dict[str, str], steps: int, output: str, tiny: Path | None) -> 
     if tiny is not None:
         shrink(config, tiny)
     if "file" in how:
-        config.train.agent_func_path = str(ROOT / "examples" / "agents" / how["file"])
+        config.train.agent_func_path = str(FILES / how["file"])
     config.agent.command = how.get("command")
+    if name == VERIFIERS:
+        os.environ["PYTHONPATH"] = f"{FILES}{os.pathsep}{beside('verifiers')}"
+        config.data.prompt_dataset, config.data.label_key = f"{output}/rows.jsonl", None
+        config.reward.verifier = None
+        runpy.run_path(str(FILES / how["file"]))["run_agent"].write_rows(config.data.prompt_dataset)
     rollgrad.train(config)
     lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
     return [line["reward/mean"] for line in lines if "reward/mean" in line]
@@ -60,11 +73,10 @@ def main() -> None:
     if not arguments.smoke:
         unpack_smollm2()
     table = Table("agent", *(str(step + 1) for step in range(steps)), title="mean reward of each rollout")
-    agents = {name: AGENTS[name] for name in SMOKE} if arguments.smoke else AGENTS
     with smoke_model() if arguments.smoke else nullcontext() as tiny:
-        for name, how in agents.items():
+        for name in SMOKE if arguments.smoke else AGENTS:
             with TemporaryDirectory() as output:
-                table.add_row(name, *(f"{reward:.2f}" for reward in rewards(how, steps, output, tiny)))
+                table.add_row(name, *(f"{reward:.2f}" for reward in rewards(name, steps, output, tiny)))
     Console(width=120).print(table)
 
 

@@ -20,7 +20,7 @@ def documented(page: str, head: str) -> str:
 
 RESULTS = {
     "advantages.py": r"^ratio \d+\.\d+$",
-    "agents_learn.py": r"a program \(openai SDK\)\s*│ \d\.\d\d",
+    "agents_learn.py": r"a taskset of verifiers 0\.4\s*│ \d\.\d\d",
     "async_overlap.py": r"partial rollout, recomputed │\s+\d+\.\d\d",
     "cluster_learns.py": r"colocated │ \d+%",
     "controller.py": r"^growth \d+\.\d+$",
