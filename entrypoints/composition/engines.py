@@ -29,6 +29,7 @@ from rollgrad.adapters.weights.nccl import NCCLBackend
 from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.resuming import ContinuingEngine
+from rollgrad.application.gathering import gathered
 from rollgrad.application.settings.derived import longest_sequence
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraSync, RouterReplay
@@ -158,7 +159,7 @@ def _call_all(engines: list[ServedEngine], doing: Callable[[ServedEngine], Corou
 
     async def together() -> None:
         try:
-            await asyncio.gather(*map(doing, engines))
+            await gathered(map(doing, engines))
         finally:
             await asyncio.gather(*(engine.close() for engine in engines))
 
