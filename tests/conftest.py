@@ -7,6 +7,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -267,6 +268,15 @@ async def vllm_engine(_vllm_in_module: Any) -> Any:
     session's event loop."""
     await _made_ready(_vllm_in_module)
     return _vllm_in_module
+
+
+@pytest.fixture
+def held_port() -> Iterator[int]:
+    """A port that no other process is given, whether or not a server of the test listens there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does, which shares the port then
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 @pytest.fixture
