@@ -19,8 +19,9 @@ async def gathered(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    except BaseException:
         for task in tasks:
             if not task.cancelling():  # a second time would interrupt its end
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise

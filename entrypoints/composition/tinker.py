@@ -21,7 +21,7 @@ from rollgrad.entrypoints.composition.engines import eos_token_ids
 
 FLAG = "--model"
 NAMES = SettingNames(lr="AdamParams.learning_rate", dtype="the server's --dtype", resume="load_state")
-"""What clients set, and the server's operator."""
+"""Settings of clients, and of the server's operator."""
 MEMORY_SHARE = 0.2
 """Share of the free memory for the keys and values of each of the samplers, of which a few may be in use."""
 

@@ -21,7 +21,7 @@ LOADING = threading.RLock()
 """Lock of one load: transformers changes its own classes meanwhile, and two threads would leave them changed."""
 
 UNFOUNDED = "(between 0 and 31999), got 128002"
-"""What transformers warns of the default settings of Idefics3 and SmolVLM, which it makes whenever it loads others."""
+"""End of a warning about the default settings of Idefics3 and SmolVLM, which transformers makes to load any others."""
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
