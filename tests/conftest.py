@@ -7,7 +7,6 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -41,7 +40,7 @@ share a Ray, and its groups of processes until those of the last but one divide 
 VLLM = (
     *("contract/test_rollout_engine.py", "contract/test_weight_channel.py", "integration/test_vllm_engine.py"),
     *("integration/test_lora.py", "integration/test_served_engine.py", "integration/test_vllm_starting.py"),
-    *("integration/test_reward_in_vllm.py", "e2e/test_chat_and_serve.py"),
+    *("integration/test_reward_in_vllm.py", "integration/test_served_images.py", "e2e/test_chat_and_serve.py"),
 )
 """Files whose tests start vLLM, for which the same holds. The first four share the fixture `_vllm`, which takes as long
 to start as any of them."""
@@ -268,15 +267,6 @@ async def vllm_engine(_vllm_in_module: Any) -> Any:
     session's event loop."""
     await _made_ready(_vllm_in_module)
     return _vllm_in_module
-
-
-@pytest.fixture
-def held_port() -> Iterator[int]:
-    """A port that no other process is given, whether or not a server of the test listens there."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does, which shares the port then
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
 
 
 @pytest.fixture

@@ -53,6 +53,17 @@ def picture(color: tuple[int, int, int], *, width: int = 40, height: int = 40) -
     return written.getvalue()
 
 
+def glass() -> bytes:
+    """A PNG of one color that is transparent at its left."""
+    from PIL import Image
+
+    image = Image.new("RGB", (40, 40), (0, 0, 200))
+    image.putalpha(Image.linear_gradient("L").rotate(90).resize((40, 40)))
+    written = io.BytesIO()
+    image.save(written, format="PNG")
+    return written.getvalue()
+
+
 def _tokenizer(mark: str, *special: str, **named: str) -> Any:
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})

@@ -39,6 +39,9 @@ NOT_COMPARED = ("gemma3",)
 VIDEO_PART = "video_processor"
 """Name of a processor's part for videos, which transformers makes with torchvision alone."""
 
+ALIKE = ("JPEG", "PNG", "WEBP")
+"""Formats that all readers of images know, and read alike where they have three colors and nothing else."""
+
 OF_TEXT = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
 """Names of the results of a processor that are of a text."""
 
@@ -58,6 +61,8 @@ class ImageRenderer:
         self._processor = processor
         self.mark: str = processor.image_token
         """Text that a chat template writes in the place of an image."""
+        self.mark_token: int = processor.tokenizer.convert_tokens_to_ids(self.mark)
+        """That text's token."""
         self.settings = hashlib.sha256(processor.to_json_string().encode()).digest()
         """Hash of what the processor makes of images: equal ones make equal tensors."""
 
@@ -109,9 +114,7 @@ class ImageRenderer:
     @cached_property
     def _alike(self) -> bool:
         """Whether an image is rendered alike alone and among several."""
-        import PIL.Image
-
-        picture = PIL.Image.new("RGB", (48, 32))
+        picture = opened(blank())
         ((alone,),), (several,) = (
             self._processed(pictures)["text_replacement_offsets"] for pictures in ([picture], [picture, picture])
         )
@@ -215,10 +218,31 @@ def image_bytes(source: Any) -> bytes:
         ImageError: there is no such file, it is too large, or no image.
     """
     data = _read(source)
-    if len(data) > MOST_BYTES:
-        raise ImageError(f"An image of {len(data) / 2**20:.0f} MiB is too large: {MOST_BYTES // 2**20} MiB at most.")
+    _check_size(data)
     opened(data)
     return data
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MOST_BYTES:
+        raise ImageError(f"An image of {len(data) / 2**20:.0f} MiB is too large: {MOST_BYTES // 2**20} MiB at most.")
+
+
+def portable(data: bytes) -> bytes:
+    """Returns a file whose pixels every reader finds as `opened` does, who may fill transparent ones otherwise: the
+    image's own, or a PNG.
+
+    Raises:
+        ImageError: the PNG is too large.
+    """
+    import PIL.Image
+
+    with foreign_code(_unreadable), PIL.Image.open(io.BytesIO(data)) as picture:
+        if picture.format in ALIKE and picture.mode == "RGB":
+            return data
+    written = png(opened(data))
+    _check_size(written)
+    return written
 
 
 def is_picture(value: Any) -> bool:
@@ -236,6 +260,13 @@ def png(picture: Any) -> bytes:
     with foreign_code(_unreadable):
         picture.convert("RGB").save(written, format="PNG")
     return written.getvalue()
+
+
+def blank() -> bytes:
+    """Returns the file of a small image, for trials."""
+    import PIL.Image
+
+    return png(PIL.Image.new("RGB", (48, 32)))
 
 
 def _unreadable(words: str) -> ImageError:
@@ -300,19 +331,20 @@ def sees_images(name_or_path: str) -> bool:
     """Returns whether a model has a part for images, by its settings."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(name_or_path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(name_or_path)
+    except (OSError, ValueError):  # the tokenizer alone of a server's model, or one that transformers does not know
+        return False
     return type(config) in transformers.PROCESSOR_MAPPING and getattr(config, "vision_config", None) is not None
 
 
-def check_vllm_images(name_or_path: str) -> None:
-    """Checks that vLLM can be given the images of a model's prompts.
+def check_compared(name_or_path: str) -> None:
+    """Checks that vLLM computes the images of a model's prompts as the trainer does, as far as is known.
 
     Raises:
-        ConfigurationError: it computes them otherwise than the trainer, as far as is known.
-        MissingExtraError: it makes the whole processor, whose part for videos needs a package that is not installed.
+        ConfigurationError: it does not.
     """
     import transformers
-    from transformers.utils import is_torchvision_available
 
     kind = transformers.AutoConfig.from_pretrained(name_or_path).model_type
     if kind in NOT_COMPARED:
@@ -320,6 +352,18 @@ def check_vllm_images(name_or_path: str) -> None:
             f"vLLM samples from {name_or_path!r}, a {kind}, whose images it has not been shown to compute as the "
             "trainer does: sample with the embedded engine (--rollout.engine embedded), or leave out --data.image_key."
         )
+
+
+def check_vllm_images(name_or_path: str) -> None:
+    """Checks that a vLLM in this environment can be given the images of a model's prompts.
+
+    Raises:
+        ConfigurationError: it computes them otherwise than the trainer, as far as is known.
+        MissingExtraError: it makes the whole processor, whose part for videos needs a package that is not installed.
+    """
+    from transformers.utils import is_torchvision_available
+
+    check_compared(name_or_path)
     if not is_torchvision_available() and VIDEO_PART in _processor_class(name_or_path).get_attributes():
         raise MissingExtraError(
             f"vLLM makes the whole processor of {name_or_path!r}, whose part for videos needs torchvision: pip install "

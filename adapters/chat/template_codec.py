@@ -102,7 +102,8 @@ class TemplateCodec(TextEncoder, ChatCodec):
         if any(map(has_images, messages)):
             raise DataError(
                 "A message has an image, but the model is shown none: set --data.image_key in a run, or --engine "
-                "embedded or vllm of chat and serve agent, with a model that sees."
+                "embedded or vllm of chat and serve agent, or a server of vllm serve --enable-scale-out, with a model "
+                "that sees."
             )
         return messages, []
 

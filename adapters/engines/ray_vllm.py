@@ -17,7 +17,6 @@ from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver
 from rollgrad.adapters.weights.shared_buckets import SharedMemory
 from rollgrad.application.engines.fleet_member import FleetMember
-from rollgrad.application.gathering import gathered
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest
 from rollgrad.domain.errors import EngineError, RollgradError
 from rollgrad.domain.ports.rollout_engine import PauseMode
@@ -265,7 +264,7 @@ async def start_engines(
     try:
         with waiting_for(f"{count} vLLM {'engine' if count == 1 else 'engines'} to start", deadline=seconds):
             async with asyncio.timeout(seconds):
-                await gathered(engine.ready() for engine in engines)
+                await asyncio.gather(*(engine.ready() for engine in engines))
     except BaseException as error:
         await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
         if isinstance(error, TimeoutError):

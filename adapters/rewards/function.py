@@ -23,7 +23,6 @@ from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.adapters.system.stand_ins import install
 from rollgrad.application.foreign import foreign_code
-from rollgrad.application.gathering import gathered
 from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, NotApplicableError, RewardError
@@ -127,11 +126,11 @@ class FunctionReward(RewardSource):
 
     async def _run(self, calls: Sequence[Call], refusal: Callable[[str], RewardError]) -> list[Any]:
         async def one(call: Call) -> Any:
-            with foreign_code(refusal):  # inside a task, where a SystemExit would end the event loop
+            with foreign_code(refusal):  # inside gather's task, where a SystemExit would end the event loop
                 return await self._func(*call.positional, **call.keywords)
 
         if self._is_async:
-            return await gathered(map(one, calls))
+            return list(await asyncio.gather(*map(one, calls)))
         with foreign_code(refusal):
             results = await in_daemon_thread(
                 lambda: [self._func(*call.positional, **call.keywords) for call in calls], "reward-function"

@@ -12,7 +12,6 @@ from typing import Any
 
 from rollgrad.adapters.rewards.posting import QUOTED, JudgeServers
 from rollgrad.adapters.rewards.verifiers import last_number
-from rollgrad.application.gathering import gathered
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
@@ -144,7 +143,7 @@ class LLMJudge(RewardSource):
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # a semaphore belongs to the loop that waited for it
             self._loop, self._slots = loop, asyncio.Semaphore(MAX_IN_FLIGHT)
-        return await gathered(map(self._judge, questions))
+        return list(await asyncio.gather(*map(self._judge, questions)))
 
     async def aclose(self) -> None:
         """Closes the connections; call it in the event loop that scored."""

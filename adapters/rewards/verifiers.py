@@ -4,6 +4,7 @@ Invariant: each reward is 0 or 1. Checks in linear time run inline; math-verify 
 take for ever on some replies, run in isolated processes (JudgePool). Does not own: the combination of several rewards.
 """
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -11,7 +12,6 @@ from typing import Any
 
 from rollgrad.adapters.rewards import format_worker, math_worker
 from rollgrad.adapters.rewards.judge_pool import JudgePool, Verdict
-from rollgrad.application.gathering import gathered
 from rollgrad.application.settings.sections.reward import JudgeIsolation, Verifier
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, RewardError
@@ -102,7 +102,7 @@ class VerifierReward(RewardSource):
         Raises:
             RewardError: a label is missing, or this verifier cannot compare with it.
         """
-        return await gathered(map(self._judge, requests))
+        return list(await asyncio.gather(*(self._judge(request) for request in requests)))
 
     def close(self) -> None:
         """Ends the worker processes; idempotent."""

@@ -21,7 +21,7 @@ from attrs import evolve, frozen
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
 from rollgrad.adapters.servers.completions_wire import CompletionsWire
@@ -35,7 +35,6 @@ from rollgrad.application.episodes.chat_request import ChatRequest, Origin, Refu
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.reply import ChatReply, OnPiece
 from rollgrad.application.foreign import foreign_code
-from rollgrad.application.gathering import gathered
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, ForeignError
 from rollgrad.domain.ports.chat_codec import ChatCodec
 
@@ -199,9 +198,15 @@ class AgentServer:
 
     async def _sampled(self, asked: _Asked, pieces: "_Pieces | None" = None) -> Sequence[ChatReply]:
         """Samples all replies to a request at once; if one fails, the others are given up."""
-        replies = await gathered(
-            self._sample(asked, choice, _teller(pieces, choice)) for choice in range(asked.call.choices)
-        )
+        tasks = [
+            asyncio.ensure_future(self._sample(asked, choice, _teller(pieces, choice)))
+            for choice in range(asked.call.choices)
+        ]
+        try:
+            replies = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
         if self._operation is not None:
             self._operation.count(replies)
         return replies
@@ -236,61 +241,48 @@ class AgentServer:
         finally:
             for wait in waits:
                 wait.cancel()
-        return _Stream(self._stream(wire, asked, task, pieces), task)
+        return StreamingResponse(self._stream(wire, asked, task, pieces), media_type="text/event-stream")
 
     async def _stream(
         self, wire: Wire, asked: _Asked, task: "asyncio.Future[Sequence[ChatReply]]", pieces: "_Pieces"
     ) -> AsyncIterator[str]:
         events = wire.events(asked.call, secrets.token_hex(12))
         heard = set()
-        for event in events.start():
-            yield event
-        while True:
-            try:
-                piece = await asyncio.wait_for(pieces.get(), KEEP_ALIVE_SECONDS)
-            except TimeoutError:
-                yield events.keep_alive()
-                continue
-            if piece is None:
-                break
-            heard.add(piece[2])
-            for event in events.piece(*piece):
-                yield event
         try:
-            with _refusals():
-                replies = task.result()
-        except HttpError as error:
-            for event in events.failed(error):
+            for event in events.start():
                 yield event
-            return
-        for choice, reply in enumerate(replies):
-            if choice in heard:
-                continue  # only a retry gets the whole reply, which an earlier request got in pieces
-            for field in ("reasoning_content", "content"):
-                if reply.parsed.message.get(field):
-                    for event in events.piece(field, reply.parsed.message[field], choice):
-                        yield event
-        for event in await asyncio.to_thread(lambda: [*events.finish(replies, self._decode)]):
-            yield event
+            while True:
+                try:
+                    piece = await asyncio.wait_for(pieces.get(), KEEP_ALIVE_SECONDS)
+                except TimeoutError:
+                    yield events.keep_alive()
+                    continue
+                if piece is None:
+                    break
+                heard.add(piece[2])
+                for event in events.piece(*piece):
+                    yield event
+            try:
+                with _refusals():
+                    replies = task.result()
+            except HttpError as error:
+                for event in events.failed(error):
+                    yield event
+                return
+            for choice, reply in enumerate(replies):
+                if choice in heard:
+                    continue  # only a retry gets the whole reply, which an earlier request got in pieces
+                for field in ("reasoning_content", "content"):
+                    if reply.parsed.message.get(field):
+                        for event in events.piece(field, reply.parsed.message[field], choice):
+                            yield event
+            for event in await asyncio.to_thread(lambda: [*events.finish(replies, self._decode)]):
+                yield event
+        finally:
+            task.cancel()
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._texts(tuple(token_ids))
-
-
-class _Stream(StreamingResponse):
-    """A stream of events that gives up its `work` when it ends, even before its first event: a client may be gone by
-    then, and nothing of `events` runs."""
-
-    def __init__(self, events: AsyncIterator[str], work: "asyncio.Future[Any]") -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._work = work
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers the request (ASGI)."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._work.cancel()
 
 
 class _HeardPieces(_Pieces):

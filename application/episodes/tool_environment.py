@@ -13,7 +13,6 @@ import structlog
 from attrs import evolve
 
 from rollgrad.application.foreign import error_text, foreign_code
-from rollgrad.application.gathering import gathered
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.messages import Action, Message, ToolCall, ToolResult, tool_message
 from rollgrad.domain.episodes.prompts import Prompt
@@ -89,7 +88,14 @@ class ToolEnvironment(Environment):
             return StepResult(observation=[self.hint(action.error)], metrics=self._metrics())
         if not action.tool_calls:
             return await self._finish(str(action.message["content"]))
-        results = await gathered(map(self._call, action.tool_calls))
+        calls = [asyncio.create_task(self._call(call)) for call in action.tool_calls]
+        try:
+            results = await asyncio.gather(*calls)
+        finally:
+            for running in calls:
+                if not running.cancelling():  # a second time would interrupt its end
+                    running.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
         self._calls += len(results)
         self._errors += sum(result.is_error for result in results)
         pairs = zip(action.tool_calls, results, strict=True)

@@ -296,9 +296,7 @@ class Run(Generic[Sample]):
                 log.warning("the model has optimizer steps of an update that was not finished", after_step=self._done)
             elif self._schedule.saves_state:
                 self._save_training()
-                log.warning(
-                    "saved as the last finished step left it; --ckpt.resume continues from there", step=self._done
-                )
+                log.warning("saved; --ckpt.resume continues the run", step=self._done)
         except Exception as second:  # a full disk, a lost process: the first error is raised in any case
             log.error("saving failed: what was saved before is still there", reason=str(second))
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 import structlog
 from attrs import evolve, field, frozen
 
-from rollgrad.application.gathering import gathered
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
@@ -215,8 +214,15 @@ class RolloutService:
                 return result
 
         greedy = [evolve(params, temperature=0.0, top_p=1.0, top_k=0)] if greedy_baseline else []
-        episodes = [one(group_id * samples + index, params) for index in range(samples)]
-        results = await gathered(episodes + [one(group_id * samples, settings) for settings in greedy])
+        episodes = [asyncio.create_task(one(group_id * samples + index, params)) for index in range(samples)]
+        episodes += [asyncio.create_task(one(group_id * samples, settings)) for settings in greedy]
+        try:
+            results = await asyncio.gather(*episodes)
+        except BaseException:  # an error of one leaves the others playing
+            for episode in episodes:
+                episode.cancel()
+            await asyncio.gather(*episodes, return_exceptions=True)
+            raise
         failures = tuple(result for result in results if isinstance(result, RolloutFailure))
         played = [result for result in results[:samples] if isinstance(result, list)]
         baselines = [sum(t.reward for t in result) for result in results[samples:] if isinstance(result, list)]

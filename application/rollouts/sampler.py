@@ -5,6 +5,7 @@ Invariants: the prompts that are played, their ids and seeds depend on the strea
 timing; prompts played = groups returned + rejected by reason + kept for the next rollout.
 """
 
+import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,6 @@ from typing import Any
 
 from attrs import field, frozen
 
-from rollgrad.application.gathering import gathered
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
 from rollgrad.application.rollouts.kept import group_of_state, group_state
 from rollgrad.application.rollouts.prompt_dealer import Deal, PromptDealer
@@ -80,16 +80,18 @@ class GroupSampler:
             return
         budget = self._rollout.failure_budget(len(self._again) * self._plan.samples)
         slots = self._rollout.slots()
-        groups = await gathered(
-            self._rollout.play(
-                deal.prompt,
-                self._params,
-                samples=self._plan.samples,
-                group_id=deal.group_id,
-                slots=slots,
-                greedy_baseline=self._plan.greedy_baseline,
+        groups = await asyncio.gather(
+            *(
+                self._rollout.play(
+                    deal.prompt,
+                    self._params,
+                    samples=self._plan.samples,
+                    group_id=deal.group_id,
+                    slots=slots,
+                    greedy_baseline=self._plan.greedy_baseline,
+                )
+                for deal in self._again
             )
-            for deal in self._again
         )
         for group in groups:
             budget.charge(group.failures)

@@ -175,7 +175,7 @@ class _ChatSession:
             if not self._loaded.assistant.sees_images:
                 raise DataError(
                     f"{self._loaded.name} is shown no images: leave out {SHOW} {path}, or chat with a model that sees, "
-                    "on --engine embedded or vllm."
+                    "on --engine embedded or vllm, or on a server of vllm serve --enable-scale-out."
                 )
             image_bytes(path)
             self._images.append(path)

@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 
 from rollgrad.adapters.chat.pictures import (
     ImageRenderer,
+    check_compared,
     check_vllm_images,
     image_bytes,
     load_processor,
@@ -89,7 +90,7 @@ def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None)
             f"{FLAG} {arguments.model} has no chat template, so it cannot chat: name a chat model."
         )
     sampler = ENGINES[arguments.engine](arguments, tokenizer, TemplateCodec(tokenizer))
-    images = _image_renderer(arguments, tokenizer, sampler.model)
+    images = _image_renderer(arguments, tokenizer, sampler)
     codec = TemplateCodec(tokenizer, images=images)
     engine = sampler.engine
     read_image: Callable[[Any], bytes] | None = None if images is None else image_bytes
@@ -123,18 +124,15 @@ def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None)
     )
 
 
-def _image_renderer(arguments: AssistantArguments, tokenizer: Any, model: Any) -> ImageRenderer | None:
-    """Returns what renders images in messages. None if there are none to render: the model sees no images, a server
-    computes it, or it is not known to be computed as its own code does, which is logged."""
-    if arguments.engine is Engine.SERVER or not sees_images(arguments.model):
+def _image_renderer(arguments: AssistantArguments, tokenizer: Any, sampler: "_Sampler") -> ImageRenderer | None:
+    """Returns what renders images in messages. None if there are none to render: the model sees no images, or it is not
+    known to be computed as its own code does, which is logged."""
+    if not sees_images(arguments.model):
         return None
     try:
         renderer = ImageRenderer(load_processor(arguments.model, tokenizer, flag=FLAG))
-        if model is None:
-            check_vllm_images(arguments.model)
-        else:
-            check_images(model, renderer, arguments.model, FLAG)
-    except (CheckpointError, ConfigurationError, MissingExtraError) as error:
+        sampler.check_images(renderer)
+    except (CheckpointError, ConfigurationError, MissingExtraError, EngineError) as error:
         log.warning("messages with images are refused", model=arguments.model, reason=str(error.__cause__ or error))
         return None
     return renderer
@@ -173,15 +171,15 @@ def _shape(name: str) -> ModelShape:
 
 @frozen(kw_only=True, eq=False)
 class _Sampler:
-    """An engine, and the functions that end what it holds, bring it weights, check whether it can serve requests, and
-    say whether it waits for whole weights; `model` is the one of this process, if it is in it."""
+    """An engine, and the functions that end what it holds, check that it computes images as the model's own code does,
+    bring it weights, check whether it can serve requests, and say whether it waits for whole weights."""
 
     engine: RolloutEngine
     close: Callable[[], Awaitable[None]]
+    check_images: Callable[[ImageRenderer], None]
     push: Push | None = None
     check: Callable[[], Awaitable[None]] | None = None
     broken: Callable[[], bool] = lambda: False
-    model: Any = None
 
 
 def _embedded(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCodec) -> _Sampler:
@@ -198,7 +196,10 @@ def _embedded(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCode
             raise ConfigurationError(OTHER_PARAMETERS)
         await engine.load_weights(newer.named_parameters(), version)
 
-    return _Sampler(engine=engine, close=close, push=push, model=model)
+    def seen(renderer: ImageRenderer) -> None:
+        check_images(model, renderer, arguments.model, FLAG)
+
+    return _Sampler(engine=engine, close=close, check_images=seen, push=push)
 
 
 def _shapes(model: Any) -> dict[str, Any]:
@@ -216,7 +217,14 @@ def _vllm(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCodec) -
     async def push(newer: Any, version: int) -> None:
         await EngineWeights(engine).push(_untrained(newer, tokenizer), version)
 
-    return _Sampler(engine=engine, close=close, push=push, check=engine.check, broken=lambda: engine.broken is not None)
+    return _Sampler(
+        engine=engine,
+        close=close,
+        check_images=lambda renderer: check_vllm_images(arguments.model),
+        push=push,
+        check=engine.check,
+        broken=lambda: engine.broken is not None,
+    )
 
 
 def _vllm_settings(arguments: AssistantArguments, tokenizer: Any) -> dict[str, Any]:
@@ -279,7 +287,14 @@ def _cluster(arguments: AssistantArguments, tokenizer: Any) -> _Sampler:
             raise EngineError(f"No engine serves; the fleet is: {fleet.health.summary()}.")
         await fleet.takers()  # before the first request nothing else asks the engines how they are
 
-    return _Sampler(engine=fleet, close=close, push=push, check=check, broken=broken)
+    return _Sampler(
+        engine=fleet,
+        close=close,
+        check_images=lambda renderer: check_vllm_images(arguments.model),
+        push=push,
+        check=check,
+        broken=broken,
+    )
 
 
 def _server(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCodec) -> _Sampler:
@@ -287,14 +302,18 @@ def _server(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCodec)
     ends = eos_token_ids(load_generation_settings(arguments.model), tokenizer)
     engine = ServedEngine(arguments.server_url, eos_token_ids=ends, vocabulary=len(tokenizer), flag="--server_url")
 
-    async def probe() -> None:
+    async def once(work: Awaitable[None]) -> None:
         try:
-            await engine.ready()
+            await work
         finally:
             await engine.close()  # its connections belong to this event loop
 
-    run_to_end(probe())
-    return _Sampler(engine=engine, close=engine.close, check=engine.check)
+    def seen(renderer: ImageRenderer) -> None:
+        check_compared(arguments.model)
+        run_to_end(once(engine.require_images(renderer)))
+
+    run_to_end(once(engine.ready()))
+    return _Sampler(engine=engine, close=engine.close, check_images=seen, check=engine.check)
 
 
 ENGINES: Mapping[Engine, Callable[[AssistantArguments, Any, TemplateCodec], _Sampler]] = {

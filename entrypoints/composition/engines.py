@@ -6,12 +6,13 @@ Another engine is one more factory here, and its branch in `sampling_engine` and
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dependency_injector import providers
 
-from rollgrad.adapters.chat.pictures import check_vllm_images
+from rollgrad.adapters.chat.pictures import ImageRenderer, check_compared, check_vllm_images
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
@@ -29,7 +30,6 @@ from rollgrad.adapters.weights.nccl import NCCLBackend
 from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.resuming import ContinuingEngine
-from rollgrad.application.gathering import gathered
 from rollgrad.application.settings.derived import longest_sequence
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraSync, RouterReplay
@@ -130,14 +130,23 @@ def sleep_level(config: RLConfig) -> int:
     return 1 if config.actor.lora.sync is LoraSync.ADAPTER else 2
 
 
-def make_served_engines(config: RLConfig, tokenizer: Any) -> list[ServedEngine]:
-    """Returns the engines of `rollout.server_urls`, ready to sample."""
+def make_served_engines(config: RLConfig, tokenizer: Any, images: ImageRenderer | None) -> list[ServedEngine]:
+    """Returns the engines of `rollout.server_urls`, ready to sample, from prompts with images if these are rendered.
+
+    Raises:
+        ConfigurationError: a server does not tell what it samples, or takes no images; the message says what
+            to start.
+    """
+    if images is not None:
+        check_compared(config.actor.model_name_or_path)
     ends = eos_token_ids(load_generation_settings(config.actor.model_name_or_path), tokenizer)
     engines = [
         ServedEngine(url, eos_token_ids=ends, vocabulary=len(tokenizer), max_requests=config.rollout.max_batch_size)
         for url in config.rollout.server_urls
     ]
     _call_all(engines, ServedEngine.ready)
+    if images is not None:
+        _call_all(engines, partial(ServedEngine.require_images, renderer=images))
     return engines
 
 
@@ -159,7 +168,7 @@ def _call_all(engines: list[ServedEngine], doing: Callable[[ServedEngine], Corou
 
     async def together() -> None:
         try:
-            await gathered(map(doing, engines))
+            await asyncio.gather(*map(doing, engines))
         finally:
             await asyncio.gather(*(engine.close() for engine in engines))
 
@@ -239,7 +248,7 @@ class EngineContainer(BaseContainer):
         providers.Callable(vllm_settings, base.config, base.tokenizer, gpus=gpus, plays=plays),
         base.config.provided.train.async_enable,
     )
-    served_engines = providers.Singleton(make_served_engines, base.config, base.tokenizer)
+    served_engines = providers.Singleton(make_served_engines, base.config, base.tokenizer, base.image_renderer)
     served_fleet = LoopResource(make_served_fleet, served_engines)
     sampling_engine = providers.Selector(
         providers.Callable(engine_kind, base.config),

@@ -11,10 +11,8 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-import structlog
 from dependency_injector import containers, providers
 
-from rollgrad.application.foreign import error_text
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.closing import AsyncClosable, Closable
 
@@ -24,8 +22,6 @@ several runs: their maker closes them."""
 
 KEEPS_MEMORY = "rollgrad.adapters.models.torch.allocator"
 """Module that whatever loads a model has imported."""
-
-log = structlog.get_logger(__name__)
 
 Made = TypeVar("Made", bound=Closable)
 Result = TypeVar("Result")
@@ -70,34 +66,16 @@ def give(container: containers.DeclarativeContainer, adapters: Mapping[str, Any]
 
 
 async def closing(work: Coroutine[Any, Any, Result], container: containers.DeclarativeContainer) -> Result:
-    """Does `work`, then closes what belongs to this event loop: all of it, whatever one raises.
-
-    Raises:
-        BaseException: what `work` raised, else what the first one raised that could not be closed.
-    """
+    """Does `work`, then closes what belongs to this event loop."""
     try:
-        result = await work
+        return await work
     finally:
-        errors = await _closed(container)
-    if errors:
-        raise errors[0]
-    return result
-
-
-async def _closed(container: containers.DeclarativeContainer) -> list[Exception]:
-    """Closes what belongs to this event loop; returns what was raised meanwhile, which is told."""
-    errors = []
-    for resource in list(container.traverse(types=[LoopResource])):
-        if resource.initialized:
-            try:
+        for resource in list(container.traverse(types=[LoopResource])):
+            if resource.initialized:
                 try:
                     await resource().aclose()
                 finally:
                     resource.shutdown()
-            except Exception as error:
-                log.warning("a part of the run could not be closed", reason=error_text(error))
-                errors.append(error)
-    return errors
 
 
 def shut_down(container: containers.DeclarativeContainer) -> None:

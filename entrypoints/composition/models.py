@@ -22,7 +22,6 @@ from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
 from rollgrad.adapters.models.torch.muon import MuonSettings
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.router_replay import install_router_replay
-from rollgrad.adapters.models.torch.trained_module import SettingNames
 from rollgrad.adapters.models.torch.trained_reward import TorchReward
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.adapters.models.torch.weight_shards import Shard, layer_parts, make_whole, whole_layers
@@ -52,7 +51,6 @@ def make_optimizer(
 ) -> OptimizerSettings:
     """Returns a model's optimizer settings for a run of `total_steps` optimizer steps; `average` are those of a moving
     average of its weights."""
-    name, with_muon = "critic" if isinstance(section, CriticConfig) else "actor", section.optim is Optim.MUON
     return OptimizerSettings(
         lr=section.peak_lr,
         betas=section.adam.betas,
@@ -63,8 +61,7 @@ def make_optimizer(
         min_lr_ratio=section.min_lr_ratio,
         max_norm=section.max_norm,
         total_steps=total_steps,
-        muon=MuonSettings(lr=section.muon.lr, momentum=section.muon.momentum) if with_muon else None,
-        names=SettingNames(lr=f"--{name}.adam.lr" + (f" and --{name}.muon.lr" if with_muon else "")),
+        muon=MuonSettings(lr=section.muon.lr, momentum=section.muon.momentum) if section.optim is Optim.MUON else None,
         **average,
     )
 

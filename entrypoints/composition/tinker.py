@@ -11,7 +11,6 @@ from rollgrad.adapters.models.torch.lora import load_adapter, save_adapter
 from rollgrad.adapters.models.torch.models import TorchReference, copied_weights
 from rollgrad.adapters.models.torch.stepwise import TorchStepwisePolicy, with_own_adapters
 from rollgrad.adapters.models.torch.stored_state import opened
-from rollgrad.adapters.models.torch.trained_module import SettingNames
 from rollgrad.adapters.servers.tinker.samplers import Sampler, Weights
 from rollgrad.adapters.servers.tinker.service import Models
 from rollgrad.application.settings.sections.actor import DType, LoraConfig
@@ -20,8 +19,6 @@ from rollgrad.domain.ports.models import StepwisePolicy
 from rollgrad.entrypoints.composition.engines import eos_token_ids
 
 FLAG = "--model"
-NAMES = SettingNames(lr="AdamParams.learning_rate", dtype="the server's --dtype", resume="load_state")
-"""Settings of clients, and of the server's operator."""
 MEMORY_SHARE = 0.2
 """Share of the free memory for the keys and values of each of the samplers, of which a few may be in use."""
 
@@ -46,8 +43,7 @@ class TinkerModels(Models):
 
     def create(self, rank: int, seed: int) -> TorchStepwisePolicy:
         """Implements `Models.create`."""
-        model = with_own_adapters(self._base, LoraConfig(rank=rank), seed=seed)
-        return TorchStepwisePolicy(model, self._tokenizer, NAMES)
+        return TorchStepwisePolicy(with_own_adapters(self._base, LoraConfig(rank=rank), seed=seed), self._tokenizer)
 
     def save_state(self, policy: StepwisePolicy, directory: Path) -> None:
         """Implements `Models.save_state`."""

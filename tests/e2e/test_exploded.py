@@ -39,7 +39,6 @@ def test_weights_that_explode_in_the_last_step_are_named_and_not_saved(
     assert main([*words, *TRAINERS[trainer], "--train.max_steps", "1", "--ckpt.output_dir", "out"]) == 2
     said = capsys.readouterr().err
     assert "Optimizer step 1 has made weights NaN, infinite or so large" in said
-    assert "lower the learning rate (--actor.adam.lr), with which --ckpt.resume" in said
     assert not Path("out/model").exists()
     assert not [*Path("out").glob("training_state_*")]
     assert json.loads(Path("out/run.json").read_text())["status"] == "failed"

@@ -19,7 +19,7 @@ from attrs import evolve
 from safetensors.torch import load_file
 
 import rollgrad
-from rollgrad.adapters.chat.pictures import image_bytes, opened
+from rollgrad.adapters.chat.pictures import ImageRenderer, image_bytes, opened
 from rollgrad.adapters.chat.row_error import RowError
 from rollgrad.adapters.data.examples.formats import read_row
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
@@ -154,15 +154,24 @@ def test_long_images_are_dropped_whole(workspace: Path, capsys: pytest.CaptureFi
 
 
 def test_what_is_given_no_images_refuses_them(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--rollout.engine", "server"]
-    flags += ["--cluster.enable", "--ds.sequence_parallel_size", "2", "--rollout.server_urls", "http://nowhere"]
+    flags = ["--cluster.enable", "--ds.sequence_parallel_size", "2"]
     assert main(["train", "rl", "--config", "run.yaml", *flags]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    for name in (
-        "servers are given no images",
-        "leave out --ds.sequence_parallel_size",
-    ):
-        assert name in said
+    assert "leave out --ds.sequence_parallel_size" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("command", ["train rl", "eval"])
+def test_a_server_without_the_endpoint_for_images_is_refused(
+    workspace: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ModelServer(tokens=False)
+    flags = ["--rollout.engine", "server", "--rollout.server_urls", server.url, "--eval.dataset", "prompts.jsonl"]
+    try:
+        assert main([*command.split(), "--config", "run.yaml", *flags]) == 2
+    finally:
+        server.close()
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert f"rollout.server_urls names {server.url}, which is shown no images" in said
+    assert "start it with vllm serve --enable-scale-out" in said
 
 
 def test_vllm_is_refused_where_it_cannot_make_the_processor(
@@ -567,10 +576,13 @@ def test_chat_names_images_that_it_cannot_show(
     assert sentence in capsys.readouterr().err
 
 
-def test_images_for_a_server_are_refused_in_one_sentence(
-    workspace: Path, model: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("tokens", "reason"), [(False, "vllm serve --enable-scale-out"), (True, "takes no images as vLLM 0.32 does")]
+)
+def test_images_for_a_server_that_takes_none_are_refused_in_one_sentence(
+    workspace: Path, model: Path, tokens: bool, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = ModelServer()
+    server = ModelServer(tokens=tokens)
     flags = ["--model", str(model), "--engine", "server", "--server_url", server.url]
     (workspace / "asked.json").write_text(
         json.dumps([{"role": "user", "content": [{"type": "image", "image": "red.png"}]}])
@@ -580,11 +592,26 @@ def test_images_for_a_server_are_refused_in_one_sentence(
         assert main(["chat", *flags, "--messages", "asked.json", "--prompt", "What?"]) == 2
     finally:
         server.close()
-    shown, written = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    lines = capsys.readouterr().err.splitlines()
+    shown, written = (line for line in lines if line.startswith("error: "))
     assert "is shown no images" in shown
     assert "A message has an image, but the model is shown none" in written
-    assert "--engine embedded or vllm" in shown
-    assert "--engine embedded or vllm" in written
+    for said in (shown, written):
+        assert "--engine embedded or vllm" in said
+        assert "a server of vllm serve --enable-scale-out" in said
+    assert reason in next(line for line in lines if "messages with images are refused" in line)
+
+
+def test_chat_shows_a_server_images(workspace: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = ModelServer(renderer=ImageRenderer(processor_of(str(model))))
+    flags = ["--model", str(model), "--engine", "server", "--server_url", server.url, "--max_new_tokens", "3"]
+    try:
+        assert main(["chat", *flags, "--json", "--prompt", "/image red.png\nWhat?"]) == 0
+    finally:
+        server.close()
+    assert json.loads(capsys.readouterr().out)["token_ids"] == [100, 101, 102]
+    (part,) = server.bodies[-1]["content_parts"]
+    assert base64.b64decode(part["url"].partition(",")[2]) == (workspace / "red.png").read_bytes()
 
 
 def test_an_image_may_have_more_bytes_than_its_tokens_as_text(model: Path) -> None:

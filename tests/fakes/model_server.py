@@ -1,9 +1,11 @@
 """A server that answers as vLLM 0.32 does, with tokens that it makes up; what it lacks is a test's to choose."""
 
+import base64
 import threading
 from pathlib import Path
 from typing import Any
 
+from rollgrad.adapters.chat.pictures import ImageRenderer
 from tests.fakes.reward_server import JsonServer
 
 CONTROLS = frozenset(
@@ -23,7 +25,7 @@ CONTROLS = frozenset(
 
 class ModelServer(JsonServer):
     """Counts tokens up from 100. `fails`: statuses of the next answers to requests for replies, before any is given.
-    `hold`: replies wait until it is set."""
+    `hold`: replies wait until it is set. `renderer` is that of the images that it sees, None if it overlooks them."""
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class ModelServer(JsonServer):
         develops: bool = True,
         backend: str | None = "rollgrad",
         token: str | None = None,
+        renderer: ImageRenderer | None = None,
         port: int = 0,
     ) -> None:
         self.fails: list[int] = []
@@ -44,6 +47,7 @@ class ModelServer(JsonServer):
         self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
         self._tokens, self._token_ids, self._processed = tokens, token_ids, processed
+        self.renderer = renderer
         self._develops, self._backend, self._token = develops, backend, token
         super().__init__(self._answer, port=port)
 
@@ -100,4 +104,22 @@ class ModelServer(JsonServer):
             content = [{"token_id": one, "logprob": logprob} for one, logprob in zip(ids, logprobs, strict=True)]
             span = {"version": self.version, "start": 0, "end": len(ids)}
             choice |= {"token_ids": ids, "logprobs": {"content": content}, "weight_versions": [span]}
-        return 200, {"choices": [choice]}
+        return 200, {"choices": [choice], **self._seen(body)}
+
+    def _seen(self, body: Any) -> dict[str, Any]:
+        """Each image is in the place of the next placeholder, as with vLLM."""
+        parts = iter(body.get("content_parts") or ())
+        if self.renderer is None or not body.get("return_token_ids") or "token_ids" not in body:
+            return {}
+        tokens: list[int] = []
+        places = []
+        for token in body["token_ids"]:
+            part = next(parts, None) if token == self.renderer.mark_token else None
+            if part is None:
+                tokens.append(token)
+                continue
+            data = base64.b64decode(part["url"].partition(";base64,")[2])
+            expanded, _ = self.renderer.sequence(self.renderer.mark, data)
+            places.append({"offset": len(tokens), "length": len(expanded)})
+            tokens += expanded
+        return {"prompt_token_ids": tokens, "mm_placeholders": {"image": places}}

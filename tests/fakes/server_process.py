@@ -35,6 +35,10 @@ class ServerProcess:
         if held:
             self._killer.start()
 
+    @property
+    def port(self) -> int:
+        return int(self.url.split(":")[2].partition("/")[0])
+
     def was_killed(self) -> bool:
         """Returns whether it held its question, and is dead."""
         self._killer.join(SECONDS)

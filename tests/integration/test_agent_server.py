@@ -15,12 +15,8 @@ from hypothesis import strategies as st
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.servers import agent_server, openai_wire
-from rollgrad.adapters.servers.agent_server import AgentServer
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES
-from rollgrad.application.episodes.chat_request import ChatRequest
-from rollgrad.application.episodes.chat_service import ChatService
-from rollgrad.application.episodes.reply import ChatReply, OnPiece
-from rollgrad.domain.episodes.generation import SamplingParams, StopReason
+from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.testing.chat_codec import EOS, FakeChatCodec
 from tests.fakes.scripted_engine import Script, ScriptedEngine, Served, assert_recorded, serving
@@ -157,30 +153,6 @@ async def test_a_client_that_vanishes_outside_of_sessions_frees_the_engine(strea
         await until(lambda: engine.cancelled == 1 and served.service.in_flight == 0)
 
     await play(scenario, ["one"], stateless=True)
-
-
-async def test_a_client_that_vanishes_before_its_stream_begins_frees_the_engine() -> None:
-    engine = ScriptedEngine(codec := FakeChatCodec(), EOS, ["one"])
-    engine.free.clear()
-    service = ChatService(engine, codec, max_waiting=1)
-
-    async def answer(request: ChatRequest, on_piece: OnPiece | None) -> ChatReply:
-        return await service.reply(request, SamplingParams(max_new_tokens=9), on_piece=on_piece)
-
-    asked = iter([{"type": "http.request", "body": json.dumps(body("go", stream=True)).encode()}, None])
-
-    async def receive() -> Any:
-        """The request; nothing until the first token; from then on that the client is gone."""
-        message = next(asked, {"type": "http.disconnect"})
-        return message if message is not None else await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        await asyncio.sleep(0)
-
-    app = AgentServer(service, codec, model="policy", answer=answer).app()
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
-    await app({**scope, "http_version": "1.1", "asgi": {"spec_version": "2.3"}}, receive, send)
-    await until(lambda: engine.cancelled == 1 and service.in_flight == 0)
 
 
 async def test_calls_of_one_session_overlap_and_best_of_two_retries_get_a_reply_each() -> None:

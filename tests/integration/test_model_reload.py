@@ -104,7 +104,9 @@ async def test_vllm_gets_nothing_of_a_checkpoint_of_another_shape(
         pushed.append(version)
 
     def sampler(*_: Any) -> Any:
-        return assistant._Sampler(engine=FakeRolloutEngine(), close=FakeRolloutEngine().resume, push=push)
+        return assistant._Sampler(
+            engine=FakeRolloutEngine(), close=FakeRolloutEngine().resume, check_images=lambda _: None, push=push
+        )
 
     monkeypatch.setitem(assistant.ENGINES, Engine.VLLM, sampler)
     served = load_assistant(

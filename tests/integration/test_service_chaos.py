@@ -96,14 +96,13 @@ def test_without_its_only_reward_server_a_run_does_as_it_is_told_and_uses_it_whe
     start: Callable[..., ServerProcess],
     failure_value: float | None,
     max_failures: int,
-    held_port: int,
 ) -> None:
     """Two judgements are missing from the second step, those of a whole group."""
-    server = start("reward", port=held_port, held=MIDDLE_OF_STEP_TWO)
+    server = start("reward", held=MIDDLE_OF_STEP_TWO)
     circuit = Circuit(cooldown=0.01)
     source = HttpReward([server.url], timeout=60.0, failure_value=failure_value, circuit=circuit)
     config = make(max_failures=max_failures)
-    sink = Steps(after_two=lambda: start("reward", port=held_port))
+    sink = Steps(after_two=lambda: start("reward", port=server.port))
     if failure_value is None and max_failures < 2:
         with pytest.raises(RewardError, match=r"2 episodes failed \(2 reward\).*The reward servers failed 4 times"):
             rollgrad.train(config, reward=source, sink=sink)

@@ -5,6 +5,7 @@ in sandboxed processes, because some scorers evaluate text of replies. Does not 
 """
 
 import ast
+import asyncio
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -16,7 +17,6 @@ from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.reasoning_gym import worker
 from rollgrad.adapters.rewards.judge_pool import JudgePool
-from rollgrad.application.gathering import gathered
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.reward import JudgeIsolation
 from rollgrad.domain.episodes.prompts import Prompt
@@ -133,7 +133,7 @@ class ReasoningGymReward(RewardSource):
         Raises:
             RewardError: a prompt does not come from reasoning-gym.
         """
-        return await gathered(map(self._judge, requests))
+        return list(await asyncio.gather(*(self._judge(request) for request in requests)))
 
     def close(self) -> None:
         """Ends the worker processes; idempotent."""

@@ -83,8 +83,8 @@ class Row:
         return ConfigurationError(
             f"A prompt of {len(self.request.prompt_token_ids)} tokens plus {self.request.params.max_new_tokens} new "
             f"ones takes {self.blocks * block_bytes / 2**30:.2f} GiB of keys and values, but the engine's share of the "
-            f"free memory is {held * block_bytes / 2**30:.2f} GiB ({held * BLOCK} tokens): shorten the prompt, ask "
-            "for fewer new tokens (--rollout.max_new_tokens), or free memory."
+            f"free memory is {held * block_bytes / 2**30:.2f} GiB ({held * BLOCK} tokens): shorten the prompt, lower "
+            "--rollout.max_new_tokens, or free memory."
         )
 
     @property
@@ -136,8 +136,8 @@ def check_request(request: GenerationRequest, most: int | None, vocabulary: int)
     if most is not None and total > most:
         raise ConfigurationError(
             f"A prompt of {len(request.prompt_token_ids)} tokens plus {request.params.max_new_tokens} new ones is "
-            f"{total} tokens, but the model has {most} positions: shorten the prompt, or ask "
-            "for fewer new tokens (--rollout.max_new_tokens)."
+            f"{total} tokens, but the model has {most} positions: shorten the prompt, or lower "
+            "--rollout.max_new_tokens."
         )
     largest = max(*request.prompt_token_ids, *request.params.stop_token_ids, 0)
     if largest >= vocabulary:

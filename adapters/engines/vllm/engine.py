@@ -20,7 +20,6 @@ from rollgrad.adapters.engines.vllm.profile import BEGIN, END
 from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver, WeightsDifferError
 from rollgrad.application.engines.changes import Changes
-from rollgrad.application.gathering import gathered
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.control.request_flow import ArrivedRequest, RequestFlow
@@ -258,7 +257,7 @@ class CoreEngine(RolloutEngine, WeightReceiver):
             self._core.next_logprob(f"rollgrad-{next(self._ids)}", tokens[:length], tokens[length], temperature)
             for length in range(1, len(tokens))
         ]
-        return await gathered(asked)
+        return list(await asyncio.gather(*asked))
 
     def _check(self, request: GenerationRequest) -> None:
         total = len(request.prompt_token_ids) + request.params.max_new_tokens

@@ -1,22 +1,26 @@
 """vLLM behind a URL, as `vllm serve` starts it; and, for sampling alone, any server with OpenAI's completions in token
 ids.
 
-The abilities of a server are tested, not configured: `probe` lets it sample, `require_weights` lets it map this
-machine's shared memory. Does not own: the state of a rollout engine (`adapters.engines.vllm.engine`).
+The abilities of a server are tested, not configured: `probe` lets it sample, `require_images` shows it an image,
+`require_weights` lets it map this machine's shared memory. Does not own: the state of a rollout engine
+(`adapters.engines.vllm.engine`).
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from attrs import evolve
 
+from rollgrad.adapters.chat.pictures import ImageRenderer, blank
 from rollgrad.adapters.engines.vllm.async_llm import cache_salt
 from rollgrad.adapters.engines.vllm.core import Core
 from rollgrad.adapters.engines.vllm.plugin import BACKEND
 from rollgrad.adapters.engines.vllm_server.client import ServerClient
 from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire, TokensWire, Wire
+from rollgrad.adapters.engines.vllm_server.images import check_expanded, data_uris, image_fields
 from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.adapters.weights.shared_buckets import ALIGNMENT, DIRECTORY, SharedMemory
 from rollgrad.application.foreign import foreign_code
@@ -31,6 +35,9 @@ PROBE_TOKENS = 8
 
 NO_SUCH_PATH = frozenset({404, 405})
 """Statuses of an endpoint that a server does not have."""
+
+REFUSALS = range(400, 500)
+"""Statuses of a request that a server can never answer."""
 
 SERVER_INFO = "/server_info?config_format=json"
 
@@ -61,6 +68,8 @@ class ServedCore(Core):
         self.processed = False
         """Whether log-probs are of the distribution that is sampled, not of the logits alone."""
         self._controlled = False
+        self._client = secrets.token_hex(8)  # another may have left keys, values and features of other weights there
+        self._renderer: ImageRenderer | None = None
 
     async def probe(self) -> None:
         """Finds out how the server samples. A pause that a run left behind is ended.
@@ -82,7 +91,9 @@ class ServedCore(Core):
             await self.thaw()
         for wire in wires:
             if await self._samples_by(wire):
-                return
+                break
+        if self._renderer is not None:
+            await self.require_images(self._renderer)
 
     async def _samples_by(self, wire: Wire) -> bool:
         """Returns whether it has this endpoint, which is then used."""
@@ -105,6 +116,38 @@ class ServedCore(Core):
             ) from error
         self.processed = all(logprob == 0 for logprob in generation.logprobs)  # of one token out of one
         return True
+
+    async def require_images(self, renderer: ImageRenderer) -> None:
+        """Makes sure that it takes images, and reads the tokens for them that `renderer` has, now and whenever it is
+        probed.
+
+        Raises:
+            EngineError: it does not answer.
+            ConfigurationError: it does not; the message says how to start it.
+        """
+        refused = f"{self._flag} names {self.http.url}, which is shown no images, for it"
+        if not isinstance(self._wire, TokensWire):
+            raise ConfigurationError(
+                f"{refused} lacks the endpoint /inference/v1/generate: start it with vllm serve --enable-scale-out, or "
+                "sample with the embedded engine or with vLLM's."
+            )
+        tokens, images = renderer.sequence(renderer.mark, blank())
+        params = SamplingParams(top_k=1, max_new_tokens=1)
+        request = GenerationRequest(prompt_token_ids=tokens, images=images, params=params)
+        body = self._wire.body("rollgrad-image", request, frozenset())
+        body |= image_fields(request, await data_uris(request), renderer.mark_token, f"{self._client}-probe")
+        status, answer = await self.http.ask(self._wire.path, body, seconds=PROBE_SECONDS, repeat=True)
+        refusal = self.http.refusal(self._wire.path, status, answer)
+        if status in REFUSALS:
+            raise ConfigurationError(f"{refused} refuses one ({refusal}): serve a model that sees images.")
+        if status != 200:
+            raise EngineError(refusal)
+        self._check_expanded(answer, request)
+        self._renderer = renderer
+
+    def _check_expanded(self, answer: Any, request: GenerationRequest) -> None:
+        with foreign_code(self._no_answer):
+            check_expanded(answer, request, self.http.url)
 
     async def require_weights(self) -> None:
         """Makes sure that weights can be brought. Whatever the server is at is ended.
@@ -179,13 +222,14 @@ class ServedCore(Core):
         """Implements `Core.sample`; `on_token` is called for all tokens when the reply ends."""
         aborts = self._aborts
         async with self._slots:
+            uris = await data_uris(request)
             if aborts != self._aborts:
                 return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
-            body = self._wire.body(name, request, eos_token_ids)
-            if self._controlled:
-                body["cache_salt"] = cache_salt(self._part)
+            body = self._wire.body(name, request, eos_token_ids) | self._shared_fields(name, request, uris)
             # No deadline: a frozen reply takes as long as the pause. Who waits looks after the server (`ping`).
             answer = await self.http.call(self._wire.path, body, seconds=None, repeat=True)
+        if request.images:
+            self._check_expanded(answer, request)
         generation = self._read(self._wire, answer, self._version)
         count = request.params.top_logprobs
         generation = evolve(
@@ -195,6 +239,17 @@ class ServedCore(Core):
             for token in generation.token_ids:
                 on_token(token)
         return generation
+
+    def _shared_fields(self, name: str, request: GenerationRequest, uris: list[str]) -> dict[str, Any]:
+        """Returns the fields that say with which other requests this one shares what the server keeps."""
+        part = f"{cache_salt(self._part)}-{self._client}"
+        fields: dict[str, Any] = {"cache_salt": part} if self._controlled else {}
+        if request.images:
+            assert self._renderer is not None, "images are only rendered where `require_images` passed"
+            # Of other weights' coming, which another client may bring, nothing is known here.
+            features = part if self._controlled else f"{part}-{name}"
+            fields |= image_fields(request, uris, self._renderer.mark_token, features)
+        return fields
 
     async def next_logprob(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> float:
         """Implements `Core.next_logprob`."""
@@ -224,8 +279,9 @@ class ServedCore(Core):
             await self._control("/update_weight_version", {"new_version": str(version)})
 
     async def forget(self) -> None:
-        """Implements `Core.forget`."""
+        """Implements `Core.forget`; the features of images are left to vLLM, which knows them by their part."""
         await self._control("/reset_prefix_cache?reset_running_requests=true")
+        self.set_apart()
 
     def set_apart(self) -> None:
         """Implements `Core.set_apart`."""

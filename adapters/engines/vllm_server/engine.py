@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.engines.vllm.engine import CoreEngine
 from rollgrad.adapters.engines.vllm_server.core import ServedCore
 from rollgrad.application.engines.fleet_member import FleetMember
@@ -55,6 +56,15 @@ class ServedEngine(CoreEngine, FleetMember):
         """
         await self._server.probe()
         self.max_tokens = self._server.max_tokens
+
+    async def require_images(self, renderer: ImageRenderer) -> None:
+        """Makes sure that it takes images as `renderer` renders them, now and whenever it comes back.
+
+        Raises:
+            EngineError: it does not answer.
+            ConfigurationError: it takes none; the message says how to start it.
+        """
+        await self._server.require_images(renderer)
 
     async def require_weights(self) -> None:
         """Makes sure that it takes weights, now and whenever it comes back. Whatever the server is at is ended.

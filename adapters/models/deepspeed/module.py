@@ -32,7 +32,7 @@ from rollgrad.adapters.models.torch.optimizer_state import MOMENTS, check_state,
 from rollgrad.adapters.models.torch.sleeping import SleepingTensors
 from rollgrad.adapters.models.torch.stored_state import StoredTensor, whole_tensor, write_parts
 from rollgrad.adapters.models.torch.trained_module import TrainedModule, Whole, as_it_is
-from rollgrad.adapters.models.torch.untrained_parameters import GradientProof, largest_entry
+from rollgrad.adapters.models.torch.untrained_parameters import GradientProof
 from rollgrad.adapters.models.torch.weight_shards import whole_shape
 from rollgrad.application.settings.sections.ds import GRADIENTS, PARAMETERS
 from rollgrad.domain.batches.metrics import Common
@@ -158,7 +158,7 @@ class DeepSpeedModule(TrainedModule):
         lr = set_rates(self._optimizer, self._settings, self.steps)
         if not self.agree(math.isfinite(largest)):
             self.clear()
-            return {"lr": Common(lr)} | self._scaling.skipped(self.steps, largest, self._settings.names)
+            return {"lr": Common(lr)} | self._scaling.skipped(self.steps, largest)
         if self._proof.under_way:
             self._proof.look(self._gradient_sizes())
         self._engine.step()
@@ -166,7 +166,7 @@ class DeepSpeedModule(TrainedModule):
             self._average.follow(self.steps + 1)
         self._largest.clear()
         self.steps += 1
-        self.check_weights(self._own_weights(), largest=self._scaling.largest, names=self._settings.names)
+        self.check_weights(self._own_weights())
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
         return {"grad_norm": Common(norm), "lr": Common(lr)} | self._scaling.applied()
 
@@ -265,7 +265,7 @@ class DeepSpeedModule(TrainedModule):
 
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
         """Records the largest absolute entry of a gradient, which is not finite if any entry is not."""
-        size = largest_entry(gradient.detach()).float()
+        size = torch.linalg.vector_norm(gradient.detach().flatten(), math.inf).float()
         self._largest[name] = torch.maximum(size, self._largest[name]) if name in self._largest else size
 
     def _gradient_sizes(self) -> dict[str, float]:

@@ -21,7 +21,6 @@ from rollgrad.adapters.models.torch.muon import orthogonal
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, sleeping
 from rollgrad.adapters.models.torch.stored_state import StoredTensor, whole_tensor, write_state
 from rollgrad.adapters.models.torch.trained_module import Whole
-from rollgrad.adapters.models.torch.untrained_parameters import largest_entry
 
 
 class FSDPTrainedModule(MasterOptimizer):
@@ -129,7 +128,7 @@ class FSDPTrainedModule(MasterOptimizer):
         return math.sqrt(squared)
 
     def _gradient_sizes(self) -> dict[str, float]:
-        mine = [-1.0 if master.grad is None else float(largest_entry(master.grad)) for master in self._masters]
+        mine = [-1.0 if master.grad is None else _largest(master.grad) for master in self._masters]
         sizes = self._reduced(mine, distributed.ReduceOp.MAX)
         return {name: size for name, size in zip(self._names, sizes, strict=True) if size >= 0}
 
@@ -148,3 +147,8 @@ class FSDPTrainedModule(MasterOptimizer):
         distributed.all_reduce(values, op=operation)
         result: list[float] = values.tolist()
         return result
+
+
+def _largest(gradient: Tensor) -> float:
+    """Returns the largest absolute entry, 0 if this process has no rows of the parameter."""
+    return float(gradient.abs().max()) if gradient.numel() else 0.0

@@ -1,6 +1,5 @@
 """Loads transformers models for training, with errors a user can act on."""
 
-import logging
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,9 +18,6 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 LOADING = threading.RLock()
 """Lock of one load: transformers changes its own classes meanwhile, and two threads would leave them changed."""
-
-UNFOUNDED = "(between 0 and 31999), got 128002"
-"""End of a warning about the default settings of Idefics3 and SmolVLM, which transformers makes to load any others."""
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -273,15 +269,10 @@ def load_generation_settings(name_or_path: str) -> Any:
         return GenerationConfig.from_model_config(config)
 
 
-def _is_of_the_model(warning: logging.LogRecord) -> bool:
-    return UNFOUNDED not in warning.getMessage()
-
-
 def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) -> Any:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    logging.getLogger("transformers.configuration_utils").addFilter(_is_of_the_model)
     looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1
     path = Path(name_or_path).expanduser()
     if looks_local and "/" in name_or_path and not path.exists():

@@ -4,7 +4,6 @@ format, or at the lowest scale, the run ends.
 Does not own: the rule of the scale (`domain.control.loss_scale`), nor the gradients.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from attrs import asdict
 from torch import nn
 
-from rollgrad.adapters.models.torch.trained_module import SettingNames
 from rollgrad.domain.batches.metrics import Common, Count
 from rollgrad.domain.control.loss_scale import SMALLEST, LossScale
 from rollgrad.domain.errors import NonFiniteUpdateError
@@ -35,11 +33,6 @@ class Scaling:
         self._tells = tells
 
     @property
-    def largest(self) -> float:
-        """Largest absolute value of a weight: where float16 ends; without a scale there is no end."""
-        return torch.finfo(torch.float16).max if self.active else math.inf
-
-    @property
     def factor(self) -> float:
         """Factor by which the loss is multiplied and gradients are divided; 1 without a scale."""
         return self._scale.factor if self.active else 1.0
@@ -50,15 +43,15 @@ class Scaling:
         self._scale = self._scale.followed_by(overflow=False)
         return metrics
 
-    def skipped(self, step: int, norm: float, names: SettingNames) -> dict[str, float]:
+    def skipped(self, step: int, norm: float) -> dict[str, float]:
         """Records that the `step`-th step is skipped because its gradient norm `norm` is not finite; returns its
-        metrics. An error names the settings by `names`.
+        metrics.
 
         Raises:
             NonFiniteUpdateError: no smaller scale is left.
         """
         if self.factor <= SMALLEST:
-            advice = f"set {names.dtype} bfloat16, or" if self.active else f"lower {names.lr} or"
+            advice = "set --actor.dtype bfloat16, or" if self.active else "lower --actor.adam.lr or"
             format_ = " in float16, without a loss scale" if self.active else ""
             raise NonFiniteUpdateError(
                 f"The gradient norm of optimizer step {step} is {norm}{format_}; the step was not applied: {advice} "

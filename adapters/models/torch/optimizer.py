@@ -26,8 +26,8 @@ from rollgrad.adapters.models.torch.muon import (
 from rollgrad.adapters.models.torch.optimizer_state import check_state, moment_keys
 from rollgrad.adapters.models.torch.sleeping import SleepingTensors
 from rollgrad.adapters.models.torch.stored_state import StoredTensor, whole_tensor
-from rollgrad.adapters.models.torch.trained_module import FLAGS, SettingNames, TrainedModule, Whole, as_it_is
-from rollgrad.adapters.models.torch.untrained_parameters import GradientProof, largest_entry
+from rollgrad.adapters.models.torch.trained_module import TrainedModule, Whole, as_it_is
+from rollgrad.adapters.models.torch.untrained_parameters import GradientProof
 from rollgrad.adapters.models.torch.weight_shards import whole_shape
 from rollgrad.domain.batches.metrics import Common
 from rollgrad.domain.control.learning_rate import lr_factor
@@ -37,8 +37,7 @@ from rollgrad.domain.control.learning_rate import lr_factor
 class OptimizerSettings:
     """Learning rate (peak), AdamW's constants, schedule over `total_steps` optimizer steps, and the norm to clip at
     (0: never); with `muon`, hidden matrices are stepped by Muon, with `ema_beta` a moving average is kept,
-    which moves after every `ema_every` steps; `ema_saved` says whether it is written beside the model. Errors name the
-    settings by `names`."""
+    which moves after every `ema_every` steps; `ema_saved` says whether it is written beside the model."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
@@ -53,7 +52,6 @@ class OptimizerSettings:
     ema_beta: float | None = None
     ema_every: int = 1
     ema_saved: bool = True
-    names: SettingNames = FLAGS
 
 
 def stepping(
@@ -198,7 +196,7 @@ class MasterOptimizer(TrainedModule):
         lr = set_rates(self._stepping, self._settings, self.steps)
         if not math.isfinite(norm):
             self.clear()
-            return {"lr": Common(lr)} | self._scaling.skipped(self.steps, norm, self._settings.names)
+            return {"lr": Common(lr)} | self._scaling.skipped(self.steps, norm)
         if self._proof.under_way:
             self._proof.look(self._gradient_sizes())
         limit = self._settings.max_norm
@@ -211,7 +209,7 @@ class MasterOptimizer(TrainedModule):
         self.clear()
         self._publish()
         self.steps += 1
-        self.check_weights(self._masters, largest=self._scaling.largest, names=self._settings.names)
+        self.check_weights(self._masters)
         return {"grad_norm": Common(norm), "lr": Common(lr)} | self._scaling.applied()
 
     def use(self, settings: OptimizerSettings) -> None:
@@ -306,12 +304,13 @@ class MasterOptimizer(TrainedModule):
 
     def _gradient_sizes(self) -> dict[str, float]:
         """Returns the largest absolute entry of each scaled gradient."""
-        sizes = {
-            name: largest_entry(master.grad)
-            for name, master in zip(self._names, self._masters, strict=True)
-            if master.grad is not None
-        }
-        return dict(zip(sizes, torch.stack([*sizes.values()]).tolist(), strict=True)) if sizes else {}
+        names, gradients = [], []
+        for name, master in zip(self._names, self._masters, strict=True):
+            if master.grad is not None:
+                names.append(name)
+                gradients.append(master.grad)
+        sizes = torch._foreach_norm(gradients, math.inf) if gradients else ()
+        return dict(zip(names, map(float, sizes), strict=True))
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -15,7 +15,6 @@ from rollgrad.adapters.models.torch.gradients import accumulate_gradients
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.trained_module import FLAGS, SettingNames
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import Batch
 from rollgrad.domain.batches.passes import Passes
@@ -43,11 +42,10 @@ class TorchStepwisePolicy(TorchPolicy, StepwisePolicy):
     Args:
         model: as for `TorchPolicy`.
         tokenizer: saved beside it.
-        names: of what is set by those who ask for steps.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, names: SettingNames = FLAGS) -> None:
-        self._settings = OptimizerSettings(lr=0.0, names=names)
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._settings = OptimizerSettings(lr=0.0)
         self._optimizer: MasterOptimizer
         super().__init__(model, tokenizer, self._settings, optimize=self._optimize)
 

@@ -3,18 +3,15 @@
 Does not own: what a model computes, nor which samples a process gets.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from attrs import frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.stored_state import write_state
-from rollgrad.adapters.models.torch.untrained_parameters import largest_entry
 from rollgrad.domain.errors import ExplodedWeightsError
 
 LARGEST_NORM = 1e7
@@ -23,19 +20,6 @@ layer multiplies up to five (norm, gate, up, norm, down), and a product of five 
 
 Whole = Callable[[nn.Parameter], Tensor]
 """Function that returns a whole parameter, in the number format in which it computes."""
-
-
-@frozen(kw_only=True)
-class SettingNames:
-    """Names of what the caller sets, for errors."""
-
-    lr: str = "--actor.adam.lr"
-    dtype: str = "--actor.dtype"
-    resume: str = "--ckpt.resume"
-
-
-FLAGS = SettingNames()
-"""Those of the command line."""
 
 
 def as_it_is(parameter: nn.Parameter) -> Tensor:
@@ -88,31 +72,23 @@ class TrainedModule(Protocol):
         """
         ...
 
-    def check_weights(self, masters: Iterable[Tensor], *, largest: float, names: SettingNames) -> None:
+    def check_weights(self, masters: Iterable[Tensor]) -> None:
         """Checks the weights after a step, in all processes.
 
         Args:
             masters: the float32 weights, or this process's parts of them.
-            largest: absolute value of a weight in the number format that the module computes in.
-            names: for the error.
 
         Raises:
-            ExplodedWeightsError: in any process the norm of a tensor is above `LARGEST_NORM`, infinite or NaN, or a
-                weight is above `largest`.
+            ExplodedWeightsError: the norm of one, in any process, is above `LARGEST_NORM`, infinite or NaN.
         """
         own = [master.detach() for master in masters if master.numel()]
-        norms = torch.stack(torch._foreach_norm(own)).tolist() if own else []
-        fit = all(
-            # No weight is above its tensor's norm, which spares nearly all of them the second look.
-            norm <= LARGEST_NORM and (norm <= largest or float(largest_entry(master)) <= largest)
-            for master, norm in zip(own, norms, strict=True)
-        )
-        if not self.agree(fit):
-            above = "" if math.isinf(largest) else f", or a weight above {largest:g}, where float16 ends"
+        largest = float(torch.stack(torch._foreach_norm(own)).max()) if own else 0.0
+        if not self.agree(largest <= LARGEST_NORM):
             raise ExplodedWeightsError(
                 f"Optimizer step {self.steps} has made weights NaN, infinite or so large (a norm above "
-                f"{LARGEST_NORM:g}{above}) that nothing can be computed with them: lower the learning rate "
-                f"({names.lr}), with which {names.resume} continues from what was saved before."
+                f"{LARGEST_NORM:g}) that nothing can be computed with them: lower the learning rate "
+                "(--actor.adam.lr, --actor.muon.lr or --critic.adam.lr), with which --ckpt.resume continues from the "
+                "last training state."
             )
 
     def clear(self) -> None:

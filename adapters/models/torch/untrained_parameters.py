@@ -7,8 +7,6 @@ normal. Does not own: gradients that are not finite (`optimizer.py`).
 from collections.abc import Mapping, Sequence
 
 import structlog
-import torch
-from torch import Tensor
 
 from rollgrad.domain.errors import UntrainedParameterError
 
@@ -79,14 +77,6 @@ class GradientProof:
                 names=_listed(sorted(self._still)),
                 steps=STEPS,
             )
-
-
-def largest_entry(tensor: Tensor) -> Tensor:
-    """Returns the largest absolute value in a tensor: 0 if it is empty, NaN if it has one."""
-    if not tensor.numel():
-        return tensor.new_zeros(())
-    low, high = tensor.aminmax()  # on a CPU torch's infinity norm takes many times as long
-    return torch.maximum(high, -low)
 
 
 def may_lack_gradient(name: str) -> bool:

@@ -13,7 +13,6 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from rollgrad.application.gathering import gathered
 from rollgrad.domain.batches.datums import Datum, of_datums, pack_datums
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from rollgrad.domain.errors import EngineError
@@ -108,7 +107,7 @@ class Samplers:
             requests = [
                 GenerationRequest(prompt_token_ids=tuple(prompt), params=evolve(params, seed=seed)) for seed in seeds
             ]
-            generations = await gathered(map(sampler.engine.generate, requests))
+            generations = await asyncio.gather(*map(sampler.engine.generate, requests))
             logprobs_T = await asyncio.to_thread(prompt_logprobs, sampler.model, prompt) if scored else None
         return generations, logprobs_T
 

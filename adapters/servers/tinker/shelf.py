@@ -73,11 +73,8 @@ class Shelf:
                 place.rename(old)
             part.rename(place)
             shutil.rmtree(old, ignore_errors=True)
-        except (OSError, CheckpointError) as error:
-            shutil.rmtree(part, ignore_errors=True)  # what it takes of a full disk
-            raise CheckpointError(
-                f"The checkpoint cannot be written to {place} ({_reason(error)}): make room there."
-            ) from error
+        except OSError as error:
+            raise CheckpointError(f"The checkpoint cannot be written to {place} ({error}): make room there.") from error
         return f"tinker://{run}/{kind}/{name}"
 
     def snapshot(self, sampler: str, write: Callable[[Path], None]) -> Path:
@@ -90,11 +87,10 @@ class Shelf:
         try:
             place.mkdir(parents=True, exist_ok=True)
             write(place)
-        except (OSError, CheckpointError) as error:
-            shutil.rmtree(place, ignore_errors=True)
+        except OSError as error:
             raise CheckpointError(
-                f"The weights of the sampler cannot be written to {place} ({_reason(error)}): make room there, or "
-                "start the server with TMPDIR in a directory that has some."
+                f"The weights of the sampler cannot be written to {place} ({error}): make room there, or start the "
+                "server with TMPDIR in a directory that has some."
             ) from error
         return place
 
@@ -154,11 +150,6 @@ class Shelf:
             raise CheckpointError(
                 f"There is no {name} here ({type(error).__name__}): see {self._directory}."
             ) from error
-
-
-def _reason(error: Exception) -> str:
-    """Returns why files cannot be written, without the settings of training, of which clients have none."""
-    return str(error.__cause__ or error)
 
 
 def _folder(run: str) -> str:

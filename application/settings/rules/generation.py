@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rollgrad.application.settings.derived import first_change
 from rollgrad.application.settings.rules.cluster import engine_length_problems, server_problems
-from rollgrad.application.settings.rules.images import unkept_problems, unseen_problems
+from rollgrad.application.settings.rules.images import unkept_problems
 from rollgrad.application.settings.rules.inputs import (
     data_problems,
     model_problems,
@@ -32,7 +32,6 @@ def generation_errors(config: RLConfig) -> list[ConfigurationError]:
         yield server_problems(config)
         yield engine_length_problems(config, has_environment=False)
         yield data_problems(config)
-        yield unseen_problems(config)
         yield _single_replies(config)
 
     return broken_rules(config, rules, SAMPLED)

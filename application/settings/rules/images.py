@@ -6,7 +6,6 @@ from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraSync, ModelConfig
 from rollgrad.application.settings.sections.examples import RowsConfig
-from rollgrad.application.settings.sections.rollout import Engine
 
 
 def image_problems(config: RLConfig) -> Iterator[str]:
@@ -15,7 +14,6 @@ def image_problems(config: RLConfig) -> Iterator[str]:
     if key is None:
         return
     known = f"data.image_key is {key!r}, but "
-    yield from unseen_problems(config)
     yield from _divided_problems(known, config)
     if config.actor.lora.sync is LoraSync.ADAPTER:
         yield f"{known}vLLM computes no adapters beside images here: leave out --actor.lora.sync."
@@ -48,16 +46,6 @@ def _divided_problems(known: str, config: RLConfig | OfflineRun) -> Iterator[str
     for name in ("sequence_parallel_size", "tensor_parallel_size"):
         if config.cluster.enable and getattr(config.ds, name) > 1:
             yield f"{known}processes that share sequences or layers are given none: leave out --ds.{name}."
-
-
-def unseen_problems(config: RLConfig) -> Iterator[str]:
-    """Yields what samples without the images of its prompts."""
-    key = config.data.image_key
-    if key is not None and config.rollout.engine is Engine.SERVER:
-        yield (
-            f"data.image_key is {key!r}, but servers are given no images: set --rollout.engine embedded or "
-            "--rollout.engine vllm."
-        )
 
 
 def unkept_problems(config: RLConfig) -> Iterator[str]:

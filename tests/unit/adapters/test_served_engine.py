@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -22,6 +23,15 @@ from tests.fakes.model_server import ModelServer
 Serve = Callable[..., ModelServer]
 SECONDS = 60
 """After which a test has hung."""
+
+
+@pytest.fixture
+def held_port() -> Iterator[int]:
+    """A port that no other process is given, whether or not a server of the test listens there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does, which shares the port then
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 @pytest.fixture

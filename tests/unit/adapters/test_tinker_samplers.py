@@ -71,7 +71,6 @@ async def test_an_engine_falls_asleep_after_a_failure_too(samplers: Samplers, ma
     engine.fail_with = "out of memory"
     with pytest.raises(EngineError, match="out of memory"):
         await sample(samplers, "one", tokens=5, count=3)
-    assert engine.asleep, "a failed reply ends the others of its request"
     await sample(samplers, "one", tokens=20, count=1)
     assert engine.asleep
 

@@ -1,14 +1,12 @@
 """Every trained parameter is proven to get a gradient."""
 
-import math
-
 import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import nn
 
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.untrained_parameters import GradientProof, largest_entry
+from rollgrad.adapters.models.torch.untrained_parameters import GradientProof
 from rollgrad.domain.errors import UntrainedParameterError
 
 SETTINGS = OptimizerSettings(lr=0.1)
@@ -79,17 +77,6 @@ def test_nothing_is_told_twice_where_several_processes_see_the_same() -> None:
     assert not logs
     with pytest.raises(UntrainedParameterError, match=r"1 of 2 .*\(b\)"):
         proof.look({"a": 1.0})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_largest_entry_is_exact_and_shows_what_is_not_finite(dtype: torch.dtype) -> None:
-    entries = torch.randn(3, 5, dtype=dtype)
-    smallest = torch.tensor([0.0, -torch.finfo(dtype).smallest_normal], dtype=dtype)
-    for tensor in (entries, -entries, entries.T, smallest, torch.tensor(-2.0, dtype=dtype), entries[:0]):
-        expected = max([abs(float(entry)) for entry in tensor.flatten()], default=0.0)
-        assert float(largest_entry(tensor)) == expected
-    assert float(largest_entry(torch.tensor([1.0, -math.inf], dtype=dtype))) == math.inf
-    assert math.isnan(largest_entry(torch.tensor([1.0, math.nan, math.inf], dtype=dtype)))
 
 
 def test_an_expert_without_a_token_may_wait() -> None:

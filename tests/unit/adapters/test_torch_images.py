@@ -3,8 +3,6 @@
 import asyncio
 import copy
 import inspect
-import logging
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -19,7 +17,6 @@ from rollgrad.adapters.models.torch.attention import install_attention
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.image_check import check_images
 from rollgrad.adapters.models.torch.images import joined_tensors, placeholders
-from rollgrad.adapters.models.torch.loading import load_positions
 from rollgrad.application.episodes.ledger import TokenLedger
 from rollgrad.application.episodes.runtime import AgentRuntime
 from rollgrad.application.episodes.session import AgentSession
@@ -36,26 +33,6 @@ from tests.tiny_vision import ask, codec_of, picture, tiny_vlm
 
 EXACT = ("qwen2_5_vl", "qwen3_vl", "idefics3", "internvl", "llava_onevision", "gemma3")
 RED, BLUE, WIDE = picture((200, 0, 0)), picture((0, 0, 200)), picture((0, 150, 0), width=56, height=24)
-
-
-def test_transformers_warns_of_a_models_own_settings_alone(tmp_path: Path) -> None:
-    """Whenever it loads an Idefics3 or SmolVLM, it makes another one's settings, whose padding it finds wrong."""
-    from transformers import Idefics3Config
-    from transformers.utils.logging import warning_once
-
-    Idefics3Config(pad_token_id=None, text_config={"pad_token_id": 77, "vocab_size": 77}).save_pretrained(tmp_path)
-    warning_once.cache_clear()  # in this process it may have warned before
-    warnings = list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("transformers.configuration_utils")
-    logger.addHandler(handler)
-    try:
-        load_positions(str(tmp_path))
-    finally:
-        logger.removeHandler(handler)
-    assert len(warnings) == 1
-    assert "between 0 and 76), got 77" in warnings[0]
 
 
 def played(prompt: RenderedPrompt, *actions: list[int], group: int, sample: int = 0) -> Trajectory:

@@ -16,7 +16,7 @@ from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import ConfigurationError, RewardError
+from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.testing.agent_executor import FakeAgentExecutor, make_trajectory, reply_with_sample_id
 from rollgrad.testing.prompt_source import FakePromptSource
@@ -98,24 +98,6 @@ def test_over_sampling_keeps_the_rest_and_loses_nothing_at_the_end() -> None:
     assert [metrics["rollout/kept_for_next"] for _, metrics in taken] == [1, 3, 0]
     played = {request.prompt.text for request in executor.requests}
     assert played == {str(index) for index in range(10)}, "no prompt was played for nothing"
-
-
-async def test_an_error_while_groups_are_played_again_leaves_none_playing() -> None:
-    first = sampler(solved(), in_flight=5)
-    await first.take(3)
-    state = first.state_dict()
-    assert [kept["group"] for kept in state["kept"]] == [3, 4]
-
-    def play(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
-        raise ConfigurationError("too long")
-
-    executor = FakeAgentExecutor(play, delay=lambda request: 1 if request.group_id == 3 else 10_000)
-    resumed = sampler(executor, in_flight=5)
-    resumed.load_state_dict(state)
-    with pytest.raises(ConfigurationError, match="too long"):
-        await resumed.take(2)
-    assert {request.group_id for request in executor.requests} == {3, 4}
-    assert executor.in_flight == 0
 
 
 async def test_a_greedy_baseline_is_played_beside_the_samples() -> None:

@@ -8,7 +8,6 @@ from attrs import fields
 
 from rollgrad.application.settings.derived import longest_sequence, optimizer_steps_per_rollout
 from rollgrad.application.settings.rules import validate, validate_evaluation
-from rollgrad.application.settings.rules.generation import generation_errors
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import RouterReplay
@@ -637,9 +636,3 @@ def test_the_longest_sequence_follows_from_the_limits(
     settings: dict[str, Any], plays: bool, longest: int | None
 ) -> None:
     assert longest_sequence(configured(settings), plays=plays) == longest
-
-
-def test_an_engine_that_is_given_no_images_samples_no_replies_to_them() -> None:
-    config = RLConfig()
-    config.data.image_key, config.rollout.engine = "images", Engine.SERVER
-    assert any("servers are given no images" in str(error) for error in generation_errors(config))

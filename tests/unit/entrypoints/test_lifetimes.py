@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 from dependency_injector import containers, providers
-from structlog.testing import capture_logs
 
 from rollgrad.adapters.models.torch import allocator
 from rollgrad.domain.errors import EngineError
@@ -93,22 +92,6 @@ async def test_one_that_cannot_be_closed_leaves_none_open() -> None:
     with pytest.raises(OSError, match="broken"):
         shut_down(things)
     assert CLOSED == ["broken server", "broken", "processes"]
-
-
-async def test_one_that_cannot_be_closed_leaves_no_other_of_the_loop_open_and_hides_no_error_of_the_work() -> None:
-    things = Things()
-    for name in ("model", "server", "unused_server"):
-        getattr(things, name).override(LoopResource(InLoop, name, fails=True))
-
-    async def failing() -> None:
-        things.unused_server()
-        await use(things)
-        raise ArithmeticError
-
-    with capture_logs() as logs, pytest.raises(ArithmeticError):
-        await closing(failing(), things)
-    assert sorted(CLOSED) == ["model", "server", "unused_server"]
-    assert sorted(log["reason"] for log in logs) == ["OSError: model", "OSError: server", "OSError: unused_server"]
 
 
 @pytest.mark.parametrize("kind", [AtEnd, InLoop])
