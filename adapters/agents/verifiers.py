@@ -36,7 +36,7 @@ START_SECONDS = 600.0
 """Longest time for loading an environment, which may download its rows."""
 END_SECONDS = verifiers_worker.END_SECONDS + 5.0
 """Seconds that the process has to end, which ends itself where the environment does not, before it is killed."""
-QUIET_SECONDS = 5.0
+QUIET_SECONDS = 10.0
 """Seconds after which the log says what is waited for, and a process that has loaded nothing is killed."""
 POLL_SECONDS = 0.1
 """Seconds between polls for the end of the process, whose children may hold its outputs open."""
@@ -206,7 +206,7 @@ class _Worker:
         process.stdin.close()
         _, ends = await asyncio.wait([ending], timeout=QUIET_SECONDS)
         if ends and failure is None:
-            log.info("the environment tears down: it may delete sandboxes", killed_after_seconds=END_SECONDS)
+            log.info("waiting for the environment to tear down", killed_after_seconds=END_SECONDS)
             _, ends = await asyncio.wait(ends, timeout=END_SECONDS - QUIET_SECONDS)
         if ends:  # else another process may have its number by now
             kill_group(process.pid)

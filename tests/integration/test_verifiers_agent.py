@@ -438,7 +438,7 @@ async def test_an_environment_has_time_to_tear_down(put: Any, tmp_path: Path, mo
     with capture_logs() as logs:
         await agent.aclose()
     assert (tmp_path / "torn down").exists()
-    assert [entry["event"] for entry in logs] == ["the environment tears down: it may delete sandboxes"]
+    assert [entry["event"] for entry in logs] == ["waiting for the environment to tear down"]
     with capture_logs() as logs:
         agent = VerifiersAgent("toy-old", env_args={"forever": True})
         starting = asyncio.create_task(agent._started())
