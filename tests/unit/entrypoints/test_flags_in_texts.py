@@ -62,6 +62,7 @@ FOREIGN = {
     ),  # vLLM
     *("no-enable-chunked-prefill", "max-num-batched-tokens", "kv-cache-memory-bytes"),
     *("query-gpu", "format"),  # nvidia-smi
+    *("variant", "include"),  # debootstrap
     *("shots", "seconds", "lora-rank", "smoke", "rows", "longest", "pairs"),  # the benchmarks, by tyro
     *("ink", "soft", "line", "ground", "card"),  # names of colours in a style sheet
 }
