@@ -256,7 +256,11 @@ def counts(mask_N: Tensor, lengths_S: Tensor) -> Tensor:
 def nonzero(values_N: Tensor, lengths_S: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the indices of the tokens of the mask whose value is not 0, such as the ends of turns that were rewarded,
     and the sequence of each. It costs little where these are few."""
-    index = ((values_N != 0) & mask_N).nonzero()[:, 0]
+    if values_N.device.type == "cpu":  # where numpy takes a quarter of the time
+        index = torch.from_numpy((values_N.numpy() != 0).nonzero()[0])
+    else:
+        index = values_N.nonzero()[:, 0]
+    index = index[mask_N[index]]
     return index, torch.searchsorted(lengths_S.cumsum(0), index, right=True)
 
 

@@ -93,19 +93,20 @@ def micro_batches(pieces: Sequence[Piece], max_tokens: int, passes: int = 0) -> 
     """Divides pieces into consecutive runs of at most `max_tokens` distinct tokens: no more than needed, or than
     `passes`, and of similar size. A longer piece is a run of its own. A group that has room in a run of its own is cut
     only if what is then computed twice is little to the room that is filled."""
-    runs = _runs(pieces, max_tokens)
-    most, work = max(len(runs), passes), sum(map(distinct_tokens, runs))
+    groups = [_Neighbours.of(group) for group in _groups(pieces)]
+    runs, work = _runs(groups, max_tokens)
+    most = max(len(runs), passes)
     if most <= 1:
         return runs
     low, high = max(1, min(max_tokens, -(-work // max(1, most)))), max_tokens
     while low < high:  # the smallest cap that needs no more runs, nor more work, balances them
         middle = (low + high) // 2
-        found = _runs(pieces, middle)
-        if len(found) <= most and sum(map(distinct_tokens, found)) <= work:
+        found, computed = _runs(groups, middle)
+        if len(found) <= most and computed <= work:
             high = middle
         else:
             low = middle + 1
-    return _runs(pieces, low)
+    return _runs(groups, low)[0]
 
 
 def distinct_tokens(run: Sequence[Piece]) -> int:
@@ -114,22 +115,44 @@ def distinct_tokens(run: Sequence[Piece]) -> int:
     return sum(piece.tokens for piece in run) - joined
 
 
-def _runs(pieces: Sequence[Piece], cap: int) -> list[list[Piece]]:
+@frozen
+class _Neighbours:
+    """The pieces of a group in a row, the prefix that they share, and their distinct and repeated tokens together."""
+
+    pieces: list[Piece]
+    shared: int
+    tokens: int
+    repeated: int
+
+    @classmethod
+    def of(cls, group: list[Piece]) -> "_Neighbours":
+        """Counts a group's tokens, once for all caps that are tried."""
+        return cls(group, group[0].shared, distinct_tokens(group), sum(piece.repeated for piece in group))
+
+
+def _runs(groups: Sequence[_Neighbours], cap: int) -> tuple[list[list[Piece]], int]:
+    """Returns runs of at most `cap` distinct tokens, and the distinct tokens of all of them."""
     runs: list[list[Piece]] = []
-    tokens, repeated = cap, 0
-    for group in _groups(pieces):
-        shared, needed = group[0].shared, distinct_tokens(group)
-        whole = tokens + needed <= cap and repeated + sum(p.repeated for p in group) <= REPEATS * cap
-        begins = not whole and shared * PASS_SHARE > cap - tokens
-        for number, piece in enumerate(group):
+    tokens, repeated, work = cap, 0, 0
+    most_repeated = REPEATS * cap
+    for group in groups:
+        shared = group.shared
+        if tokens + group.tokens <= cap and repeated + group.repeated <= most_repeated:
+            runs[-1].extend(group.pieces)
+            tokens, repeated, work = tokens + group.tokens, repeated + group.repeated, work + group.tokens
+            continue
+        begins = shared * PASS_SHARE > cap - tokens
+        for number, piece in enumerate(group.pieces):
             more = piece.tokens - (shared if number and not begins else 0)
-            if runs and not begins and tokens + more <= cap and repeated + piece.repeated <= REPEATS * cap:
+            if runs and not begins and tokens + more <= cap and repeated + piece.repeated <= most_repeated:
                 runs[-1].append(piece)
                 tokens, repeated = tokens + more, repeated + piece.repeated
             else:
                 runs.append([piece])
-                tokens, repeated, begins = piece.tokens, piece.repeated, False
-    return runs
+                more = piece.tokens
+                tokens, repeated, begins = more, piece.repeated, False
+            work += more
+    return runs, work
 
 
 def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
