@@ -13,6 +13,12 @@ from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 CONNECT_SECONDS = 60
 """Longest wait for a cluster's answer."""
 
+VARIABLES = {
+    "RAY_worker_niceness": "0",  # Ray would lower the priority of training
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # hides all GPUs from processes that have none
+}
+"""Environment variables of the processes of a cluster that is started here."""
+
 STARTS = 3
 """Attempts to start a cluster here: Ray gives up after 30 seconds, which may be too few on a busy machine."""
 
@@ -62,8 +68,8 @@ class RaySession:
         self._owned = not ray.is_initialized()
         if not self._owned:
             return
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower the priority of training
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # hide all GPUs from processes that have none
+        for name, value in VARIABLES.items():
+            os.environ.setdefault(name, value)
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address is None:
             settings |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}

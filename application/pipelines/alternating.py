@@ -17,7 +17,7 @@ from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
 
 class Resting(Protocol):
-    """A trained model whose optimizer's memory others can have between updates."""
+    """Memory that engines can have between updates, such as that of a trained model's optimizer."""
 
     def sleep(self) -> None:
         """Leaves the memory to others, until the next update."""
@@ -30,9 +30,9 @@ class Alternating(StepSource[RolloutGroup]):
     Args:
         learner: learns from groups.
         sampler: plays the groups of each step.
-        sleeper: the engine, if it is to sleep while models train (a hybrid engine, or one whose weights are the
+        sleeper: the engine, if it is to sleep while models train (one on their GPUs, or one whose weights are the
             trainer's own tensors), or None.
-        resting: models whose optimizers leave their memory to the engine while it samples.
+        resting: memory that is left to the engine while it samples.
         steps: number of steps of the whole run; no prompts are played for later ones.
         clock: measures.
     """
@@ -89,8 +89,8 @@ class Alternating(StepSource[RolloutGroup]):
         return StepReport(metrics=metrics, samples=groups, ended_by=ended_by)
 
     async def _hand_over(self, version: int) -> dict[str, float]:
-        for model in self._resting:
-            await asyncio.to_thread(model.sleep)
+        for memory in self._resting:
+            await asyncio.to_thread(memory.sleep)
         if self._sleeper is None:
             return await self._learner.push(version)
         try:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from attrs import evolve, frozen
 
 from rollgrad.application.settings.derived import divides_reward, longest_sample, ranks
+from rollgrad.application.settings.engine_memory import engine_share, engines_sleep
 from rollgrad.application.settings.memory_plan_passes import (
     FLOAT32_BYTES,
     MIB,
@@ -327,10 +328,10 @@ def _engine(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Ma
     weights = shape.parameters * compute_bytes
     overlaps = config.train.async_enable
     if config.rollout.engine is Engine.VLLM:
-        sleeps = bool(machine.gpu) and config.train.colocate_all
+        sleeps = bool(machine.gpu) and engines_sleep(config)
         width = config.vllm.gpus_per_engine
         weights = math.ceil(weights / width)
-        share = int(config.vllm.gpu_memory_utilization * machine.gpu)
+        share = int(engine_share(config) * machine.gpu)
         return evolve(
             _where(config, "engines"),
             weights=weights,

@@ -31,6 +31,7 @@ from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.resuming import ContinuingEngine
 from rollgrad.application.settings.derived import longest_sequence
+from rollgrad.application.settings.engine_memory import engine_share, engines_sleep
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraSync, RouterReplay
 from rollgrad.application.settings.sections.rollout import Engine
@@ -114,7 +115,7 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) 
         "max_batch_size": config.rollout.max_batch_size,
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
         "pipeline_parallel_size": config.vllm.pipeline_parallel_size,
-        "memory_fraction": config.vllm.gpu_memory_utilization,
+        "memory_fraction": engine_share(config),
         "sync_backend": sync_backend(config, gpus=gpus),
         "lora": config.actor.lora if config.actor.lora.sync is LoraSync.ADAPTER else None,
         "sleep_level": sleep_level(config),
@@ -125,7 +126,7 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) 
 def sleep_level(config: RLConfig) -> int:
     """Returns vLLM's level of sleep: 0 where it never sleeps, 1 where its weights outlast it, because a push brings the
     adapter alone, else 2, because a push of all weights follows."""
-    if not config.train.colocate_all:
+    if not engines_sleep(config):
         return 0
     return 1 if config.actor.lora.sync is LoraSync.ADAPTER else 2
 
@@ -196,7 +197,7 @@ def sleeper_kind(config: RLConfig) -> str:
     """Returns the kind of sleeper: whether the engine gives its memory to the models that train, where rollouts and
     updates take turns on one device."""
     in_process = config.rollout.engine is Engine.EMBEDDED and engine_model_kind(config) == "shared"
-    return "engine" if in_process or config.train.colocate_all else "none"
+    return "engine" if in_process or config.train.colocate_all or engines_sleep(config) else "none"
 
 
 def channel_kind(config: RLConfig) -> str:

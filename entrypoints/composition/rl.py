@@ -10,6 +10,7 @@ from typing import Any
 from dependency_injector import providers
 
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
+from rollgrad.adapters.models.torch.allocator import FreedGPUMemory
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.rewards.none import NoReward
@@ -34,6 +35,7 @@ from rollgrad.application.settings.derived import (
     tokens_per_pass,
     tokens_per_scoring_pass,
 )
+from rollgrad.application.settings.engine_memory import engines_sleep
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import RouterReplay
 from rollgrad.application.settings.sections.rollout import Engine
@@ -133,9 +135,11 @@ def optimizer_steps(config: RLConfig, rollouts: int) -> int:
     return rollouts * optimizer_steps_per_rollout(config)
 
 
-def resting_models(train: TrainConfig, policy: Any, critic: Any) -> list[Any]:
-    """Returns the models whose optimizers sleep while engines sample."""
-    return [model for model in (policy, critic) if model is not None] if train.optimizer_sleeps else []
+def resting(config: RLConfig, policy: Any, critic: Any) -> list[Any]:
+    """Returns what leaves memory to engines that wake: the optimizers of models, if they sleep, and what this process
+    has freed of the GPU that it shares with an engine."""
+    models = [model for model in (policy, critic) if model is not None] if config.train.optimizer_sleeps else []
+    return models if config.cluster.enable or not engines_sleep(config) else [*models, FreedGPUMemory()]
 
 
 class RLContainer(EngineContainer):
@@ -335,7 +339,7 @@ class RLContainer(EngineContainer):
             sleeper=base.sleeper,
             steps=rollouts,
             clock=base.clock,
-            resting=providers.Callable(resting_models, base.config.provided.train, base.policy, critic),
+            resting=providers.Callable(resting, base.config, base.policy, critic),
         ),
         overlapping=providers.Singleton(
             Overlapping,

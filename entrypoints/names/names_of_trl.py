@@ -98,7 +98,7 @@ TRL: Mapping[str, str] = {
     **alike("vllm_server_host vllm_server_port vllm_group_port", SERVER),
     **alike("vllm_server_timeout", "a server that does not answer is left out until it does."),
     **alike("vllm_model_impl ds3_gather_for_generation", "engines load the model as they need it."),
-    "vllm_enable_sleep_mode": "with --train.colocate_all engines sleep while models train.",
+    "vllm_enable_sleep_mode": "engines on the GPUs of models sleep while these train.",
     "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
     "vllm_max_model_length": "vllm.max_model_len",
     "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",

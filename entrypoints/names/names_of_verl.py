@@ -113,7 +113,7 @@ VERL: Mapping[str, str] = {
         MICRO_BATCHES,
     ),
     **alike("actor_rollout_ref.rollout.enforce_eager actor_rollout_ref.rollout.enable_chunked_prefill", KERNELS),
-    "actor_rollout_ref.rollout.free_cache_engine": "with --train.colocate_all engines sleep while models train.",
+    "actor_rollout_ref.rollout.free_cache_engine": "engines on the GPUs of models sleep while these train.",
     **alike(
         "actor_rollout_ref.rollout.load_format actor_rollout_ref.rollout.ignore_eos",
         "engines load and stop by themselves.",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollgrad.adapters.ray.session import VARIABLES
 from tests.scripts import QUIET, RAY_MODULES, ScriptHost
 
 NEEDS = {
@@ -24,7 +25,8 @@ NEEDS = {
     "test_tensor_parallel.py": ("deepspeed", "ray"),
 }
 
-os.environ.setdefault("RAY_worker_niceness", "0")  # as `RaySession` does, for clusters that tests start themselves
+for name, value in VARIABLES.items():  # as `RaySession` does, for clusters that tests start themselves
+    os.environ.setdefault(name, value)
 # Nothing is compiled, and DeepSpeed would load the compiler in each of its processes.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 

@@ -28,10 +28,19 @@ def keep_freed_memory() -> None:
 def give_back_freed_memory(*, of_gpu: bool = True) -> None:
     """Returns freed memory to the GPU, if `of_gpu`, and to the system, for other processes: an engine that wakes in a
     GPU's memory takes what was free when it started. Systems other than Linux get none back."""
-    if of_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+    if of_gpu:
+        FreedGPUMemory().sleep()
     if (malloc_trim := _glibc_function("malloc_trim")) is not None:
         malloc_trim(0)
+
+
+class FreedGPUMemory:
+    """Memory of a GPU that this process has freed, and that torch keeps for it."""
+
+    def sleep(self) -> None:
+        """Gives it to other processes; does nothing where no GPU was used."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
 
 
 def _glibc_function(function: str) -> Any:

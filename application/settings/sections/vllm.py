@@ -41,8 +41,11 @@ class VLLMConfig:
         "models that these GPUs do not hold, or that do not divide by more.",
         COUNT,
     )
-    gpu_memory_utilization: float = setting(
-        0.9, "Share of a GPU's memory that an engine may take; lower it where models share the GPU.", SOME_SHARE
+    gpu_memory_utilization: float | None = setting(
+        None,
+        "Share of a GPU's memory that an engine takes; default: 0.9, and 0.5 where a model that trains is on the same "
+        "GPU (in a run of one process, and with train.colocate_all).",
+        SOME_SHARE,
     )
     max_model_len: int | None = setting(
         None,

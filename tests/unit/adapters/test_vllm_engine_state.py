@@ -14,6 +14,7 @@ from rollgrad.adapters.engines.vllm.engine import CoreEngine
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraSync
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import DataError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
@@ -201,17 +202,20 @@ async def test_vllm_sleeps_as_deep_as_it_is_told(level: int, keeps_weights: bool
 
 
 @pytest.mark.parametrize(
-    ("together", "sync", "level"),
+    ("cluster", "together", "sync", "level"),
     [
-        (False, LoraSync.MERGED, 0),
-        (True, LoraSync.MERGED, 2),
-        (True, LoraSync.ADAPTER, 1),
-        (False, LoraSync.ADAPTER, 0),
+        (True, False, LoraSync.MERGED, 0),
+        (True, True, LoraSync.MERGED, 2),
+        (True, True, LoraSync.ADAPTER, 1),
+        (True, False, LoraSync.ADAPTER, 0),
+        (False, False, LoraSync.MERGED, 2),
+        (False, False, LoraSync.ADAPTER, 1),
     ],
 )
 def test_engines_sleep_where_models_take_turns_and_keep_what_no_push_brings(
-    together: bool, sync: LoraSync, level: int
+    cluster: bool, together: bool, sync: LoraSync, level: int
 ) -> None:
     config = RLConfig()
+    config.rollout.engine, config.cluster.enable = Engine.VLLM, cluster
     config.train.colocate_all, config.actor.lora.sync = together, sync
     assert sleep_level(config) == level

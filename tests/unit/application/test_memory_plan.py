@@ -432,7 +432,7 @@ def test_vllm_takes_its_share_of_a_gpu() -> None:
 
 def test_who_shares_a_gpu_is_added_up() -> None:
     config = cluster_config()
-    config.algo.kl.init_coef = 0.1
+    config.algo.kl.init_coef, config.vllm.gpu_memory_utilization = 0.1, 0.9
     rows = plan(config, GPU)
     actor, reference, engines = (rows[role] for role in ("actor", "reference", "engines"))
     apart = {"a GPU of actor": actor.total, "a GPU of reference": reference.total, "a GPU of engines": engines.total}
