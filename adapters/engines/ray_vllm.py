@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from rollgrad.adapters.ray.session import ray_module
+from rollgrad.adapters.ray.session import ray_module, show_gpus
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver
 from rollgrad.adapters.weights.shared_buckets import SharedMemory
@@ -34,8 +34,10 @@ class EngineHost:
     _engine: Any = None
     _memory: SharedMemory
 
-    async def start(self, settings: Mapping[str, Any]) -> tuple[int | None, str]:
-        """Starts vLLM, which blocks the actor; returns its largest number of tokens, and Ray's id of the machine."""
+    async def start(self, settings: Mapping[str, Any], devices: Sequence[str]) -> tuple[int | None, str]:
+        """Starts vLLM on the GPUs `devices`, or those that Ray gave the actor, which it blocks; returns its largest
+        number of tokens, and Ray's id of the machine."""
+        show_gpus(devices)  # vLLM's worker of rank r takes the r-th
         gc.disable()  # as in `RankWorker`
         try:
             from rollgrad.adapters.engines.vllm.engine import VLLMEngine
@@ -95,14 +97,23 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
         settings: arguments of `VLLMEngine`.
         options: of the actor, as Ray calls them: `num_cpus` (1 unless said), `num_gpus` (as many as the model is split
             over), `scheduling_strategy`.
+        devices: ids of the GPUs that the model is split over, if these are not those that Ray gives the actor.
 
     Raises:
         MissingExtraError: Ray is not installed.
     """
 
-    def __init__(self, number: int, settings: Mapping[str, Any], *, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        number: int,
+        settings: Mapping[str, Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        devices: Sequence[str] = (),
+    ) -> None:
         self._name = f"rollgrad-engine-{number}"
         self._settings = dict(settings)
+        self._devices = devices
         self._options = {"num_cpus": 1, **(options or {})}
         self.max_tokens: int | None = None
         """Tokens of a prompt and its reply at most, once it is ready."""
@@ -121,7 +132,7 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
         Raises:
             EngineError: it did not start.
         """
-        started = await self._await("starting", self._actor.handle.start.remote(self._settings))
+        started = await self._await("starting", self._actor.handle.start.remote(self._settings, self._devices))
         self.max_tokens, machine = started
         self._near = machine == _machine()
 
@@ -253,14 +264,28 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
 
 
 async def start_engines(
-    count: int, settings: Mapping[str, Any], *, options: Sequence[Mapping[str, Any]] = (), seconds: float = 600.0
+    count: int,
+    settings: Mapping[str, Any],
+    *,
+    options: Sequence[Mapping[str, Any]] = (),
+    devices: Sequence[Sequence[str]] = (),
+    seconds: float = 600.0,
 ) -> list[RayVLLMEngine]:
-    """Starts engines at the same time, and waits until they are ready; `options` has those of each, or nothing.
+    """Starts engines at the same time, and waits until they are ready; `options` and `devices` have those of each, or
+    nothing.
 
     Raises:
         EngineError: one of them did not start within `seconds`; then all are ended.
     """
-    engines = [RayVLLMEngine(number, settings, options=options[number] if options else None) for number in range(count)]
+    engines = [
+        RayVLLMEngine(
+            number,
+            settings,
+            options=options[number] if options else None,
+            devices=devices[number] if devices else (),
+        )
+        for number in range(count)
+    ]
     try:
         with waiting_for(f"{count} vLLM {'engine' if count == 1 else 'engines'} to start", deadline=seconds):
             async with asyncio.timeout(seconds):

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollgrad.adapters.system.python_file import USER_MODULE
@@ -41,6 +41,20 @@ def ray_module() -> Any:
 def cluster_has_gpus() -> bool:
     """Returns whether any machine of the cluster that this process has joined has a GPU."""
     return bool(ray_module().cluster_resources().get("GPU", 0))
+
+
+def own_gpus() -> list[str]:
+    """Returns the ids of the GPUs that Ray has given this process, in the order of their numbers."""
+    devices = ray_module().get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return sorted(devices, key=lambda device: (len(device), device))
+
+
+def show_gpus(devices: Sequence[str] = ()) -> None:
+    """Makes this process see the GPUs of these ids alone, without any those that Ray has given it; before the first
+    call of CUDA. Ray does so itself, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set, as other trainers want
+    it: each process would then see all GPUs of its machine, and take the first."""
+    if devices := devices or own_gpus():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
 
 
 def send_users_classes_whole(cloudpickle: Any) -> None:

@@ -1,8 +1,8 @@
 """Weights within a GPU's memory, for engines on the trainer's own GPUs: vLLM's own backend `ipc`.
 
-Every process of the policy that shares its GPU with an engine packs all weights into a bucket of that GPU's memory, and
-the engine's worker maps it by a handle. Each GPU has one bucket, which is written again when all engines have copied
-it.
+Every process of the policy that shares its GPU with an engine, or with a part of one, packs all weights into a bucket
+of that GPU's memory; the engine's worker there maps it by a handle and takes its part of each weight. Each GPU has one
+bucket, which is written again when all engines have copied it.
 """
 
 import base64
@@ -21,11 +21,13 @@ Handles = dict[str, tuple[Any, ...]]
 """Arguments by GPU id, from which `torch.multiprocessing` rebuilds a tensor in that GPU's memory."""
 
 
-def cuda_ipc(policy: PolicyModel, engines: Sequence[Life], version: int) -> WeightStream:
-    """Implements `Backend`; engine k shares its GPU with the policy's process k."""
+def cuda_ipc(policy: PolicyModel, engines: Sequence[Life], version: int, *, workers: int = 1) -> WeightStream:
+    """Implements `Backend`; the `workers` processes of engine k share their GPUs with as many of the policy's, those
+    from `k * workers` on."""
+    ranks = [rank for number, _ in engines for rank in range(number * workers, (number + 1) * workers)]
 
     def updates() -> Generator[Update]:
-        for messages in sent(policy, exported, ranks=[number for number, _ in engines]):
+        for messages in sent(policy, exported, ranks=ranks):
             yield packed_update(messages)
 
     return WeightStream(infos=[{"packed": True}] * len(engines), updates=updates(), ahead=False)

@@ -155,7 +155,15 @@ def places(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[Place]:
 
 
 def shortages(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[str]:
-    """A sentence for each place where the run does not fit."""
+    """A sentence for each place where the run does not fit, and of engines that the share which vLLM may take of a GPU
+    does not hold."""
+    for row in rows:
+        if row.role == "engines" and machine.gpu and row.weights and not row.passes:
+            yield (
+                f"This may not fit: an engine's weights take {row.weights / MIB:,.0f} MiB of a GPU, which "
+                "vllm.gpu_memory_utilization does not leave it, with room for keys and values: raise "
+                "--vllm.gpu_memory_utilization, or divide the model over more GPUs (--vllm.tensor_parallel_size)."
+            )
     for place in places(rows, machine):
         if place.held > place.available:
             yield (

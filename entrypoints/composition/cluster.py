@@ -133,6 +133,10 @@ def neighbours(role: str, processes: Mapping[str, int], colocated: Sequence[Abst
     return sorted(name for name in sharing if processes[name])
 
 
+DIVIDED = frozenset({"actor", "critic", "reference"})
+"""Roles of which neighbouring processes may share sequences or layers."""
+
+
 @frozen
 class Role:
     """The number of a role's processes in the cluster, and of those on one machine."""
@@ -166,7 +170,8 @@ class Cluster:
         self._roles = roles
         self._processes = {name: role.processes for name, role in roles.items()}
         self._colocated = colocated
-        self._session = RaySession(config.cluster.address, cpus=sum(self._processes.values()))
+        cpus = sum(count * self._gpus_of(name) for name, count in self._processes.items())
+        self._session = RaySession(config.cluster.address, cpus=cpus)
         self.gpus = torch.cuda.is_available() or cluster_has_gpus()
         """Whether the cluster has GPUs."""
         self._placements: dict[str, Placement] = {}
@@ -206,9 +211,13 @@ class Cluster:
         models train."""
         at_once = self._processes["engines"] + (self._processes["actor"] if beside_training else 0)
         threads = _threads_each(at_once)  # Ray would give each as many as it has CPUs reserved
-        options = [slot.options() for slot in self._slots("engines", self._processes["engines"])]
+        slots = self._slots("engines")
         engines = start_engines(
-            len(options), {**settings, "threads": threads}, options=options, seconds=self._config.cluster.timeout
+            len(slots),
+            {**settings, "threads": threads},
+            options=[slot.options() for slot in slots],
+            devices=[slot.devices for slot in slots],
+            seconds=self._config.cluster.timeout,
         )
         self._engines = run_to_end(engines)
         return EngineFleet(self._engines)
@@ -258,7 +267,7 @@ class Cluster:
         config, role = self._config, self._roles[name]
         group = WorkerGroup(
             name,
-            self._slots(name, role.processes),
+            self._slots(name),
             threads=_threads_each(role.on_a_machine),
             timeout=config.cluster.timeout,
             start=STARTS[config.cluster.strategy],
@@ -267,23 +276,33 @@ class Cluster:
         group.build(make, *arguments)
         return group
 
-    def _slots(self, role: str, size: int) -> list[Slot]:
-        """Returns the places of a role's processes: on bundles of their own, or on bundles that several roles share."""
+    def _slots(self, role: str) -> list[Slot]:
+        """Returns the places of a role's processes: on bundles of their own, or on bundles that several roles share.
+
+        An engine over several GPUs has a bundle with all of them for itself; of bundles with one GPU each, which it
+        shares, it takes as many neighbours.
+        """
         sharing = neighbours(role, self._processes, self._colocated)
-        name = " and ".join(sharing)
+        name, size = " and ".join(sharing), self._processes[role]
+        bundles = {each: self._gpus_of(each) if len(sharing) > 1 else 1 for each in sharing}
         if name not in self._placements:
-            gpus = float(self.gpus)
-            if role == "engines":
-                gpus *= self._config.vllm.gpus_per_engine
             self._placements[name] = Placement(
                 name,
-                max(self._processes[each] for each in sharing),
-                gpus=gpus,
-                here=int("actor" in sharing),  # its first process sends weights through shared memory
+                max(self._processes[each] * bundles[each] for each in sharing),
+                gpus=float(self.gpus) * self._gpus_of(role) / bundles[role],
+                # The actor's first process sends weights through shared memory, also to the engine that has its GPU.
+                here=max(bundles.values()) if "actor" in sharing else 0,
                 shared=len(sharing) > 1,
                 timeout=self._config.cluster.timeout,
             )
-        return [self._placements[name].slot(index) for index in range(size)]
+        placement = self._placements[name]
+        if role in DIVIDED and any(placement.spread(first, self._width) > 1 for first in range(0, size, self._width)):
+            log.warning("processes that share sequences or layers are on several machines", role=role, of=self._width)
+        return [placement.joint_slot(index * bundles[role], bundles[role]) for index in range(size)]
+
+    def _gpus_of(self, role: str) -> int:
+        """Returns the number of GPUs of each process of a role, where there are any."""
+        return int(self._config.vllm.gpus_per_engine) if role == "engines" else 1
 
 
 def _threads_each(processes: int) -> int:

@@ -272,7 +272,7 @@ class EngineContainer(BaseContainer):
         adapter=providers.Object(shared_memory_adapter),
         shared_memory=providers.Object(shared_memory),
         nccl=providers.Singleton(NCCLBackend, base.config.provided.vllm.gpus_per_engine),
-        cuda_ipc=providers.Object(cuda_ipc),
+        cuda_ipc=providers.Callable(partial, cuda_ipc, workers=base.config.provided.vllm.gpus_per_engine),
         disk=providers.Singleton(Disk, providers.Callable(weights_directory, base.config)),
     )
     channel = providers.Selector(

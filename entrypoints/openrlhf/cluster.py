@@ -47,7 +47,7 @@ def translate_cluster(draft: RLDraft) -> None:
             draft.set("cluster.address", "auto")
         _processes(draft)
         together = _sharing(draft)
-        _engines(draft, together=together)
+        _engines(draft)
         _transfer(draft)
         translate_zero(draft)
     else:
@@ -115,14 +115,10 @@ def _sharing(draft: RLDraft) -> bool:
     return together
 
 
-def _engines(draft: RLDraft, *, together: bool) -> None:
-    """Translates the settings of vLLM's engines; `together` with models they have one GPU each."""
-    engines, size = draft.value("vllm.num_engines", 1), draft.value("vllm.tensor_parallel_size", 1)
-    if together and size > 1:
-        engines, size = engines * size, 1
-        draft.change("vllm.tensor_parallel_size", f"{engines} engines of one GPU each, for they share GPUs with models")
-    draft.set("vllm.num_engines", engines)
-    draft.set("vllm.tensor_parallel_size", size)
+def _engines(draft: RLDraft) -> None:
+    """Translates the settings of vLLM's engines."""
+    draft.set("vllm.num_engines", draft.value("vllm.num_engines", 1))
+    draft.set("vllm.tensor_parallel_size", draft.value("vllm.tensor_parallel_size", 1))
     draft.set("vllm.gpu_memory_utilization", draft.value("vllm.gpu_memory_utilization", GPU_MEMORY))
     if draft.asks("vllm.enforce_eager"):
         draft.set("vllm.extra.enforce_eager", True)

@@ -80,13 +80,16 @@ def _engines(draft: Draft) -> None:
     draft.set("vllm.gpu_memory_utilization", draft.value("vllm_gpu_memory_utilization", GPU_MEMORY))
     if "vllm_max_model_length" in draft.options:
         draft.set("vllm.max_model_len", draft.value("vllm_max_model_length"))
-    processes = draft.value("num_processes")
+    processes, size = draft.value("num_processes"), draft.value("vllm_tensor_parallel_size", 1)
+    draft.set("vllm.tensor_parallel_size", size)
     if processes > 1:
+        if size < 1 or processes % size:
+            raise ConfigurationError(
+                f"--vllm_tensor_parallel_size {size}: so many processes share an engine, in TRL too, but it does not "
+                f"divide --num_processes {processes}: change one of them."
+            )
         draft.set("train.colocate_all", True)
-        draft.set("vllm.num_engines", processes)
-        draft.change("vllm_tensor_parallel_size", "each process has an engine, which shares its GPU alone")
-    elif "vllm_tensor_parallel_size" in draft.options:
-        draft.set("vllm.tensor_parallel_size", draft.value("vllm_tensor_parallel_size"))
+        draft.set("vllm.num_engines", processes // size)
 
 
 def count_rollouts(draft: Draft) -> None:

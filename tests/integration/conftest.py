@@ -18,6 +18,7 @@ NEEDS = {
     "test_vllm_starting.py": ("vllm",),
     "test_served_engine.py": ("vllm",),
     "test_cluster_images.py": ("vllm", "deepspeed", "ray"),
+    "test_cluster_places.py": ("vllm", "deepspeed", "ray"),
     "test_engine_fleet.py": ("vllm", "ray"),
     "test_lora_cluster.py": ("vllm", "deepspeed", "ray"),
     "test_sequence_parallel.py": ("deepspeed", "ray"),

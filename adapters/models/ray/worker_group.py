@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rollgrad.adapters.ray.placement import Slot
-from rollgrad.adapters.ray.session import ray_module
+from rollgrad.adapters.ray.session import ray_module, show_gpus
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import RollgradError, WorkerError
 
@@ -40,6 +40,7 @@ class RankWorker:
 
     def __init__(self, rank: int, size: int, threads: int, *, own_gpu: bool) -> None:
         gc.disable()  # imports leave no garbage, and would take a quarter longer with collection
+        show_gpus()
         import torch
 
         torch.set_num_threads(threads)

@@ -31,12 +31,8 @@ def cluster_problems(config: RLConfig) -> Iterator[str]:
                 f"train.optimizer_sleeps is on with {section}.{key}, which keeps models in the CPU's memory for good: "
                 f"leave one of --train.optimizer_sleeps and --{section}.{key} out."
             )
-    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if config.train.colocate_all and (size := getattr(config.vllm, key)) > 1:
-            yield (
-                f"vllm.{key} is {size} with train.colocate_all, where an engine has one GPU: leave one of --vllm.{key} "
-                "and --train.colocate_all out."
-            )
+    if config.train.colocate_all and config.rollout.engine is Engine.VLLM:
+        yield from _joint_problems(config)
 
 
 def engine_length_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
@@ -91,6 +87,21 @@ def _sync_problems(config: RLConfig) -> Iterator[str]:
             f"vllm.sync_backend is cuda_ipc, which goes within a GPU, but {lone} of the engines' GPUs have no process "
             "of the actor: set --vllm.sync_backend auto, or lower the number or the size of the engines."
         )
+
+
+def _joint_problems(config: RLConfig) -> Iterator[str]:
+    """Engines over the GPUs of neighbouring processes of the actor that are on several machines."""
+    size, on_a_machine = config.vllm.gpus_per_engine, config.actor.num_gpus_per_node
+    for first in range(0, min(config.vllm.num_engines * size, ranks(config)) - size + 1, size):
+        if first // on_a_machine != (first + size - 1) // on_a_machine:
+            yield (
+                f"vllm.tensor_parallel_size {config.vllm.tensor_parallel_size} times vllm.pipeline_parallel_size "
+                f"{config.vllm.pipeline_parallel_size} is {size} GPUs of an engine, which is on one machine, but "
+                f"train.colocate_all puts engine {first // size} on those of the actor's processes {first} to "
+                f"{first + size - 1}, of which each machine has {on_a_machine}: change --vllm.tensor_parallel_size, "
+                "--vllm.pipeline_parallel_size or --actor.num_gpus_per_node."
+            )
+            return
 
 
 def _division_problems(config: RLConfig) -> Iterator[str]:

@@ -513,6 +513,40 @@ def test_llama_3_8b_with_critic_reference_and_reward_model_fits_on_eight_gpus(
     assert len(list(shortages(kept, H100))) == 1, "beside an optimizer that stays the engines do not fit"
 
 
+LLAMA_3_70B = ModelShape(
+    parameters=70_553_706_496,
+    layers=80,
+    hidden=8192,
+    kv_heads=8,
+    head_dim=128,
+    embedding=128_256 * 8192,
+    stored=2,
+)
+
+
+def test_llama_3_70b_shares_the_gpus_of_two_machines_with_engines_over_eight() -> None:
+    config = small_config()
+    config.cluster.enable = config.train.colocate_all = config.actor.gradient_checkpointing = True
+    config.actor.num_nodes, config.actor.num_gpus_per_node = 2, 8
+    config.ds.zero_stage, config.ds.adam_offload = 3, True
+    config.rollout.engine, config.vllm.num_engines = Engine.VLLM, 2
+    config.vllm.gpu_memory_utilization = 0.6
+    config.vllm.tensor_parallel_size, config.vllm.pipeline_parallel_size = 4, 2
+    rows = plan(config, H100, shape=LLAMA_3_70B)
+    actor, engines = rows["actor"], rows["engines"]
+    assert (engines.processes, engines.on_a_machine, engines.device) == (16, 8, actor.device)
+    assert engines.weights == math.ceil(LLAMA_3_70B.parameters * 2 / 8)
+    assert (engines.total, engines.kept) == (48 * 10**9, 0)
+    assert actor.weights == math.ceil(LLAMA_3_70B.parameters * 2 / 16)
+    assert at_once(rows, H100)["a GPU of actor, engines"] == actor.kept + max(actor.total - actor.kept, engines.total)
+    assert list(shortages([*rows.values()], H100)) == []
+    config.vllm.tensor_parallel_size = config.vllm.pipeline_parallel_size = 1
+    keys, gpu = shortages([*plan(config, H100, shape=LLAMA_3_70B).values()], H100)
+    assert "an engine's weights take 134,571 MiB of a GPU" in keys
+    assert "--vllm.tensor_parallel_size" in keys
+    assert "a GPU of actor, engines would hold" in gpu
+
+
 def test_what_is_measured_takes_the_place_of_the_formula() -> None:
     saved, trained, scored = ((16, 10), (48, 10)), ((16, 500), (64, 980)), ((16, 100), (112, 292))
     measured = PassMemory(saved=saved, trained=trained, scored=scored)

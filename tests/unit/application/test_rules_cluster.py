@@ -263,11 +263,35 @@ def test_engines_that_never_rest_share_no_gpu() -> None:
     assert problem.endswith("leave one of --train.colocate_all and --train.async_enable out.")
 
 
-@pytest.mark.parametrize("key", ["vllm.tensor_parallel_size", "vllm.pipeline_parallel_size"])
-def test_an_engine_beside_models_has_one_gpu(key: str) -> None:
-    (problem,) = problems(CLUSTER | VLLM | TOGETHER | {key: 2})
-    assert problem.startswith(f"{key} is 2 with train.colocate_all, where an engine has one GPU")
-    assert problem.endswith(f"leave one of --{key} and --train.colocate_all out.")
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "engines", "machines", "processes", "split"),
+    [
+        (2, 1, 1, 1, 2, None),
+        (2, 2, 4, 2, 8, None),
+        (4, 1, 1, 1, 1, None),  # three of its GPUs have no process of the actor
+        (4, 1, 1, 2, 6, None),  # the rest has no engine
+        (4, 1, 3, 2, 6, 1),
+        (2, 3, 2, 3, 4, 0),
+        (2, 1, 2, 2, 1, 0),
+    ],
+)
+def test_an_engine_beside_models_is_on_one_machine(
+    tensor: int, pipeline: int, engines: int, machines: int, processes: int, split: int | None
+) -> None:
+    sizes = {"vllm.tensor_parallel_size": tensor, "vllm.pipeline_parallel_size": pipeline, "vllm.num_engines": engines}
+    actor = {"actor.num_nodes": machines, "actor.num_gpus_per_node": processes}
+    found = problems(CLUSTER | VLLM | sizes | actor | TOGETHER)
+    assert problems(CLUSTER | VLLM | sizes | actor) == []
+    if split is None:
+        assert found == []
+        return
+    first = split * tensor * pipeline
+    assert found == [
+        f"vllm.tensor_parallel_size {tensor} times vllm.pipeline_parallel_size {pipeline} is {tensor * pipeline} GPUs "
+        f"of an engine, which is on one machine, but train.colocate_all puts engine {split} on those of the actor's "
+        f"processes {first} to {first + tensor * pipeline - 1}, of which each machine has {processes}: change "
+        "--vllm.tensor_parallel_size, --vllm.pipeline_parallel_size or --actor.num_gpus_per_node."
+    ]
 
 
 @pytest.mark.parametrize("key", ["num_nodes", "num_gpus_per_node"])

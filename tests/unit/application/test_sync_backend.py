@@ -27,6 +27,8 @@ def config_of(*, cluster: bool, together: bool = False, engines: int = 1, worker
         (config_of(cluster=True, together=True), SyncBackend.CUDA_IPC),
         (config_of(cluster=True, together=True, engines=2), SyncBackend.CUDA_IPC),
         (config_of(cluster=True, together=True, engines=3), SyncBackend.SHARED_MEMORY),
+        (config_of(cluster=True, together=True, workers=2), SyncBackend.CUDA_IPC),
+        (config_of(cluster=True, together=True, engines=2, workers=2), SyncBackend.SHARED_MEMORY),
     ],
 )
 def test_auto_goes_by_who_shares_a_gpu(config: RLConfig, expected: SyncBackend) -> None:

@@ -411,8 +411,11 @@ def test_engines_share_the_gpus_of_the_processes_that_train() -> None:
     assert holds(one, {"vllm.gpu_memory_utilization": 0.3, "train.colocate_all": False})
     several = translated("grpo", "--use_vllm", "--num_processes", "4", "--vllm_tensor_parallel_size", "2")
     assert several.run.train.colocate_all
-    assert (several.run.vllm.num_engines, several.run.vllm.tensor_parallel_size) == (4, 1)
-    assert any("--vllm_tensor_parallel_size" in note for note in several.notes)
+    assert (several.run.vllm.num_engines, several.run.vllm.tensor_parallel_size) == (2, 2)
+    assert not any("--vllm_tensor_parallel_size" in note for note in several.notes)
+    for size in ("3", "0"):
+        with pytest.raises(ConfigurationError, match=rf"--vllm_tensor_parallel_size {size}: so many"):
+            translated("grpo", "--use_vllm", "--num_processes", "4", "--vllm_tensor_parallel_size", size)
     assert settings("grpo", "--use_vllm", "--vllm_tensor_parallel_size", "2")["vllm.tensor_parallel_size"] == 2
     assert settings("grpo", "--use_vllm", "--vllm_max_model_length", "4096")["vllm.max_model_len"] == 4096
 
