@@ -36,6 +36,9 @@ IMAGE_PARTS = ("image", "image_url")
 NOT_COMPARED = ("gemma3",)
 """Types of models whose tokens of an image see each other, which not all of vLLM's attention computes."""
 
+WITHOUT_ADAPTERS = ("llava_onevision",)
+"""Types of models with images beside which vLLM computes no adapters (its classes without `SupportsLoRA`)."""
+
 VIDEO_PART = "video_processor"
 """Name of a processor's part for videos, which transformers makes with torchvision alone."""
 
@@ -354,16 +357,24 @@ def check_compared(name_or_path: str) -> None:
         )
 
 
-def check_vllm_images(name_or_path: str) -> None:
-    """Checks that a vLLM in this environment can be given the images of a model's prompts.
+def check_vllm_images(name_or_path: str, *, adapters: bool = False) -> None:
+    """Checks that a vLLM in this environment can be given the images of a model's prompts, and its `adapters` without
+    its weights.
 
     Raises:
-        ConfigurationError: it computes them otherwise than the trainer, as far as is known.
+        ConfigurationError: it computes them otherwise than the trainer, as far as is known, or takes no adapters.
         MissingExtraError: it makes the whole processor, whose part for videos needs a package that is not installed.
     """
+    import transformers
     from transformers.utils import is_torchvision_available
 
     check_compared(name_or_path)
+    kind = transformers.AutoConfig.from_pretrained(name_or_path).model_type
+    if adapters and kind in WITHOUT_ADAPTERS:
+        raise ConfigurationError(
+            f"actor.lora.sync is adapter and the model is {name_or_path!r}, a {kind}, beside which vLLM computes no "
+            "adapters: leave out --actor.lora.sync."
+        )
     if not is_torchvision_available() and VIDEO_PART in _processor_class(name_or_path).get_attributes():
         raise MissingExtraError(
             f"vLLM makes the whole processor of {name_or_path!r}, whose part for videos needs torchvision: pip install "

@@ -170,6 +170,7 @@ class TrainingText:
             RowError: two steps end within one token, or one within the first.
             DataError: the template refuses the messages or rewrites the last one, or it spells a special token.
         """
+        messages, files = self._codec.separated(messages)
         guarded = self._codec.guarded(messages, tools)
         text = self._codec.apply(guarded, len(messages), generation_prompt=False)
         content = messages[-1]["content"]
@@ -178,8 +179,10 @@ class TrainingText:
         if guarded.messages[-1]["content"] != content or start < 0:
             raise DataError("The template does not write the steps as they are, or they spell a special token.")
         whole = len(content) if text.startswith(content, start) else len(written)
-        places = [start + min(end, whole) for end in ends]
-        return self._at_ends(*self._codec.locate(guarded, text), places, labels)
+        token_ids, borders, pictured = self._codec.locate_images(guarded, text, files)
+        places = [pictured.moved(start + min(end, whole)) for end in ends]
+        made = self._at_ends(token_ids, borders, places, labels)
+        return evolve(made, branches=(evolve(made.branches[0], images=pictured.placed(borders)),))
 
     def judged_plain(
         self, prompt: str, completion: str, ends: Sequence[int], labels: Sequence[float]

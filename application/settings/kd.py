@@ -10,8 +10,8 @@ from attrs import define
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules.examples import example_errors, format_problems
 from rollgrad.application.settings.sections.examples import (
-    DemonstrationDataConfig,
     ExampleAdamConfig,
+    ExampleDataConfig,
     ExampleModelConfig,
     ExampleTrainConfig,
     with_default_lrs,
@@ -83,7 +83,7 @@ class KDRun(OfflineRun):
     actor: StudentModelConfig = section(StudentModelConfig, "The model that is trained.")
     teacher: TeacherConfig = section(TeacherConfig, "The frozen teacher.")
     kd: DistillationConfig = section(DistillationConfig, "The divergence from the teacher.")
-    data: DemonstrationDataConfig = section(DemonstrationDataConfig, "The examples.")
+    data: ExampleDataConfig = section(ExampleDataConfig, "The examples.")
     train: ExampleTrainConfig = section(ExampleTrainConfig, "How examples become optimizer steps.")
 
 
@@ -119,6 +119,11 @@ def _served_teacher_problems(run: KDRun, url: str) -> Iterator[str]:
         yield (
             "teacher.url is set, but a server tells its most likely tokens once, before the first step: add --kd.cache "
             "and --kd.top_k, or leave --teacher.url out."
+        )
+    if run.data.image_key is not None:
+        yield (
+            f"teacher.url is set and data.image_key is {run.data.image_key!r}, but a server is sent no images: leave "
+            "--teacher.url out, so that the teacher is in this process."
         )
     if run.kd.temperature != 1:
         yield (

@@ -68,7 +68,7 @@ def step_problems(run: PRMRun) -> Iterator[str]:
             f"data.placeholder is {data.placeholder!r}, so that a row is one text, but data.prompt_key or "
             "data.separator is set: leave them out, or --data.placeholder."
         )
-    for name in ("system_prompt", "chat_template_kwargs", "input_template"):
+    for name in ("system_prompt", "chat_template_kwargs", "input_template", "image_key"):
         if data.placeholder is not None and getattr(data, name) is not None:
             yield (
                 f"data.placeholder is {data.placeholder!r}, so that a row is one text as the model reads it, but "

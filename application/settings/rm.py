@@ -9,7 +9,6 @@ from attrs import define
 
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules.examples import example_errors
-from rollgrad.application.settings.sections.actor import frozen_tower_setting
 from rollgrad.application.settings.sections.examples import (
     ExampleAdamConfig,
     ExampleModelConfig,
@@ -34,7 +33,6 @@ class RewardModelConfig(ExampleModelConfig):
     """The model that becomes a reward model, and its optimizer."""
 
     adam: RewardAdamConfig = section(RewardAdamConfig, "AdamW.")
-    freeze_visual_encoder: bool = frozen_tower_setting()
 
 
 @define(kw_only=True)

@@ -234,7 +234,9 @@ def pack_steps(solutions: Sequence[StepLabels]) -> StepBatch:
     marked = []
     for solution in solutions:
         ends_T = torch.zeros(len(solution)).index_fill(0, torch.tensor(solution.ends), 1.0)
-        marked.append(WeightedTokens(token_ids_T=solution.token_ids_T, weights_T=ends_T, prompt_length=1))
+        marked.append(
+            WeightedTokens(token_ids_T=solution.token_ids_T, weights_T=ends_T, prompt_length=1, images=solution.images)
+        )
     packed = pack_sequences(marked, group_ids=range(len(solutions)), sample_ids=[0] * len(solutions))
     weights_S = torch.tensor([solution.weight for solution in solutions], dtype=torch.float64)
     weights_N = torch.where(packed.action_mask_N, weights_S[packed.sequence_ids_N], 0.0)
@@ -242,7 +244,8 @@ def pack_steps(solutions: Sequence[StepLabels]) -> StepBatch:
     labels_N[packed.action_mask_N] = torch.tensor([label for solution in solutions for label in solution.labels])
     columns: dict[str, Any] = {name: column for name, _, column in packed.columns()}
     shares_N = _shares(weights_N, weights_N.sum(), packed.action_mask_N)
-    return StepBatch(**{**columns, "loss_weights_N": shares_N, "labels_N": labels_N})
+    own = {"loss_weights_N": shares_N, "labels_N": labels_N, "images_S": packed.images_S}
+    return StepBatch(**columns | own)
 
 
 def _shares(weights_N: Tensor, total: Tensor, mask_N: Tensor) -> Tensor:

@@ -133,7 +133,8 @@ def _is_probability(labels: Sequence[float]) -> bool:
 class StepLabels:
     """A solution whose steps are labelled, as process reward models learn from: `token_ids_T` int64, `ends` the index
     of each step's last token, ascending, and for each the probability in `labels` that the step is right (1 or 0 for
-    hard labels). `weight` multiplies the loss; `row` is its place in the data.
+    hard labels). `weight` multiplies the loss; `row` is its place in the data. `images` are those that some tokens
+    stand for.
 
     Raises:
         DataError: ends and labels differ in number, or are not as described.
@@ -144,6 +145,7 @@ class StepLabels:
     labels: tuple[float, ...] = field(converter=tuple)
     row: int
     weight: float = 1.0
+    images: PlacedImages = ()
 
     def __attrs_post_init__(self) -> None:
         if len(self.ends) != len(self.labels) or not self.ends:

@@ -34,7 +34,7 @@ def make_image_renderer(actor: ModelConfig, data: DataConfig | RowsConfig, token
     Raises:
         CheckpointError: the actor has no processor.
     """
-    if getattr(data, "image_key", None) is None:
+    if data.image_key is None:
         return None
     flag = "--actor.model_name_or_path"
     return ImageRenderer(load_processor(actor.model_name_or_path, tokenizer, flag=flag))

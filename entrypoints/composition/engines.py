@@ -105,8 +105,9 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) 
         MissingExtraError: it cannot read the images of prompts.
     """
     name = config.actor.model_name_or_path
+    lora = config.actor.lora if config.actor.lora.sync is LoraSync.ADAPTER else None
     if config.data.image_key is not None:
-        check_vllm_images(name)
+        check_vllm_images(name, adapters=lora is not None)
     return {
         "model": name,
         "eos_token_ids": eos_token_ids(load_generation_settings(name), tokenizer),
@@ -117,7 +118,7 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) 
         "pipeline_parallel_size": config.vllm.pipeline_parallel_size,
         "memory_fraction": engine_share(config),
         "sync_backend": sync_backend(config, gpus=gpus),
-        "lora": config.actor.lora if config.actor.lora.sync is LoraSync.ADAPTER else None,
+        "lora": lora,
         "sleep_level": sleep_level(config),
         "extra": config.vllm.extra or {},
     }

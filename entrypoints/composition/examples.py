@@ -25,7 +25,7 @@ from rollgrad.application.pipelines.epochs import TokenBudget, steps_left
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.examples import (
-    DemonstrationDataConfig,
+    ExampleDataConfig,
     ExampleEvalConfig,
     ExampleFormat,
     ExampleTrainConfig,
@@ -242,7 +242,7 @@ def reading_settings(data: RowsConfig) -> ReadingSettings:
         apply_chat_template=data.apply_chat_template,
         system_prompt=data.system_prompt,
         input_template=data.input_template,
-        image_key=getattr(data, "image_key", None),
+        image_key=data.image_key,
     )
     if isinstance(data, PairDataConfig):
         settings = evolve(
@@ -268,7 +268,7 @@ def reading_settings(data: RowsConfig) -> ReadingSettings:
             separator=data.separator,
             up_to_first_error=data.up_to_first_error,
         )
-    assert isinstance(data, DemonstrationDataConfig)
+    assert isinstance(data, ExampleDataConfig)
     return evolve(
         settings, format=data.format, input_key=data.input_key, output_key=data.output_key, train_on=data.train_on
     )

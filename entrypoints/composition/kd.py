@@ -6,6 +6,7 @@ from typing import Any
 import structlog
 from dependency_injector import providers
 
+from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor, sees_images
 from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerprint
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
@@ -64,26 +65,44 @@ def check_teacher(run: KDRun, tokenizer: Any) -> None:
     check_positions("teacher", name, run)
 
 
-def make_teacher(run: KDRun, tokenizer: Any) -> Teacher:
-    """Loads the teacher, in the actor's format.
+def make_teacher(run: KDRun, tokenizer: Any, images: ImageRenderer | None = None) -> Teacher:
+    """Loads the teacher, in the actor's format; `images` renders the images that it sees.
 
     Raises:
-        ConfigurationError: it has another vocabulary, or fewer positions than examples may have tokens.
+        ConfigurationError: it has another vocabulary, or fewer positions than examples may have tokens, or does not see
+            images as the actor does.
     """
     name = run.teacher.model_name_or_path
     check_teacher(run, tokenizer)
     warn_of_bias(run)
-    return Teacher(make_actor_model(run.actor, name, TEACHER_FLAG), distillation_settings(run.kd))
+    if images is not None:
+        check_sight(name, tokenizer, images)
+    return Teacher(make_actor_model(run.actor, name, TEACHER_FLAG, images=images), distillation_settings(run.kd))
 
 
-def make_predicting_teacher(run: KDRun, tokenizer: Any, size: int) -> TeacherModel:
-    """Returns the teacher whose predictions are kept, in this process or on a server; `size` is the vocabulary's.
+def check_sight(name: str, tokenizer: Any, images: ImageRenderer) -> None:
+    """Checks that the teacher's processor makes of images what `images`, the actor's, does.
+
+    Raises:
+        ConfigurationError: it makes something else of them, or the teacher sees none.
+    """
+    sees = sees_images(name)
+    if not sees or ImageRenderer(load_processor(name, tokenizer, flag=TEACHER_FLAG)).settings != images.settings:
+        raise ConfigurationError(
+            f"The teacher {name!r} does not see images by the actor's processor: set {TEACHER_FLAG} to a model of the "
+            "actor's family, or leave out --data.image_key."
+        )
+
+
+def make_predicting_teacher(run: KDRun, tokenizer: Any, size: int, images: ImageRenderer | None) -> TeacherModel:
+    """Returns the teacher whose predictions are kept, in this process or on a server; `size` is the vocabulary's,
+    `images` renders the images that it sees.
 
     Raises:
         ConfigurationError: as `make_teacher`.
     """
     if run.teacher.url is None:
-        return TorchTeacher(make_teacher(run, tokenizer), size)
+        return TorchTeacher(make_teacher(run, tokenizer, images), size)
     check_teacher(run, tokenizer)
     warn_of_bias(run)
     return make_served_teacher(run, run.teacher.url, size)
@@ -106,7 +125,11 @@ def warn_of_bias(run: KDRun) -> None:
 
 
 def make_taught(
-    run: KDRun, examples: PreparedExamples | ExampleSource[Demonstration], tokenizer: Any, setting: str
+    run: KDRun,
+    examples: PreparedExamples | ExampleSource[Demonstration],
+    tokenizer: Any,
+    images: ImageRenderer | None,
+    setting: str,
 ) -> ExampleSource[Demonstration]:
     """Returns the examples, with the teacher's predictions if those are kept; `setting` names the data."""
     if not run.kd.cache:
@@ -121,7 +144,7 @@ def make_taught(
         check_kept(store, str(key), examples, make_served_teacher(run, url, size))
     return with_teacher(
         examples,
-        lambda: make_predicting_teacher(run, tokenizer, size),
+        lambda: make_predicting_teacher(run, tokenizer, size, images),
         store,
         key=str(key),
         max_tokens=tokens_per_pass(run),
@@ -160,9 +183,9 @@ def check_kept(store: ScoreStore, key: str, examples: ExampleSource[Demonstratio
         )
 
 
-def make_policy_teacher(run: KDRun, tokenizer: Any) -> Teacher | KeptTeacher:
+def make_policy_teacher(run: KDRun, tokenizer: Any, images: ImageRenderer | None) -> Teacher | KeptTeacher:
     """Returns what the policy is compared with: the teacher itself, or its predictions."""
-    return KeptTeacher(distillation_settings(run.kd)) if run.kd.cache else make_teacher(run, tokenizer)
+    return KeptTeacher(distillation_settings(run.kd)) if run.kd.cache else make_teacher(run, tokenizer, images)
 
 
 def checked(
@@ -202,7 +225,8 @@ def make_checked_stream(
 def kd_container(config: KDRun) -> OfflineContainer:
     """Returns the container of a run with these settings."""
     container = OfflineContainer(config=config, make=providers.Object(kd_container))
-    taught = providers.Callable(make_taught, config, container.examples, container.tokenizer, "data.dataset")
+    renders = (container.tokenizer, container.image_renderer)
+    taught = providers.Callable(make_taught, config, container.examples, *renders, "data.dataset")
     learned: providers.Provider[Any] = providers.Singleton(checked, config, taught, container.policy.provider)
     if config.data.stream:
         learned = providers.Singleton(
@@ -214,8 +238,8 @@ def kd_container(config: KDRun) -> OfflineContainer:
         objective=providers.Singleton(
             DistillationObjective, weight=config.kd.weight, temperature=config.kd.temperature
         ),
-        teacher=providers.Singleton(make_policy_teacher, config, container.tokenizer),
+        teacher=providers.Singleton(make_policy_teacher, config, *renders),
         learned=learned,
-        held_out=providers.Singleton(make_taught, config, container.eval_examples, container.tokenizer, "eval.dataset"),
+        held_out=providers.Singleton(make_taught, config, container.eval_examples, *renders, "eval.dataset"),
     )
     return container

@@ -119,9 +119,9 @@ def make_trained_actor(
     return model
 
 
-def _freeze_unseen(model: Any, actor: ModelConfig, images: ImageRenderer | None) -> None:
+def _freeze_unseen(model: Any, actor: ActorConfig | ExampleModelConfig, images: ImageRenderer | None) -> None:
     """Freezes what makes a model's input of images where there are none, or the settings say so."""
-    if images is None or getattr(actor, "freeze_visual_encoder", False):
+    if images is None or actor.freeze_visual_encoder:
         freeze_tower(model)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from dependency_injector import providers
 
+from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedSteps
 from rollgrad.adapters.data.examples.streaming import solution
 from rollgrad.adapters.models.torch.weight_shards import Shard
@@ -42,10 +43,14 @@ def reward_token_ids(
 
 
 def make_step_model(
-    actor: StepModelConfig, seed: int, reward_tokens: tuple[str, str], shard: Shard | None = None
+    actor: StepModelConfig,
+    seed: int,
+    reward_tokens: tuple[str, str],
+    shard: Shard | None = None,
+    images: ImageRenderer | None = None,
 ) -> Any:
     """Loads the model that is trained; the `reward_tokens` are saved in its config.json."""
-    model = make_trained_actor(actor, seed, shard)
+    model = make_trained_actor(actor, seed, shard, images)
     model.config.reward_tokens = list(reward_tokens)
     return model
 
@@ -67,7 +72,12 @@ def prm_container(config: PRMRun) -> OfflineContainer:
         objective=providers.Singleton(StepObjective),
         outcomes=providers.Singleton(reward_token_ids, config.prm.reward_tokens, container.tokenizer),
         actor_model=providers.Singleton(
-            make_step_model, config.actor, config.train.seed, config.prm.reward_tokens, container.shard
+            make_step_model,
+            config.actor,
+            config.train.seed,
+            config.prm.reward_tokens,
+            container.shard,
+            container.image_renderer,
         ),
         learned=learned,
         held_out=providers.Singleton(make_solutions, container.eval_examples),

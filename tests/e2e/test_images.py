@@ -154,9 +154,9 @@ def test_long_images_are_dropped_whole(workspace: Path, capsys: pytest.CaptureFi
 
 
 def test_what_is_given_no_images_refuses_them(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--cluster.enable", "--ds.sequence_parallel_size", "2"]
+    flags = ["--cluster.enable", "--ds.tensor_parallel_size", "2", "--actor.num_gpus_per_node", "2"]
     assert main(["train", "rl", "--config", "run.yaml", *flags]) == 2
-    assert "leave out --ds.sequence_parallel_size" in " ".join(capsys.readouterr().err.split())
+    assert "leave out --ds.tensor_parallel_size" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("command", ["train rl", "eval"])

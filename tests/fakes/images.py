@@ -11,13 +11,14 @@ from rollgrad.adapters.models.torch.loading import load_tokenizer
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
 from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.models.torch.weight_shards import Shard
 from rollgrad.application.settings.sections.actor import DType, ModelConfig
 from rollgrad.domain.batches.examples import ExampleBatch, pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.entrypoints.composition.models import make_actor_model
-from tests.fakes import cluster
+from tests.fakes import cluster, sequence_parallel
 from tests.tiny_vision import ask, codec_of, picture
 
 RED, WIDE = picture((200, 0, 0)), picture((0, 150, 0), width=56, height=24)
@@ -35,7 +36,9 @@ def policy(path: str, optimize: Optimize = MasterOptimizer, shard: Shard | None 
     return TorchPolicy(model, made.tokenizer, cluster.SETTINGS, optimize=optimize)
 
 
-def rank_policy(path: str, stage: int | str) -> RankPolicy:
+def rank_policy(path: str, stage: int | str, width: int = 1) -> RankPolicy:
+    """Of a policy whose sequences `width` processes share."""
+    join_sequence_group(width, timeout=sequence_parallel.TIMEOUT)
     return RankPolicy(policy(path, cluster.divided(stage), cluster.loading(stage)))
 
 

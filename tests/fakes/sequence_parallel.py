@@ -1,7 +1,8 @@
 """Forward and backward passes that several processes make together: importable there."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def passes(case: Case) -> dict[str, Any]:
     scores = TokenScores(logprobs_N=scatter(logprobs_A, packed), entropy_N=scatter(entropy_A, packed))
     result: dict[str, Any] = {"logprobs": logprobs_A.detach(), "entropy": entropy_A.detach()}
     for name, objective in OBJECTIVES.items():
-        result[name] = _gradients(lm, objective(scores, packed).loss)
+        result[name] = gradients(lm, objective(scores, packed).loss)
     for kept in (False, True):
         name = "of_kept_teacher" if kept else "of_teacher"
         result[name], divergence_A = taught(case, packed, kept)
@@ -169,7 +170,7 @@ def passes(case: Case) -> dict[str, Any]:
     value = PackedValue(model(case), {"weight": torch.linspace(-1, 1, SIZES["hidden_size"])[None]})
     values_A = value(packed)
     result["values"] = values_A.detach()
-    result["of_values"] = _gradients(value, of_values(scatter(values_A, packed), packed).loss)
+    result["of_values"] = gradients(value, of_values(scatter(values_A, packed), packed).loss)
     return result
 
 
@@ -196,18 +197,20 @@ def taught(case: Case, packed: PackedBatch, kept: bool) -> tuple[dict[str, Tenso
     lm = PackedLM(model(case), teacher=teacher)
     *_, divergence_A = lm(packed)
     weights_A = packed.filled("loss_weights_N")[packed.action_mask_N]
-    return _gradients(lm, (weights_A * divergence_A).sum()), divergence_A.detach()
+    return gradients(lm, (weights_A * divergence_A).sum()), divergence_A.detach()
 
 
-def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Gradients of a loss, of the parameters that have any."""
     loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    gradients = {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
+    found = {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
     module.zero_grad()
-    return gradients
+    return found
 
 
-def work(folder: Path, timeout: float, rank: int, processes: int, names: list[str]) -> None:
-    """One of the processes: its results go to the file `<rank>` of `folder`."""
+@contextmanager
+def joined(folder: Path, timeout: float, rank: int, processes: int) -> Iterator[None]:
+    """Makes this process one of those that share batches, inside the block; they meet in `folder`."""
     from datetime import timedelta
 
     torch.set_num_threads(1)
@@ -219,15 +222,21 @@ def work(folder: Path, timeout: float, rank: int, processes: int, names: list[st
         timeout=timedelta(seconds=timeout),
     )
     join_sequence_group(processes, timeout=timeout)
-    results: dict[str, Any] = {name: passes(CASES[name]) for name in names}
-    try:
-        PackedLM(model(Case(settings={"num_attention_heads": 1, "num_key_value_heads": 1})))
-    except ConfigurationError as error:
-        results["refusal"] = str(error)
-    join_sequence_group(1, timeout=timeout)
-    results["apart"] = passes(CASES["two_heads"])
-    torch.save(results, folder / str(rank))
+    yield
     distributed.destroy_process_group()
+
+
+def work(folder: Path, timeout: float, rank: int, processes: int, names: list[str]) -> None:
+    """One of the processes: its results go to the file `<rank>` of `folder`."""
+    with joined(folder, timeout, rank, processes):
+        results: dict[str, Any] = {name: passes(CASES[name]) for name in names}
+        try:
+            PackedLM(model(Case(settings={"num_attention_heads": 1, "num_key_value_heads": 1})))
+        except ConfigurationError as error:
+            results["refusal"] = str(error)
+        join_sequence_group(1, timeout=timeout)
+        results["apart"] = passes(CASES["two_heads"])
+        torch.save(results, folder / str(rank))
 
 
 def rank_policy(path: str, stage: int) -> RankPolicy:

@@ -33,6 +33,8 @@ def seen(sample: Sample, row: Mapping[str, Any], key: str | None) -> Sample:
             return _placed(sample, images)
         case Labelled(reply=Conversation() as reply):
             return evolve(sample, reply=_placed(reply, images))
+        case Steps(solution=Conversation() as solution):
+            return evolve(sample, solution=_placed(solution, images))
         case Pair(chosen=Conversation() as chosen, rejected=Conversation() as rejected):
             return evolve(sample, chosen=_placed(chosen, images), rejected=_placed(rejected, images))
     if images:
@@ -53,7 +55,7 @@ def _refuse_images(sample: Sample, row: Mapping[str, Any]) -> None:
         if value is not None and not (isinstance(value, Sized) and len(value) == 0):
             raise broken(
                 f"The row has {column}, but text alone is trained: leave out such rows or the column, or set "
-                "--data.image_key, which train sft, dpo, kto and rm have."
+                "--data.image_key."
             )
     match sample:
         case Pair():
@@ -67,5 +69,5 @@ def _refuse_images(sample: Sample, row: Mapping[str, Any]) -> None:
     if any(has_images(message) for part in parts if isinstance(part, Conversation) for message in part.messages):
         raise broken(
             "A message of the row has an image, but text alone is trained: leave out such rows, or set "
-            "--data.image_key, which train sft, dpo, kto and rm have."
+            "--data.image_key."
         )

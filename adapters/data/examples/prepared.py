@@ -132,6 +132,7 @@ def as_steps(example: Demonstration) -> StepLabels:
         labels=(solution.weights_T[ends_K] - 1).tolist(),
         row=example.row,
         weight=example.weight,
+        images=solution.images,
     )
 
 

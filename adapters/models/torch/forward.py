@@ -35,7 +35,6 @@ from rollgrad.adapters.models.torch.padded import is_padded, padded_layout, padd
 from rollgrad.adapters.models.torch.router_replay import router_replay
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, sequence_group
 from rollgrad.domain.batches.packed import PackedBatch
-from rollgrad.domain.errors import ConfigurationError
 
 
 @frozen(kw_only=True, eq=False)
@@ -101,15 +100,14 @@ def _packed_output(
     model: Any, batch: PackedBatch, layout: Layout, group: SequenceGroup, settings: Mapping[str, Any]
 ) -> Any:
     """Returns the output of the model's backbone for this process's tokens of a layout, as one row."""
-    if layout.images and group.size > 1:
-        raise ConfigurationError("Images cannot be divided over processes: leave out --ds.sequence_parallel_size.")
     positions = batch_positions(model, batch, layout)
     return run_body(
         model,
-        group.share(layout.tokens_M)[None],
-        group.share(layout.positions_M)[None] if positions is None else positions,
+        layout.tokens_M[None],
+        layout.positions_M[None] if positions is None else positions,
         group.plan(make_plan(model, layout), len(layout.tokens_M), next(model.parameters()).device),
         layout.images,
+        group,
         **settings,
     )
 

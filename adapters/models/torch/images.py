@@ -3,7 +3,8 @@
 A model's own code computes the features of images and puts them in the place of placeholder tokens, one after the other
 in the order of the tokens; here it is told which tokens stand for which images, and gets its own position ids.
 Invariants: a pass over tokens without images is the text model's; a placeholder token that the policy sampled itself
-stands for no image. Does not own: reading images (`adapters/chat/pictures.py`).
+stands for no image. Where processes share a batch, each computes the features of all its images, and hands those of its
+own tokens to its language model. Does not own: reading images (`adapters/chat/pictures.py`).
 """
 
 import inspect
@@ -18,37 +19,44 @@ from torch.nn import functional
 from rollgrad.adapters.models.torch.attention import AttentionPlan, backbone
 from rollgrad.adapters.models.torch.classifier import is_vision_language
 from rollgrad.adapters.models.torch.layout import Layout
+from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.images import PlacedImages
 
+ALONE = SequenceGroup()
+"""The group of a process that shares its tokens with no other."""
+
 
 def run_body(
-    model: Any, tokens_BT: Tensor, positions: Tensor, plan: AttentionPlan, images: PlacedImages = (), **settings: Any
+    model: Any,
+    tokens_BT: Tensor,
+    positions: Tensor,
+    plan: AttentionPlan,
+    images: PlacedImages = (),
+    group: SequenceGroup = ALONE,
+    **settings: Any,
 ) -> Any:
     """Returns the output of a language model's body for tokens [B, T], which may be on another device.
 
     Args:
         model: with packed attention installed.
-        tokens_BT: the tokens; with images B is 1.
+        tokens_BT: the tokens; with images, or in a `group` of several processes, B is 1.
         positions: position ids [B, T], or [K, B, T] of a model with K numbers a position.
         plan: decides which tokens each token attends to.
         images: the images among the tokens of the only row.
+        group: the processes that share the tokens; the output is of this one's.
         settings: other arguments of the model.
     """
     body, weight = backbone(model), next(model.parameters())
-    tokens = tokens_BT.to(weight.device)
-    arguments = {
-        "position_ids": positions.to(weight.device),
-        "use_cache": False,
-        "attention_plan": plan,
-        **settings,
-    }
+    tokens, places = tokens_BT.to(weight.device), positions.to(weight.device)
+    arguments = {"use_cache": False, "attention_plan": plan, **settings}
     if not images:
-        return body(input_ids=tokens, **arguments)
+        return body(input_ids=_share(tokens, group), position_ids=_share(places, group), **arguments)
     real = tokens.clone()
     real[~placeholders(model, tokens[0], images)[None] & (tokens == body.config.image_token_id)] = 0
-    with _embedded_as(body, tokens):
-        return body(input_ids=real, **joined_tensors(images, weight.device, weight.dtype), **arguments)
+    tensors = joined_tensors(images, weight.device, weight.dtype)
+    with _embedded_as(body, tokens), _divided(body, group):
+        return body(input_ids=real, position_ids=places, **tensors, **arguments)
 
 
 def placeholders(model: Any, tokens_T: Tensor, images: PlacedImages) -> Tensor:
@@ -69,6 +77,32 @@ def _embedded_as(body: Any, tokens: Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _divided(body: Any, group: SequenceGroup) -> Iterator[None]:
+    """Makes the language model of `body` compute this process's tokens alone inside the block, given all."""
+
+    def shared(module: Any, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        own = {"position_ids": _share(given["position_ids"], group)}
+        own["inputs_embeds"] = group.share(given["inputs_embeds"][0])[None]
+        if given.get("deepstack_visual_embeds") is not None:  # Qwen3-VL adds features of images to its first layers too
+            seen_M = given["visual_pos_masks"][0]
+            features, _ = group.actions(seen_M.nonzero()[:, 0])
+            own["visual_pos_masks"] = group.share(seen_M)[None]
+            own["deepstack_visual_embeds"] = [layer[features] for layer in given["deepstack_visual_embeds"]]
+        return arguments, {**given, **own}
+
+    handle = body.get_decoder().register_forward_pre_hook(shared, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _share(column: Tensor, group: SequenceGroup) -> Tensor:
+    """Returns this process's tokens of a column [..., T]."""
+    return group.share(column.movedim(-1, 0)).movedim(0, -1)
 
 
 def joined_tensors(images: PlacedImages, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig, LoraConfig, ModelConfig
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.examples import (
-    DemonstrationDataConfig,
+    ExampleDataConfig,
     ExampleEvalConfig,
     ExampleFormat,
     ExampleTrainConfig,
@@ -142,7 +142,7 @@ def stream_problems(run: OfflineRun) -> Iterator[str]:
         )
 
 
-def format_problems(data: DemonstrationDataConfig) -> Iterator[str]:
+def format_problems(data: ExampleDataConfig) -> Iterator[str]:
     """Yields what is wrong with how rows are read."""
     if data.output_key is not None and data.input_key is None:
         yield (

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from attrs import Attribute, define, evolve
 
-from rollgrad.application.settings.sections.actor import ModelConfig
+from rollgrad.application.settings.sections.actor import ModelConfig, frozen_tower_setting
 from rollgrad.application.settings.sections.data import WITH_TEMPLATE, WITHOUT_TEMPLATE
 from rollgrad.application.settings.sections.optimizer import AdamConfig, LRScheduler
 from rollgrad.application.settings.sections.train import WITH_EMA
@@ -102,6 +102,7 @@ class ExampleModelConfig(ModelConfig):
     adam: ExampleAdamConfig = section(ExampleAdamConfig, "AdamW.")
     lr_scheduler: LRScheduler = setting(LRScheduler.COSINE_WITH_MIN_LR, "Learning rate after warm-up.")
     lr_warmup_ratio: float = setting(0.03, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
+    freeze_visual_encoder: bool = frozen_tower_setting()
 
     @property
     def peak_lr(self) -> float:
@@ -158,6 +159,13 @@ class RowsConfig:
     input_template: str | None = setting(
         None, "Text with {} where the prompt goes; only without the chat template.", only_if=WITHOUT_TEMPLATE
     )
+    image_key: str | None = setting(
+        None,
+        "Column with the images of an example: one or a list of paths, data URIs or files' bytes. Marks <image> in the "
+        "messages or the prompt say where they stand; without marks they come before the user's first message. Rows "
+        "without images are text.",
+        only_if=WITH_TEMPLATE,
+    )
     num_workers: int = setting(1, "Processes that prepare the data; 1 is the run's own.", COUNT)
     cache_dir: str | None = setting(
         None,
@@ -175,7 +183,7 @@ class RowsConfig:
 
 
 @define(kw_only=True)
-class DemonstrationDataConfig(RowsConfig):
+class ExampleDataConfig(RowsConfig):
     """The examples, and how they become tokens."""
 
     format: ExampleFormat = setting(
@@ -195,19 +203,6 @@ class DemonstrationDataConfig(RowsConfig):
         TrainOn.ASSISTANT,
         "Tokens that carry loss: of every assistant message, of the last one, of the completion (what follows the "
         "last user message), or all. The keys train and weight of a message win; with all they may leave nothing out.",
-    )
-
-
-@define(kw_only=True)
-class ExampleDataConfig(DemonstrationDataConfig):
-    """The examples, with images where they have them, and how they become tokens."""
-
-    image_key: str | None = setting(
-        None,
-        "Column with the images of an example: one or a list of paths, data URIs or files' bytes. Marks <image> in the "
-        "messages or the prompt say where they stand; without marks they come before the user's first message. Rows "
-        "without images are text.",
-        only_if=WITH_TEMPLATE,
     )
 
 
@@ -236,13 +231,6 @@ class PairDataConfig(RowsConfig):
     )
     chosen_key: str | None = setting(None, "Column with the better reply; default: chosen.")
     rejected_key: str | None = setting(None, "Column with the other reply; default: rejected.")
-    image_key: str | None = setting(
-        None,
-        "Column with the images of a prompt: one or a list of paths, data URIs or files' bytes. Marks <image> in the "
-        "prompt say where they stand; without marks they come before the user's first message. Rows without images "
-        "are text.",
-        only_if=WITH_TEMPLATE,
-    )
     pairs: RankedReplies = setting(
         RankedReplies.BEST_WORST,
         "Pairs of ranked replies: the best and the worst, or all, each better one with each worse; of labelled replies "
