@@ -82,7 +82,7 @@ def head_bytes(
     share = 1.0 if clients or config.agent.plays else config.rollout.max_new_tokens / longest_sample(config)
     choices = math.ceil(min(1.0, share) * tokens) * shape.embedding // shape.hidden
     logits = choices * FLOAT32_BYTES
-    prescribes = clients and config.rollout.engine is not Engine.SERVER and not config.cluster.enable
+    prescribes = clients and config.rollout.engine is not Engine.SERVER
     masks = math.ceil(choices / 8) * (1 if gpu else 2) if prescribes else 0
     of_gradient = FLOAT32_BYTES + (2 * compute_bytes if compute_bytes < FLOAT32_BYTES else 0)
     size = config.ds.tensor_parallel_size

@@ -20,7 +20,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.spelling import choice, choice_kind
 from rollgrad.domain.errors import ConfigurationError, raise_together
-from rollgrad.domain.settings import setting
+from rollgrad.domain.settings import FREE, setting
 from rollgrad.entrypoints.cli.free_settings import take_free_settings
 from rollgrad.entrypoints.config_io import (
     EXTENSION,
@@ -229,9 +229,29 @@ def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Argumen
         ConfigurationError: a flag or a value is wrong.
     """
     kinds = flag_kinds(type(default))
-    parsed, wrong = _parse(default, command, spell_out(arguments, kinds), list(kinds))
-    raise_together(wrong)
+    arguments, free, unusable = take_free_settings(arguments, kinds)
+    words, misspelt = _spelled(arguments, kinds)
+    parsed, wrong = _parse(_with_named_values(default, kinds), command, words, list(kinds))
+    raise_together([*unusable, *misspelt, *wrong])
+    for name, value in free.items():
+        setattr(parsed, name, value)
     return parsed
+
+
+def _with_named_values(default: Arguments, kinds: Mapping[str, Any]) -> Arguments:
+    """Returns arguments whose settings of a library, which tyro would show as commands, are flags in its help."""
+    import tyro
+
+    shown: dict[str, Any] = {}
+    for name in [name for name, kind in kinds.items() if kind == FREE]:
+        flag: Any = Annotated[str | None, tyro.conf.arg(name=f"{name}.NAME", metavar="VALUE")]
+        shown[name] = attrs.field(default=None, type=flag)
+    if not shown:
+        return default
+    kind = attrs.make_class(type(default).__name__, shown, bases=(type(default),), kw_only=True)
+    kind.__doc__ = type(default).__doc__
+    made: Arguments = kind(**attrs.asdict(default, recurse=False))
+    return made
 
 
 def _set_named(arguments: attrs.AttrsInstance, command: str, words: Sequence[str]) -> list[ConfigurationError]:

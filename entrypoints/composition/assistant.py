@@ -186,7 +186,13 @@ def _embedded(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCode
     model = _load(arguments, arguments.model)
     check_decoding(model, FLAG, other_engine="--engine vllm")
     ends = eos_token_ids(model.generation_config, tokenizer)
-    engine = EmbeddedEngine(model, eos_token_ids=ends, decode=codec.decode, grammars=Grammars(tokenizer, ends))
+    engine = EmbeddedEngine(
+        model,
+        eos_token_ids=ends,
+        decode=codec.decode,
+        grammars=Grammars(tokenizer, ends),
+        **_batch_size(arguments),
+    )
 
     async def close() -> None:
         """Does nothing: the engine holds nothing but memory."""
@@ -237,7 +243,14 @@ def _vllm_settings(arguments: AssistantArguments, tokenizer: Any) -> dict[str, A
         "pipeline_parallel_size": arguments.pipeline_parallel_size or 1,
         "memory_fraction": arguments.gpu_memory_utilization or VLLM_MEMORY,
         "sleep_level": 0,
+        "extra": arguments.vllm_extra or {},
+        **_batch_size(arguments),
     }
+
+
+def _batch_size(arguments: AssistantArguments) -> dict[str, Any]:
+    """Returns the engine's argument if it is set; each has a default of its own."""
+    return {} if arguments.max_batch_size is None else {"max_batch_size": arguments.max_batch_size}
 
 
 def _untrained(model: Any, tokenizer: Any) -> TorchPolicy:

@@ -1,18 +1,39 @@
 """Common arguments of `rollgrad serve agent` and `rollgrad chat`: a model, its tools, and its sampling."""
 
+from collections.abc import Mapping
+
 from attrs import define
 
+from rollgrad.adapters.engines.vllm.arguments import LORA, OWN, argument_problems
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.generation import SamplingParams
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, raise_together
+from rollgrad.domain.settings import FREE
 
 VLLM_FLAGS = (
     *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len"),
-    *("num_engines", "cluster_address"),
+    *("num_engines", "cluster_address", "vllm_extra"),
 )
 """Flags that mean something to vLLM alone."""
+NO_ADAPTER = "name a model with its adapters merged (`rollgrad merge-lora`) as --model"
+SET_HERE: Mapping[str, str] = {
+    **OWN,
+    "model": "set --model",
+    "dtype": "set --dtype",
+    "max_num_seqs": "set --max_batch_size",
+    **{
+        name: f"set --{name}"
+        for name in ("max_model_len", "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization")
+    },
+    "data_parallel_size": "set --num_engines",
+    "weight_transfer_config": "newer checkpoints reach vLLM in a way of rollgrad's",
+    "enable_sleep_mode": "an engine that serves never sleeps",
+    **dict.fromkeys(("generation_config", "override_generation_config"), "set --temperature, --top_p and --top_k"),
+    **{name: NO_ADAPTER for name, instead in OWN.items() if instead == LORA},
+}
+"""Engine arguments of vLLM that are set here, and what to do instead."""
 DEFAULT_TEMPERATURE = 0.7
 """Default temperature of chats: livelier than greedy, steadier than the 1 of training."""
 
@@ -59,6 +80,10 @@ class AssistantArguments:
     """Tokens of a conversation at most in vLLM; default: the model's positions."""
     num_engines: int | None = None
     """Engines of vLLM in a Ray cluster, each with the whole model; default: one in processes of this one's."""
+    max_batch_size: int | None = None
+    """Replies sampled together at most by an engine; default: 128 by the embedded one, 256 by vLLM."""
+    vllm_extra: FREE = None
+    """Further engine arguments of vLLM, by vLLM's names: --vllm_extra.kv_cache_dtype fp8. Values are YAML."""
     cluster_address: str | None = None
     """Running Ray cluster of the engines, auto or HOST:PORT; default: one is started here."""
 
@@ -107,10 +132,18 @@ class AssistantArguments:
             value = getattr(self, name)
             if value is not None and self.engine is not Engine.VLLM:
                 raise ConfigurationError(f"--{name} is set, but --engine is {self.engine}: set --engine vllm.")
-            if not isinstance(value, str | None) and value <= 0:
+            if isinstance(value, int | float) and value <= 0:
                 raise ConfigurationError(f"--{name} is {value}, but it must be above 0.")
         if self.cluster_address is not None and self.num_engines is None:
             raise ConfigurationError("--cluster_address is set, but --num_engines is not: say how many engines to use.")
+        if self.max_batch_size is not None and self.engine is Engine.SERVER:
+            raise ConfigurationError(
+                "--max_batch_size is set, but --engine is server, which has a limit of its own: leave it out."
+            )
+        if self.max_batch_size is not None and self.max_batch_size < 1:
+            raise ConfigurationError(f"--max_batch_size is {self.max_batch_size}, but it must be 1 or more.")
+        problems = argument_problems(self.vllm_extra or {}, "vllm_extra", SET_HERE)
+        raise_together([ConfigurationError(problem) for problem in problems])
         if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
             raise ConfigurationError(
                 f"--gpu_memory_utilization is {self.gpu_memory_utilization}, but it is a share, 1 at most."

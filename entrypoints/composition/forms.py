@@ -20,7 +20,6 @@ def unprescribed(config: RLConfig, brought: Sequence[str]) -> str | None:
     caller."""
     reasons = {
         f"rollout.engine {config.rollout.engine}": config.rollout.engine is Engine.SERVER,
-        "cluster.enable": config.cluster.enable,
         # vLLM would follow the form from its beginning, wherever the reply that goes on is in it.
         "train.partial_rollout recompute": config.rollout.engine is Engine.VLLM
         and config.train.partial_rollout is PartialRollout.RECOMPUTE,

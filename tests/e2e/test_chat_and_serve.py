@@ -171,6 +171,17 @@ def test_a_conversation_goes_on_and_starts_over(
             "it is a share, 1 at most",
         ),
         (["serve", "agent", "--model", "x", "--num_engines", "2"], "--engine is embedded: set --engine vllm"),
+        (["chat", "--model", "x", "--vllm_extra.block_size", "16"], "--vllm_extra is set, but --engine is embedded"),
+        (["chat", "--model", "x", "--engine", "vllm", "--vllm_extra", "3"], "write --vllm_extra.NAME VALUE"),
+        (
+            ["serve", "agent", "--model", "x", "--engine", "vllm", "--vllm_extra.max_num_seqs", "2"],
+            "vllm_extra.max_num_seqs is not yours to set: set --max_batch_size, and leave --vllm_extra.max_num_seqs",
+        ),
+        (["serve", "agent", "--model", "x", "--max_batch_size", "0"], "--max_batch_size is 0, but it must be 1 or more"),
+        (
+            ["chat", "--model", "x", "--engine", "server", "--server_url", "http://x", "--max_batch_size", "2"],
+            "which has a limit of its own",
+        ),
         (
             ["chat", "--model", "x", "--engine", "vllm", "--num_engines", "0"],
             "--num_engines is 0, but it must be above",

@@ -11,6 +11,7 @@ from attrs import Factory, evolve, fields, frozen
 from torch import Tensor, distributed, nn
 
 from rollgrad.adapters.models.ray.sharded import RankPolicy
+from rollgrad.adapters.models.torch.allowed_tokens import follow_grammars
 from rollgrad.adapters.models.torch.attention import install_attention
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue, scatter
@@ -24,7 +25,7 @@ from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
-from tests.fakes import cluster
+from tests.fakes import cluster, grammars
 
 TIMEOUT = 300.0
 VOCABULARY = 97
@@ -54,6 +55,7 @@ class Case:
     samples: int | None = 5
     checkpointing: bool = False
     lora: bool = False
+    prescribed: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -72,6 +74,7 @@ CASES = {
     "window": Case(family="Mistral", settings={"num_key_value_heads": 3, "sliding_window": 5}, seed=6),
     "checkpointing": Case(settings={"num_key_value_heads": 3}, seed=7, checkpointing=True),
     "adapters": Case(settings={"num_key_value_heads": 3}, seed=9, lora=True),
+    "prescribed_replies": Case(settings={"num_key_value_heads": 3}, seed=11, prescribed=True),
     "bfloat16": Case(settings={"num_key_value_heads": 3}, seed=8, dtype=torch.bfloat16),
     "fewer_tokens_than_processes": Case(settings={"num_key_value_heads": 3}, samples=None),
 }
@@ -84,6 +87,7 @@ def model(case: Case) -> Any:
     config = getattr(transformers, f"{case.family}Config")(**{**SIZES, **case.settings})
     made = getattr(transformers, f"{case.family}ForCausalLM")(config).eval().to(case.dtype)
     install_attention(made)
+    follow_grammars(made, grammars.chance_masks(VOCABULARY))
     if case.lora:
         add_lora(made, LoraConfig(rank=4), seed=1)
         for name, parameter in made.named_parameters():
@@ -157,6 +161,7 @@ OBJECTIVES: dict[str, Callable[[TokenScores, PackedBatch], LossOutput]] = {
 def passes(case: Case) -> dict[str, Any]:
     """Returns this process's part of a case: columns of the action tokens, losses, and its gradients by objective."""
     packed = batch(case.seed, case.samples)
+    packed = grammars.prescribed(packed) if case.prescribed else packed
     lm = PackedLM(model(case), temperature=0.7)
     logprobs_A, entropy_A = lm(packed)
     scores = TokenScores(logprobs_N=scatter(logprobs_A, packed), entropy_N=scatter(entropy_A, packed))

@@ -9,6 +9,7 @@ from rollgrad.adapters.models.deepspeed import tensor_parallel
 from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.models.ray.sharded import RankPolicy
+from rollgrad.adapters.models.torch.allowed_tokens import follow_grammars
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchReference
@@ -18,6 +19,7 @@ from rollgrad.adapters.models.torch.weight_shards import shard_rows
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes import cluster
+from tests.fakes.grammars import chance_masks
 
 SIZE = 2
 
@@ -50,7 +52,14 @@ def judging_policy(path: str, optimize: Optimize = MasterOptimizer, **loading: A
     return TorchPolicy(model, tokenizer, cluster.SETTINGS, outcomes=outcomes, optimize=optimize)
 
 
-POLICIES = {"taught": taught_policy, "judging": judging_policy}
+def following_policy(path: str, optimize: Optimize = MasterOptimizer, **loading: Any) -> TorchPolicy:
+    """It follows the grammars of replies."""
+    made = cluster.policy(path, optimize, **loading)
+    follow_grammars(made.module.model, chance_masks(made.module.model.config.vocab_size))
+    return made
+
+
+POLICIES = {"taught": taught_policy, "judging": judging_policy, "following": following_policy}
 
 
 def rank_own_policy(name: str, path: str, stage: int) -> RankPolicy:

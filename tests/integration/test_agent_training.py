@@ -194,7 +194,7 @@ def test_a_form_that_the_loss_could_not_follow_is_refused(tiny_model_dir: Path) 
         return unprescribed(made, brought)
 
     assert refusal() is None
-    assert refusal(rollout_engine=Engine.VLLM) is None
+    assert refusal(rollout_engine=Engine.VLLM, cluster_enable=True) is None
     assert refusal(train_partial_rollout=PartialRollout.RECOMPUTE) is None
     for told, reason in (
         (refusal(rollout_engine=Engine.SERVER), "rollout.engine server"),
@@ -202,7 +202,6 @@ def test_a_form_that_the_loss_could_not_follow_is_refused(tiny_model_dir: Path) 
             refusal(rollout_engine=Engine.VLLM, train_partial_rollout=PartialRollout.RECOMPUTE),
             "train.partial_rollout recompute",
         ),
-        (refusal(cluster_enable=True), "cluster.enable"),
         (refusal("policy"), "an adapter of one's own (policy)"),
     ):
         assert told is not None

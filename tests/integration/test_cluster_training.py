@@ -38,6 +38,7 @@ from tests.accounts import nothing_is_lost
 from tests.fakes import cluster, controller
 from tests.fakes.controller import letters
 from tests.fakes.teacher_server import TeacherServer
+from tests.integration.test_agent_training import FORM
 from tests.scripts import ScriptHost
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("ray")]
@@ -235,6 +236,46 @@ def test_learning_from_examples_in_several_processes_is_that_in_one(
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-3)
+
+
+@pytest.mark.usefixtures("runs_share_processes")
+@pytest.mark.parametrize(
+    "division",
+    [
+        pytest.param({"ds.zero_stage": 2}, marks=pytest.mark.wide),
+        {"ds.zero_stage": 3},
+        {"cluster.strategy": Strategy.FSDP2},
+    ],
+    ids=["ZeRO-2", "ZeRO-3", "FSDP2"],
+)
+def test_replies_of_a_prescribed_form_are_learned_from_in_several_processes(
+    make: Callable[..., RLConfig], division: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """Each process finds the allowed tokens again, of the policy and of the reference."""
+    (tmp_path / "agent.py").write_text(FORM)
+
+    def run(config: RLConfig) -> list[dict[str, float]]:
+        config.ckpt.output_dir = str(tmp_path / ("divided" if config.cluster.enable else "lone"))
+        config.train.agent_func_path = str(tmp_path / "agent.py")
+        config.rollout.max_new_tokens, config.rollout.temperature = 24, 0.8
+        config.algo.kl.init_coef = 0.1
+        return train(config, reward=None)
+
+    config, lone = make("form"), without_cluster(make("form"))
+    for setting, value in division.items():
+        section, _, name = setting.partition(".")
+        setattr(getattr(config, section), name, value)
+    found, expected = run(config), run(lone)
+    assert abs(found[0]["policy/ref_kl"]) < 1e-6, "both are of the same weights and the same allowed tokens"
+    assert found[1]["policy/ref_kl"] != 0
+    for one, other in zip(expected, found, strict=True):
+        for key in ("reward/mean", "rollout/entropy", "policy/loss", "policy/grad_norm", "policy/ref_kl"):
+            assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5)
+    kept = [*rows(Path(config.ckpt.output_dir), ("grammars", "token_logprob", "token_trainer_logprob"))]
+    assert kept
+    for row in kept:
+        assert row["grammars"] is not None
+        assert row["token_trainer_logprob"] == pytest.approx(row["token_logprob"], abs=1e-4)
 
 
 @pytest.mark.usefixtures("runs_share_processes")

@@ -13,6 +13,7 @@ from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
 from tests.fakes import cluster, tensor_parallel
+from tests.fakes.grammars import prescribed
 from tests.tiny_models import saved, tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -46,6 +47,8 @@ everywhere = pytest.mark.parametrize(
     indirect=["group", "model_dir"],
     scope="module",  # tests that share processes then follow each other
 )
+OWN_COLUMNS = {"taught": ["divergence_N"], "judging": ["odds_N"], "following": []}
+"""Columns that scores of a policy have besides log-probs and entropies."""
 in_two_pairs = pytest.mark.parametrize(
     ("group", "model_dir"),
     [(TWO_PAIRS, "Qwen2"), pytest.param(TWO_PAIRS, "Qwen3", marks=pytest.mark.wide)],
@@ -130,18 +133,19 @@ def test_in_bfloat16_too(group: WorkerGroup, stage: int, model_dir: str) -> None
 
 @pytest.mark.parametrize(
     ("group", "model_dir", "stage", "kind"),
-    [(TWO_PAIRS, "Qwen2", 2, "taught"), (TWO_PAIRS, "Qwen3", 2, "judging")],
+    [(TWO_PAIRS, "Qwen2", 2, "taught"), (TWO_PAIRS, "Qwen3", 2, "judging"), (TWO_PAIRS, "Qwen2", 3, "following")],
     indirect=["group", "model_dir"],
 )
-def test_what_compares_distributions_or_two_tokens_trains_as_one_process(
+def test_other_columns_of_the_vocabulary_train_as_one_process(
     group: WorkerGroup, stage: int, model_dir: str, kind: str
 ) -> None:
-    """A policy with a teacher, or with a whole KL divergence from its reference; and a process reward model."""
+    """A policy with a teacher, or with a whole KL divergence from its reference; a process reward model; and replies
+    that were sampled in a prescribed form."""
     group.build(tensor_parallel.rank_own_policy, kind, model_dir, stage)
     policy, lone = ShardedPolicy(group, width=tensor_parallel.SIZE), tensor_parallel.POLICIES[kind](model_dir)
-    batch, before = cluster.batch(), cluster.weights(lone)
+    batch, before = prescribed(cluster.batch()) if kind == "following" else cluster.batch(), cluster.weights(lone)
     scores, expected = policy.score(batch), lone.score(batch)
-    for column in ("logprobs_N", "entropy_N", "divergence_N" if kind == "taught" else "odds_N"):
+    for column in ("logprobs_N", "entropy_N", *OWN_COLUMNS[kind]):
         assert getattr(expected, column).abs().max() > 1e-4
         torch.testing.assert_close(getattr(scores, column), getattr(expected, column), rtol=0.01, atol=1e-5)
     for _ in range(2):

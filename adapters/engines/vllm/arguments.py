@@ -34,19 +34,21 @@ OWN: Mapping[str, str] = {
 """Engine arguments that rollgrad sets itself, and what to do instead."""
 
 
-def argument_problems(extra: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each name in `vllm.extra` that is no engine argument of the vLLM that is installed, or one
-    that is set by another setting; nothing is known to be wrong where no vLLM is installed."""
+def argument_problems(
+    extra: Mapping[str, Any], setting: str = "vllm.extra", own: Mapping[str, str] = OWN
+) -> Iterator[str]:
+    """Yields a sentence for each name in `extra`, the value of `setting`, that is no engine argument of the vLLM that
+    is installed, or one of `own`; nothing is known to be wrong where no vLLM is installed."""
     known = None
     for name in extra:
-        if name in OWN:
-            yield f"vllm.extra.{name} is not yours to set: {OWN[name]}, and leave --vllm.extra.{name} out."
+        if name in own:
+            yield f"{setting}.{name} is not yours to set: {own[name]}, and leave --{setting}.{name} out."
             continue
         known = _engine_arguments() if known is None else known
         if known and name not in known:
-            similar = difflib.get_close_matches(name, known - OWN.keys(), n=1)
-            hint = f"did you mean --vllm.extra.{similar[0]}?" if similar else "its arguments are those of vllm serve."
-            yield f"vllm.extra.{name} is no engine argument of the vLLM that is installed; {hint}"
+            similar = difflib.get_close_matches(name, known - own.keys(), n=1)
+            hint = f"did you mean --{setting}.{similar[0]}?" if similar else "its arguments are those of vllm serve."
+            yield f"{setting}.{name} is no engine argument of the vLLM that is installed; {hint}"
 
 
 def _engine_arguments() -> frozenset[str]:

@@ -30,26 +30,28 @@ def follow_grammars(model: Any, masks: Masks | None) -> None:
 
 @frozen(kw_only=True, eq=False)
 class AllowedTokens:
-    """The tokens that are possible in some of a batch's rows of logits: `rows_R` int64, indices of these rows,
-    ascending, and `bits_RB` uint8, as `Masks` returns them, both on one device."""
+    """The tokens that are possible in some of a batch's rows of logits: `rows_R` int64, indices of these rows, and
+    `bits_RB` uint8, as `Masks` returns them, both on one device."""
 
     rows_R: Tensor
     bits_RB: Tensor
 
-    def restrict(self, logits_AV: Tensor, start: int) -> None:
-        """Sets the logits of all other tokens to minus infinity; the first of `logits_AV` is those of row `start`."""
+    def restrict(self, logits_AV: Tensor, start: int, first: int = 0) -> None:
+        """Sets the logits of all other tokens to minus infinity. The first of `logits_AV` are those of row `start`, and
+        in each row the first is that of the token `first` of the vocabulary."""
         inside_R = (self.rows_R >= start) & (self.rows_R < start + len(logits_AV))
         rows, vocabulary = self.rows_R[inside_R] - start, logits_AV.shape[1]
         place_8 = torch.arange(BITS, dtype=torch.uint8, device=rows.device)
-        allowed = ((self.bits_RB[inside_R, :, None] >> place_8) & 1).flatten(1)[:, :vocabulary] > 0
+        allowed = ((self.bits_RB[inside_R, :, None] >> place_8) & 1).flatten(1)[:, first : first + vocabulary] > 0
         # The head may have rows beyond the tokenizer's tokens, which are never possible.
         allowed = torch.nn.functional.pad(allowed, (0, vocabulary - allowed.shape[1]))
         logits_AV[rows] = logits_AV[rows].masked_fill(~allowed, float("-inf"))
 
 
-def allowed_tokens(model: Any, batch: PackedBatch, device: torch.device) -> AllowedTokens | None:
+def allowed_tokens(model: Any, batch: PackedBatch, actions_B: Tensor) -> AllowedTokens | None:
     """Returns the tokens that were possible in the place of each action token of `batch` that was sampled under a
-    grammar; None if there is none.
+    grammar; None if there is none. Rows are counted among `actions_B`, the action tokens that this process computes (a
+    group of processes divides them), whose device the result is on.
 
     Raises:
         ConfigurationError: the model was made without the means to follow grammars.
@@ -63,13 +65,14 @@ def allowed_tokens(model: Any, batch: PackedBatch, device: torch.device) -> Allo
             "Some replies were sampled in a prescribed form, which this model cannot follow when it computes their "
             "log-probs: let replies be free where they are sampled."
         )
-    rows_N = batch.action_mask_N.cumsum(0) - 1
+    rows_N = torch.full((batch.token_count,), -1)
+    rows_N[batch.action_mask_N.nonzero()[actions_B.cpu(), 0]] = torch.arange(len(actions_B))
     rows, bits = [], []
     for start, segments in zip(batch.starts_S.tolist(), batch.prescribed_S, strict=True):
         for segment in segments:
             assert segment.grammar is not None
             part = slice(start + segment.start, start + segment.stop)
-            trained_T = batch.action_mask_N[part]
-            rows.append(rows_N[part][trained_T])
-            bits.append(masks(segment.grammar, batch.tokens_N[part].tolist())[trained_T])
-    return AllowedTokens(rows_R=torch.cat(rows).to(device), bits_RB=torch.cat(bits).to(device))
+            here_T = rows_N[part] >= 0
+            rows.append(rows_N[part][here_T])
+            bits.append(masks(segment.grammar, batch.tokens_N[part].tolist())[here_T])
+    return AllowedTokens(rows_R=torch.cat(rows).to(actions_B.device), bits_RB=torch.cat(bits).to(actions_B.device))

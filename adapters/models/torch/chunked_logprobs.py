@@ -135,8 +135,7 @@ def token_logprobs(
         mean: with `correct`, also finds the mean log-prob over the vocabulary; one more pass.
         collision: with `correct`, also finds the collision entropy, -log sum_v p_v^2 (nats), without a gradient; one
             more pass.
-        allowed: the tokens that are possible in some rows, where all others have the logit minus infinity; only of a
-            whole vocabulary.
+        allowed: the tokens that are possible in some rows, where all others have the logit minus infinity.
 
     Returns:
         (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias; with `correct` also correct_A,
@@ -184,7 +183,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if temperature != 1.0:
                 logits.div_(temperature)
             if allowed is not None:
-                allowed.restrict(logits, start)
+                allowed.restrict(logits, start, vocabulary.first)
             lse, best = _logsumexp(logits)
             target = torch.where(mine[part], logits.gather(1, index[part, None])[:, 0], 0.0)
             found = [best] if correct else []
@@ -237,7 +236,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = ctx.form.logits(hidden[part], weight, bias)
             slope = ctx.form.slope(logits)
             if ctx.allowed is not None:
-                ctx.allowed.restrict(logits, start)
+                ctx.allowed.restrict(logits, start, ctx.vocabulary.first)
             grad = _logit_gradient(
                 logits.div_(ctx.temperature).sub_(normaliser[part, None]),
                 index[part, None],

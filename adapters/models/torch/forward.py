@@ -158,7 +158,7 @@ class PackedLM(nn.Module):
         """Returns the log-probs and entropies of the action tokens, with `routing` also the routers' counts."""
         rows = action_hidden(self.model, batch, self._group, routing=routing, back=self._back)
         taught = () if self._teacher is None else (self._targets(batch, rows, self._teacher), self._teacher.settings)
-        allowed = allowed_tokens(self.model, batch, rows.hidden_BH.device)
+        allowed = allowed_tokens(self.model, batch, rows.actions_B)
         columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught, allowed=allowed)
         return *self._group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
 

@@ -70,6 +70,8 @@ def loaded(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Loade
         num_engines=3,
         cluster_address="auto",
         tensor_parallel_size=2,
+        max_batch_size=7,
+        vllm_extra={"block_size": 16},
         dtype=DType.FLOAT32,
         max_new_tokens=4,
     )
@@ -82,6 +84,7 @@ async def test_requests_are_served_until_all_engines_are_dead(
     served, started = loaded
     assert (started.config.cluster.address, started.config.vllm.gpus_per_engine) == ("auto", 2)
     assert (started.settings["model"], started.settings["tensor_parallel_size"]) == (str(tiny_model_dir), 2)
+    assert (started.settings["max_batch_size"], started.settings["extra"]) == (7, {"block_size": 16})
 
     assert served.check is not None
     asked = [ChatRequest(messages=[{"role": "user", "content": f"go {number}"}]) for number in range(6)]
