@@ -10,7 +10,15 @@ BIN := $(VENV)/bin
 # tests/unit, all short, last.
 WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-GPU := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),gpu or not gpu,not gpu)
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+# $(call tests,and EXPRESSION) runs the tests that a marker expression selects. Where there is a GPU, those that use it
+# run one after the other, for an engine takes most of its memory, and all others as if there were none.
+ifeq ($(GPU),yes)
+tests = { CUDA_VISIBLE_DEVICES= $(PYTEST) -m "not gpu and not engines $(1)"; rest=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "(gpu or engines) $(1)" && exit $$rest; }
+else
+tests = $(PYTEST) -m "not gpu $(1)"
+endif
 # Looked for when a target runs: setting it up may install one.
 BROWSER = $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 PAGE = $(if $(BROWSER),,and not browser)
@@ -54,17 +62,17 @@ demo-cluster: $(VENV)/.cluster-stamp
 
 test: $(VENV)/.test-stamp
 	$(SAY_BROWSER)
-	$(PYTEST) -m "not chaos and not demo and not wide and ($(GPU)) $(PAGE)"
+	$(call tests,and not chaos and not demo and not wide $(PAGE))
 
 # The cache keeps failures of tests that are no more, and of runs of a few: they are not to be tried again.
 test-all: $(VENV)/.test-stamp
 	$(SAY_BROWSER)
 	@rm -f .pytest_cache/v/cache/lastfailed
-	$(PYTEST) -m "($(GPU)) $(PAGE)" || { [ $$? -eq 1 ] && $(BIN)/python scripts/failed_again.py; }
+	($(call tests,$(PAGE))) || { [ $$? -eq 1 ] && $(BIN)/python scripts/failed_again.py; }
 
 check: lint
 	$(SAY_BROWSER)
-	$(PYTEST) -m "not slow and not gpu and not chaos $(PAGE)"
+	$(call tests,and not slow and not chaos $(PAGE))
 
 lint: $(VENV)/.test-stamp
 	$(BIN)/ruff format --check .

@@ -47,6 +47,8 @@ VLLM = (
 to start as any of them."""
 LONG = ("e2e/test_demo.py", "integration/test_benchmarks.py", "integration/test_serve_reward.py")
 """Other files that take a minute and more."""
+CLUSTER_GPUS = 8
+"""GPUs of the largest cluster that tests start, where each process has one of its own."""
 FIRST = {file: number for number, file in enumerate((*RAY, *LONG, *VLLM))}
 """Files that begin first, so that short ones even out the end."""
 
@@ -70,6 +72,9 @@ def pytest_collection() -> Iterator[Any]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FIRST.get(file_of(item.nodeid), len(FIRST)))
+    for item in items:
+        if file_of(item.nodeid) in (*RAY, *VLLM):
+            item.add_marker(pytest.mark.engines)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -98,12 +103,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The Makefile leaves these out where there is no GPU; whoever runs a file alone need not."""
-    if item.get_closest_marker("gpu"):
-        import torch
+    """The Makefile leaves out what needs a GPU where there is none; whoever runs a file alone need not."""
+    import torch
 
+    if item.get_closest_marker("gpu"):
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+    elif file_of(item.nodeid) in RAY and 0 < torch.cuda.device_count() < CLUSTER_GPUS:
+        pytest.skip(f"needs {CLUSTER_GPUS} GPUs, or none")
 
 
 @pytest.fixture(scope="session")

@@ -38,9 +38,9 @@ def ray_module() -> Any:
     return ray
 
 
-def cluster_has_gpus() -> bool:
-    """Returns whether any machine of the cluster that this process has joined has a GPU."""
-    return bool(ray_module().cluster_resources().get("GPU", 0))
+def cluster_gpus() -> float:
+    """Returns the number of GPUs of the cluster that this process has joined."""
+    return float(ray_module().cluster_resources().get("GPU", 0))
 
 
 def own_gpus() -> list[str]:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import structlog
-import torch
 from attrs import evolve, frozen
 from dependency_injector import providers
 
@@ -35,13 +34,14 @@ from rollgrad.adapters.models.ray.worker_group import WorkerGroup, start_by_deep
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.models.torch.weight_shards import shard_rows
 from rollgrad.adapters.ray.placement import Placement, Slot
-from rollgrad.adapters.ray.session import RaySession, cluster_has_gpus
+from rollgrad.adapters.ray.session import RaySession, cluster_gpus
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.settings.derived import divides_reward
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.ds import PARAMETERS
+from rollgrad.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 
@@ -172,11 +172,22 @@ class Cluster:
         self._colocated = colocated
         cpus = sum(count * self._gpus_of(name) for name, count in self._processes.items())
         self._session = RaySession(config.cluster.address, cpus=cpus)
-        self.gpus = torch.cuda.is_available() or cluster_has_gpus()
-        """Whether the cluster has GPUs."""
+        self._gpus = cluster_gpus()
+        if config.cluster.address is None and 0 < self._gpus < (needed := self._needed_gpus()):
+            self._session.close()
+            raise ConfigurationError(
+                f"The run asks for {needed:g} GPUs, but this machine has {self._gpus:g}: let roles share them with "
+                "--train.colocate_all, lower --actor.num_gpus_per_node or --vllm.num_engines, or name a cluster of "
+                "several machines by --cluster.address."
+            )
         self._placements: dict[str, Placement] = {}
         self._groups: list[WorkerGroup] = []
         self._engines: list[RayVLLMEngine] = []
+
+    @property
+    def gpus(self) -> bool:
+        """Whether the cluster has GPUs."""
+        return self._gpus > 0
 
     def policy(self, make: MakeContainer, steps: int) -> ShardedPolicy:
         """Starts the actor, which each process makes as `rank_policy` says."""
@@ -276,23 +287,35 @@ class Cluster:
         group.build(make, *arguments)
         return group
 
-    def _slots(self, role: str) -> list[Slot]:
-        """Returns the places of a role's processes: on bundles of their own, or on bundles that several roles share.
+    def _bundles(self, role: str) -> tuple[Mapping[str, int], int, int]:
+        """Returns the bundles of a process of each role that shares those of `role`, itself included, the number of all
+        these bundles, and that of the GPUs of each on a cluster that has any.
 
         An engine over several GPUs has a bundle with all of them for itself; of bundles with one GPU each, which it
         shares, it takes as many neighbours.
         """
         sharing = neighbours(role, self._processes, self._colocated)
-        name, size = " and ".join(sharing), self._processes[role]
         bundles = {each: self._gpus_of(each) if len(sharing) > 1 else 1 for each in sharing}
+        count = max(self._processes[each] * bundles[each] for each in sharing)
+        return bundles, count, self._gpus_of(role) // bundles[role]
+
+    def _needed_gpus(self) -> int:
+        """Returns the number of GPUs of all bundles."""
+        found = (self._bundles(role) for role, size in self._processes.items() if size)
+        return sum({tuple(bundles): count * gpus for bundles, count, gpus in found}.values())
+
+    def _slots(self, role: str) -> list[Slot]:
+        """Returns the places of a role's processes: on bundles of their own, or on bundles that several roles share."""
+        bundles, count, gpus = self._bundles(role)
+        name, size = " and ".join(bundles), self._processes[role]
         if name not in self._placements:
             self._placements[name] = Placement(
                 name,
-                max(self._processes[each] * bundles[each] for each in sharing),
-                gpus=float(self.gpus) * self._gpus_of(role) / bundles[role],
+                count,
+                gpus=float(gpus if self.gpus else 0),
                 # The actor's first process sends weights through shared memory, also to the engine that has its GPU.
-                here=max(bundles.values()) if "actor" in sharing else 0,
-                shared=len(sharing) > 1,
+                here=max(bundles.values()) if "actor" in bundles else 0,
+                shared=len(bundles) > 1,
                 timeout=self._config.cluster.timeout,
             )
         placement = self._placements[name]

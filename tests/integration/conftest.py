@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollgrad.adapters.ray.session import VARIABLES
 from tests.scripts import QUIET, RAY_MODULES, ScriptHost
@@ -28,8 +29,9 @@ NEEDS = {
 
 for name, value in VARIABLES.items():  # as `RaySession` does, for clusters that tests start themselves
     os.environ.setdefault(name, value)
-# Nothing is compiled, and DeepSpeed would load the compiler in each of its processes.
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
+if not torch.cuda.is_available():  # where vLLM compiles
+    # Nothing is compiled, and DeepSpeed would load the compiler in each of its processes.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 collect_ignore = [file for file, packages in NEEDS.items() if not all(map(importlib.util.find_spec, packages))]
 
@@ -38,8 +40,6 @@ collect_ignore = [file for file, packages in NEEDS.items() if not all(map(import
 def worker_host(tmp_path_factory: pytest.TempPathFactory, script_host: ScriptHost) -> Iterator[ScriptHost]:
     """Runs Python programs, Ray's workers among them, without the imports that processes of models and engines need;
     where there are GPUs, which are lost in a fork, with them, and no workers."""
-    import torch
-
     from tests.forked_ray import fork_workers
 
     folder = tmp_path_factory.mktemp("workers")

@@ -1,4 +1,4 @@
-"""What Ray's own code makes of the variables that a cluster is started with."""
+"""Variables that a cluster is started with hide GPUs, by Ray's own code."""
 
 import os
 from types import SimpleNamespace
