@@ -9,6 +9,9 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.ds import PARAMETERS
 
+SEQUENCES_AT_ONCE = 128
+"""Sequences decoded together where nothing is set."""
+
 
 def first_change(section: Any, default: Any) -> str | None:
     """Dotted name within `section` of the first field that differs from `default`."""
@@ -23,6 +26,11 @@ def first_change(section: Any, default: Any) -> str | None:
 def samples_per_rollout(config: RLConfig) -> int:
     """Samples that one update trains on, each with all its branches."""
     return config.rollout.batch_size * config.rollout.n_samples_per_prompt
+
+
+def sequences_at_once(config: RLConfig) -> int:
+    """Sequences that an engine decodes together at most, where vLLM does not choose by the GPU."""
+    return config.rollout.max_batch_size or SEQUENCES_AT_ONCE
 
 
 def optimizer_steps_per_rollout(config: RLConfig) -> int:

@@ -6,7 +6,7 @@ Does not own: which processes hold it (`memory_plan.py`).
 
 import math
 
-from rollgrad.application.settings.derived import longest_sample, ranks
+from rollgrad.application.settings.derived import longest_sample, ranks, sequences_at_once
 from rollgrad.application.settings.model_shape import ModelShape, bytes_of_pass
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
@@ -96,7 +96,7 @@ def embedded_bytes(config: RLConfig, shape: ModelShape, compute_bytes: int) -> i
     sequences; of a model that is computed padded, a pass over whole sequences."""
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     ahead = config.train.max_staleness + 1 if config.train.async_enable else 1
-    sequences = min(config.rollout.max_batch_size, samples * ahead)
+    sequences = min(sequences_at_once(config), samples * ahead)
     length = math.ceil(longest_sample(config) / CACHE_BLOCK) * CACHE_BLOCK
     padded = shape.passes is not None and shape.passes.padded
     numbers = 0 if padded else 2 * shape.layers * shape.kv_heads * shape.head_dim

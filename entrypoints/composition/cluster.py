@@ -176,9 +176,8 @@ class Cluster:
         if config.cluster.address is None and 0 < self._gpus < (needed := self._needed_gpus()):
             self._session.close()
             raise ConfigurationError(
-                f"The run asks for {needed:g} GPUs, but this machine has {self._gpus:g}: let roles share them with "
-                "--train.colocate_all, lower --actor.num_gpus_per_node or --vllm.num_engines, or name a cluster of "
-                "several machines by --cluster.address."
+                f"The run asks for {needed:g} GPUs, but this machine has {self._gpus:g}: ask for fewer processes or "
+                "engines, let roles share GPUs with --train.colocate_all, or join a cluster of several machines."
             )
         self._placements: dict[str, Placement] = {}
         self._groups: list[WorkerGroup] = []

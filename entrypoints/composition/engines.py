@@ -30,7 +30,7 @@ from rollgrad.adapters.weights.nccl import NCCLBackend
 from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.resuming import ContinuingEngine
-from rollgrad.application.settings.derived import longest_sequence
+from rollgrad.application.settings.derived import longest_sequence, sequences_at_once
 from rollgrad.application.settings.engine_memory import engine_share, engines_sleep
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraSync, RouterReplay
@@ -83,7 +83,7 @@ def make_engine(
     return EmbeddedEngine(
         model,
         eos_token_ids=eos_token_ids(model.generation_config, tokenizer),
-        max_batch_size=config.rollout.max_batch_size,
+        max_batch_size=sequences_at_once(config),
         decode=codec.decode,
         memory_share=TURNS_SHARE if sleeper_kind(config) == "engine" else KEPT_SHARE,
         grammars=grammars,
@@ -113,7 +113,7 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) 
         "eos_token_ids": eos_token_ids(load_generation_settings(name), tokenizer),
         "dtype": str(config.actor.dtype),
         "max_tokens": config.vllm.max_model_len or longest_sequence(config, plays=plays),
-        "max_batch_size": config.rollout.max_batch_size,
+        "max_batch_size": config.rollout.max_batch_size if gpus else sequences_at_once(config),
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
         "pipeline_parallel_size": config.vllm.pipeline_parallel_size,
         "memory_fraction": engine_share(config),
@@ -143,7 +143,7 @@ def make_served_engines(config: RLConfig, tokenizer: Any, images: ImageRenderer 
         check_compared(config.actor.model_name_or_path)
     ends = eos_token_ids(load_generation_settings(config.actor.model_name_or_path), tokenizer)
     engines = [
-        ServedEngine(url, eos_token_ids=ends, vocabulary=len(tokenizer), max_requests=config.rollout.max_batch_size)
+        ServedEngine(url, eos_token_ids=ends, vocabulary=len(tokenizer), max_requests=sequences_at_once(config))
         for url in config.rollout.server_urls
     ]
     _call_all(engines, ServedEngine.ready)

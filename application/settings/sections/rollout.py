@@ -76,6 +76,9 @@ class RolloutConfig:
         "listens. The environment variable ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
         only_if=OF_SERVERS,
     )
-    max_batch_size: int = setting(
-        128, "Sequences decoded together by the engine; requests in flight at each server.", COUNT
+    max_batch_size: int | None = setting(
+        None,
+        "Sequences decoded together by the engine; requests in flight at each server. Default: 128, but vLLM decodes "
+        "as many on a GPU as it finds best there (1024 on an H100).",
+        COUNT,
     )

@@ -116,6 +116,21 @@ def test_what_is_set_reaches_the_engine(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "gpus", "together"),
+    [((), True, None), ((), False, 128), (("--rollout.max_batch_size", "7"), True, 7)],
+    ids=str,
+)
+def test_vllm_chooses_by_the_gpu_how_many_sequences_it_decodes_together(
+    flags: tuple[str, ...], gpus: bool, together: int | None, tiny_model_dir: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    config, _ = read("--actor.model_name_or_path", str(tiny_model_dir), *flags)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    assert vllm_settings(config, tokenizer, gpus=gpus, plays=False)["max_batch_size"] == together
+
+
+@pytest.mark.parametrize(
     ("extra", "sentence"),
     [
         ({"wall_clock_breakdwn": True}, "did you mean --ds.extra.wall_clock_breakdown?"),
