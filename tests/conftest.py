@@ -36,8 +36,8 @@ RAY = (
     *("integration/test_tensor_parallel.py", "integration/test_cluster_nodes.py"),
     "integration/test_cluster_places.py",
 )
-"""Files whose tests start clusters, of which two at once would each wait for the other's processor; all but the last two
-share a Ray, and its groups of processes until those of the last of them divide layers among them."""
+"""Files whose tests start clusters, of which two at once would each wait for the other's processor; all but the last
+two share a Ray, and its groups of processes until those of the last of them divide layers among them."""
 VLLM = (
     *("contract/test_rollout_engine.py", "contract/test_weight_channel.py", "integration/test_vllm_engine.py"),
     *("integration/test_lora.py", "integration/test_served_engine.py", "integration/test_vllm_starting.py"),

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")  # vLLM serves all tests
 VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "disk") if importlib.util.find_spec("vllm")]
 GPU = [
     pytest.param(way, marks=[pytest.mark.slow, pytest.mark.gpu])
-    for way, gpus in (("cuda_ipc", 1), ("nccl", 3))
+    for way, gpus in (("cuda_ipc", 1), ("divided_cuda_ipc", 2), ("nccl", 3))
     if importlib.util.find_spec("vllm") and torch.cuda.device_count() >= gpus
 ]
 Parts = tuple[WeightChannel, Any, PolicyModel]
@@ -74,10 +74,18 @@ async def nccl(wide_headed_model_dir: Path) -> AsyncIterator[Parts]:
         yield made
 
 
+@pytest_asyncio.fixture(loop_scope="session")
+async def divided_cuda_ipc(wide_headed_model_dir: Path) -> AsyncIterator[Parts]:
+    from tests.fakes.gpu_weights import within_two_gpus
+
+    async with within_two_gpus(wide_headed_model_dir) as made:
+        yield made
+
+
 @pytest.fixture(params=["fake", "fleet", "adapters", "shared", "copied", *VLLM, *GPU])
 def parts(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path) -> Parts:
     """(channel, engine, policy)."""
-    if request.param in ("cuda_ipc", "nccl"):
+    if request.param in ("cuda_ipc", "divided_cuda_ipc", "nccl"):
         return cast(Parts, request.getfixturevalue(request.param))
     return on_a_cpu(request, tiny_model_dir, tmp_path)
 

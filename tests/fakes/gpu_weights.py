@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from tests.fakes.cluster import FLAG, divided
 
 SHARE = 0.3
 """Handles of a GPU's memory, for the engine."""
+
+SETTINGS: dict[str, Any] = {"eos_token_ids": (), "dtype": "bfloat16", "max_batch_size": 8}
+"""Of an engine in a cluster."""
 
 SECONDS = 300.0
 """After which something has not started."""
@@ -64,26 +68,47 @@ async def within_a_gpu(path: Path) -> AsyncIterator[Parts]:
 @asynccontextmanager
 async def between_gpus(path: Path) -> AsyncIterator[Parts]:
     """Two training processes at ZeRO's stage 3 and one engine, each on a GPU of its own."""
+    settings = {**SETTINGS, "model": str(path), "sync_backend": SyncBackend.NCCL}
+    async with trained_on_two(path, shared=False) as (_, policy):
+        fleet = EngineFleet(await start_engines(1, settings, options=[{"num_gpus": 1}], seconds=SECONDS))
+        try:
+            yield FleetWeights(fleet, backend=NCCLBackend()), fleet, policy
+        finally:
+            await fleet.aclose()
+
+
+@asynccontextmanager
+async def within_two_gpus(path: Path) -> AsyncIterator[Parts]:
+    """Two training processes at ZeRO's stage 3, and on their GPUs the two of one engine."""
+    settings = {**SETTINGS, "model": str(path), "sync_backend": SyncBackend.CUDA_IPC}
+    async with trained_on_two(path, shared=True) as (placement, policy):
+        slot = placement.joint_slot(0, 2)
+        engines = await start_engines(
+            1,
+            {**settings, "tensor_parallel_size": 2, "memory_fraction": SHARE},
+            options=[slot.options()],
+            devices=[slot.devices],
+            seconds=SECONDS,
+        )
+        fleet = EngineFleet(engines)
+        try:
+            yield FleetWeights(fleet, backend=partial(cuda_ipc, workers=2)), fleet, policy
+        finally:
+            await fleet.aclose()
+
+
+@asynccontextmanager
+async def trained_on_two(path: Path, *, shared: bool) -> AsyncIterator[tuple[Placement, PolicyModel]]:
+    """A policy in two processes, whose GPUs engines may share, and their places."""
     import ray
 
     ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR")
-    settings = {
-        "model": str(path),
-        "eos_token_ids": (),
-        "dtype": "bfloat16",
-        "max_batch_size": 8,
-        "sync_backend": SyncBackend.NCCL,
-    }
-    placement = Placement("actor", 2, gpus=1, timeout=SECONDS)
+    placement = Placement("actor", 2, gpus=1, shared=shared, timeout=SECONDS)
     group = WorkerGroup("actor", [placement.slot(rank) for rank in range(2)], threads=1, timeout=SECONDS)
-    fleet = None
     try:
         group.build(gpu_rank_policy, str(path), 3)
-        fleet = EngineFleet(await start_engines(1, settings, options=[{"num_gpus": 1}], seconds=SECONDS))
-        yield FleetWeights(fleet, backend=NCCLBackend()), fleet, ShardedPolicy(group)
+        yield placement, ShardedPolicy(group)
     finally:
-        if fleet is not None:
-            await fleet.aclose()
         group.close()
         placement.remove()
         ray.shutdown()

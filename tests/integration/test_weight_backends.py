@@ -7,9 +7,9 @@ Broadcasts and handles are replaced by queues and tables, for they need GPUs.
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,11 +18,12 @@ from attrs import define, field
 from rollgrad.adapters.engines.vllm.launch import start
 from rollgrad.adapters.engines.vllm.plugin import VLLM_BACKENDS
 from rollgrad.adapters.weights import nccl
-from rollgrad.adapters.weights.cuda_ipc import packed_update
+from rollgrad.adapters.weights.cuda_ipc import cuda_ipc, exported, packed_update
 from rollgrad.adapters.weights.gpu_buckets import Packer
 from rollgrad.adapters.weights.nccl import Rendezvous, init_infos
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.errors import EngineError
+from rollgrad.domain.ports.models import PolicyModel
 
 CPU = torch.device("cpu")
 SECONDS = 60.0
@@ -162,6 +163,36 @@ def test_vllm_finds_its_own_gpu_s_bucket_among_the_handles(monkeypatch: pytest.M
     for name, tensor in expected.items():
         assert torch.equal(arrived[0][name], tensor)
         assert torch.equal(arrived[1][name], 2 * tensor)
+
+
+@pytest.mark.parametrize(
+    ("engines", "workers", "ranks"), [((0, 1, 2), 1, (0, 1, 2)), ((0, 1), 2, (0, 1, 2, 3)), ((1,), 3, (3, 4, 5))]
+)
+def test_every_worker_of_an_engine_has_a_handle_for_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, engines: tuple[int, ...], workers: int, ranks: tuple[int, ...]
+) -> None:
+    """Also where one engine alone, which has restarted, takes the weights."""
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+
+    class Policy:
+        """Its process of rank r is on GPU r."""
+
+        def sent(self, send: Any, *arguments: Any, ranks: Sequence[int] = (0,), adapter: bool = False) -> Iterator[Any]:
+            assert (send, arguments, adapter) == (exported, (), False)
+            for contents, _ in Packer(CPU).buckets(weights()):
+                yield [(contents, {f"GPU-{rank}": (rank,)}) for rank in ranks]
+
+        def address(self) -> tuple[str, int]:
+            raise AssertionError("nobody has to find it")
+
+    stream = cuda_ipc(cast(PolicyModel, Policy()), [(number, 0) for number in engines], 1, workers=workers)
+    assert stream.infos == [{"packed": True}] * len(engines)
+    (update,) = stream.updates
+    info = IPCWeightTransferEngine.update_info_cls(**update.info)
+    assert info.ipc_handles == {f"GPU-{rank}": (rank,) for rank in ranks}
+    assert info.names == [name for name, _ in weights()]
 
 
 @pytest.mark.parametrize("backend", [backend for backend in SyncBackend if backend is not SyncBackend.AUTO])

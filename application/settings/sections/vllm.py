@@ -12,7 +12,7 @@ class SyncBackend(StrEnum):
     """Way of weights from the trainer to vLLM's engines."""
 
     AUTO = "auto"
-    """cuda_ipc where each engine shares its GPU with the trainer, nccl where none does, else shared_memory."""
+    """cuda_ipc where engines share all their GPUs with the trainer, nccl where they share none, else shared_memory."""
     SHARED_MEMORY = "shared_memory"
     """Through the CPU's memory; over the network to engines on other machines."""
     NCCL = "nccl"
@@ -56,7 +56,7 @@ class VLLMConfig:
     )
     sync_backend: SyncBackend = setting(
         SyncBackend.AUTO,
-        "How weights reach the engines: auto is cuda_ipc where each engine shares its GPU with the actor, nccl where "
+        "How weights reach the engines: auto is cuda_ipc where engines share their GPUs with the actor, nccl where "
         "none does, else shared_memory; disk goes through files below ckpt.output_dir, which all machines then "
         "share.",
     )

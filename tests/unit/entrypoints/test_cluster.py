@@ -1,12 +1,18 @@
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
 from dependency_injector import providers
+from structlog.testing import capture_logs
 
+from rollgrad.adapters.ray.placement import Placement, by_machine
+from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import TrainConfig
+from rollgrad.entrypoints.composition import cluster as composition
 from rollgrad.entrypoints.composition.cluster import Cluster, neighbours
-from rollgrad.entrypoints.composition.rl import colocated_roles, rl_container
+from rollgrad.entrypoints.composition.rl import cluster_roles, colocated_roles, rl_container
 
 ROLES = {"actor": 2, "critic": 1, "reference": 1, "reward": 3, "engines": 2}
 ALL = sorted(ROLES)
@@ -55,3 +61,70 @@ def test_models_and_engines_of_a_cluster_are_asked_for_as_it_takes_it() -> None:
     assert container.reward() is cluster.reward(rl_container)
     for started in (cluster.policy, cluster.critic):
         started.assert_called_with(rl_container, 7)
+
+
+def sampling_config(*, together: bool) -> RLConfig:
+    """Two engines of two GPUs each, and four processes of the actor."""
+    config = RLConfig()
+    config.cluster.enable, config.train.colocate_all = True, together
+    config.algo.advantage.estimator = "rloo"
+    config.actor.num_gpus_per_node, config.ds.sequence_parallel_size = 4, 4
+    config.rollout.engine, config.vllm.num_engines = Engine.VLLM, 2
+    config.vllm.tensor_parallel_size = 2
+    return config
+
+
+@pytest.fixture
+def reserved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The placements that clusters of this test ask for, on four machines with GPUs."""
+    made: list[Any] = []
+
+    def reserve(*what: Any, **how: Any) -> Any:
+        placement = create_autospec(Placement, instance=True)
+        placement.spread.side_effect = lambda first, size: size
+        placement.asked = what, how
+        made.append(placement)
+        return placement
+
+    monkeypatch.setattr(composition, "RaySession", create_autospec(composition.RaySession))
+    monkeypatch.setattr(composition, "cluster_has_gpus", lambda: True)
+    monkeypatch.setattr(composition, "Placement", reserve)
+    return made
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_engine_has_a_bundle_of_its_own_or_those_of_as_many_processes(together: bool, reserved: list[Any]) -> None:
+    config = sampling_config(together=together)
+    cluster = Cluster(config, cluster_roles(config), colocated_roles(config.train))
+    with capture_logs() as logs:
+        for role in ("actor", "engines"):
+            cluster._slots(role)
+    how = {"timeout": config.cluster.timeout, "shared": together}
+    if together:
+        (placement,) = reserved
+        assert placement.asked == (("actor and engines", 4), {**how, "gpus": 1.0, "here": 2})
+        engines = placement.joint_slot.call_args_list[4:]
+        assert [call.args for call in engines] == [(0, 2), (2, 2)]
+    else:
+        actor, engines = reserved
+        assert actor.asked == (("actor", 4), {**how, "gpus": 1.0, "here": 1})
+        assert engines.asked == (("engines", 2), {**how, "gpus": 2.0, "here": 0})
+        assert [call.args for call in engines.joint_slot.call_args_list] == [(0, 1), (1, 1)]
+    (session,) = composition.RaySession.call_args_list  # type: ignore[attr-defined]
+    assert session.kwargs["cpus"] >= 4
+    (line,) = logs
+    assert line["event"] == "processes that share sequences or layers are on several machines"
+
+
+def test_neighbouring_processes_are_on_one_machine() -> None:
+    machines = ["b", "a", "c", "b", "a", "c", "c"]
+    assert by_machine(machines, "b") == [0, 3, 2, 5, 6, 1, 4]
+    assert by_machine(machines, "a") == [1, 4, 2, 5, 6, 0, 3]
+    assert by_machine(machines, "elsewhere") == [2, 5, 6, 1, 4, 0, 3]
+
+
+def test_each_process_on_the_gpus_of_an_engine_hands_its_memory_over() -> None:
+    container = rl_container(sampling_config(together=True))
+    container.gpus.override(providers.Object(True))
+    backend = container.weight_backend()
+    assert (backend.func, backend.keywords) == (cuda_ipc, {"workers": 2})
