@@ -5,7 +5,10 @@ A bucket is closed if the next tensor does not fit, or would not be aligned for 
 a bucket gets one of its own size. vLLM's NCCL backend expects one broadcast of such a bucket.
 """
 
+import os
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from rollgrad.adapters.weights.transfer import Update
 
 BUCKET_BYTES = 256 * 2**20
 """Bytes of a bucket in GPU memory, at each end of a transfer."""
+
+GROWING = re.compile(r"expandable_segments\s*:\s*True")
 
 
 @frozen
@@ -71,7 +76,25 @@ class Packer:
             yield contents, self.memory[:used]
 
     def _empty(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        with in_fixed_segment():
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+
+@contextmanager
+def in_fixed_segment() -> Iterator[None]:
+    """Makes torch take a GPU's memory, inside the block, from segments that do not grow, whatever
+    PYTORCH_CUDA_ALLOC_CONF says: to map a part of one that grows, another process would need the right to trace this
+    one, which containers do not give it (pytorch#165685)."""
+    options = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    fixed = GROWING.sub("expandable_segments:False", options)
+    if fixed == options:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(fixed)  # torch forgets options that it is not told again
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(options)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -29,7 +29,7 @@ SHARE = 0.3
 """Handles of a GPU's memory, for the engine."""
 
 SETTINGS: dict[str, Any] = {"eos_token_ids": (), "dtype": "bfloat16", "max_batch_size": 8}
-"""Of an engine in a cluster."""
+"""Settings of an engine in a cluster."""
 
 SECONDS = 300.0
 """After which something has not started."""

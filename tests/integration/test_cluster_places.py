@@ -25,7 +25,7 @@ from tests.fakes.seen_gpus import SeeingHost, SeeingWorker, Seen
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 GPUS = 4
-"""Of each machine."""
+"""GPUs of each machine."""
 Spread = Callable[[Sequence[str]], None]
 
 

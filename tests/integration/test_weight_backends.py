@@ -195,6 +195,48 @@ def test_every_worker_of_an_engine_has_a_handle_for_its_gpu(
     assert info.names == [name for name, _ in weights()]
 
 
+@pytest.mark.parametrize(
+    ("variables", "fixed"),
+    [
+        ({}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, None),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:512"},
+            "expandable_segments:False,max_split_size_mb:512",
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments: True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+            "expandable_segments:False",
+        ),
+    ],
+    ids=str,
+)
+def test_a_bucket_is_memory_that_another_process_can_map(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], fixed: str | None
+) -> None:
+    """A container does not let it map those of segments that grow."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    calls: list[str] = []
+    empty = torch.empty
+
+    def allocated(*size: Any, **settings: Any) -> torch.Tensor:
+        calls.append("allocation")
+        return empty(*size, **settings)
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    monkeypatch.setattr(torch, "empty", allocated)
+    packer = Packer(CPU, bucket_bytes=8)
+    (options,) = [variables[name] for name in list(variables)[:1]] or [""]
+    once = ["allocation"] if fixed is None else [fixed, "allocation", options]
+    assert calls == once
+    assert len(list(packer.buckets(iter([("large", torch.zeros(9))])))) == 1
+    assert calls == once * 2
+
+
 @pytest.mark.parametrize("backend", [backend for backend in SyncBackend if backend is not SyncBackend.AUTO])
 def test_an_engine_is_started_with_the_backend_of_the_trainer(
     monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path, backend: SyncBackend
