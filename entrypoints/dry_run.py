@@ -145,6 +145,7 @@ def show_plan(config: RLConfig, console: "Console") -> list[str]:
 
     Raises:
         CheckpointError: a model cannot be found.
+        ConfigurationError: a model cannot be divided as the settings say.
     """
     from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
 
@@ -196,7 +197,12 @@ def _shapes(config: RLConfig, dtype: "torch.dtype", device: "torch.device") -> d
         named["critic"] = named["actor"]
     return {
         role: evolve(
-            model_shape(f"{SECTIONS[role]}.model_name_or_path", name, lora.get(role)),
+            model_shape(
+                f"{SECTIONS[role]}.model_name_or_path",
+                name,
+                lora.get(role),
+                expert_parallel_size=config.cluster.expert_parallel_size,
+            ),
             passes=passes(name, judges=role == "reward"),
         )
         for role, name in named.items()

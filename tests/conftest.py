@@ -32,6 +32,7 @@ LARGE = 2**30
 RAY = (
     *("integration/test_cluster_training.py", "integration/test_engine_fleet.py", "integration/test_lora_cluster.py"),
     *("integration/test_cluster_models.py", "integration/test_sequence_parallel.py"),
+    "integration/test_expert_parallel.py",
     "integration/test_cluster_images.py",
     *("integration/test_tensor_parallel.py", "integration/test_cluster_nodes.py"),
     "integration/test_cluster_places.py",

@@ -31,6 +31,7 @@ from rollgrad.adapters.models.ray.sharded import (
     reward_copies,
 )
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup, start_by_deepspeed
+from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.models.torch.weight_shards import shard_rows
 from rollgrad.adapters.ray.placement import Placement, Slot
@@ -50,6 +51,11 @@ MakeContainer = Callable[[Any], Any]
 """Makes a run's container from its settings; other processes import it by its name."""
 
 
+ACTORS = ("local_policy", "local_reward")
+"""Providers of the model that the section `actor` names. Under `cluster.expert_parallel_size` it must have experts;
+models of other sections may have none."""
+
+
 def rank_model(make: MakeContainer, model: str, config: Any, steps: int = 0) -> Any:
     """Makes one process's part of a model, whose weights are divided as `cluster.strategy` says.
 
@@ -65,6 +71,7 @@ def rank_model(make: MakeContainer, model: str, config: Any, steps: int = 0) -> 
     ds = config.ds
     width = 1 if model == "reward_model" else ds.sequence_parallel_size  # whose processes have texts of their own
     join_sequence_group(width, timeout=config.cluster.timeout)  # of the model that is made next
+    join_expert_groups(config.cluster.expert_parallel_size, timeout=config.cluster.timeout, required=model in ACTORS)
     rests = (model == "local_reference" and config.ref.offload) or (model == "reward_model" and config.reward.offload)
     optimize, divide, shard = DIVISIONS[config.cluster.strategy](config, rests)
     made.optimize.override(providers.Object(optimize))

@@ -80,6 +80,7 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.actor.shuffle": LOADER,
     **alike("actor_rollout_ref.actor.strategy critic.strategy", "cluster.strategy"),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "ds.sequence_parallel_size",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "cluster.expert_parallel_size",
     **alike(
         "actor_rollout_ref.actor.fsdp_config.param_offload actor_rollout_ref.actor.fsdp_config.optimizer_offload",
         "cluster.offload",

@@ -21,6 +21,7 @@ from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
 from rollgrad.adapters.models.ray.sharded import RankPolicy
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch import models
+from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchReference
 from rollgrad.adapters.models.torch.muon import MuonSettings
@@ -198,6 +199,7 @@ class MeasuredPolicy(RankPolicy, Idle):
 def idle() -> Idle:
     """Leaves a group as it was when it had started."""
     join_sequence_group(1, timeout=300)
+    join_expert_groups(1, timeout=300)
     return Idle()
 
 

@@ -2,7 +2,8 @@
 Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277).
 
 Each layer is whole only while it computes; what is outside of the layers (embeddings, last norm, head) is whole during
-each forward and backward pass. Parameters are divided by rows.
+each forward and backward pass. Parameters are divided by rows; those of experts that groups of processes divide
+(`expert_parallel.py`) over the processes that hold the same ones.
 Invariants: one parameter is divided after the other, so that a process holds no more than it has loaded; tied weights
 stay tied; the sum of the processes' gradients is taken, not their mean.
 Does not own: the optimizer, nor how a model is loaded.
@@ -18,13 +19,18 @@ import torch
 from attrs import frozen
 from torch import Tensor, distributed, nn
 
+from rollgrad.adapters.models.torch.expert_parallel import divided_stacks, exchange_tokens, expert_groups
 from rollgrad.adapters.models.torch.untrained_parameters import may_lack_gradient
 from rollgrad.adapters.models.torch.weight_shards import (
+    WHOLE_SHAPE,
     Place,
+    expert_meshes,
     is_sharded,
     layer_stacks,
+    own_place,
     parameter_places,
     replace_parameter,
+    whole_shape,
 )
 from rollgrad.domain.errors import ConfigurationError
 
@@ -43,12 +49,12 @@ def start_process_group(*, rank: int, size: int, host: str, port: int, local_ran
 
 @frozen(kw_only=True, eq=False)
 class DividedModule:
-    """A module after `divide`: `formats` has the number format in which each parameter computes, `mesh` the processes,
-    `device` where they compute."""
+    """A module after `divide`: `formats` has the number format in which each parameter computes, `meshes` the processes
+    over which its rows are divided, `device` where they compute."""
 
     module: nn.Module
     formats: Mapping[nn.Parameter, torch.dtype]
-    mesh: Any
+    meshes: Mapping[nn.Parameter, Any]
     device: torch.device
 
     def __call__(self, *inputs: Any) -> Any:
@@ -68,12 +74,13 @@ class DividedModule:
 
     def gathered(self, parameter: nn.Parameter, rows: Tensor) -> Tensor:
         """Returns a whole tensor in the shape of `parameter` from each process's `rows`."""
-        whole: Tensor = _of_rows(rows.to(self.device), self.mesh, parameter).full_tensor()
+        whole: Tensor = _of_rows(rows.to(self.device), self.meshes[parameter], whole_shape(parameter)).full_tensor()
         return whole
 
-    def place(self, count: int) -> tuple[int, int]:
-        """Returns the first of this process's rows and the one after its last, out of `count`."""
-        return _place(count, self.mesh)
+    def place(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Returns the first of this process's rows of a parameter and the one after its last, among those of the
+        whole."""
+        return own_place(whole_shape(parameter)[0], self.meshes[parameter])
 
 
 def rows_of(parameter: Any) -> Tensor:
@@ -115,10 +122,13 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
                 f"{' and '.join(sorted(formats))}, which one unit cannot compute: set --actor.dtype float32, or "
                 "--cluster.strategy deepspeed."
             )
+    groups, stacks = expert_groups(), divided_stacks(module)
     shares = _taken_out(module, mesh, torch.device("cpu") if offload else device)
+    for stack in stacks:
+        exchange_tokens(stack, groups)
     policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     layers = [layer for stack in layer_stacks(module) for layer in stack]
-    units = dict.fromkeys([*odd, *layers, module])  # inner ones first
+    units = dict.fromkeys([*odd, *stacks, *layers, module])  # inner ones first
     for unit in units:
         precision = MixedPrecisionPolicy(
             param_dtype=None if unit in odd else dtype,
@@ -126,63 +136,69 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
             cast_forward_inputs=False,  # the model casts where it does in one process
         )
         try:
-            divided = fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=policy)
+            over = groups.alike if groups is not None and unit in stacks else mesh
+            divided = fully_shard(unit, mesh=over, mp_policy=precision, offload_policy=policy)
         except ValueError as error:
             raise ConfigurationError(
                 f"cluster.strategy is fsdp2, which cannot divide the model ({error}): set --cluster.strategy deepspeed."
             ) from error
         divided.set_gradient_divide_factor(1.0)
         divided.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        if unit is not module and any(may_lack_gradient(name) for name, _ in unit.named_parameters()):
+        lacking = unit in stacks or any(may_lack_gradient(name) for name, _ in unit.named_parameters())
+        if lacking and unit is not module:
             # Tokens may reach an expert in some of the processes only, and all must send the same gradients.
             divided.set_reduce_scatter_unused_params(True, recurse=False)
-    computing = {}
-    for places, (rows, compute, requires_grad) in shares:
-        part, name, _ = places[0]
+    formats, meshes = {}, {}
+    for share in shares:
+        part, name, _ = share.places[0]
         # `from_local` would move the rows of all parameters to the GPU, which those that rest elsewhere may not fit.
-        own: Any = DTensor(rows, getattr(part, name)._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        parameter = nn.Parameter(own, requires_grad=requires_grad)
-        replace_parameter(places, parameter)
-        computing[parameter] = compute
+        own: Any = DTensor(share.rows, getattr(part, name)._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        parameter = nn.Parameter(own, requires_grad=share.trained)
+        setattr(parameter, WHOLE_SHAPE, share.shape)
+        replace_parameter(share.places, parameter)
+        formats[parameter], meshes[parameter] = share.compute, share.mesh
     for unit in units:
         # After this FSDP takes the parameters that are there now.
         unit._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]
-    return DividedModule(module=module, formats=computing, mesh=mesh, device=device)
+    return DividedModule(module=module, formats=formats, meshes=meshes, device=device)
 
 
-Share = tuple[Tensor, torch.dtype, bool]
-"""This process's rows of a parameter, the format in which it computes, and whether it is trained."""
+@frozen(kw_only=True, eq=False)
+class _Share:
+    """This process's `rows` of a parameter in its `places`: the format in which it computes, whether it is `trained`,
+    the processes that divide it, and its whole shape."""
+
+    rows: Tensor
+    places: list[Place]
+    compute: torch.dtype
+    trained: bool
+    mesh: Any
+    shape: torch.Size
 
 
-def _taken_out(module: nn.Module, mesh: Any, device: torch.device) -> list[tuple[list[Place], Share]]:
+def _taken_out(module: nn.Module, mesh: Any, device: torch.device) -> list[_Share]:
     """Puts parameters without memory in the places of a module's parameters; returns this process's rows of those."""
-    owners = parameter_places(module)
+    owners, meshes = parameter_places(module), expert_meshes(module)
     shares = []
     while owners:
         parameter = next(iter(owners))
         places, compute, trained = owners.pop(parameter), parameter.dtype, parameter.requires_grad
-        kept = torch.float32 if trained else compute
+        kept, over, shape = torch.float32 if trained else compute, meshes.pop(parameter, mesh), parameter.shape
         whole = not is_sharded(parameter)
-        rows = parameter.detach()[slice(*_place(len(parameter), mesh))] if whole else rows_of(parameter)
+        rows = parameter.detach()[slice(*own_place(len(parameter), over))] if whole else rows_of(parameter)
         part = rows.untyped_storage().nbytes() > rows.nbytes  # also of a file's, whose memory it would keep
         rows = rows.to(device, kept, copy=part).contiguous()
-        empty = torch.empty(parameter.shape, dtype=kept, device="meta")
+        experts = over.size(0) if over.ndim > 1 else 1  # FSDP divides this process's experts alone
+        empty = torch.empty(shape[0] // experts, *shape[1:], dtype=kept, device="meta")
         replace_parameter(places, nn.Parameter(empty, requires_grad=trained))
-        shares.append((places, (rows, compute, trained)))
+        shares.append(_Share(rows=rows, places=places, compute=compute, trained=trained, mesh=over, shape=shape))
         del parameter
     return shares
 
 
-def _place(count: int, mesh: Any) -> tuple[int, int]:
-    """Returns the first of the rows that a DTensor divided over `mesh` has in this process, and the one after its last,
-    out of `count`; there may be none."""
-    most = -(-count // mesh.size())
-    first = min(mesh.get_local_rank() * most, count)
-    return first, min(first + most, count)
-
-
-def _of_rows(rows: Tensor, mesh: Any, like: Tensor) -> Any:
-    """Returns a DTensor in the shape of `like`, a divided parameter, of which each process has its `rows`."""
+def _of_rows(rows: Tensor, mesh: Any, shape: torch.Size) -> Any:
+    """Returns a DTensor of a `shape`, of which each process has its `rows`."""
     from torch.distributed.tensor import DTensor, Shard
 
-    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
+    placements, stride = [Shard(0)] * mesh.ndim, torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)

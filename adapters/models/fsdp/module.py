@@ -21,6 +21,7 @@ from rollgrad.adapters.models.torch.muon import orthogonal
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, sleeping
 from rollgrad.adapters.models.torch.stored_state import StoredTensor, whole_tensor, write_state
 from rollgrad.adapters.models.torch.trained_module import Whole
+from rollgrad.adapters.models.torch.weight_shards import whole_shape
 
 
 class FSDPTrainedModule(MasterOptimizer):
@@ -72,7 +73,7 @@ class FSDPTrainedModule(MasterOptimizer):
 
     def bytes(self, parameter: nn.Parameter) -> int:
         """Implements `TrainedModule.bytes`."""
-        return parameter.numel() * parameter.element_size()  # of the whole, which torch counts
+        return math.prod(whole_shape(parameter)) * parameter.element_size()
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Whole]:
         """Implements `TrainedModule.gathered`: each parameter is gathered when it is asked for."""
@@ -103,7 +104,7 @@ class FSDPTrainedModule(MasterOptimizer):
         """Returns a function that writes this process's rows."""
         state = self._state(lambda _, tensor: tensor.detach().to("cpu", copy=copy))
         rows = {
-            name: (self._division.place(len(parameter))[0], len(parameter))
+            name: (self._division.place(parameter)[0], whole_shape(parameter)[0])
             for name, parameter in zip(self._names, self._params, strict=True)
         }
         if not self.first:  # numbers of steps, of which one process's are enough
@@ -112,10 +113,10 @@ class FSDPTrainedModule(MasterOptimizer):
         name = f"{distributed.get_rank():05}.safetensors"
         return lambda directory: write_state(state, directory / name, rows)
 
-    def _own_part(self, whole: Tensor | StoredTensor) -> Tensor:
+    def _own_part(self, parameter: nn.Parameter, whole: Tensor | StoredTensor) -> Tensor:
         if not whole.shape:
             return whole_tensor(whole)
-        first, last = self._division.place(whole.shape[0])
+        first, last = self._division.place(parameter)
         return whole.rows(first, last) if isinstance(whole, StoredTensor) else whole[first:last]
 
     def _sleepers(self) -> Iterator[Tensor]:
@@ -137,8 +138,9 @@ class FSDPTrainedModule(MasterOptimizer):
 
     def _orthogonal_rows(self, _: Sequence[nn.Parameter], master: Tensor, momentum: Tensor) -> Tensor:
         """Returns this process's rows of Muon's direction, which needs the whole matrix."""
-        whole = orthogonal(self._division.gathered(self._parameter_of[master], momentum))
-        first, last = self._division.place(len(whole))
+        parameter = self._parameter_of[master]
+        whole = orthogonal(self._division.gathered(parameter, momentum))
+        first, last = self._division.place(parameter)
         return whole[first:last].to(master.device)
 
     def _reduced(self, numbers: Sequence[float], operation: Any) -> list[float]:

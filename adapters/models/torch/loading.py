@@ -280,7 +280,7 @@ def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) 
     try:
         with LOADING:
             return factory.from_pretrained(str(path) if path.exists() else name_or_path, **kwargs)
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError, ConfigurationError):
         raise
     except Exception as error:  # a model's code and files may raise anything
         first_line = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(":.")

@@ -271,19 +271,19 @@ class MasterOptimizer(TrainedModule):
         self.steps = int(state["steps"])
         self._scaling.load_state_dict(state)
         self._stepping.state.clear()
-        named = list(zip(self._names, self._masters, strict=True))
+        named = list(zip(self._names, self._params, self._masters, strict=True))
         with torch.no_grad():
-            for name, master in named:
-                master.copy_(self._own_part(state["masters"][name]))
+            for name, parameter, master in named:
+                master.copy_(self._own_part(parameter, state["masters"][name]))
                 if name in state["moments"]:
-                    parts = {key: self._own_part(value) for key, value in state["moments"][name].items()}
+                    parts = {key: self._own_part(parameter, value) for key, value in state["moments"][name].items()}
                     self._stepping.state[master] = {
                         key: part.to(self._sleeping.place(part), copy=True) for key, part in parts.items()
                     }
             if self._average is not None:
                 with self._average.in_place():
-                    for name, master in named:
-                        master.copy_(self._own_part(state["averages"][name]))
+                    for name, parameter, master in named:
+                        master.copy_(self._own_part(parameter, state["averages"][name]))
         self._publish()
 
     def masters(self) -> dict[str, Tensor]:
@@ -294,8 +294,8 @@ class MasterOptimizer(TrainedModule):
         """Returns a whole copy in the CPU's memory."""
         return tensor.detach().to("cpu", copy=True)
 
-    def _own_part(self, whole: Tensor | StoredTensor) -> Tensor:
-        """Returns what this process keeps of a tensor of a state."""
+    def _own_part(self, parameter: nn.Parameter, whole: Tensor | StoredTensor) -> Tensor:
+        """Returns what this process keeps of a tensor that a state has of a parameter."""
         return whole_tensor(whole)
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rollgrad.adapters.models.torch.attention import check_layers
+from rollgrad.adapters.models.torch.expert_parallel import expert_stacks
 from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.lora import adapter_numbers
 from rollgrad.adapters.models.torch.quantised import quantised_numbers
@@ -15,13 +16,14 @@ from rollgrad.application.settings.sections.actor import AdapterConfig, LoraConf
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 
-def model_shape(key: str, name: str, lora: AdapterConfig | None = None) -> ModelShape:
+def model_shape(key: str, name: str, lora: AdapterConfig | None = None, *, expert_parallel_size: int = 1) -> ModelShape:
     """Returns the shape of a model, with the adapters of `lora`, from its configuration alone: it is built without
-    memory for its weights. `key` is the setting that names it.
+    memory for its weights. `key` is the setting that names it; `expert_parallel_size` processes divide its experts.
 
     Raises:
         CheckpointError: there is no such model.
-        ConfigurationError: a target module of `lora` is no linear layer of it, or it has no 4-bit form.
+        ConfigurationError: a target module of `lora` is no linear layer of it, it has no 4-bit form, or its experts
+            cannot be divided; the actor must have some.
     """
     from transformers import AutoConfig
 
@@ -34,6 +36,8 @@ def model_shape(key: str, name: str, lora: AdapterConfig | None = None) -> Model
     except Exception as error:  # the code of a model's class and its settings may raise anything
         raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
     section = key.partition(".")[0]
+    shared = expert_parallel_size > 1
+    stacks = expert_stacks(model, expert_parallel_size, required=section == "actor") if shared else []
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     return ModelShape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -44,6 +48,7 @@ def model_shape(key: str, name: str, lora: AdapterConfig | None = None) -> Model
         adapters=adapter_numbers(model, lora, at=f"{section}.lora") if lora is not None and lora.rank else 0,
         quantised=quantised_numbers(model) if isinstance(lora, LoraConfig) and lora.load_in_4bit else 0,
         embedding=embedding.numel(),
+        experts=sum(parameter.numel() for stack in stacks for parameter in stack.parameters()),
         tied=head is not None and head.weight is embedding,
         stored=0 if settings.dtype is None else settings.dtype.itemsize,
     )

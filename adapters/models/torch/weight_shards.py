@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from rollgrad.adapters.models.torch.expert_parallel import divided_stacks, expert_groups
+
 Shard = Callable[[Any, AbstractSet[str]], None]
 """Divides a model on the meta device, but for the parameters of these names."""
 
@@ -46,23 +48,47 @@ def sharded_loading(shard: Shard | None) -> Iterator[None]:
 
 def shard_rows(model: nn.Module, whole: AbstractSet[str]) -> None:
     """Replaces the matrices of a model on the meta device, but those named `whole`, by DTensors, whose rows the
-    processes divide."""
+    processes divide.
+
+    Raises:
+        ConfigurationError: processes are to divide its experts, and cannot (`expert_parallel.py`).
+    """
     from torch.distributed import tensor as dtensor
     from torch.distributed.device_mesh import init_device_mesh
 
-    size = distributed.get_world_size()
-    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (size,))
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (distributed.get_world_size(),))
+    meshes = expert_meshes(model)
     for parameter, places in parameter_places(model).items():
-        if parameter.ndim > 1 and _all_have_rows(parameter, size) and whole.isdisjoint(name for *_, name in places):
-            share = dtensor.distribute_tensor(parameter.detach(), mesh, [dtensor.Shard(0)])
+        over = meshes.get(parameter, mesh)
+        if parameter.ndim > 1 and _all_have_rows(parameter, over) and whole.isdisjoint(name for *_, name in places):
+            share = dtensor.distribute_tensor(parameter.detach(), over, [dtensor.Shard(0)] * over.ndim)
             replace_parameter(places, nn.Parameter(share, requires_grad=parameter.requires_grad))
 
 
-def _all_have_rows(parameter: Tensor, size: int) -> bool:
-    """Returns whether each of `size` processes has rows when a DTensor divides them: 4 rows are 2, 2 and none for 3.
+def expert_meshes(model: nn.Module) -> dict[nn.Parameter, Any]:
+    """Returns the mesh of each parameter whose experts processes divide: the rows go to each dimension in turn."""
+    groups = expert_groups()
+    return {p: groups.mesh for stack in divided_stacks(model) for p in stack.parameters()} if groups else {}
+
+
+def _all_have_rows(parameter: Tensor, mesh: Any) -> bool:
+    """Returns whether each process has rows when a DTensor divides them over `mesh`: 4 rows are 2, 2 and none for 3.
     transformers does not stack the experts of a process that has none."""
-    most = -(-len(parameter) // size)
-    return most * (size - 1) < len(parameter)
+    count = len(parameter)
+    for size in mesh.shape:
+        count -= -(-count // size) * (size - 1)  # those of the last process
+    return count > 0
+
+
+def own_place(count: int, mesh: Any) -> tuple[int, int]:
+    """Returns the first of the rows that a DTensor divided over `mesh` has in this process, and the one after its last,
+    out of `count`; there may be none."""
+    first, last = 0, count
+    for size, rank in zip(mesh.shape, mesh.get_coordinate(), strict=True):
+        most = -(-(last - first) // size)
+        first = min(first + rank * most, last)
+        last = min(first + most, last)
+    return first, last
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -77,9 +103,13 @@ def together(parameter: Tensor) -> Tensor:
     return whole
 
 
+WHOLE_SHAPE = "_rollgrad_whole_shape"
+"""Attribute of a parameter of experts that processes divide: its shape with all experts."""
+
+
 def whole_shape(parameter: Tensor) -> Sequence[int]:
     """Returns the shape of a whole parameter; DeepSpeed leaves no numbers in those that it has divided."""
-    shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)
+    shape: Sequence[int] = getattr(parameter, "ds_shape", getattr(parameter, WHOLE_SHAPE, parameter.shape))
     return shape
 
 

@@ -1,6 +1,7 @@
 """Rules of processes and engines. See `validation`."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from rollgrad.application.settings.derived import longest_sequence, ranks
 from rollgrad.application.settings.presets import traits_of
@@ -107,13 +108,14 @@ def _joint_problems(config: RLConfig) -> Iterator[str]:
 def _division_problems(config: RLConfig) -> Iterator[str]:
     """Models whose processes do not make whole groups, and what groups cannot compute."""
     ds = config.ds
-    for key in ("sequence_parallel_size", "tensor_parallel_size"):
-        size = getattr(ds, key)
-        for model in ("actor", "critic", "ref"):
+    for key in ("ds.sequence_parallel_size", "ds.tensor_parallel_size", "cluster.expert_parallel_size"):
+        size = attrgetter(key)(config)
+        judges = ("reward",) if key.startswith("cluster.") else ()  # whole, or divided by texts, in ds
+        for model in ("actor", "critic", "ref", *judges):
             if ranks(config, model) % size:
                 yield (
-                    f"ds.{key} is {size}, which does not divide the {ranks(config, model)} processes of the model "
-                    f"{model!r}: change --ds.{key}, or --{model}.num_gpus_per_node."
+                    f"{key} is {size}, which does not divide the {ranks(config, model)} processes of the model "
+                    f"{model!r}: change --{key}, or --{model}.num_gpus_per_node."
                 )
     for name in ("aux_loss_coef", "router_z_loss_coef"):
         if ds.sequence_parallel_size > 1 and (coef := getattr(config.actor, name)) > 0:

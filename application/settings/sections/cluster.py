@@ -55,6 +55,13 @@ class ClusterConfig:
         "Keep what FSDP2 divides in the CPU's memory, and step there.",
         only_if=(IN_CLUSTER, BY_FSDP2),
     )
+    expert_parallel_size: int = setting(
+        1,
+        "Processes that divide the experts of each layer of a mixture among them, and send tokens to each other; under "
+        "FSDP2. It divides the processes of every model and the number of experts.",
+        POSITIVE,
+        only_if=(IN_CLUSTER, BY_FSDP2),
+    )
     address: str | None = setting(
         None,
         "Ray cluster to join: auto, or host:port of its head; none starts one on this machine for as long as the run.",

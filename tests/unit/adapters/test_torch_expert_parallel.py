@@ -1,0 +1,110 @@
+"""Experts that processes divide compute what all of them in one process do, values and gradients."""
+
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgrad.adapters.models.torch.expert_parallel import expert_stacks
+from rollgrad.domain.errors import ConfigurationError
+from tests.fakes import expert_parallel
+from tests.scripts import ROOT, ScriptHost
+from tests.tiny_architectures import tiny_config, tiny_model
+
+TIMEOUT = 300.0
+SIZE = 2
+"""Processes that divide the experts."""
+
+FAMILIES = ("mixtral", "gpt_oss", "nemotron_h")
+"""Mixtures with gates, with biases and turned matrices, and without gates."""
+
+WIDE = (
+    *("afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe"),
+    *("flex_olmo", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoehybrid", "hunyuan_v1_moe", "hy_v3"),
+    *("jamba", "laguna", "lfm2_moe", "minimax", "minimax_m2", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+    *("qwen3_5_moe_text", "qwen3_next", "solar_open", "zaya"),
+)
+
+Results = Callable[[int, tuple[str, ...]], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def results(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Returns the results of each of so many processes, for the families."""
+
+    @cache
+    def computed(processes: int, families: tuple[str, ...]) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("processes")
+        command = [*script_host.python(), "-m", "tests.fakes.expert_parallel", str(folder), str(TIMEOUT)]
+        started = [
+            subprocess.Popen([*command, str(rank), str(processes), *families], cwd=ROOT) for rank in range(processes)
+        ]
+        try:
+            assert [process.wait(TIMEOUT) for process in started] == [0] * processes
+        finally:
+            for process in started:
+                process.kill()
+        return [torch.load(folder / str(rank)) for rank in range(processes)]
+
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("processes", "families", "family"),
+    [
+        *((2, FAMILIES, family) for family in FAMILIES),
+        pytest.param(4, ("mixtral",), "mixtral", marks=pytest.mark.wide),
+        *(pytest.param(2, WIDE, family, marks=pytest.mark.wide) for family in WIDE),
+    ],
+)
+def test_results_and_summed_gradients_are_those_of_one_process(
+    results: Results, processes: int, families: tuple[str, ...], family: str
+) -> None:
+    model = tiny_model(family)
+    expected = [expert_parallel.passed(model, expert_parallel.sequence(rank)) for rank in range(processes)]
+    found = [result[family] for result in results(processes, families)]
+    for mine, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine["logits"], wanted["logits"], rtol=1e-4, atol=1e-4)
+    wanted = summed([each["gradients"] for each in expected])
+    of_all = summed([each["gradients"] for each in found])
+    divided = [summed([each["gradients"] for each in found[rank::SIZE]]) for rank in range(SIZE)]
+    stacks = {name for name, part in model.named_modules() if part in expert_stacks(model, SIZE)}
+    assert stacks
+    size = max(float(gradient.norm()) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        own = of_all[name] if name.rpartition(".")[0] not in stacks else torch.cat([each[name] for each in divided])
+        assert (own - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6 * size, name
+
+
+def summed(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the sum by name, of those that have one."""
+    total: dict[str, Tensor] = {}
+    for own in gradients:
+        for name, gradient in own.items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return total
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "problem"),
+    [
+        ("llama", 2, "LlamaForCausalLM has no experts: leave --cluster.expert_parallel_size out"),
+        ("dbrx", 2, "DbrxForCausalLM computes experts in another way than by transformers' interface of experts"),
+        ("llama4_text", 2, "Llama4ForCausalLM computes experts in another way"),
+        ("longcat_flash", 2, "LongcatFlashForCausalLM computes experts in another way"),
+        ("mixtral", 3, "MixtralForCausalLM has 4 experts in a layer, of which each process holds as many"),
+    ],
+)
+def test_a_model_whose_experts_cannot_be_divided_is_refused_by_name(family: str, size: int, problem: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family))
+    with pytest.raises(ConfigurationError, match=f"^cluster.expert_parallel_size is {size}, but {problem}"):
+        expert_stacks(model, size)
+    if family == "llama":
+        assert expert_stacks(model, size, required=False) == []
