@@ -104,7 +104,7 @@ def together(parameter: Tensor) -> Tensor:
 
 
 WHOLE_SHAPE = "_rollgrad_whole_shape"
-"""Attribute of a parameter of experts that processes divide: its shape with all experts."""
+"""Attribute of a parameter that FSDP2 divides, of which a process that divides experts knows its own alone."""
 
 
 def whole_shape(parameter: Tensor) -> Sequence[int]:

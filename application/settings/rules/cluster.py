@@ -110,8 +110,8 @@ def _division_problems(config: RLConfig) -> Iterator[str]:
     ds = config.ds
     for key in ("ds.sequence_parallel_size", "ds.tensor_parallel_size", "cluster.expert_parallel_size"):
         size = attrgetter(key)(config)
-        judges = ("reward",) if key.startswith("cluster.") else ()  # whole, or divided by texts, in ds
-        for model in ("actor", "critic", "ref", *judges):
+        judging = ("reward",) if key.startswith("cluster.") else ()  # which has no part in groups of ds
+        for model in ("actor", "critic", "ref", *judging):
             if ranks(config, model) % size:
                 yield (
                     f"{key} is {size}, which does not divide the {ranks(config, model)} processes of the model "

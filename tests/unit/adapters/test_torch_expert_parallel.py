@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.expert_parallel import expert_stacks
+from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.domain.errors import ConfigurationError
 from tests.fakes import expert_parallel
 from tests.scripts import ROOT, ScriptHost
@@ -108,3 +110,18 @@ def test_a_model_whose_experts_cannot_be_divided_is_refused_by_name(family: str,
         expert_stacks(model, size)
     if family == "llama":
         assert expert_stacks(model, size, required=False) == []
+
+
+def test_the_shape_of_a_model_counts_its_experts(tmp_path: Path) -> None:
+    """And is refused where the run would be."""
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    assert model_shape("actor.model_name_or_path", str(tmp_path)).experts == 0
+    shape = model_shape("actor.model_name_or_path", str(tmp_path), expert_parallel_size=SIZE)
+    model = tiny_model("mixtral")
+    assert shape.experts == sum(p.numel() for name, p in model.named_parameters() if ".experts." in name) > 0
+    with pytest.raises(ConfigurationError, match="is 3, but MixtralForCausalLM has 4 experts"):
+        model_shape("actor.model_name_or_path", str(tmp_path), expert_parallel_size=3)
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="is 2, but LlamaForCausalLM has no experts"):
+        model_shape("actor.model_name_or_path", str(tmp_path), expert_parallel_size=SIZE)
+    assert model_shape("reward.model_name_or_path", str(tmp_path), expert_parallel_size=SIZE).experts == 0

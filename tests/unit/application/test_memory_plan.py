@@ -120,6 +120,19 @@ def test_fsdp2_divides_what_is_trained_and_the_reference() -> None:
     assert plan(config, GPU, shape=shape)["actor"].offloaded == 4000
 
 
+def test_of_experts_a_pass_has_those_that_a_process_holds() -> None:
+    config = cluster_config()
+    config.cluster.strategy, config.algo.kl.init_coef = Strategy.FSDP2, 0.1
+    shape = evolve(SHAPE, experts=450)
+    whole = plan(config, shape=shape)
+    config.cluster.expert_parallel_size = 3
+    rows = plan(config, shape=shape)
+    elsewhere = 300 // SHAPE.layers
+    assert whole["actor"].passes - rows["actor"].passes == elsewhere * (2 * 2 + 2 + 4)
+    assert whole["reference"].passes - rows["reference"].passes == elsewhere * 2 * 2
+    assert parts(rows["actor"])[:3] == parts(whole["actor"])[:3]
+
+
 def test_other_models_appear_where_they_are_used() -> None:
     config = small_config()
     assert plan(config).keys() == {"actor", "engines"}

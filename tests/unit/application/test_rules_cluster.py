@@ -46,6 +46,7 @@ def problems(settings: dict[str, Any]) -> list[str]:
         CLUSTER | {"ds.zero_stage": 0},
         CLUSTER | FSDP2 | {"cluster.offload": True, "ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 2},
         CLUSTER | {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 4, "ref.num_gpus_per_node": 2},
+        CLUSTER | FSDP2 | {"cluster.expert_parallel_size": 4, "ds.sequence_parallel_size": 2, "actor.num_nodes": 4},
         CLUSTER | {"ds.tensor_parallel_size": 2, "actor.num_gpus_per_node": 4, "ds.zero_stage": 3},
         CLUSTER | VLLM | {"vllm.num_engines": 4, "vllm.tensor_parallel_size": 2, "vllm.pipeline_parallel_size": 2},
         CLUSTER | VLLM | TOGETHER | {"vllm.num_engines": 4},
@@ -146,10 +147,11 @@ def test_a_stage_that_divides_what_fsdp2_does_is_accepted() -> None:
     assert problems(CLUSTER | FSDP2 | {"ds.zero_stage": 3, "actor.num_gpus_per_node": 2}) == []
 
 
-def test_zero_has_settings_of_its_own_for_offloading() -> None:
-    assert problems(CLUSTER | {"cluster.offload": True}) == [
-        "cluster.offload is True, but cluster.strategy is deepspeed: set --cluster.strategy fsdp2, or leave "
-        "--cluster.offload out."
+@pytest.mark.parametrize(("name", "value"), [("offload", True), ("expert_parallel_size", 2)])
+def test_settings_of_fsdp2_are_not_those_of_deepspeed(name: str, value: Any) -> None:
+    assert problems(CLUSTER | {f"cluster.{name}": value, "actor.num_gpus_per_node": 2}) == [
+        f"cluster.{name} is {value}, but cluster.strategy is deepspeed: set --cluster.strategy fsdp2, or leave "
+        f"--cluster.{name} out."
     ]
 
 
@@ -168,6 +170,15 @@ def test_processes_make_whole_groups(model: str, key: str) -> None:
     assert problems(CLUSTER | sizes | {f"ds.{key}": 2}) == [
         f"ds.{key} is 2, which does not divide the 3 processes of the model {model!r}: change --ds.{key}, or "
         f"--{model}.num_gpus_per_node."
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_processes_that_divide_experts_make_whole_groups(model: str) -> None:
+    sizes = {f"{each}.num_gpus_per_node": 3 if each == model else 4 for each in MODELS}
+    assert problems(CLUSTER | FSDP2 | MODEL | sizes | {"cluster.expert_parallel_size": 2}) == [
+        f"cluster.expert_parallel_size is 2, which does not divide the 3 processes of the model {model!r}: change "
+        f"--cluster.expert_parallel_size, or --{model}.num_gpus_per_node."
     ]
 
 
