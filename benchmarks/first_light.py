@@ -9,6 +9,7 @@ without a GPU too. Model: random weights in the shape of Qwen3-0.6B, so nothing 
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import sys
@@ -22,11 +23,18 @@ from typing import Any
 import torch
 from attrs import evolve
 
+
+def installed_packing() -> str:
+    """The file of the installed vLLM that unpacks weights, found without importing it; empty without vLLM."""
+    found = importlib.util.find_spec("vllm")
+    return "" if found is None else str(Path(str(found.origin)).parent / "distributed/weight_transfer/packed_tensor.py")
+
+
 ARGS = argparse.ArgumentParser()
 ARGS.add_argument("--smoke", "--tiny", dest="tiny", action="store_true")
 ARGS.add_argument("--only", default="")
 ARGS.add_argument("--out", default=os.environ.get("OUT", ""))
-ARGS.add_argument("--vllm-packed", default="", help="path of vllm/distributed/weight_transfer/packed_tensor.py")
+ARGS.add_argument("--vllm-packed", default=installed_packing(), help="another packed_tensor.py than the installed one")
 A = ARGS.parse_args() if __name__ == "__main__" else ARGS.parse_args([])
 GPU = torch.cuda.is_available()
 DEV = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -448,7 +456,7 @@ def deepspeed():
 def ipc():
     """Weights to another process on this GPU by handle, unpacked by vLLM's own file."""
     if not GPU or not A.vllm_packed:
-        return "needs a GPU and --vllm-packed"
+        return "needs a GPU, and vLLM or --vllm-packed"
     import torch.multiprocessing as mp
 
     mp.set_start_method("spawn", force=True)
@@ -479,8 +487,6 @@ def ipc():
 
 
 def _consume(path, to, back):
-    import importlib.util
-
     spec = importlib.util.spec_from_file_location("packed_tensor", path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

@@ -33,6 +33,9 @@ NO_MEMORY = (
 PASSES = frozenset({"score", "logprobs", "values", "update", "sleep"})
 """Methods of models after which much memory is free: those that go through all layers, and sleep."""
 
+JUDGING = "judge"
+"""Method of reward models, which is called for a few replies at a time while others are sampled."""
+
 
 class RankWorker:
     """Worker in each process of a group of `size`, with `threads` threads of torch. `own_gpu`: whether it shares its
@@ -99,6 +102,10 @@ class RankWorker:
         finally:
             if method in PASSES:
                 self._release_memory()
+            elif method == JUDGING and not self._own_gpu:  # a model that trains next would lack the memory
+                from rollgrad.adapters.models.torch.allocator import FreedGPUMemory
+
+                FreedGPUMemory().sleep()
 
     def begin_profile(self) -> None:
         """Begins to record what this process computes."""

@@ -4,7 +4,7 @@
 dot-product attention, for everything else.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -22,41 +22,54 @@ HALF = (torch.float16, torch.bfloat16)
 AMPERE = (8, 0)
 """Compute capability of the oldest GPUs with FlashAttention."""
 
-FASTER = ((9, 0), (10, 0))
-"""Compute capabilities for which the package flash-attn-4 has kernels: Hopper's and Blackwell's."""
-
 WIDEST_HEAD = 256
 """Numbers in a head at most, of FlashAttention."""
+
+FASTER = {(9, 0): WIDEST_HEAD, (10, 0): 128}
+"""Compute capabilities for which the package flash-attn-4 has kernels, Hopper's and Blackwell's, and the numbers in a
+head at most, of those that have them for heads of any width and windows."""
 
 HEAD_STEP = 8
 """FlashAttention's heads have a multiple of this many numbers."""
 
-WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels of `dense` on a GPU. cuDNN's, which torch prefers on Hopper, builds an execution plan of tens of milliseconds
-for each new shape, and its gradients can be NaN where there is a mask (pytorch issue 196678)."""
+WITHOUT_CUDNN = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels of scaled dot-product attention on a GPU, beside FlashAttention's. cuDNN's, which torch prefers on Hopper,
+builds an execution plan of tens of milliseconds for each new shape, and its gradients can be NaN where there is a mask
+(pytorch issue 196678)."""
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Returns whether `varlen` computes heads of `width` numbers in that format on that device."""
-    return device.type == "cuda" and dtype in HALF and width <= WIDEST_HEAD and _flash_gpu(device)
+    return device.type == "cuda" and dtype in HALF and width <= _widest_head(device)
+
+
+def sdpa_on(query: Tensor) -> AbstractContextManager[None]:
+    """Has torch's scaled dot-product attention of these queries choose none but the right kernels of a GPU inside the
+    block; they are right elsewhere."""
+    if not query.is_cuda:
+        return nullcontext()
+    flash = has_varlen(query.device, query.dtype, query.shape[-1])
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, *WITHOUT_CUDNN] if flash else WITHOUT_CUDNN)
 
 
 @cache
-def _flash_gpu(device: torch.device) -> bool:
-    """Returns whether torch has FlashAttention for a GPU; the first call takes the kernels of flash-attn-4 into use
-    where that package is installed and has any for it. One that torch cannot take leaves torch's own kernels in use."""
-    capability = torch.cuda.get_device_capability(device)
+def _widest_head(device: torch.device) -> int:
+    """Returns the numbers in a head at most, of a GPU's FlashAttention, 0 where torch has none; the first call takes
+    the kernels of flash-attn-4 into use where that package is installed and has any for it. One that torch cannot take
+    leaves torch's own kernels in use."""
+    widest, capability = WIDEST_HEAD, torch.cuda.get_device_capability(device)
     if capability in FASTER and _installed("flash-attn-4"):
         from torch.nn.attention import activate_flash_attention_impl
 
         try:
             activate_flash_attention_impl("FA4")
+            widest = FASTER[capability]
         except Exception as error:  # the package fails in many ways where it does not fit torch or the machine
             log.warning(
                 f"flash-attn-4 is installed, but torch cannot use it ({type(error).__name__}: {error}), and computes "
                 "with FlashAttention 2: run rollgrad doctor, or uninstall flash-attn-4."
             )
-    return torch.backends.cuda.is_flash_attention_available() and capability >= AMPERE
+    return widest if torch.backends.cuda.is_flash_attention_available() and capability >= AMPERE else 0
 
 
 def _installed(package: str) -> bool:
@@ -125,7 +138,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Te
     shared = query.shape[1] // key.shape[1]
     if query.is_cuda and shared > 1:  # of the kernels that take a mask, or float32, none shares heads by itself
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    with sdpa_kernel(WITHOUT_CUDNN) if query.is_cuda else nullcontext():
+    with sdpa_on(query):
         return functional.scaled_dot_product_attention(
             query,
             key,

@@ -7,17 +7,15 @@ Does not own: the check that padding changes nothing (`compatibility.py`).
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import structlog
 import torch
 from attrs import evolve
 from torch import Tensor, nn
-from torch.nn.attention import sdpa_kernel
 
 from rollgrad.adapters.models.torch.attention import PADDING_TOLERANCE, backbone, check_keywords
-from rollgrad.adapters.models.torch.kernels import WITHOUT_CUDNN
+from rollgrad.adapters.models.torch.kernels import sdpa_on
 from rollgrad.adapters.models.torch.layout import Layout, Node
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
@@ -60,7 +58,7 @@ def attention_forward(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     check_keywords(module, kwargs)
-    with sdpa_kernel(WITHOUT_CUDNN) if query.is_cuda else nullcontext():
+    with sdpa_on(query):
         out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **(kwargs | {"dropout": 0.0}))[
             0
         ]

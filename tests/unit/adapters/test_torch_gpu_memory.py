@@ -55,7 +55,14 @@ def test_a_state_is_a_copy() -> None:
 
 @pytest.mark.parametrize(
     ("method", "own_gpu", "given_back"),
-    [("update", False, True), ("score", False, True), ("weights", False, False), ("update", True, False)],
+    [
+        ("update", False, True),
+        ("score", False, True),
+        ("judge", False, True),
+        ("weights", False, False),
+        ("update", True, False),
+        ("judge", True, False),
+    ],
 )
 def test_a_process_that_shares_its_gpu_gives_memory_back_after_each_pass(
     method: str, own_gpu: bool, given_back: bool, monkeypatch: pytest.MonkeyPatch

@@ -144,7 +144,7 @@ def test_all_that_the_call_for_a_gpu_takes_is_there(monkeypatch: pytest.MonkeyPa
 
     seen: list[Any] = []
     monkeypatch.setattr(library, "varlen_attn", strict_varlen(seen))
-    monkeypatch.setattr(kernels, "_flash_gpu", lambda device: True)
+    monkeypatch.setattr(kernels, "_widest_head", lambda device: 256)
     with FakeTensorMode():  # which refuses what mixes devices
         heads, key_heads, width, _ = HEADS["grouped"]
         q, k, v = (
@@ -234,7 +234,7 @@ def test_the_call_for_a_gpu_with_sums_is_one_that_torch_takes(queries: int) -> N
     assert (sums.shape, sums.dtype, sums.device) == ((7, 2, queries), torch.float32, CUDA)
 
 
-HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
+BLACKWELL, HOPPER, AMPERE, TURING = (10, 0), (9, 0), (8, 0), (7, 5)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ def test_flash_attention_is_for_half_precision_and_heads_of_up_to_256_numbers(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(kernels, "_installed", lambda package: False)
-    kernels._flash_gpu.cache_clear()
+    kernels._widest_head.cache_clear()
     assert has_varlen(device, dtype, width) is expected
-    kernels._flash_gpu.cache_clear()
+    kernels._widest_head.cache_clear()
 
 
 @pytest.mark.parametrize(("capability", "installed"), [(HOPPER, True), (HOPPER, False), (AMPERE, True)], ids=str)
@@ -277,11 +277,42 @@ def test_flash_attention_4_is_taken_into_use_where_it_is_installed_and_has_kerne
     if installed:
         monkeypatch.setattr(kernels, "version", lambda package: {"flash-attn-4": "4.0.0b36"}[package])
     monkeypatch.setattr(library, "activate_flash_attention_impl", used.append)
-    kernels._flash_gpu.cache_clear()
-    assert kernels._flash_gpu(CUDA)
-    kernels._flash_gpu.cache_clear()
+    kernels._widest_head.cache_clear()
+    assert kernels._widest_head(CUDA) == 256
+    kernels._widest_head.cache_clear()
     assert used == (["FA4"] if installed and capability == HOPPER else [])
     assert "FA4" in library.list_flash_attention_impls()
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "expected"),
+    [(HOPPER, 256, True), (BLACKWELL, 128, True), (BLACKWELL, 192, False)],
+    ids=str,
+)
+def test_heads_that_flash_attention_4_does_not_compute_are_left_to_the_other_kernels(
+    capability: tuple[int, int], width: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is in use, torch has no FlashAttention 2 to fall back to."""
+    from torch._subclasses import FakeTensorMode
+    from torch.nn import attention as library
+
+    def attend(query: Tensor, *_: Tensor, **__: Any) -> Tensor:
+        assert torch.backends.cuda.flash_sdp_enabled() is expected
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        return query
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(kernels, "_installed", lambda package: True)
+    monkeypatch.setattr(library, "activate_flash_attention_impl", lambda name: None)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+    kernels._widest_head.cache_clear()
+    assert has_varlen(CUDA, torch.bfloat16, width) is expected
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 9, width, device=CUDA, dtype=torch.bfloat16)
+        dense(q, q, q, scaling=0.3)
+    kernels._widest_head.cache_clear()
 
 
 def test_a_flash_attention_4_that_does_not_fit_leaves_the_kernels_of_torch(
@@ -298,10 +329,10 @@ def test_a_flash_attention_4_that_does_not_fit_leaves_the_kernels_of_torch(
     monkeypatch.setattr(kernels, "_installed", lambda package: True)
     monkeypatch.setattr(kernels.log, "warning", warnings.append)
     monkeypatch.setattr(library, "activate_flash_attention_impl", fail)
-    kernels._flash_gpu.cache_clear()
-    assert kernels._flash_gpu(CUDA)
-    assert kernels._flash_gpu(CUDA)
-    kernels._flash_gpu.cache_clear()
+    kernels._widest_head.cache_clear()
+    assert kernels._widest_head(CUDA) == 256
+    assert kernels._widest_head(CUDA) == 256
+    kernels._widest_head.cache_clear()
     assert len(warnings) == 1
     assert "another interface" in warnings[0]
 
