@@ -384,8 +384,9 @@ def _where(config: RLConfig, role: str) -> RoleMemory:
     else:
         size = config.vllm.num_engines * config.vllm.gpus_per_engine
         on_a_machine = math.ceil(size / config.actor.num_nodes)
-    shares = train.colocate_all or (train.colocate_actor_ref and role in ("actor", "reference"))
-    device = "driver" if role == "engines" and embedded else "shared" if shares else role
+    beside = "actor" if role == "engines" and embedded else role  # the driver and the actor take the first GPU there
+    shares = train.colocate_all or (train.colocate_actor_ref and beside in ("actor", "reference"))
+    device = "shared" if shares else beside
     if device == "reward" and train.colocate_critic_reward:
         device = "critic"
     return RoleMemory(role=role, processes=size, on_a_machine=on_a_machine, device=device)

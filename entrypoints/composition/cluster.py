@@ -319,7 +319,7 @@ class Cluster:
                 name,
                 count,
                 gpus=float(gpus if self.gpus else 0),
-                # The actor's first process sends weights through shared memory, also to the engine that has its GPU.
+                # The actor's first process, which sends weights through shared memory, and all GPUs of its engine.
                 here=max(bundles.values()) if "actor" in bundles else 0,
                 shared=len(bundles) > 1,
                 timeout=self._config.cluster.timeout,

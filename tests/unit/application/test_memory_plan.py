@@ -443,6 +443,20 @@ def test_vllm_takes_its_share_of_a_gpu() -> None:
     assert plan(config)["engines"].passes == CPU_CACHE_BYTES
 
 
+def test_the_driver_samples_on_a_gpu_of_the_actor() -> None:
+    config = cluster_config()
+    config.rollout.engine, config.vllm.num_engines, config.algo.kl.init_coef = Engine.EMBEDDED, 1, 0.1
+    rows = plan(config, GPU)
+    actor, engines, reference = rows["actor"], rows["engines"], rows["reference"]
+    assert (engines.processes, engines.weights) == (1, 2000)
+    assert at_once(rows, GPU) == {
+        "a GPU of actor, engines": actor.kept + engines.kept + max(actor.total - actor.kept, engines.passes),
+        "a GPU of reference": reference.total,
+    }
+    config.train.colocate_actor_ref = True
+    assert [*at_once(plan(config, GPU), GPU)] == ["a GPU of actor, reference, engines"]
+
+
 def test_who_shares_a_gpu_is_added_up() -> None:
     config = cluster_config()
     config.algo.kl.init_coef, config.vllm.gpu_memory_utilization = 0.1, 0.9
