@@ -4,6 +4,7 @@ one."""
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.fakes.cluster import wait_for
 from tests.fakes.controller import letters
 from tests.fakes.seen_gpus import SeeingHost, SeeingWorker, Seen
 
@@ -143,6 +145,18 @@ def test_an_engine_is_on_one_machine(machines: list[str], spread: Spread, placed
     assert placement.joint_slot(0, 3).devices == ("0", "1", "2")
     with pytest.raises(ConfigurationError, match="2 neighbours, whose GPUs one engine shares, are on 2 machines"):
         placement.joint_slot(2, 2)
+
+
+def test_room_on_this_machine_is_waited_for(machines: list[str], placed: Callable[..., Placement]) -> None:
+    from ray.util import placement_group_table
+
+    first = placed(2 * GPUS)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(placed, 2, here=2)
+        wait_for(lambda: "PENDING" in {group["state"] for group in placement_group_table().values()}, "the second")
+        assert not second.done()
+        first.remove()
+        assert {seen[0] for seen in seen_by_workers(second.result(60), 2)} == {machines[0]}
 
 
 def test_a_run_trains_on_the_gpus_of_an_engine(
