@@ -2,8 +2,7 @@
 
 import hashlib
 import itertools
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,15 @@ from typing import Any
 import structlog
 from attrs import evolve, frozen
 
-from rollgrad.adapters.chat.pictures import has_images
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
+from rollgrad.adapters.data.kept_images import KeptImages
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
-from rollgrad.adapters.data.replies import FAILURE, Row, chosen_rows, read_rows, reply_row, row_prompt, unsampled_row
+from rollgrad.adapters.data.replies import Row, chosen_rows, read_rows, reply_row, unsampled_row
 from rollgrad.adapters.data.reply_log import RowLog, read_description, row_log
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.rewards.none import NoReward
-from rollgrad.application.episodes.judging import judge_request
-from rollgrad.application.rollouts.generation import GenerationService, scores
+from rollgrad.application.rollouts.generation import GenerationService
 from rollgrad.application.rollouts.groups import FailureBudget
 from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.application.settings.rules.generation import generation_errors, scoring_errors
@@ -29,17 +27,15 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.replies import Reply, UnsampledReply
-from rollgrad.domain.episodes.rewards import FailureKind, Reward, RewardRequest, RolloutFailure
-from rollgrad.domain.errors import ConfigurationError, DataError, RewardError, RollgradError, raise_together
+from rollgrad.domain.errors import ConfigurationError, DataError, RollgradError, raise_together
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.cluster import keep_roles
 from rollgrad.entrypoints.composition.lifetimes import closing, gives_memory_back, shut_down
-from rollgrad.entrypoints.composition.rl import RLContainer
 from rollgrad.entrypoints.description import flat_settings
 from rollgrad.entrypoints.dry_run import scoring_file_problems
+from rollgrad.entrypoints.judged_rows import Made, check_sight, judged_rows
 from rollgrad.entrypoints.library import container_with
 from rollgrad.entrypoints.progress import progress
 from rollgrad.entrypoints.training import run_interruptibly
@@ -50,9 +46,6 @@ SAMPLING = (
 )
 """Settings on which replies depend, besides those of `data`."""
 GO_ON = "What was made until then is kept: mend that, and start again"
-
-Made = tuple[Row, RolloutFailure | None]
-"""Row of a reply, and why it failed; None if it did not."""
 
 log = structlog.get_logger(__name__)
 
@@ -85,8 +78,8 @@ def generate(
         config: the settings of a training run, of which those of the model, the prompts and the sampling are read.
         out: the file, whose rows have `row` (number in the data set, from 0), `sample`, `prompt`, `messages`,
             `completion`, `prompt_tokens`, `tokens`, `stop_reason`, `model`, `seed`, `label`, `datasource` and
-            `metadata` (the data set's own row). A reply that could not be sampled has null as `completion`, and the
-            reason as `failure`.
+            `metadata` (the data set's own row); of prompts with images also `images` and `image_places`. A reply that
+            could not be sampled has null as `completion`, and the reason as `failure`.
         logprobs: also write `logprobs`, those of the tokens under the sampling distribution.
         rows: numbers of the rows whose prompts are taken, in this order; all that are not too long by default.
         retry_failed: sample those again that failed.
@@ -148,7 +141,8 @@ def generate_chosen(
                     at_once=config.rollout.max_concurrent,
                 )
                 replies = service.stream(_prompted(missing, prompts.prompt))
-                made = _sampled(replies, model=config.actor.model_name_or_path, logprobs=logprobs)
+                images = None if config.data.image_key is None else KeptImages(out)
+                made = _sampled(replies, model=config.actor.model_name_or_path, logprobs=logprobs, images=images)
                 tolerant = _tolerant(made, config, len(keys), retrying=retry_failed)
                 run_interruptibly(closing(_write(tolerant, file, "Sampling", len(keys), len(missing)), container))
             return Replies(path=out, rows=len(file.done), made=len(missing), failed=file.failed)
@@ -190,7 +184,7 @@ def score(
         raise ConfigurationError(f"--out is {str(out)!r}, which is the file that is read: choose another --out.")
     config = evolve(config, algo=AlgoConfig())  # its teachers give no rewards
     raise_together([*scoring_errors(config, has_reward=reward is not None), *scoring_file_problems(config)])
-    keys, models = _surveyed(source, by_model=config.reward.model_name_or_path is not None)
+    keys, models = _surveyed(source, config)
     if not config.actor.model_name_or_path:
         config = evolve(config, actor=evolve(config.actor, model_name_or_path=_only(models)))
     container = container_with(config, reward, None, adapters, "score")
@@ -208,7 +202,7 @@ def score(
             keys -= file.done  # in place: of a million rows each set of keys is 124 MiB
             if count := len(keys):
                 missing = chosen_rows(source, keys, flag="--input")
-                judged = _judged(container, missing, at_once=config.rollout.max_concurrent)
+                judged = judged_rows(container, missing, at_once=config.rollout.max_concurrent)
                 tolerant = _tolerant(judged, config, total, retrying=retry_failed)
                 run_interruptibly(closing(_write(tolerant, file, "Scoring", total, count), container))
             return Replies(path=out, rows=len(file.done), made=count, failed=file.failed)
@@ -238,21 +232,18 @@ def _check_servers(servers: Sequence[ServedEngine], config: RLConfig, *, logprob
             )
 
 
-def _surveyed(source: Path, *, by_model: bool) -> tuple[set[tuple[int, int]], set[str]]:
+def _surveyed(source: Path, config: RLConfig) -> tuple[set[tuple[int, int]], set[str]]:
     """Returns row and sample of all replies of a file, which are not kept in memory, and the models whose tokens they
     have.
 
     Raises:
-        DataError: a line is no reply, or there is none; or, `by_model`, its prompt had images.
+        DataError: a line is no reply, or there is none; or a reward model cannot see its images.
     """
     keys: set[tuple[int, int]] = set()
     models: set[str] = set()
     for row in read_rows(source, flag="--input", keys=keys):
-        if by_model and (row.get("images") or any(map(has_images, row.get("messages", ())))):
-            raise DataError(
-                f"Row {row['row']} of {source} is a reply to images, which are not kept with it, so that no reward "
-                "model can judge it: score it by --reward.function_path or --reward.verifier."
-            )
+        if config.reward.model_name_or_path is not None:
+            check_sight(row, source, sees=config.data.image_key is not None)
         if row.get("tokens"):
             models.add(row.get("model", ""))
     if not keys:
@@ -261,33 +252,14 @@ def _surveyed(source: Path, *, by_model: bool) -> tuple[set[tuple[int, int]], se
 
 
 async def _sampled(
-    replies: AsyncIterator[Reply | UnsampledReply], *, model: str, logprobs: bool
+    replies: AsyncIterator[Reply | UnsampledReply], *, model: str, logprobs: bool, images: KeptImages | None
 ) -> AsyncIterator[Made]:
     async with aclosing(replies) as samples:  # type: ignore[type-var] # it is an asynchronous generator
         async for reply in samples:
             if isinstance(reply, Reply):
-                yield reply_row(reply, model=model, logprobs=logprobs), None
+                yield reply_row(reply, model=model, logprobs=logprobs, images=images), None
             else:
-                yield unsampled_row(reply, model=model), reply.failure
-
-
-async def _judged(container: RLContainer, rows: Iterable[Row], *, at_once: int) -> AsyncIterator[Made]:
-    asked: deque[Row] = deque()
-
-    def requests() -> Iterator[RewardRequest]:
-        for row in rows:
-            asked.append(row)
-            yield _request(container, row)
-
-    async with aclosing(scores(container.reward(), requests(), at_once=at_once)) as rewards:  # type: ignore[type-var]
-        async for reward in rewards:
-            row = asked.popleft()
-            failure = None
-            if isinstance(reward, RewardError):
-                failure = RolloutFailure(
-                    kind=FailureKind.REWARD, message=str(reward), group_id=row["row"], sample_id=row["sample"]
-                )
-            yield _with_reward(row, reward), failure
+                yield unsampled_row(reply, model=model, images=images), reply.failure
 
 
 async def _tolerant(made: AsyncIterator[Made], config: RLConfig, total: int, *, retrying: bool) -> AsyncIterator[Row]:
@@ -307,34 +279,6 @@ async def _tolerant(made: AsyncIterator[Made], config: RLConfig, total: int, *, 
                     again = "" if retrying else " with --retry_failed"  # or they stay failed
                     raise type(error)(f"{str(error).rstrip('.')}. {GO_ON}{again}.") from error
             yield row
-
-
-def _request(container: RLContainer, row: Row) -> RewardRequest:
-    prompt = row_prompt(row)
-    stop = StopReason(row.get("stop_reason", StopReason.STOP))
-    if not (prompt.token_ids and row.get("tokens")):
-        return RewardRequest(prompt=prompt, response=row["completion"], stop_reason=stop)
-    return judge_request(
-        container.codec(),
-        prompt,
-        (*prompt.token_ids, *row["tokens"]),
-        opening=len(prompt.token_ids),
-        response=row["completion"],
-        stop_reason=stop,
-        step=row.get("version", 0),
-    )
-
-
-def _with_reward(row: Row, reward: Reward | RewardError | None) -> Row:
-    row = {name: value for name, value in row.items() if name != FAILURE}  # of an earlier judgement
-    if reward is None:
-        return {**row, "reward": None, "scores": None, "metrics": {}}
-    if isinstance(reward, RewardError):
-        return {**row, "reward": None, "scores": None, "metrics": {}, FAILURE: str(reward)}
-    score = reward.value if reward.score is None else reward.score
-    steps = {"steps": list(reward.steps)} if reward.steps else {}
-    metrics = {**reward.parts, **reward.metrics}
-    return {**row, "reward": reward.value, "scores": score, "metrics": metrics, **steps}
 
 
 async def _write(made: AsyncIterator[Row], file: RowLog, doing: str, total: int, missing: int) -> None:

@@ -23,6 +23,7 @@ from rollgrad.adapters.data.datasets.prompt_builder import with_suffix
 from rollgrad.adapters.data.replies import Row, read_rows, rows_text
 from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.loop import (
+    IMAGES,
     CSFTRun,
     IterDPORun,
     LoopRun,
@@ -263,6 +264,7 @@ def _examples(
                 "chosen_reward": chosen.reward,
                 "rejected_reward": rejected.reward,
                 "row": chosen.row,
+                **_images(row_of(chosen)),
             }
             for chosen, rejected in pairs.kept
         ], pairs.dropped
@@ -289,7 +291,14 @@ def _as_sampled(row: Row) -> Row:
         "completion": row["completion"],
         "reward": row["reward"],
         "row": row["row"],
+        **_images(row),
+        **({"image_places": row["image_places"]} if "image_places" in row else {}),
     }
+
+
+def _images(row: Row) -> Row:
+    """Returns the images of a reply's prompt as a part of a row that is learned from."""
+    return {IMAGES: row["images"]} if "images" in row else {}
 
 
 def _conditioned(row: Row, told: str, suffix: str | None) -> Row:
@@ -304,7 +313,7 @@ def _conditioned(row: Row, told: str, suffix: str | None) -> Row:
         plain = content.removesuffix(suffix) if isinstance(content, str) else content[:-1]
         asked = {**asked, "content": plain}
     prompt = [*messages[:last], with_suffix(asked, told), *messages[last + 1 :]]
-    return {"prompt": prompt, "completion": [{"role": "assistant", "content": row["completion"]}]}
+    return {"prompt": prompt, "completion": [{"role": "assistant", "content": row["completion"]}], **_images(row)}
 
 
 def _train(settings: Any) -> TrainResult:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, RenderedImage, placed_tokens
-from rollgrad.domain.episodes.images import PlacedImage, PlacedImages
-from rollgrad.domain.errors import DataError
+from rollgrad.domain.episodes.images import PlacedImage, PlacedImages, check_places
+from rollgrad.domain.errors import DataError, ImageError, TrajectoryError
 
 
 @frozen(kw_only=True)
@@ -38,6 +38,34 @@ class ImageText:
             PlacedImage(image=each.image, start=start, stop=stop)
             for each, (start, stop) in zip(self.images, placed_tokens(borders, spans), strict=True)
         )
+
+
+def known_images(
+    renderer: ImageRenderer, tokens: Sequence[int], files: Sequence[bytes], places: Sequence[tuple[int, int]]
+) -> PlacedImages:
+    """Returns images that stand among tokens, each at its own of `places` (first token, and the one behind the last).
+
+    Raises:
+        ImageError: an image cannot be read, or has other tokens than stand in its place.
+    """
+    if len(files) != len(places):
+        raise ImageError(f"There are {len(files)} images at {len(places)} places: each needs one.")
+    renderer.check_count(len(files))
+    found = []
+    for file, (start, stop) in zip(files, places, strict=True):
+        rendered = renderer.render(file)
+        marks, wanted = list(tokens[start:stop]).count(renderer.mark_token), rendered.text.count(renderer.mark)
+        if marks != wanted:
+            raise ImageError(
+                f"The tokens {start} to {stop} have {marks} of the {wanted} that stand for the image there: it is "
+                "another image, or they are of another model."
+            )
+        found.append(PlacedImage(image=rendered.image, start=start, stop=stop))
+    try:
+        check_places(found, len(tokens))
+    except TrajectoryError as error:
+        raise ImageError(str(error)) from error
+    return tuple(found)
 
 
 def with_images(renderer: ImageRenderer, marked: str, files: Sequence[bytes], *, earlier: int = 0) -> ImageText:

@@ -1,17 +1,13 @@
-"""Images in messages: reading them, and rendering them by a model's processor.
+"""Images in messages, and their rendering by a model's processor.
 
-Invariants: an image that cannot be read is an `ImageError` that says which; nothing is fetched from a network; the
-tokens that stand for an image, and its tensors, are those of the processor itself. Does not own: the text around images
-(`template_codec.py`), nor what a model makes of them (`adapters/models/torch/images.py`).
+Invariant: the tokens that stand for an image, and its tensors, are those of the processor itself. Does not own: files
+of images (`image_files.py`), the text around images (`template_codec.py`), nor what a model makes of them
+(`adapters/models/torch/images.py`).
 """
 
-import base64
-import binascii
 import hashlib
-import io
-import stat
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,16 +15,11 @@ from typing import Any
 from attrs import frozen
 from torch import Tensor
 
-from rollgrad.application.foreign import foreign_code, shown
+from rollgrad.adapters.chat.image_files import blank, image_bytes, opened
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.images import Image, PlacedImage, PlacedImages
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, ImageError, MissingExtraError
-
-MOST_BYTES = 64 * 2**20
-"""Largest file of an image. Pillow itself refuses images of more than about 180 million pixels."""
-
-PROGRAM = "EPS"
-"""Format that Pillow has another program, Ghostscript, run; a file from the network may be anything."""
 
 IMAGE_PARTS = ("image", "image_url")
 """Types of the parts of a message that hold an image."""
@@ -41,9 +32,6 @@ WITHOUT_ADAPTERS = ("llava_onevision",)
 
 VIDEO_PART = "video_processor"
 """Name of a processor's part for videos, which transformers makes with torchvision alone."""
-
-ALIKE = ("JPEG", "PNG", "WEBP")
-"""Formats that all readers of images know, and read alike where they have three colors and nothing else."""
 
 OF_TEXT = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
 """Names of the results of a processor that are of a text."""
@@ -141,21 +129,6 @@ def placed_tokens(borders: Sequence[tuple[int, int]], spans: Sequence[tuple[int,
     return [(bisect_left(starts, first), bisect_left(stops, last) + 1) for first, last in spans]
 
 
-def opened(data: bytes) -> Any:
-    """Returns the Pillow image, upright and in RGB, of a file's bytes.
-
-    Raises:
-        ImageError: they are no image, or a broken one.
-    """
-    import PIL.Image
-    import PIL.ImageOps
-
-    with foreign_code(_unreadable), PIL.Image.open(io.BytesIO(data)) as picture:
-        if picture.format == PROGRAM:
-            raise ValueError("it is a program in PostScript, which is not run")
-        return PIL.ImageOps.exif_transpose(picture).convert("RGB")
-
-
 def has_images(message: Message) -> bool:
     """Returns whether a part of a message is an image."""
     return image_count(message) > 0
@@ -179,6 +152,18 @@ def bare(message: Message) -> Message:
     return {**message, "content": [{"type": "image"} if is_image(part) else part for part in message["content"]]}
 
 
+def image_sources(messages: Sequence[Message]) -> list[Any]:
+    """Returns where the images of messages are, in their order."""
+    parts = [part for message in messages if has_images(message) for part in message["content"]]
+    return [_source(part) for part in parts if is_image(part)]
+
+
+def with_sources(message: Message, change: Callable[[Any], Any]) -> Message:
+    """Returns a message with images, whose sources are what `change` makes of them."""
+    parts = [{"type": "image", "image": change(_source(p))} if is_image(p) else p for p in message["content"]]
+    return {**message, "content": parts}
+
+
 def named_images(messages: Sequence[Message]) -> list[Message]:
     """Returns messages with a bare part in the place of each image that is no path but a file's content, for logs."""
     return [
@@ -200,8 +185,7 @@ def without_images(messages: Sequence[Message]) -> tuple[list[Message], list[byt
     Raises:
         ImageError: an image cannot be read.
     """
-    parts = [part for message in messages if has_images(message) for part in message["content"]]
-    return [*map(bare, messages)], [image_bytes(_source(part)) for part in parts if is_image(part)]
+    return [*map(bare, messages)], [image_bytes(source) for source in image_sources(messages)]
 
 
 def _source(part: Mapping[str, Any]) -> Any:
@@ -209,100 +193,6 @@ def _source(part: Mapping[str, Any]) -> Any:
     url = part.get("image_url")
     written = (part.get(name) for name in ("image", "path", "url", "base64"))
     return next((value for value in written if value is not None), url.get("url") if isinstance(url, Mapping) else url)
-
-
-def image_bytes(source: Any) -> bytes:
-    """Returns the bytes of an image's file, whose content is checked.
-
-    Args:
-        source: bytes, a path, a data URI, a Pillow image, or a mapping with `bytes` or `path`, as data sets have it.
-
-    Raises:
-        ImageError: there is no such file, it is too large, or no image.
-    """
-    data = _read(source)
-    _check_size(data)
-    opened(data)
-    return data
-
-
-def _check_size(data: bytes) -> None:
-    if len(data) > MOST_BYTES:
-        raise ImageError(f"An image of {len(data) / 2**20:.0f} MiB is too large: {MOST_BYTES // 2**20} MiB at most.")
-
-
-def portable(data: bytes) -> bytes:
-    """Returns a file whose pixels every reader finds as `opened` does, who may fill transparent ones otherwise: the
-    image's own, or a PNG.
-
-    Raises:
-        ImageError: the PNG is too large.
-    """
-    import PIL.Image
-
-    with foreign_code(_unreadable), PIL.Image.open(io.BytesIO(data)) as picture:
-        if picture.format in ALIKE and picture.mode == "RGB":
-            return data
-    written = png(opened(data))
-    _check_size(written)
-    return written
-
-
-def is_picture(value: Any) -> bool:
-    """Returns whether a value is an image of Pillow, which need not be imported for it."""
-    return hasattr(value, "save") and hasattr(value, "convert")
-
-
-def png(picture: Any) -> bytes:
-    """Returns the PNG file of an image of Pillow.
-
-    Raises:
-        ImageError: its own file is broken.
-    """
-    written = io.BytesIO()
-    with foreign_code(_unreadable):
-        picture.convert("RGB").save(written, format="PNG")
-    return written.getvalue()
-
-
-def blank() -> bytes:
-    """Returns the file of a small image, for trials."""
-    import PIL.Image
-
-    return png(PIL.Image.new("RGB", (48, 32)))
-
-
-def _unreadable(words: str) -> ImageError:
-    return ImageError(f"An image cannot be read: {words}")
-
-
-def _read(source: Any) -> bytes:
-    if isinstance(source, Mapping):
-        source = source.get("bytes") or source.get("path")
-    if isinstance(source, bytes):
-        return source
-    if is_picture(source):  # as data sets decode it
-        return png(source)
-    if not isinstance(source, str | Path) or not str(source):
-        raise ImageError(f"An image is {shown(source)}: it must be a path, a data URI, or the bytes of a file.")
-    text = str(source)
-    if text.startswith("data:"):
-        try:
-            return base64.b64decode(text.partition(",")[2], validate=True)
-        except binascii.Error as error:
-            raise ImageError(f"The data URI of an image is not in base64 ({error}).") from error
-    if text.startswith(("http://", "https://")):
-        raise ImageError(f"The image {text[:200]} is in a network, from which none is fetched: download it.")
-    try:
-        path = Path(text.removeprefix("file://")).expanduser()
-        if not stat.S_ISREG(path.stat().st_mode):  # a device or a pipe might never end
-            raise ImageError(f"The image {text[:200]} is no file.")
-        if path.stat().st_size > MOST_BYTES:
-            raise ImageError(f"The image {text[:200]} is larger than {MOST_BYTES // 2**20} MiB.")
-        return path.read_bytes()
-    except (OSError, ValueError, RuntimeError) as error:  # of paths with a NUL, and of unknown users' homes
-        reason = getattr(error, "strerror", None) or error
-        raise ImageError(f"The image {text[:200]} cannot be read: {reason}.") from error
 
 
 def load_processor(name_or_path: str, tokenizer: Any, *, flag: str) -> Any:

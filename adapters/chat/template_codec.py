@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from attrs import frozen
 
 from rollgrad.adapters.chat.content_parts import in_parts, reads_parts_alone
+from rollgrad.adapters.chat.image_files import image_bytes
 from rollgrad.adapters.chat.image_text import ImageText, with_images
-from rollgrad.adapters.chat.pictures import ImageRenderer, bare, has_images, image_bytes, image_count, without_images
+from rollgrad.adapters.chat.pictures import ImageRenderer, bare, has_images, image_count, without_images
 from rollgrad.adapters.chat.reply_formats import HERMES, reply_fields
 from rollgrad.adapters.chat.reply_grammar import ReplyGrammar
 from rollgrad.adapters.chat.reply_parser import ReplyParser

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from rollgrad.adapters.chat.pictures import image_bytes, png
+from rollgrad.adapters.chat.image_files import image_bytes, png
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.domain.episodes.messages import IMAGE_MARK, ToolCall, assistant_message, tool_message
 from rollgrad.domain.errors import DataError, RollgradError

@@ -6,7 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollgrad.adapters.chat.pictures import named_images
+from rollgrad.adapters.chat.image_marks import placed_images
+from rollgrad.adapters.chat.pictures import bare
+from rollgrad.adapters.data.kept_images import KeptImages
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.replies import Reply, UnsampledReply
@@ -30,6 +32,8 @@ OPTIONAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "row": ("a number", lambda value: isinstance(value, int)),
     "sample": ("a number", lambda value: isinstance(value, int)),
     "messages": ("a list of messages", partial(_are, dict)),
+    "images": ("a list of paths", partial(_are, str)),
+    "image_places": ("a list of places", lambda value: _are(list, value) and all(len(p) == 2 for p in value)),
     "prompt_tokens": ("a list of token ids", partial(_are, int)),
     "tokens": ("a list of token ids", partial(_are, int)),
     "stop_reason": (f"one of {', '.join(StopReason)}", lambda value: value in list(StopReason)),
@@ -41,14 +45,15 @@ OPTIONAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 """Parts of a row that one of other origin may lack, what each is, and whether a value is that."""
 
 
-def reply_row(reply: Reply, *, model: str, logprobs: bool) -> Row:
-    """Returns a reply as a row; what JSON cannot hold of the data set's own row (pictures, dates) is left out."""
+def reply_row(reply: Reply, *, model: str, logprobs: bool, images: KeptImages | None = None) -> Row:
+    """Returns a reply as a row; what JSON cannot hold of the data set's own row (pictures, dates) is left out. `images`
+    keeps those of prompts, if they may have any."""
     prompt = reply.prompt
     row: Row = {
         "row": reply.row,
         "sample": reply.sample,
         "prompt": prompt.text,
-        "messages": named_images(prompt.messages),
+        "messages": [*map(bare, prompt.messages)],
         "completion": reply.completion,
         "prompt_tokens": list(prompt.token_ids),
         "tokens": list(reply.token_ids),
@@ -62,12 +67,13 @@ def reply_row(reply: Reply, *, model: str, logprobs: bool) -> Row:
     }
     if not logprobs:
         del row["logprobs"]
-    if prompt.images:
-        row["images"] = len(prompt.images)  # by which trainers on texts refuse the row
+    if images is not None:
+        row["images"] = images.paths(prompt)
+        row["image_places"] = [[placed.start, placed.stop] for placed in prompt.images]
     return row
 
 
-def unsampled_row(reply: UnsampledReply, *, model: str) -> Row:
+def unsampled_row(reply: UnsampledReply, *, model: str, images: KeptImages | None = None) -> Row:
     """Returns a reply that could not be sampled as a row: its completion is null."""
     empty = Reply(
         row=reply.failure.group_id,
@@ -79,19 +85,24 @@ def unsampled_row(reply: UnsampledReply, *, model: str) -> Row:
         stop_reason=StopReason.ABORTED,
         seed=reply.seed,
     )
-    row = reply_row(empty, model=model, logprobs=False)
+    row = reply_row(empty, model=model, logprobs=False, images=images)
     return {**row, "completion": None, "stop_reason": None, FAILURE: reply.failure.message}
 
 
 def row_prompt(row: Mapping[str, Any]) -> Prompt:
-    """Returns the prompt of a row."""
+    """Returns the prompt of a row, whose messages have its images.
+
+    Raises:
+        DataError: there are more images than places for them in the messages, or fewer.
+    """
+    messages, images = row.get("messages", ()), row.get("images", ())
     return Prompt(
         token_ids=tuple(row.get("prompt_tokens", ())),
         text=row["prompt"],
         label=row.get("label"),
         datasource=row.get("datasource", "default"),
         metadata=row.get("metadata", {}),
-        messages=tuple(row.get("messages", ())),
+        messages=tuple(placed_images(messages, images) if messages and images else messages),
     )
 
 

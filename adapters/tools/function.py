@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import structlog
 
-from rollgrad.adapters.chat.pictures import is_picture, png
+from rollgrad.adapters.chat.image_files import is_picture, png
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.function_arguments import FunctionArguments, summary

@@ -39,6 +39,9 @@ from rollgrad.domain.settings import COUNT, NOT_NEGATIVE, Range, own_first, sect
 RENDERING_ROOM = 256
 """Tokens that a reply may have more when its text is rendered again: the end of its turn, and the reward before it."""
 
+IMAGES = "images"
+"""Column with the images of what is learned from."""
+
 
 class Reference(StrEnum):
     """Reference of iterated preference learning."""
@@ -185,6 +188,8 @@ def training_run(run: LoopRun, *, examples: str, model: str | None = None, outpu
         name: getattr(run.data, name) for name in ("apply_chat_template", "chat_template", "chat_template_kwargs")
     }
     data |= {"dataset": examples, "max_tokens": longest_sample(sampling_run(run)) + RENDERING_ROOM}
+    if run.data.image_key is not None:
+        data["image_key"] = IMAGES
     initial = run.actor.model_name_or_path
     common: dict[str, Any] = {
         "actor": evolve(run.actor, model_name_or_path=model or initial),

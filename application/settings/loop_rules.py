@@ -33,7 +33,6 @@ UNREAD = frozenset(
     {
         *("rollout.generate_batch_size", "rollout.max_turns", "rollout.max_episode_tokens"),
         *("rollout.max_episode_seconds", "rollout.server_urls"),
-        *("data.image_key", "data.max_images_per_prompt"),
         *("data.curriculum_range", "data.prompt_suffix", "eval.steps", "actor.lora.sync", "logger.log_samples"),
         "logger.trajectories_max_gib",
         *("ckpt.resume", "ckpt.overwrite", "ckpt.state_dir", "ckpt.best_metric", "ckpt.push_to_hub"),

@@ -162,7 +162,7 @@ class _ChatSession:
         Raises:
             DataError: the model sees none, or one cannot be read.
         """
-        from rollgrad.adapters.chat.pictures import image_bytes
+        from rollgrad.adapters.chat.image_files import image_bytes
 
         while True:
             line, _, rest = text.partition("\n")

@@ -9,11 +9,11 @@ import structlog
 import torch
 from attrs import evolve, frozen
 
+from rollgrad.adapters.chat.image_files import image_bytes
 from rollgrad.adapters.chat.pictures import (
     ImageRenderer,
     check_compared,
     check_vllm_images,
-    image_bytes,
     load_processor,
     sees_images,
 )

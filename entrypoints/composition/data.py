@@ -19,6 +19,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.prompt_source import PromptSource
 from rollgrad.entrypoints.composition.executors import executor_kind
+from rollgrad.entrypoints.composition.fetching import make_fetched_images
 
 Source = TypeVar("Source", DatasetPromptSource, ReasoningGymPromptSource)
 
@@ -116,13 +117,16 @@ def _within_positions(config: RLConfig, environment: Any, source: Source, sectio
 
 
 def _builder(config: RLConfig, codec: TemplateCodec) -> PromptBuilder:
-    verifier = config.reward.verifier
+    verifier, fetched = config.reward.verifier, make_fetched_images(config.data)
     if verifier is None:
         # A reward model reads the reply alone; functions, servers, environments and agents are given the label.
-        return PromptBuilder(codec, config.data, labels_are_read=config.reward.model_name_or_path is None)
+        return PromptBuilder(
+            codec, config.data, labels_are_read=config.reward.model_name_or_path is None, fetched=fetched
+        )
     return PromptBuilder(
         codec,
         config.data,
         labels_are_read=verifier is not Verifier.FORMAT,
         label_problem=partial(label_problem, verifier),
+        fetched=fetched,
     )

@@ -1,7 +1,6 @@
 """Makes the examples of an offline trainer, prepared and reported, from the settings of `data` and `eval`."""
 
 import math
-import os
 from collections.abc import Callable, Sequence, Sized
 from functools import cached_property
 from itertools import islice
@@ -40,6 +39,7 @@ from rollgrad.domain.algorithms.evaluation import too_many_sets
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.example_source import ExampleSource
+from rollgrad.entrypoints.composition.fetching import make_fetched_images, own_cache
 from rollgrad.entrypoints.run_directory import begun, continues
 
 log = structlog.get_logger(__name__)
@@ -224,16 +224,12 @@ def make_total_examples(train: ExampleTrainConfig, examples: Sized) -> int | Non
 
 def cache_directory(data: RowsConfig) -> Path:
     """Returns where prepared data are kept."""
-    return _own_cache() / "examples" if data.cache_dir is None else Path(data.cache_dir).expanduser()
+    return own_cache() / "examples" if data.cache_dir is None else Path(data.cache_dir).expanduser()
 
 
 def reference_directory(data: RowsConfig) -> Path:
     """Returns where log-probs of references are kept."""
-    return (_own_cache() if data.cache_dir is None else cache_directory(data)) / "reference"
-
-
-def _own_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollgrad"
+    return (own_cache() if data.cache_dir is None else cache_directory(data)) / "reference"
 
 
 def reading_settings(data: RowsConfig) -> ReadingSettings:
@@ -243,6 +239,7 @@ def reading_settings(data: RowsConfig) -> ReadingSettings:
         system_prompt=data.system_prompt,
         input_template=data.input_template,
         image_key=data.image_key,
+        fetched=make_fetched_images(data),
     )
     if isinstance(data, PairDataConfig):
         settings = evolve(

@@ -99,7 +99,7 @@ def make_actor_model(
 
 
 def make_trained_actor(
-    actor: ModelConfig,
+    actor: ActorConfig | ExampleModelConfig,
     seed: int,
     shard: Shard | None = None,
     images: ImageRenderer | None = None,

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rollgrad
-from rollgrad.adapters.chat.pictures import opened
+from rollgrad.adapters.chat.image_files import opened
 from rollgrad.application.settings.kd import KDRun
 from rollgrad.application.settings.prm import PRMRun
 from rollgrad.domain.errors import ConfigurationError

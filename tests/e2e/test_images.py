@@ -19,10 +19,8 @@ from attrs import evolve
 from safetensors.torch import load_file
 
 import rollgrad
-from rollgrad.adapters.chat.pictures import ImageRenderer, image_bytes, opened
-from rollgrad.adapters.chat.row_error import RowError
-from rollgrad.adapters.data.examples.formats import read_row
-from rollgrad.adapters.data.examples.recognition import ReadingSettings
+from rollgrad.adapters.chat.image_files import image_bytes, opened
+from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.models.torch.loading import load_critic
 from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
@@ -33,7 +31,6 @@ from rollgrad.application.episodes.assistant import Assistant
 from rollgrad.application.episodes.chat_request import ChatRequest
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.application.settings.sections.actor import DType
-from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.messages import Action
 from rollgrad.domain.episodes.prompts import Prompt
@@ -216,7 +213,8 @@ def loss_of_transformers(path: Path) -> float:
     import torch
     from transformers import AutoModelForImageTextToText
 
-    from rollgrad.adapters.chat.pictures import load_processor, opened
+    from rollgrad.adapters.chat.image_files import opened
+    from rollgrad.adapters.chat.pictures import load_processor
     from rollgrad.adapters.models.torch.loading import load_tokenizer
 
     own = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
@@ -366,21 +364,6 @@ def test_a_reward_model_that_sees_otherwise_is_refused(workspace: Path, reward_m
             make_reward_model(config)
 
 
-def test_kept_replies_to_images_are_judged_by_no_reward_model(
-    workspace: Path, reward_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row: dict[str, Any] = {"row": 0, "sample": 0, "prompt": "What?", "completion": "red"}
-    words = ["score", "--input", "replies.jsonl", "--out", "scored.jsonl"]
-    words += ["--reward.model_name_or_path", str(reward_model), "--actor.model_name_or_path", str(reward_model)]
-    asked: Any = [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]  # as rows of `rescore` have it
-    for known in ({"images": 1}, {"messages": asked}):
-        (workspace / "replies.jsonl").write_text(json.dumps(row | known) + "\n")
-        assert main(words) == 2
-        assert "a reply to images, which are not kept with it" in " ".join(capsys.readouterr().err.split())
-    assert main([*words, "--data.image_key", "images"]) == 2
-    assert "replies are kept without their images" in " ".join(capsys.readouterr().err.split())
-
-
 def test_a_critic_sees_images(workspace: Path, model: Path, reward_model: Path) -> None:
     """It begins as the reward model, and its tower learns."""
     flags = ["--algo.advantage.estimator", "gae", "--critic.model_name_or_path", str(reward_model)]
@@ -419,23 +402,6 @@ def test_a_reference_that_sees_no_images_is_refused(
     flags = ["--algo.kl.use_loss", "--algo.kl.estimator", "full", "--ref.model_name_or_path", str(reader)]
     assert main(["train", "rl", "--config", "run.yaml", *flags]) == 2
     assert re.search("--ref.model_name_or_path .*it sees no images", capsys.readouterr().err)
-
-
-def test_replies_to_files_of_images_are_written(workspace: Path) -> None:
-    from datasets import Dataset
-
-    file = (workspace / "red.png").read_bytes()
-    Dataset.from_list([{"prompt": "What is <image>?", "images": [{"bytes": file, "path": None}]}]).to_parquet(
-        "p.parquet"
-    )
-    config = rollgrad.load_config("run.yaml")
-    config.data.prompt_dataset, config.data.label_key = "p.parquet", None
-    config.rollout.n_samples_per_prompt = 1
-    assert rollgrad.generate(config, "replies.jsonl").made == 1
-    (row,) = map(json.loads, Path("replies.jsonl").read_text().splitlines())
-    assert {"type": "image"} in row["messages"][0]["content"]
-    with pytest.raises(RowError, match="The row has images, but text alone is trained"):
-        read_row(row, ExampleFormat.COMPLETION, ReadingSettings())
 
 
 @pytest.mark.parametrize("wire", ["chat", "responses", "messages"])

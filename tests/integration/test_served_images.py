@@ -11,7 +11,8 @@ import pytest_asyncio
 import torch
 
 import rollgrad
-from rollgrad.adapters.chat.pictures import ImageRenderer, opened
+from rollgrad.adapters.chat.image_files import opened
+from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.weights.channel import EngineWeights

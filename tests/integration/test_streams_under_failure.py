@@ -12,7 +12,8 @@ import httpx2
 import pytest
 import torch
 
-from rollgrad.adapters.chat.pictures import ImageRenderer, image_bytes, load_processor
+from rollgrad.adapters.chat.image_files import image_bytes
+from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.grammars import Grammars

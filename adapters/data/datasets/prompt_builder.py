@@ -5,7 +5,7 @@ Invariant: a row becomes a prompt or a `DataError` that names the column and its
 Does not own: reading rows, their order, nor the limit on a prompt's length (`survey`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -15,6 +15,7 @@ from rollgrad.adapters.chat.image_marks import listed_images, placed_images
 from rollgrad.adapters.chat.pictures import image_count
 from rollgrad.adapters.chat.template_codec import TemplateCodec, WrittenPrompt
 from rollgrad.adapters.data.datasets.columns import Columns, find_columns, has_value, value_at
+from rollgrad.adapters.data.fetched_images import FetchedImages
 from rollgrad.application.foreign import shown
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.episodes.messages import Message
@@ -62,7 +63,8 @@ class PromptBuilder:
     """Builds prompts by the settings `data`: input and label column, chat template or plain text.
 
     Columns that `data` does not name are found in the first row (`find_columns`), and logged. `labels_are_read`:
-    several possible columns of labels are an error. `label_problem`: refuses labels.
+    several possible columns of labels are an error. `label_problem`: refuses labels. `fetched`: fetches images that are
+    URLs.
 
     Raises:
         ConfigurationError: settings of the chat template and of plain text are mixed.
@@ -75,6 +77,7 @@ class PromptBuilder:
         *,
         labels_are_read: bool = False,
         label_problem: LabelProblem = lambda label, key: None,
+        fetched: FetchedImages | None = None,
     ) -> None:
         if data.apply_chat_template and data.input_template is not None:
             raise ConfigurationError(
@@ -95,6 +98,7 @@ class PromptBuilder:
         """Settings of the data; read only."""
         self._labels_are_read = labels_are_read
         self._label_problem = label_problem
+        self._fetched = fetched
         self._columns: Columns | None = None
 
     def columns(self, row: Mapping[str, Any], datasource: str) -> Columns:
@@ -162,6 +166,13 @@ class PromptBuilder:
             return Draft(self._codec.write(messages), label, tuple(messages))
         return Draft(self._plain(value, datasource), label, ())
 
+    def fetch_ahead(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Fetches the images of rows that are URLs, many at the same time."""
+        key = self.data.image_key
+        if self._fetched is not None and key is not None:
+            images = (value_at(row, key) for row in rows if has_value(row, key))
+            self._fetched.ahead(source for value in images for source in listed_images(value))
+
     def lengths(self, drafts: Sequence[Draft]) -> list[int]:
         """Returns the number of tokens of each draft, in one call of the tokenizer."""
         if self.data.apply_chat_template:
@@ -204,7 +215,7 @@ class PromptBuilder:
                 f"The row of {datasource!r} has {count} images, but data.max_images_per_prompt is {most}: raise "
                 "--data.max_images_per_prompt."
             )
-        return placed
+        return placed if self._fetched is None else self._fetched.local(placed)
 
     def _with_suffix(self, messages: list[Message], datasource: str) -> list[Message]:
         """Puts data.prompt_suffix behind the text of the last user message."""

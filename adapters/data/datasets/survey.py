@@ -8,6 +8,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 import structlog
@@ -16,6 +17,7 @@ from attrs import frozen
 from rollgrad.adapters.data.datasets.prompt_builder import Draft, PromptBuilder
 from rollgrad.application.foreign import foreign_code
 from rollgrad.application.settings.sections.data import DataConfig, Overlong
+from rollgrad.application.settings.sections.images import FetchImages
 from rollgrad.domain.errors import DataError
 
 log = structlog.get_logger(__name__)
@@ -88,7 +90,11 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     content = hashlib.sha256()
     for start in _batches(size, setting):
         drafts: dict[int, Draft] = {}
-        for index in range(start, min(start + BATCH, size)):
+        indices = range(start, min(start + BATCH, size))
+        if builder.data.fetch_images is not FetchImages.NEVER:
+            with suppress(Exception):  # of a data set that cannot decode a row, which is named below
+                builder.fetch_ahead(rows[index] for index in indices)
+        for index in indices:
             try:
                 with foreign_code(DataError):  # a data set decodes its pictures when a row is read
                     row = rows[index]

@@ -48,7 +48,7 @@ def read_row(row: Mapping[str, Any], kind: ExampleFormat, settings: ReadingSetti
     """
     weight = 1.0 if row.get("weight") is None else read_weight(row["weight"], "weight")
     try:
-        return seen(READERS[kind](row, settings), row, settings.image_key), weight
+        return seen(READERS[kind](row, settings), row, settings.image_key, settings.fetched), weight
     except RecursionError as error:
         raise broken("A value of the row is nested too deeply.") from error
 

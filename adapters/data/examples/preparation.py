@@ -23,11 +23,14 @@ import numpy
 import structlog
 from attrs import asdict
 
+from rollgrad.adapters.chat.image_marks import listed_images
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.chat.training_text import TokenBranch, shared_prompt
+from rollgrad.adapters.data.datasets.columns import has_value, value_at
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, PreparedRow, Preparer, Refusal
+from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import overlong_row
 from rollgrad.adapters.data.examples.sources import Mixture
@@ -96,7 +99,7 @@ def cache_key(mixture: Mixture, tokenizer: Any, settings: PreparationSettings, *
     """Returns a hash of all that the tokens depend on; `day` is the date that the template writes."""
     template = tokenizer.chat_template
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    reading = {key: value for key, value in asdict(settings.reading).items() if key != "known_role"}
+    reading = {key: value for key, value in asdict(settings.reading).items() if key not in ("known_role", "fetched")}
     parts = {
         "version": VERSION,
         "rows": mixture.fingerprint,
@@ -125,6 +128,8 @@ def _with_images(
 
     def results() -> Iterator[PreparedRow | Refusal]:
         for index in range(len(mixture)):  # one at a time, for the tensors of images take megabytes
+            if index % CHUNK == 0:
+                _fetch_ahead(mixture, range(index, min(index + CHUNK, len(mixture))), settings.reading)
             (result,) = _prepared(preparer, [_read(mixture, index)])
             digests.append("" if isinstance(result, Refusal) else _digest(result.branches))
             yield result
@@ -147,6 +152,16 @@ def _with_images(
     return PreparedExamples(
         **arrays, report=report, fingerprint=fingerprint, origin=origin, written_on=day, read_again=read_again
     )
+
+
+def _fetch_ahead(mixture: Mixture, indices: range, reading: ReadingSettings) -> None:
+    """Fetches the images of rows that are URLs, many at the same time."""
+    key = reading.image_key
+    if reading.fetched is None or key is None:
+        return
+    rows = (_read(mixture, index)[0] for index in indices)
+    images = (value_at(row, key) for row in rows if not isinstance(row, RowError) and has_value(row, key))
+    reading.fetched.ahead(source for value in images for source in listed_images(value))
 
 
 def _digest(branches: Sequence[TokenBranch]) -> str:

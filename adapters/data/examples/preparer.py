@@ -10,6 +10,8 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from rollgrad.adapters.chat.image_files import image_bytes
+from rollgrad.adapters.chat.image_text import known_images
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.chat.template_codec import TemplateCodec
@@ -61,6 +63,7 @@ class Preparer:
 
     def __init__(self, tokenizer: Any, settings: PreparationSettings, images: ImageRenderer | None = None) -> None:
         self._codec = TemplateCodec(tokenizer, settings.template_kwargs, images)
+        self._images = images
         self._vocabulary = len(tokenizer)
         self._settings = evolve(settings, reading=evolve(settings.reading, known_role=self._codec.mentions))
         self._texts: dict[str, TrainingText] = {"{}": TrainingText(self._codec)}
@@ -168,7 +171,17 @@ class Preparer:
         weights = (0.0, *sample.weights[1:])  # nothing predicts the first token
         if not any(weights):
             raise RowError(Reason.UNTRAINED, "None of input_ids is trained.")
-        return TrainingTokens(branches=(TokenBranch(token_ids=sample.token_ids, weights=weights),))
+        branch = TokenBranch(token_ids=sample.token_ids, weights=weights)
+        return TrainingTokens(branches=(self._seeing(branch, sample) if sample.images else branch,))
+
+    def _seeing(self, branch: TokenBranch, sample: Pretokenised) -> TokenBranch:
+        """Returns tokens with their images, which are not trained."""
+        assert self._images is not None  # rows with images are refused otherwise
+        images = known_images(self._images, branch.token_ids, [*map(image_bytes, sample.images)], sample.places)
+        weights = list(branch.weights)
+        for placed in images:
+            weights[placed.start : placed.stop] = [0.0] * (placed.stop - placed.start)
+        return evolve(branch, weights=tuple(weights), images=images)
 
 
 def _refused(error: DataError) -> RowError:

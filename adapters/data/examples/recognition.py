@@ -10,6 +10,7 @@ from typing import Any
 from attrs import field, frozen
 
 from rollgrad.adapters.data.examples.ranked import ranked_column
+from rollgrad.adapters.data.fetched_images import FetchedImages
 from rollgrad.application.settings.sections.examples import ExampleFormat, TrainOn
 from rollgrad.domain.errors import DataError
 
@@ -42,8 +43,9 @@ OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
 class ReadingSettings:
     """Settings of parsing rows: the format, the columns by name where they are not the format's own, whether each two
     ranked replies are a pair, whether texts become messages of the chat template, a system message before every
-    conversation, a text with {} around plain prompts, what is trained, and the column with images. The formats of
-    preference pairs and of labelled replies are never told by columns alone: who learns from them sets one."""
+    conversation, a text with {} around plain prompts, what is trained, the column with images, and what fetches those
+    that are URLs. The formats of preference pairs and of labelled replies are never told by columns alone: who learns
+    from them sets one."""
 
     format: ExampleFormat = ExampleFormat.AUTO
     input_key: str | None = None
@@ -60,6 +62,7 @@ class ReadingSettings:
     separator: str = "\n"
     up_to_first_error: bool = False
     image_key: str | None = None
+    fetched: FetchedImages | None = field(default=None, eq=False)
     known_role: Callable[[str], bool] | None = field(default=None, eq=False)
 
 

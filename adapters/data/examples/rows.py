@@ -82,10 +82,13 @@ class PlainText:
 
 @frozen(kw_only=True)
 class Pretokenised:
-    """Tokens and weights as a row has them."""
+    """Tokens and weights as a row has them; and its `images`, each with the tokens, from the first to behind the last,
+    in whose `places` it stands."""
 
     token_ids: tuple[int, ...]
     weights: tuple[float, ...]
+    images: tuple[Any, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
 
 
 @frozen(kw_only=True)

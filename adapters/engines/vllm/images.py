@@ -3,7 +3,7 @@
 vLLM's own processor makes what the model takes of each image, from its file, and the tokens that stand for it.
 Invariant: these are the tokens that the prompt has in the image's place, or the request is refused; a placeholder that
 the policy itself sampled stands for no image.
-Does not own: how an image is read (`adapters/chat/pictures.py`).
+Does not own: how an image is read (`adapters/chat/image_files.py`).
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollgrad.adapters.chat.pictures import opened
+from rollgrad.adapters.chat.image_files import opened
 from rollgrad.domain.episodes.images import PlacedImage, PlacedImages
 from rollgrad.domain.errors import ConfigurationError
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from rollgrad.adapters.chat.pictures import ImageRenderer, blank
+from rollgrad.adapters.chat.image_files import blank
+from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.engines.vllm.async_llm import cache_salt
 from rollgrad.adapters.engines.vllm.core import Core
 from rollgrad.adapters.engines.vllm.plugin import BACKEND

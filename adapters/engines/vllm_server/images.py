@@ -2,7 +2,7 @@
 server puts the tokens that stand for the image.
 
 Invariant: these are the tokens that the prompt has there, or its reply is refused; a placeholder that the policy itself
-sampled stands for no image. Does not own: how an image is read (`adapters/chat/pictures.py`).
+sampled stands for no image. Does not own: how an image is read (`adapters/chat/image_files.py`).
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import evolve
 
-from rollgrad.adapters.chat.pictures import portable
+from rollgrad.adapters.chat.image_files import portable
 from rollgrad.domain.episodes.generation import GenerationRequest
 from rollgrad.domain.episodes.images import Image
 from rollgrad.domain.errors import ConfigurationError, DataError

@@ -4,7 +4,7 @@ A model's own code computes the features of images and puts them in the place of
 in the order of the tokens; here it is told which tokens stand for which images, and gets its own position ids.
 Invariants: a pass over tokens without images is the text model's; a placeholder token that the policy sampled itself
 stands for no image. Where processes share a batch, each computes the features of all its images, and hands those of its
-own tokens to its language model. Does not own: reading images (`adapters/chat/pictures.py`).
+own tokens to its language model. Does not own: reading images (`adapters/chat/image_files.py`).
 """
 
 import inspect
@@ -84,7 +84,7 @@ def _divided(body: Any, group: SequenceGroup) -> Iterator[None]:
     """Makes the language model of `body` compute this process's tokens alone inside the block, given all."""
 
     def shared(module: Any, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        own = {"position_ids": _share(given["position_ids"], group)}
+        own: dict[str, Any] = {"position_ids": _share(given["position_ids"], group)}
         own["inputs_embeds"] = group.share(given["inputs_embeds"][0])[None]
         if given.get("deepstack_visual_embeds") is not None:  # Qwen3-VL adds features of images to its first layers too
             seen_M = given["visual_pos_masks"][0]

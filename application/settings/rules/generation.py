@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from rollgrad.application.settings.derived import first_change
 from rollgrad.application.settings.rules.cluster import engine_length_problems, server_problems
-from rollgrad.application.settings.rules.images import unkept_problems
 from rollgrad.application.settings.rules.inputs import (
     data_problems,
     model_problems,
@@ -43,7 +42,6 @@ def scoring_errors(config: RLConfig, *, has_reward: bool = False) -> list[Config
     def rules(config: RLConfig) -> Iterator[Iterator[str]]:
         yield prompt_form_problems(config)
         yield reward_problems(config, config.data.prompt_dataset or "none", has_reward=has_reward)
-        yield unkept_problems(config)
 
     return broken_rules(config, rules, SCORED)
 

@@ -43,13 +43,3 @@ def _divided_problems(known: str, config: RLConfig | OfflineRun) -> Iterator[str
     """Yields the way of dividing a model in which its processes see no images; `known` begins the sentence."""
     if config.cluster.enable and config.ds.tensor_parallel_size > 1:
         yield f"{known}processes that share layers are given none: leave out --ds.tensor_parallel_size."
-
-
-def unkept_problems(config: RLConfig) -> Iterator[str]:
-    """Yields what judges kept replies by images that are not kept with them."""
-    key = config.data.image_key
-    if key is not None and config.reward.model_name_or_path is not None:
-        yield (
-            f"data.image_key is {key!r}, but replies are kept without their images, so that no reward model can judge "
-            "them: score them by --reward.function_path or --reward.verifier."
-        )

@@ -4,6 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
+from rollgrad.application.settings.sections.images import WITH_IMAGES, FetchImages, fetch_setting
 from rollgrad.domain.settings import COUNT, INTERVAL, Condition, Range, setting
 
 
@@ -23,11 +24,7 @@ WITH_TEMPLATE = Condition(
     "data.apply_chat_template is off",
     "turn on --data.apply_chat_template",
 )
-WITH_IMAGES = Condition(
-    lambda here, run: here.image_key is not None,
-    "data.image_key is not set, which images are read from",
-    "set --data.image_key",
-)
+
 WITHOUT_TEMPLATE = Condition(
     lambda here, run: not here.apply_chat_template,
     "the chat template is on",
@@ -107,6 +104,7 @@ class DataConfig:
         "prompt's text say where they stand; without marks they come before it. Rows without images are text.",
         only_if=WITH_TEMPLATE,
     )
+    fetch_images: FetchImages = fetch_setting()
     max_images_per_prompt: int | None = setting(
         None,
         "Images of a prompt at most: a row with more is an error. None allows any number.",

@@ -9,6 +9,7 @@ from attrs import Attribute, define, evolve
 
 from rollgrad.application.settings.sections.actor import ModelConfig, frozen_tower_setting
 from rollgrad.application.settings.sections.data import WITH_TEMPLATE, WITHOUT_TEMPLATE
+from rollgrad.application.settings.sections.images import FetchImages, fetch_setting
 from rollgrad.application.settings.sections.optimizer import AdamConfig, LRScheduler
 from rollgrad.application.settings.sections.train import WITH_EMA
 from rollgrad.domain.settings import (
@@ -166,6 +167,7 @@ class RowsConfig:
         "without images are text.",
         only_if=WITH_TEMPLATE,
     )
+    fetch_images: FetchImages = fetch_setting()
     num_workers: int = setting(1, "Processes that prepare the data; 1 is the run's own.", COUNT)
     cache_dir: str | None = setting(
         None,

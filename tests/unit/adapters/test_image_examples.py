@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from rollgrad.adapters.chat.pictures import ImageRenderer, opened
+from rollgrad.adapters.chat.image_files import opened
+from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.data.datasets import loading
 from rollgrad.adapters.data.examples.preparation import prepare_examples

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rollgrad.adapters.chat.pictures import image_bytes, named_images, opened
+from rollgrad.adapters.chat.image_files import image_bytes, opened
+from rollgrad.adapters.chat.pictures import named_images
 from rollgrad.adapters.chat.tool_images import writes_tool_images
 from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.messages import ToolCall, assistant_message, tool_message

@@ -11,7 +11,8 @@ import pytest_asyncio
 from attrs import evolve
 
 from rollgrad.adapters.chat import pictures
-from rollgrad.adapters.chat.pictures import ImageRenderer, opened, portable
+from rollgrad.adapters.chat.image_files import opened, portable
+from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.engines.vllm_server.core import ServedCore
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams

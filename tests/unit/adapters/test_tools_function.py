@@ -16,7 +16,7 @@ from PIL import Image
 from pydantic import BaseModel, Field
 from structlog.testing import capture_logs
 
-from rollgrad.adapters.chat.pictures import image_bytes, opened
+from rollgrad.adapters.chat.image_files import image_bytes, opened
 from rollgrad.adapters.tools.function import THREADS, FunctionTool, tool
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.chat.pictures import ImageRenderer, opened
+from rollgrad.adapters.chat.image_files import opened
+from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch import image_attention
