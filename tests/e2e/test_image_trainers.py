@@ -1,6 +1,7 @@
-"""Distillation and process reward models of a tiny model that sees images."""
+"""Distillation and process reward models of a tiny model that sees images, and rows with images by URL."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import rollgrad
 from rollgrad.adapters.chat.image_files import opened
 from rollgrad.application.settings.kd import KDRun
 from rollgrad.application.settings.prm import PRMRun
+from rollgrad.application.settings.sections.images import FetchImages
+from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from tests.example_runs import logged, small, weights, written
+from tests.fakes.image_server import RED, ImageServer
 from tests.fakes.images import processor as processor_of
 from tests.moved_models import moved_copy
 from tests.tiny_vision import picture, save_tiny_vlm
@@ -140,3 +144,55 @@ def test_a_process_reward_model_learns_from_images(workspace: Path, model: Path,
     assert second < first
     before, after = load_file(model / "model.safetensors"), weights(workspace / "out")
     assert any("visual" in name and not before[name].equal(after[name]) for name in before) != frozen
+
+
+@pytest.fixture
+def server() -> Iterator[ImageServer]:
+    made = ImageServer()
+    yield made
+    made.close()
+
+
+def prompting(model: Path, rows: list[dict[str, Any]], *flags: str) -> list[str]:
+    """The words of a command that samples a token for each of some rows."""
+    words = ["generate", "--actor.model_name_or_path", str(model), "--data.image_key", "images"]
+    words += ["--data.prompt_dataset", str(written(Path("prompts.jsonl"), rows)), "--rollout.max_new_tokens", "1"]
+    return [*words, "--rollout.n_samples_per_prompt", "1", "--out", "replies.jsonl", *flags]
+
+
+def test_images_by_url_are_fetched_for_prompts_where_that_is_allowed(
+    workspace: Path, model: Path, server: ImageServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = {"type": "image_url", "image_url": {"url": server.at("other.png")}}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "What is <image>?", "images": [server.at("red.png")]},
+        {"prompt": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}], "images": []},
+    ]
+    for flags, said in (([], "have those of rows fetched with"), (["public"], "127.0.0.1 has no public address")):
+        assert main(prompting(model, rows, *(["--data.fetch_images", *flags] if flags else []))) == 2
+        assert f"Row 1 of data.prompt_dataset cannot be used: The image {server.at('')[:20]}" in (
+            told := " ".join(capsys.readouterr().err.split())
+        )
+        assert said in told
+    assert not server.asked
+    assert main(prompting(model, rows, "--data.fetch_images", "any")) == 0
+    assert sorted(server.asked) == ["/other.png", "/red.png"]
+    replies = [json.loads(line) for line in Path("replies.jsonl").read_text().splitlines()]
+    assert [Path(row["images"][0]).read_bytes() for row in replies] == [RED, RED]
+    assert main(prompting(model, [{"prompt": "?", "images": server.at("missing")}], "--data.fetch_images", "any")) == 2
+    assert "Row 1 of data.prompt_dataset cannot be used" in (told := " ".join(capsys.readouterr().err.split()))
+    assert "the server answered 404" in told
+
+
+def test_images_by_url_are_fetched_for_examples(workspace: Path, model: Path, server: ImageServer) -> None:
+    """Once for all runs; they are learned from as files are, and one that is none is dropped."""
+    found = []
+    for output, image in (("files", "red.png"), ("fetched", server.at("red.png")), ("again", server.at("red.png"))):
+        rows = [{"prompt": "What is <image>?", "images": [image], "completion": "red"}]
+        rows += [{"prompt": "<image>?", "images": [server.at("page")], "completion": "red"}] * (output == "again")
+        run = small(SFTRun(), model, written(Path("rows.jsonl"), rows), Path(output), lr=1e-3, batch_size=1)
+        run.data.image_key, run.data.fetch_images, run.data.max_dropped = "images", FetchImages.ANY, 0.5
+        rollgrad.train_sft(run)
+        found.append([row["train/loss"] for row in logged(Path(output)) if "train/loss" in row])
+    assert found[0] == found[1] == found[2]
+    assert server.asked == ["/red.png", "/page"]

@@ -21,11 +21,20 @@ def sequence_classifier(config: Any, dtype: Any) -> Any:
         ValueError: transformers has none, and the model sees no images.
     """
     import transformers
+
+    kind = classifier_class(config)
+    if kind is transformers.AutoModelForSequenceClassification:
+        return kind.from_config(config, dtype=dtype)
+    return kind._from_config(config, dtype=dtype)
+
+
+def classifier_class(config: Any) -> Any:
+    """Returns the class that loads a sequence classifier with these settings."""
+    import transformers
     from transformers.modeling_layers import GenericForSequenceClassification
 
     if type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or not is_vision_language(config):
-        return transformers.AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        return transformers.AutoModelForSequenceClassification
     body = transformers.MODEL_MAPPING[type(config)]
     name = f"{body.__name__.removesuffix('Model')}ForSequenceClassification"
-    kind: Any = type(name, (GenericForSequenceClassification, body.__base__), {"__module__": __name__})
-    return kind._from_config(config, dtype=dtype)
+    return type(name, (GenericForSequenceClassification, body.__base__), {"__module__": __name__})

@@ -6,7 +6,7 @@ log-probs that the model with adapters gives; otherwise nothing is written. Noth
 
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,18 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.loading import _from_pretrained, _require_weights, default_device
+from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor, sees_images
+from rollgrad.adapters.models.torch.classifier import classifier_class
+from rollgrad.adapters.models.torch.image_check import small_image
+from rollgrad.adapters.models.torch.images import model_factory
+from rollgrad.adapters.models.torch.loading import (
+    _from_pretrained,
+    _processor_files,
+    _require_weights,
+    default_device,
+)
 from rollgrad.adapters.models.torch.quantised import four_bits
-from rollgrad.adapters.models.torch.saving import save_pretrained, writing
+from rollgrad.adapters.models.torch.saving import PROCESSOR_FILES, save_pretrained, writing
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
 
@@ -34,7 +43,7 @@ TEXTS = (
     "To prove the claim, assume the contrary: there is a largest prime number p.",
     "Dear diary, today was long. I met Ann, lost my keys, and found them again.",
 )
-"""Texts whose log-probs are compared."""
+"""Texts whose log-probs are compared; of a model that sees images one more, with an image."""
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}
 """Mean difference of log-probs, in nats, that rounding of merged weights can make: several times what it makes."""
@@ -89,9 +98,11 @@ def merge_lora(
     place = _tokenizer_place(adapter, base)
     tokenizer = _tokenizer(place)
     reward_model = reward_model or config.task_type == CLASSIFIER
-    loaded, dequantised = _base_model(base, config, load_in_4bit=load_in_4bit, reward_model=reward_model)
+    factory = _factory(base, "--model", reward_model=reward_model)
+    loaded, dequantised = _base_model(factory, base, config, load_in_4bit=load_in_4bit, reward_model=reward_model)
+    inputs = _inputs(base, tokenizer)
     wrapped = _with_adapters(loaded, adapter, config)
-    before = _scores(wrapped, tokenizer, reward_model=reward_model)
+    before = _scores(wrapped, inputs, reward_model=reward_model)
     own = dtype or loaded.dtype
     bound = max(TOLERANCES.get(form, TOLERANCES[torch.float32]) for form in (own, loaded.dtype))
     with foreign_code(lambda words: CheckpointError(f"The adapters of {adapter} cannot be merged: {words}")):
@@ -102,13 +113,13 @@ def merge_lora(
         written = Path(place_beside) / output.name
         save_pretrained(merged, tokenizer, written, flag="--output")
         del wrapped, loaded, merged
-        again = _from_pretrained(_factory(reward_model=reward_model), str(written), "--output", dtype="auto")
-        after = _scores(again.to(default_device()).eval(), tokenizer, reward_model=reward_model)
+        again = _from_pretrained(factory, str(written), "--output", dtype="auto")
+        after = _scores(again.to(default_device()).eval(), inputs, reward_model=reward_model)
         difference = _mean_difference(before, after)
         if not difference <= bound:  # NaN too
             raise CheckpointError(
                 f"The merged model would differ from {base} with the adapters of {adapter}: by {difference:.3g} on "
-                f"average over {len(TEXTS)} texts, where rounding makes {bound:g} at most. Nothing was written: check "
+                f"average over {len(inputs)} texts, where rounding makes {bound:g} at most. Nothing was written: check "
                 "that the adapters adapt no weights that the model shares between input and output."
             )
         written.rename(output)
@@ -160,13 +171,15 @@ def _tokenizer(place: str) -> Any:
     return _from_pretrained(AutoTokenizer, place, "--model")
 
 
-def _factory(*, reward_model: bool) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+def _factory(name_or_path: str, flag: str, *, reward_model: bool) -> Any:
+    """Returns the class that loads a model, or a reward model."""
+    from transformers import AutoConfig
 
-    return AutoModelForSequenceClassification if reward_model else AutoModelForCausalLM
+    config = _from_pretrained(AutoConfig, name_or_path, flag)
+    return classifier_class(config) if reward_model else model_factory(config)
 
 
-def _base_model(base: str, config: Any, *, load_in_4bit: bool, reward_model: bool) -> tuple[Any, bool]:
+def _base_model(factory: Any, base: str, config: Any, *, load_in_4bit: bool, reward_model: bool) -> tuple[Any, bool]:
     """Returns the model beside the adapters, and whether it was in 4 bits.
 
     Raises:
@@ -179,9 +192,8 @@ def _base_model(base: str, config: Any, *, load_in_4bit: bool, reward_model: boo
 
         own = _from_pretrained(AutoConfig, base, "--model").dtype or torch.float32
         options |= four_bits(own, device)
-    model, info = _from_pretrained(
-        _factory(reward_model=reward_model), base, "--model", dtype="auto", output_loading_info=True, **options
-    )
+    model, info = _from_pretrained(factory, base, "--model", dtype="auto", output_loading_info=True, **options)
+    setattr(model, PROCESSOR_FILES, _processor_files(base) if sees_images(base) else {})
     brought = tuple(config.modules_to_save or ())
     missing = [name for name in info["missing_keys"] if not any(part in name.split(".") for part in brought)]
     _require_weights(model, missing, base, "--model", headless=False)
@@ -235,13 +247,24 @@ def _merge(wrapped: Any) -> int:
     return len(layers)
 
 
+def _inputs(base: str, tokenizer: Any) -> list[dict[str, Tensor]]:
+    """Returns a model's arguments for each text that is compared; the last is of an image too, if it sees any."""
+    found = [{**tokenizer(text, return_tensors="pt", add_special_tokens=False)} for text in TEXTS]
+    inputs = [{"input_ids": encoded["input_ids"]} for encoded in found]
+    if sees_images(base):
+        renderer = ImageRenderer(load_processor(base, tokenizer, flag="--model"))
+        inputs.append(renderer.inputs(f"{renderer.mark} {TEXTS[0]}", small_image()))
+    return inputs
+
+
 @torch.no_grad()
-def _scores(model: Any, tokenizer: Any, *, reward_model: bool) -> list[Tensor]:
+def _scores(model: Any, inputs: Iterable[Mapping[str, Tensor]], *, reward_model: bool) -> list[Tensor]:
     """Returns for each text the log-probs of its tokens, or a reward model's score."""
     found = []
-    for text in TEXTS:
-        tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
-        logits = model(input_ids=tokens).logits.float()
+    for arguments in inputs:
+        on_device = {name: value.to(model.device) for name, value in arguments.items()}
+        tokens = on_device["input_ids"]
+        logits = model(**on_device).logits.float()
         if reward_model:
             found.append(logits.flatten().cpu())
         else:

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollgrad.adapters.chat.pictures import load_processor
 from rollgrad.adapters.models.torch import merging
+from rollgrad.adapters.models.torch.classifier import classifier_class
+from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.merging import merge_lora
@@ -18,6 +21,7 @@ from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from tests.tiny_models import saved, tiny_model
+from tests.tiny_vision import save_tiny_reward, save_tiny_vlm
 
 FLAG = "--actor.model_name_or_path"
 RANK, ALPHA = 4, 8
@@ -248,3 +252,34 @@ def test_the_command(base: Callable[..., tuple[Any, Path]], tmp_path: Path, caps
         " --adapter is not set",
         " --output is not set",
     ]
+
+
+@pytest.mark.parametrize("kind", ["policy", "reward"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3", "internvl"])
+def test_models_that_see_images_are_merged(tmp_path: Path, family: str, kind: str) -> None:
+    """Their adapters may be of the tower, too; the processor's files are written beside the weights."""
+    base = save_tiny_vlm(family, tmp_path / "base")
+    if kind == "reward":
+        save_tiny_reward(base, tmp_path / "rewards")
+        base = str(tmp_path / "rewards")
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(base)
+    factory = classifier_class(config) if kind == "reward" else model_factory(config)
+    model = factory.from_pretrained(base, dtype=torch.float32)
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options = {"task_type": "SEQ_CLS", "modules_to_save": []} if kind == "reward" else {}
+    adapters = peft_adapters(model, tmp_path / "adapters", **options)
+    merged = merge_lora(str(tmp_path / "adapters"), tmp_path / "out", model=base)
+    assert merged.difference < 1e-4
+    found = factory.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    changed = set()
+    for name, a in adapters.items():
+        if ".lora_A." in name:
+            weight = name.removeprefix("base_model.model.").split(".lora_A.")[0] + ".weight"
+            product = ALPHA / RANK * adapters[name.replace(".lora_A.", ".lora_B.")] @ a
+            torch.testing.assert_close(found[weight], plain[weight] + product, atol=1e-5, rtol=1e-5)
+            changed.add(weight)
+    assert any("vis" in name for name in changed)
+    assert all(torch.equal(found[name], plain[name]) for name in plain.keys() - changed)
+    assert load_processor(str(tmp_path / "out"), load_tokenizer(str(tmp_path / "out"), flag=FLAG), flag=FLAG)
