@@ -114,7 +114,7 @@ def rank_adapted(path: str, size: int) -> RankPolicy:
 
 
 def rank_reference(path: str, size: int) -> TorchReference:
-    """Of a model that need not have experts."""
+    """Its model need not have experts."""
     join_expert_groups(size, timeout=TIMEOUT, required=False)
     return cluster.rank_reference(path, FSDP)
 

@@ -103,7 +103,7 @@ def test_processes_that_divide_experts_train_as_one(
 
 @pytest.mark.parametrize(("group", "size"), [(2, 2), (4, 2), pytest.param(4, 4, marks=WIDE)], indirect=["group"])
 def test_each_process_loads_and_keeps_its_own_experts(group: WorkerGroup, size: int, mixtures: dict[str, str]) -> None:
-    """Of groups that hold the same experts, each process has a part of them."""
+    """Processes of two groups that hold the same experts have a part of them each."""
     whole = dict(cluster.policy(mixtures["Mixtral"]).module.named_parameters())
     group.build(expert_parallel.rank_policy, mixtures["Mixtral"], size)
     held = EXPERTS // group.size

@@ -154,12 +154,13 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
         # `from_local` would move the rows of all parameters to the GPU, which those that rest elsewhere may not fit.
         own: Any = DTensor(share.rows, getattr(part, name)._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         parameter = nn.Parameter(own, requires_grad=share.trained)
-        setattr(parameter, WHOLE_SHAPE, share.shape)
         replace_parameter(share.places, parameter)
         formats[parameter], meshes[parameter] = share.compute, share.mesh
     for unit in units:
         # After this FSDP takes the parameters that are there now.
         unit._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]
+    for parameter, share in zip(formats, shares, strict=True):
+        setattr(parameter, WHOLE_SHAPE, share.shape)  # `_apply` would have dropped it
     return DividedModule(module=module, formats=formats, meshes=meshes, device=device)
 
 
