@@ -148,20 +148,20 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
         if lacking and unit is not module:
             # Tokens may reach an expert in some of the processes only, and all must send the same gradients.
             divided.set_reduce_scatter_unused_params(True, recurse=False)
-    formats, meshes = {}, {}
+    computing, meshes = {}, {}
     for share in shares:
         part, name, _ = share.places[0]
         # `from_local` would move the rows of all parameters to the GPU, which those that rest elsewhere may not fit.
         own: Any = DTensor(share.rows, getattr(part, name)._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         parameter = nn.Parameter(own, requires_grad=share.trained)
         replace_parameter(share.places, parameter)
-        formats[parameter], meshes[parameter] = share.compute, share.mesh
+        computing[parameter], meshes[parameter] = share.compute, share.mesh
     for unit in units:
         # After this FSDP takes the parameters that are there now.
         unit._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]
-    for parameter, share in zip(formats, shares, strict=True):
+    for parameter, share in zip(computing, shares, strict=True):
         setattr(parameter, WHOLE_SHAPE, share.shape)  # `_apply` would have dropped it
-    return DividedModule(module=module, formats=formats, meshes=meshes, device=device)
+    return DividedModule(module=module, formats=computing, meshes=meshes, device=device)
 
 
 @frozen(kw_only=True, eq=False)

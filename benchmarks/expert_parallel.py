@@ -1,0 +1,187 @@
+"""Bytes that a process receives, and memory that it takes, in a forward and backward pass of a mixture of experts under
+FSDP2: with the experts of each layer gathered in every process, and with experts divided, to which tokens are sent.
+
+The mixture has the shape of Qwen3-30B-A3B at half its width: of 128 experts a token goes to eight. Its weights are
+noise in float32, and it has few layers. Memory is the process's own, above what it held before the pass. Processes are
+on this machine's CPU: there is nothing to be learned about speed.
+
+    python benchmarks/expert_parallel.py
+"""
+
+import inspect
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from attrs import define, frozen
+from rich.console import Console
+from rich.table import Table
+from torch import distributed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.load_memory import Growth
+from benchmarks.results import keep
+
+SECONDS = 1200.0
+
+
+@define(kw_only=True)
+class Work:
+    """Settings of the measurement."""
+
+    hidden: int = 1024
+    """Numbers of a hidden state."""
+    inner: int = 384
+    """Inner features of an expert."""
+    experts: int = 128
+    """Experts of a layer; a token goes to eight."""
+    layers: int = 4
+    """Layers."""
+    tokens: int = 2048
+    """Tokens of each process in a pass."""
+    processes: int = 2
+    """Processes."""
+    smoke: bool = False
+    """Smallest work, to see that the script runs; its figures mean nothing."""
+
+
+SMALL = Work(hidden=64, inner=32, experts=16, layers=2, tokens=64, smoke=True)
+"""Sizes of the smallest work."""
+
+
+@frozen
+class Pass:
+    """Bytes that a process received in a pass, and by which its memory grew at most."""
+
+    received: int
+    grown: int
+
+
+def main(work: Work) -> None:
+    """Makes a pass with experts gathered and one with experts divided."""
+    if work.smoke:
+        work = SMALL
+    gathered, divided = measured(work, 1), measured(work, work.processes)
+    table = Table("experts of a layer", "bytes received", "memory of a pass")
+    for name, each in (("gathered in each process", gathered), ("divided", divided)):
+        table.add_row(name, f"{each.received / 1e6:,.1f} MB", f"{each.grown / 1e6:,.1f} MB")
+    Console(width=100).print(table)
+    print(f"gathered over divided: {gathered.received / divided.received:.1f} times the bytes")
+    if not work.smoke:
+        figures = {
+            name: getattr(work, name) for name in ("hidden", "inner", "experts", "layers", "tokens", "processes")
+        }
+        for name, each in (("gathered", gathered), ("divided", divided)):
+            figures |= {f"{name}_received": each.received, f"{name}_grown": each.grown}
+        print(f"kept in {keep('expert_parallel', figures)}")
+
+
+def measured(work: Work, size: int) -> Pass:
+    """Returns the most of new processes, of which `size` divide the experts."""
+    context = multiprocessing.get_context("spawn")
+    passes: Queue[Pass] = context.Queue()
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    started = [
+        context.Process(target=make_pass, args=(rank, work, size, store.port, passes)) for rank in range(work.processes)
+    ]
+    for process in started:
+        process.start()
+    try:
+        found = [passes.get(timeout=SECONDS) for _ in started]
+    finally:
+        for process in started:
+            process.terminate()
+            process.join()
+    return Pass(max(each.received for each in found), max(each.grown for each in found))
+
+
+def make_pass(rank: int, work: Work, size: int, port: int, passes: "Queue[Pass]") -> None:
+    """Makes a pass as the process `rank`, after a small one that makes what is kept between passes."""
+    from rollgrad.adapters.models.fsdp.division import divide, start_process_group
+    from rollgrad.adapters.models.torch.attention import install_attention
+    from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
+    from rollgrad.adapters.models.torch.forward import PackedLM
+    from rollgrad.domain.batches.packed import pack
+    from rollgrad.testing.agent_executor import make_trajectory
+
+    torch.set_num_threads(1)
+    start_process_group(rank=rank, size=work.processes, host="127.0.0.1", port=port, local_rank=rank, timeout=SECONDS)
+    join_expert_groups(size, timeout=SECONDS)
+    model = mixture(work)
+    install_attention(model)
+    module = divide(PackedLM(model))
+    chance = torch.Generator().manual_seed(rank)
+
+    def learn(tokens: int) -> None:
+        prompt, reply = torch.randint(3, model.config.vocab_size, (2, tokens // 2), generator=chance).tolist()
+        logprobs_A, _ = module(pack([make_trajectory(prompt, reply)]))
+        logprobs_A.sum().backward()
+
+    learn(16)
+    with received() as total, Growth() as growth:
+        learn(work.tokens)
+    passes.put(Pass(round(sum(total)), growth.largest))
+    distributed.barrier()  # nobody leaves while another still computes
+
+
+def mixture(work: Work) -> Any:
+    """Returns a Qwen3 mixture with random weights, equal in every process."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=work.hidden,
+        moe_intermediate_size=work.inner,
+        num_experts=work.experts,
+        num_experts_per_tok=8,
+        num_hidden_layers=work.layers,
+        num_attention_heads=work.hidden // 32,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+@contextmanager
+def received() -> Iterator[list[float]]:
+    """Yields a list to which each exchange inside the block adds the bytes that this process gets from others."""
+    total: list[float] = []
+
+    def counting(exchange: Callable[..., Any], whole: str) -> Callable[..., Any]:
+        names = list(inspect.signature(exchange).parameters)
+
+        def counted(*positional: Any, **named: Any) -> Any:
+            given = dict(zip(names, positional, strict=False)) | named
+            group, splits = given["group"], given.get("output_split_sizes")
+            own = 1 / distributed.get_world_size(group)
+            if splits:
+                own = splits[distributed.get_rank(group)] / max(1, sum(splits))
+            total.append(given[whole].nbytes * (1 - own))
+            return exchange(*positional, **named)
+
+        return counted
+
+    wholes = {
+        "all_gather_into_tensor": "output_tensor",
+        "reduce_scatter_tensor": "input",
+        "all_to_all_single": "output",
+    }
+    before = {name: getattr(distributed, name) for name in wholes}
+    for name, whole in wholes.items():
+        setattr(distributed, name, counting(before[name], whole))
+    try:
+        yield total
+    finally:
+        for name, exchange in before.items():
+            setattr(distributed, name, exchange)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Work, description=__doc__))
