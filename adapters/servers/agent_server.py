@@ -122,6 +122,7 @@ class AgentServer:
                 self._route(f"{prefix}/v1/messages", anthropic, self._complete),
                 self._route(f"{prefix}/v1/messages/count_tokens", anthropic, self._count),
                 Route(f"{prefix}/v1/models", self._models, methods=["GET"]),
+                Route(f"{prefix}/v1/models/{{name}}", self._model_called, methods=["GET"]),
             ]
 
         facts = health_route(lambda: {"model": self._model, "in_flight": self._service.in_flight})
@@ -159,15 +160,26 @@ class AgentServer:
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
+        page = {"first_id": self._model, "last_id": self._model, "has_more": False}
+        return JSONResponse({"object": "list", "data": [self._described()], **page})
+
+    async def _model_called(self, request: Request) -> Response:
+        self._session(request)
+        if request.path_params["name"] != self._model:
+            raise HttpError(404, f"There is no such model here, only {self._model}.", code="model_not_found")
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        """Returns what OpenAI's and Anthropic's servers say of a model."""
         openai = {"object": "model", "created": 0, "owned_by": "rollgrad"}
         anthropic = {"type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z"}
-        page = {"first_id": self._model, "last_id": self._model, "has_more": False}
-        return JSONResponse({"object": "list", "data": [{"id": self._model, **openai, **anthropic}], **page})
+        return {"id": self._model, **openai, **anthropic}
 
     async def _read_call(self, wire: Wire, request: Request) -> _Asked:
         session = self._session(request)
         body = await read_json(request)
         call = wire.decode(body)
+        call = evolve(call, model=call.model or self._model)
         return _Asked(call=call, session=session, origin=_origin(request, body))
 
     def _session(self, request: Request) -> RecordedSession | None:

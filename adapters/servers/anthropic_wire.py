@@ -68,6 +68,8 @@ class AnthropicWire(Wire):
         names: dict[str, str] = {}
         for index, message in enumerate(messages):
             conversation += _messages(message, index, names)
+        if conversation[-1]["role"] == "assistant":
+            raise bad("messages ends with the assistant's, which this server does not continue: end with the user's.")
         return call_of(body, settings, messages=conversation, tools=tools, form=form)
 
     def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
@@ -178,6 +180,8 @@ def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text" or (kind == "image" and role == "user"):
             parts.append({**block, "text": read(block, "text", str, "")})
+        elif kind == "redacted_thinking":
+            continue  # which only the server that wrote it can read
         elif kind == "thinking":
             thoughts.append(read(block, "thinking", str, ""))
         elif kind == "tool_use" and role == "assistant":

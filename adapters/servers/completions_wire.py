@@ -25,6 +25,7 @@ from rollgrad.adapters.servers.wire import (
     bad,
     call_of,
     count,
+    read,
     refuse_others,
     sampling_of,
     stops,
@@ -48,6 +49,7 @@ class CompletionsWire(Wire):
         """Parses the body of a completion."""
         choices = count(body, "n", 1, MOST_CHOICES) or 1
         refuse_others(body, {**NEUTRAL, "best_of": (choices,)})
+        read(body, "stream_options", dict)
         settings = {
             **sampling_of(body, "max_tokens"),
             "stop_strings": stops(body, "stop"),

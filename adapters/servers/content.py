@@ -63,7 +63,8 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(part.get("text"), str):
+        field = "refusal" if kind == "refusal" else "text"  # a model's words that OpenAI's clients send back
+        if kind not in (*kinds, "refusal") or not isinstance(part.get(field), str):
             raise bad(f"{where} has a part of type {kind!r}, but only text is read there.")
-        texts.append(part["text"])
+        texts.append(part[field])
     return "".join(texts)

@@ -1,7 +1,7 @@
 """Checks of every request to a rollgrad server: authorisation, size and form; and the form of errors.
 
 Invariants: a server on the loopback interface answers no web page; every error is `{"error": {"message", "type",
-"code"}}`, and an unexpected one reveals no details to the client. Does not own: sockets (`server.py`).
+"param", "code"}}`, and an unexpected one reveals no details to the client. Does not own: sockets (`server.py`).
 """
 
 import asyncio
@@ -64,12 +64,13 @@ def error_type(error: HTTPException) -> str:
 
 def error_body(error: HTTPException) -> dict[str, Any]:
     """Returns an error body in OpenAI's form."""
-    return {"error": {"message": error.detail, "type": error_type(error), "code": getattr(error, "code", None)}}
+    told = {"message": error.detail, "type": error_type(error), "param": None, "code": getattr(error, "code", None)}
+    return {"error": told}
 
 
 def error_response(error: HTTPException) -> JSONResponse:
-    """Returns a response with `error_body`."""
-    return JSONResponse(error_body(error), error.status_code, headers=error.headers)
+    """Returns a response with `error_body`, which is in Anthropic's form as well."""
+    return JSONResponse({"type": "error", **error_body(error)}, error.status_code, headers=error.headers)
 
 
 async def read_json(request: Request) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class OpenAIWire(Wire):
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Parses the body of a chat completion."""
         refuse_others(body, NEUTRAL)
+        read(body, "stream_options", dict)
         messages = messages_of(body)
         described = read(body, "response_format", dict, {"type": "text"})
         schema = text_schema(described, "response_format", within="json_schema")
@@ -125,8 +126,7 @@ class CompletionChunks(EventStream):
         return _event({**self._head, "choices": [choice]})
 
     def _end(self, replies: Sequence[ChatReply]) -> Iterator[str]:
-        options = self._call.body.get("stream_options")
-        if isinstance(options, dict) and options.get("include_usage"):
+        if (self._call.body.get("stream_options") or {}).get("include_usage"):
             yield _event({**self._head, "choices": [], "usage": token_usage(replies)})
         yield DONE
 
@@ -222,6 +222,11 @@ def token_usage(replies: Sequence[ChatReply]) -> dict[str, int]:
 
 
 def _logprobs(reply: ChatReply, decode: Decode) -> dict[str, Any]:
+    return {"content": told_logprobs(reply, decode)}
+
+
+def told_logprobs(reply: ChatReply, decode: Decode) -> list[dict[str, Any]]:
+    """Returns each token of a reply with its log-prob, and the likeliest in its place if they were asked for."""
     generation = reply.generation
     content = [
         {**_token(token_id, logprob, decode), "top_logprobs": []}
@@ -229,7 +234,7 @@ def _logprobs(reply: ChatReply, decode: Decode) -> dict[str, Any]:
     ]
     for entry, likeliest in zip(content, generation.top_logprobs, strict=False):
         entry["top_logprobs"] = [_token(*pair, decode) for pair in likeliest]
-    return {"content": content}
+    return content
 
 
 def _token(token_id: int, logprob: float, decode: Decode) -> dict[str, Any]:

@@ -144,7 +144,8 @@ class Operation:
             client, begun = (scope.get("client") or ("",))[0], time.monotonic()
             self._clients[client] += 1
             try:
-                if self._limit is not None and self._clients[client] > self._limit:
+                full = self._limit is not None and self._clients[client] > self._limit
+                if full and scope["path"] != RELOAD_PATH:  # which is the operator's
                     await error_response(self._busy())(scope, receive, heard)
                 else:
                     await app(scope, receive, heard)

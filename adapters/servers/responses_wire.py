@@ -11,7 +11,7 @@ from typing import Any
 
 from rollgrad.adapters.servers.content import content_of, text_of
 from rollgrad.adapters.servers.guard import HttpError, error_body, error_type
-from rollgrad.adapters.servers.openai_wire import KEEP_ALIVE
+from rollgrad.adapters.servers.openai_wire import KEEP_ALIVE, MOST_LIKELY, told_logprobs
 from rollgrad.adapters.servers.wire import (
     Call,
     Decode,
@@ -21,6 +21,7 @@ from rollgrad.adapters.servers.wire import (
     bad,
     call_of,
     calls_of,
+    count,
     named_event,
     read,
     refuse_others,
@@ -34,10 +35,13 @@ from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.messages import Message, call_entry
 
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {"background": (False,), "truncation": ("disabled",), "top_logprobs": (0,)}
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` names where a client asks for log-probs."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {"background": (False,), "truncation": ("disabled",)}
 """Settings with the values that change nothing; any other is refused."""
 STORED = ("previous_response_id", "conversation", "prompt")
 """Settings that name what a server keeps."""
+COMPLETED = "completed"
 TEXTS = ("input_text", "output_text", "text")
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -60,7 +64,12 @@ class ResponsesWire(Wire):
         messages = [{"role": "user", "content": items}] if isinstance(items, str) else _messages(items)
         if instructions:
             messages.insert(0, {"role": "system", "content": instructions})
-        return call_of(body, sampling_of(body, "max_output_tokens"), messages=messages, tools=tools, form=form)
+        settings = {
+            **sampling_of(body, "max_output_tokens"),
+            "top_logprobs": count(body, "top_logprobs", 0, MOST_LIKELY),
+        }
+        read(body, "include", list)
+        return call_of(body, settings, messages=messages, tools=tools, form=form)
 
     def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
         """Returns a `response`."""
@@ -68,10 +77,12 @@ class ResponsesWire(Wire):
         message = reply.parsed.message
         output = []
         if message.get("reasoning_content"):
-            output.append(_reasoning(call_id, message["reasoning_content"]))
+            status = COMPLETED if message.get("content") else _status(reply)
+            output.append(_reasoning(call_id, message["reasoning_content"], status))
         calls = calls_of(message)
         if message.get("content") or not calls:
-            output.append(_said(call_id, str(message.get("content") or "")))
+            text = str(message.get("content") or "")
+            output.append(_said(call_id, text, _status(reply), _told(call, reply, decode)))
         output += [_called(*one) for one in calls]
         return _response(call, call_id, output, reply)
 
@@ -108,11 +119,12 @@ class _Events(EventStream):
 
     def finish(self, replies: Sequence[ChatReply], decode: Decode) -> Iterator[str]:
         (reply,) = replies
-        yield from self._close()
+        ended = {"status": _status(reply), "logprobs": _told(self._call, reply, decode)}
+        yield from self._close(**ended)
         calls = calls_of(reply.parsed.message)
         if not calls and not any(item["type"] == "message" for item in self._output):
             yield from self._begin("content")
-            yield from self._close()
+            yield from self._close(**ended)
         for one in calls:
             item = _called(*one)
             place = len(self._output)
@@ -139,22 +151,20 @@ class _Events(EventStream):
         self._open, self._text = field, ""
         item = {**_item(self._id, field, ""), "status": "in_progress", "content": []}
         yield self._event("response.output_item.added", output_index=len(self._output), item=item)
-        yield self._part_added("added")
+        yield self._part_added("added", _item(self._id, field, ""))
 
-    def _close(self) -> Iterator[str]:
+    def _close(self, status: str = COMPLETED, logprobs: Sequence[Mapping[str, Any]] = ()) -> Iterator[str]:
         if self._open is None:
             return
-        extra: dict[str, Any] = {"logprobs": []} if self._open == "content" else {}
+        item = _item(self._id, self._open, self._text, status, logprobs)
+        extra: dict[str, Any] = {"logprobs": list(logprobs)} if self._open == "content" else {}
         yield self._part_event("done", text=self._text, **extra)
-        yield self._part_added("done")
-        item = _item(self._id, self._open, self._text)
+        yield self._part_added("done", item)
         yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
         self._open = None
 
-    def _part_added(self, what: str) -> str:
-        assert self._open is not None
-        item = _item(self._id, self._open, self._text)
+    def _part_added(self, what: str, item: Mapping[str, Any]) -> str:
         where = {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
         return self._event(f"response.content_part.{what}", **where, part=item["content"][0])
 
@@ -173,7 +183,7 @@ def _response(call: Call, call_id: str, output: Sequence[Mapping[str, Any]], rep
     """Returns the response object; without a reply the one of its beginning."""
     status, usage = "in_progress", None
     if reply is not None:
-        status = "completed" if reply.generation.stop_reason is StopReason.STOP else "incomplete"
+        status = _status(reply)
         read_tokens, written = usage_of([reply])
         usage = {
             "input_tokens": read_tokens,
@@ -212,24 +222,40 @@ def _item_id(call_id: str, field: str) -> str:
     return f"{'msg' if field == 'content' else 'rs'}_{call_id}"
 
 
-def _item(call_id: str, field: str, text: str) -> dict[str, Any]:
-    return _said(call_id, text) if field == "content" else _reasoning(call_id, text)
+def _status(reply: ChatReply) -> str:
+    return COMPLETED if reply.generation.stop_reason is StopReason.STOP else "incomplete"
 
 
-def _said(call_id: str, text: str) -> dict[str, Any]:
-    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    head = {"type": "message", "id": _item_id(call_id, "content"), "role": "assistant", "status": "completed"}
+def _told(call: Call, reply: ChatReply, decode: Decode) -> list[dict[str, Any]]:
+    """Returns the log-probs of a reply's tokens, none if the client has not asked for them."""
+    asked = LOGPROBS in (call.body.get("include") or ()) or call.body.get("top_logprobs")
+    return told_logprobs(reply, decode) if asked else []
+
+
+def _item(
+    call_id: str,
+    field: str,
+    text: str,
+    status: str = COMPLETED,
+    logprobs: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    return _said(call_id, text, status, logprobs) if field == "content" else _reasoning(call_id, text, status)
+
+
+def _said(call_id: str, text: str, status: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}]
+    head = {"type": "message", "id": _item_id(call_id, "content"), "role": "assistant", "status": status}
     return {**head, "content": content}
 
 
-def _reasoning(call_id: str, text: str) -> dict[str, Any]:
+def _reasoning(call_id: str, text: str, status: str = COMPLETED) -> dict[str, Any]:
     content = [{"type": "reasoning_text", "text": text}]
-    head = {"type": "reasoning", "id": _item_id(call_id, "reasoning_content"), "summary": [], "status": "completed"}
+    head = {"type": "reasoning", "id": _item_id(call_id, "reasoning_content"), "summary": [], "status": status}
     return {**head, "content": content}
 
 
 def _called(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    head = {"type": "function_call", "id": f"fc_{call_id}", "call_id": call_id, "status": "completed"}
+    head = {"type": "function_call", "id": f"fc_{call_id}", "call_id": call_id, "status": COMPLETED}
     return {**head, "name": name, "arguments": arguments}
 
 

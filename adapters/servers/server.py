@@ -166,6 +166,7 @@ class Server:
         tls: certificate and key; None serves plain HTTP.
         guarded: paths that need the token (`Guard`).
         stop_seconds: longest wait for unfinished answers when it stops.
+        bound: socket that has the address already, from `bind`; None takes it when the server starts.
 
     Raises:
         ConfigurationError: other machines could reach the server, and there is no token.
@@ -183,10 +184,11 @@ class Server:
         tls: "Tls | None" = None,
         guarded: Callable[[str], bool] = lambda path: path != HEALTH_PATH,
         stop_seconds: float = STOP_SECONDS,
+        bound: socket.socket | None = None,
     ) -> None:
         check_exposure(host, token, name)
         self.url: str | None = None
-        self._host, self._port, self._name = host, port, name
+        self._host, self._port, self._name, self._bound = host, port, name, bound
         self._scheme = "http" if tls is None else "https"
         self._server = _EmbeddedServer(
             uvicorn.Config(
@@ -213,7 +215,9 @@ class Server:
         Raises:
             ConfigurationError: the address is taken, or not this machine's.
         """
-        bound = self._bind()
+        bound = self._bound or bind(self._host, self._port, self._name)
+        with _address(self._host, self._port, self._name):
+            bound.listen()  # another may have the address, and have begun to listen
         self._task = asyncio.create_task(self._server.serve(sockets=[bound]))
         self.url = f"{self._scheme}://{authority(self._host)}:{bound.getsockname()[1]}"
         while not self._server.started:
@@ -233,16 +237,36 @@ class Server:
         """Ends the wait of a running `stop`."""
         self._server.should_exit = self._server.force_exit = True
 
-    def _bind(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        try:
-            return socket.create_server((self._host, self._port), family=family)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigurationError(
-                f"The {self._name} cannot listen on --host {self._host} --port {self._port} ({reason}): choose "
-                "another, or --port 0 for any free one."
-            ) from error
+
+def bind(host: str, port: int, name: str) -> socket.socket:
+    """Returns a socket with the address of a server, which listens as soon as that starts; until then connections are
+    refused.
+
+    Raises:
+        ConfigurationError: another server listens there, or the address is not this machine's.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a restart waits for old connections
+        with _address(host, port, name):
+            bound.bind((host, port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+@contextlib.contextmanager
+def _address(host: str, port: int, name: str) -> Iterator[None]:
+    """Turns errors of the block into one that names the flags."""
+    try:
+        yield
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(
+            f"The {name} cannot listen on --host {host} --port {port} ({reason}): choose another, or --port 0 for any "
+            "free one."
+        ) from error
 
 
 def run_server(
@@ -264,7 +288,7 @@ def run_server(
 
     Args:
         load: makes the app, which may take a while; gives it with the size in bytes of its largest request, and ends it
-            once the server has stopped. It is not called for a server that must not run.
+            once the server has stopped. It is not called for a server that must not run, or has no address.
         host, port, name: of the server, as in `Server`.
         token_file: file of the token, as in `read_token`.
         ssl_certfile, ssl_keyfile: certificate and key, as in `Tls.of`.
@@ -273,12 +297,13 @@ def run_server(
 
     Raises:
         KeyboardInterrupt: SIGINT, after the server has stopped.
-        ConfigurationError: `Server`, `read_token` or `Tls.of` refuse a setting.
+        ConfigurationError: `Server`, `bind`, `read_token` or `Tls.of` refuse a setting.
     """
     token = read_token(token_file)
     check_exposure(host, token, name)
     tls = Tls.of(ssl_certfile, ssl_keyfile)
     with contextlib.ExitStack() as stack:
+        bound = stack.enter_context(bind(host, port, name))
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the address alone, not for prints of libraries
             app, max_body = stack.enter_context(load())
         server = Server(
@@ -291,6 +316,7 @@ def run_server(
             tls=tls,
             guarded=guarded,
             stop_seconds=stop_seconds,
+            bound=bound,
         )
         serve_until_signal(server, started=started)
 

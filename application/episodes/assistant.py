@@ -4,6 +4,7 @@ Nothing is recorded for learning; a `Conversation` still has a ledger, so that t
 sampled, as in training.
 """
 
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 Tools = Callable[[], Awaitable[Sequence[Tool]]]
 """Function that opens the tools; it is called once."""
+SEED_BITS = 62
+"""Bits of a seed that is drawn: engines have seeds of 63, and the turns of an answer count on from its seed."""
 
 
 class Assistant:
@@ -37,6 +40,7 @@ class Assistant:
         codec: converts messages to tokens and back.
         tools: the tools of the model.
         params: sampling settings.
+        draws_seeds: each answer has a seed of its own, unless its request names one; otherwise it has that of `params`.
         system_prompt: put before conversations that have none.
         max_turns: replies (calls of tools included) for one answer.
         max_tokens: of a conversation; None for no limit. A reply that would exceed it is truncated.
@@ -50,6 +54,7 @@ class Assistant:
         tools: Tools,
         *,
         params: SamplingParams,
+        draws_seeds: bool = False,
         system_prompt: str | None = None,
         max_turns: int = 8,
         max_tokens: int | None = None,
@@ -59,6 +64,7 @@ class Assistant:
         self._codec = codec
         self._tools = tools
         self._params = params
+        self._draws_seeds = draws_seeds
         self._system_prompt = system_prompt
         self._read_image = read_image
         self.sees_images = read_image is not None
@@ -79,12 +85,13 @@ class Assistant:
             DataError: the template refuses the messages.
             RefusedError: the conversation is too long, or too many requests are in flight.
         """
+        defaults = self._defaults()
         if request.prompt is not None:
-            return await self.service.reply(request, self._params, on_piece=on_piece)
+            return await self.service.reply(request, defaults, on_piece=on_piece)
         if request.tools or not await self._tools():
             messages = self._with_system(request.messages)
-            return await self.service.reply(evolve(request, messages=messages), self._params, on_piece=on_piece)
-        params = request.params(self._params)
+            return await self.service.reply(evolve(request, messages=messages), defaults, on_piece=on_piece)
+        params = request.params(defaults)
         if self.service.max_tokens is not None:
             check_length(request, self.service.max_tokens)
         with self.service.place():
@@ -123,13 +130,17 @@ class Assistant:
         prompt = Prompt(token_ids=(), text="", messages=tuple(messages))
         turns = []
         async for turn in self._runtime.play(
-            session, ledger, prompt, params or self._params, form=form, on_piece=on_piece
+            session, ledger, prompt, params or self._defaults(), form=form, on_piece=on_piece
         ):
             turns.append(turn)
             on_turn(turn)
         if not turns:
             raise DataError("The conversation leaves no room for a reply: start a new one.")
         return turns, session.messages or []
+
+    def _defaults(self) -> SamplingParams:
+        """Returns the sampling settings of one answer."""
+        return evolve(self._params, seed=secrets.randbits(SEED_BITS)) if self._draws_seeds else self._params
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         if self._system_prompt is None or (messages and messages[0]["role"] == "system"):

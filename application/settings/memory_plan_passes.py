@@ -9,7 +9,6 @@ import math
 from rollgrad.application.settings.derived import longest_sample, ranks, sequences_at_once
 from rollgrad.application.settings.model_shape import ModelShape, bytes_of_pass
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.rollout import Engine
 
 FLOAT32_BYTES = 4
 
@@ -82,11 +81,10 @@ def head_bytes(
     share = 1.0 if clients or config.agent.plays else config.rollout.max_new_tokens / longest_sample(config)
     choices = math.ceil(min(1.0, share) * tokens) * shape.embedding // shape.hidden
     logits = choices * FLOAT32_BYTES
-    prescribes = clients and config.rollout.engine is not Engine.SERVER
-    masks = math.ceil(choices / 8) * (1 if gpu else 2) if prescribes else 0
+    masks = math.ceil(choices / 8) * (1 if gpu else 2) if clients else 0
     of_gradient = FLOAT32_BYTES + (2 * compute_bytes if compute_bytes < FLOAT32_BYTES else 0)
     size = config.ds.tensor_parallel_size
-    in_slice = LOGITS_OF_A_SLICE + (MASKED_LOGITS if prescribes else 0)
+    in_slice = LOGITS_OF_A_SLICE + (MASKED_LOGITS if clients else 0)
     slices = math.ceil(in_slice * min(logits // size, max(64 * MIB, gpu // 64)))
     return masks + slices + (shape.embedding // size * of_gradient if gradients and not shape.adapters else 0)
 

@@ -103,6 +103,7 @@ def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None)
         codec,
         tools.open,
         params=arguments.params(),
+        draws_seeds=arguments.seed is None,
         system_prompt=arguments.system_prompt,
         max_turns=arguments.max_turns,
         max_tokens=engine.max_tokens,

@@ -62,7 +62,7 @@ class AssistantArguments:
     max_turns: int = 8
     """Replies for one answer, those that call tools included."""
     seed: int | None = None
-    """Seeds sampling; default: another each time."""
+    """Seeds sampling; default: each answer has a seed of its own."""
     dtype: DType = DType.AUTO
     """Format of the weights; auto is bfloat16 where the hardware multiplies it natively."""
 
@@ -88,20 +88,18 @@ class AssistantArguments:
     """Running Ray cluster of the engines, auto or HOST:PORT; default: one is started here."""
 
     def params(self) -> SamplingParams:
-        """Returns the sampling settings.
+        """Returns the sampling settings, of which `seed` means nothing if none is set.
 
         Raises:
             ConfigurationError: one of them is out of range.
         """
-        import secrets
-
         try:
             return SamplingParams(
                 temperature=self.temperature,
                 top_p=self.top_p,
                 top_k=self.top_k,
                 max_new_tokens=self.max_new_tokens,
-                seed=secrets.randbits(62) if self.seed is None else self.seed % 2**63,
+                seed=(self.seed or 0) % 2**63,
             )
         except ValueError as error:
             raise ConfigurationError(f"A sampling setting is out of range: {error.args[0]}.") from error

@@ -65,7 +65,7 @@ def eos_token_ids(generation: Any, tokenizer: Any) -> list[int]:
 
 def make_grammars(config: RLConfig, tokenizer: Any) -> Grammars:
     """Returns what follows the forms of replies over the actor's tokens, as the engine does."""
-    if config.rollout.engine is Engine.VLLM:  # where a form is followed, it allows no other token that ends a reply
+    if config.rollout.engine is not Engine.EMBEDDED:  # vLLM allows no other token that ends a reply of a form
         return Grammars(tokenizer, [tokenizer.eos_token_id])
     return Grammars(tokenizer, eos_token_ids(load_generation_settings(config.actor.model_name_or_path), tokenizer))
 

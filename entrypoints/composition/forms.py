@@ -19,9 +19,8 @@ def unprescribed(config: RLConfig, brought: Sequence[str]) -> str | None:
     """Returns the refusal of forms of replies; None where clients may prescribe them. `brought` are adapters of the
     caller."""
     reasons = {
-        f"rollout.engine {config.rollout.engine}": config.rollout.engine is Engine.SERVER,
         # vLLM would follow the form from its beginning, wherever the reply that goes on is in it.
-        "train.partial_rollout recompute": config.rollout.engine is Engine.VLLM
+        "train.partial_rollout recompute": config.rollout.engine is not Engine.EMBEDDED
         and config.train.partial_rollout is PartialRollout.RECOMPUTE,
         "algo.kl.estimator full": reference_kind(config) == "compared",
         **{f"an adapter of one's own ({name})": name in brought for name in FOLLOWERS},

@@ -25,7 +25,7 @@ from rollgrad.application.episodes.chat_request import ChatRequest, RefusedError
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.messages import ReplyForm
 from rollgrad.entrypoints.cli.chat import _ChatSession
 from rollgrad.entrypoints.cli.main import main
@@ -177,7 +177,10 @@ def test_a_conversation_goes_on_and_starts_over(
             ["serve", "agent", "--model", "x", "--engine", "vllm", "--vllm_extra.max_num_seqs", "2"],
             "vllm_extra.max_num_seqs is not yours to set: set --max_batch_size, and leave --vllm_extra.max_num_seqs",
         ),
-        (["serve", "agent", "--model", "x", "--max_batch_size", "0"], "--max_batch_size is 0, but it must be 1 or more"),
+        (
+            ["serve", "agent", "--model", "x", "--max_batch_size", "0"],
+            "--max_batch_size is 0, but it must be 1 or more",
+        ),
         (
             ["chat", "--model", "x", "--engine", "server", "--server_url", "http://x", "--max_batch_size", "2"],
             "which has a limit of its own",
@@ -277,6 +280,32 @@ async def test_a_served_answer_ends_before_the_clients_stop_text(tiny_tokenizer:
     request = ChatRequest(messages=[{"role": "user", "content": "6 times 7?"}], changes={"stop_strings": (" 42",)})
     reply = await assistant.answer(request, lambda field, text: pieces.append(text))
     assert (reply.parsed.message["content"], reply.stopped_by, pieces) == ("It is", " 42", ["It is"])
+
+
+async def test_equal_requests_have_seeds_of_their_own_unless_one_is_set(tiny_tokenizer: Any) -> None:
+    seeds: list[int] = []
+    codec = TemplateCodec(tiny_tokenizer)
+
+    def said(request: GenerationRequest, number: int) -> tuple[int, ...]:
+        seeds.append(request.params.seed)
+        return codec.encode("Hi.<|im_end|>")
+
+    async def no_tools() -> list[Any]:
+        return []
+
+    for draws in (True, False):
+        params = SamplingParams(max_new_tokens=20, seed=4)
+        assistant = Assistant(RecordingEngine(said), codec, no_tools, params=params, draws_seeds=draws)
+        hi = [{"role": "user", "content": "hi"}]
+        for request in (ChatRequest(messages=hi), ChatRequest(messages=(), prompt="hi")):
+            await assistant.answer(request)
+            await assistant.answer(request)
+        await assistant.answer(ChatRequest(messages=hi, changes={"seed": 5}))
+        await assistant.conversation().say("hi")
+    assert len(set(seeds[:4])) == 4
+    assert seeds[4] == 5
+    assert seeds[5] not in seeds[:5]
+    assert seeds[6:] == [4, 4, 4, 4, 5, 4]
 
 
 async def test_a_client_with_tools_gets_the_call(tiny_tokenizer: Any) -> None:

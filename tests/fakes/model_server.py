@@ -37,6 +37,7 @@ class ModelServer(JsonServer):
         backend: str | None = "rollgrad",
         token: str | None = None,
         renderer: ImageRenderer | None = None,
+        forms: str = "auto",
         port: int = 0,
     ) -> None:
         self.fails: list[int] = []
@@ -48,7 +49,7 @@ class ModelServer(JsonServer):
         self._lock = threading.Lock()
         self._tokens, self._token_ids, self._processed = tokens, token_ids, processed
         self.renderer = renderer
-        self._develops, self._backend, self._token = develops, backend, token
+        self._develops, self._backend, self._token, self._forms = develops, backend, token, forms
         super().__init__(self._answer, port=port)
 
     def _answer(self, path: str, body: Any) -> tuple[int, Any]:
@@ -67,7 +68,11 @@ class ModelServer(JsonServer):
             return 503, "starting"
         if self._develops and path == "/server_info":
             transfer = None if self._backend is None else {"backend": self._backend}
-            config = {"weight_transfer_config": transfer, "model_config": {"dtype": "torch.float32"}}
+            config = {
+                "weight_transfer_config": transfer,
+                "model_config": {"dtype": "torch.float32"},
+                "structured_outputs_config": {"backend": self._forms},
+            }
             return 200, {"vllm_config": config}
         if self._develops and path in CONTROLS:
             return self._control(path, body)

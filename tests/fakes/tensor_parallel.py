@@ -54,9 +54,9 @@ def judging_policy(path: str, optimize: Optimize = MasterOptimizer, **loading: A
 
 def following_policy(path: str, optimize: Optimize = MasterOptimizer, **loading: Any) -> TorchPolicy:
     """It follows the grammars of replies."""
-    made = cluster.policy(path, optimize, **loading)
-    follow_grammars(made.module.model, chance_masks(made.module.model.config.vocab_size))
-    return made
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=cluster.FLAG, **loading)
+    follow_grammars(model, chance_masks(model.config.vocab_size))
+    return TorchPolicy(model, load_tokenizer(path, flag=cluster.FLAG), cluster.SETTINGS, optimize=optimize)
 
 
 POLICIES = {"taught": taught_policy, "judging": judging_policy, "following": following_policy}

@@ -172,11 +172,15 @@ def test_synchronous_clients(play: Play) -> None:
                 chunks = list(one.chat.completions.create(model=MODEL, messages=messages, stream=True))
                 second = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
                 models = [model.id for model in one.models.list()]
+                assert one.models.retrieve(MODEL).id == MODEL
+                with pytest.raises(openai.NotFoundError, match="There is no such model here"):
+                    one.models.retrieve("another")
             messages += [{"role": "assistant", "content": second}, {"role": "user", "content": "Really?"}]
             with anthropic.Anthropic(base_url=served.root, api_key="none") as two:
                 system, *rest = messages
                 third = two.messages.create(model=MODEL, max_tokens=50, system=system["content"], messages=rest)
                 models += [model.id for model in two.models.list()]
+                assert two.models.retrieve(MODEL).display_name == MODEL
             return [first.choices[0].message.content or "", second, third.content[0].text, *models]  # type: ignore[union-attr]
 
         assert await asyncio.to_thread(in_thread) == ["seven", "yes", "really", MODEL, MODEL]

@@ -23,6 +23,7 @@ from rollgrad.adapters.engines.vllm_server.teacher import ServedTeacher
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
 from rollgrad.adapters.models.torch.loading import load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy, TorchTeacher
+from rollgrad.adapters.tracking.trajectory_files import rows
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.domain.batches.examples import pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens
@@ -30,6 +31,7 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from tests.contract import test_rollout_engine, test_weight_channel
 from tests.integration import test_vllm_engine
+from tests.integration.test_agent_training import FORM
 from tests.integration.test_vllm_engine import FLAG, PROMPT, TOLERANCE, ask, channel, learn, policy, scores
 from tests.scripts import ScriptHost
 
@@ -153,6 +155,7 @@ AS_WITHOUT_A_SERVER = {
         "test_each_token_is_heard_once_and_in_order",
         "test_a_stop_string_is_part_of_the_reply",
         "test_no_stop_token_before_the_minimum",
+        "test_the_trainer_knows_the_tokens_that_a_form_allowed",
         "test_what_is_longer_than_the_engine_holds_is_refused",
         "test_after_a_push_the_engine_computes_what_the_trainer_computes",
         "test_a_frozen_request_goes_on_under_the_new_weights_with_its_keys_and_values",
@@ -235,6 +238,18 @@ def test_a_run_trains_on_what_the_server_samples(
     asked = ("actor.model_name_or_path", "rollout.engine", "rollout.server_urls", "reward.function_path")
     held_out = {"eval.dataset": "prompts.jsonl", "data.label_key": "label", "eval.max_new_tokens": "8"}
     assert main(["eval", *words({flag: flags[flag] for flag in asked} | held_out)]) == 0
+
+
+def test_a_run_learns_from_replies_of_a_prescribed_form(url: str, sums_flags: dict[str, str]) -> None:
+    Path("agent.py").write_text(FORM)
+    of_agent = {"train.agent_func_path": "agent.py", "rollout.max_new_tokens": "24", "train.max_steps": "2"}
+    flags = sums_flags | {"rollout.engine": "server", "rollout.server_urls": url, "reward.function_path": "None"}
+    assert main(["train", "rl", *words(flags | of_agent)]) == 0
+    kept = [*rows(Path("out"), ("grammars", "token_logprob", "token_trainer_logprob"))]
+    assert kept
+    for row in kept:
+        assert row["grammars"] is not None
+        assert row["token_trainer_logprob"] == pytest.approx(row["token_logprob"], abs=TOLERANCE)
 
 
 def words(flags: dict[str, str]) -> list[str]:

@@ -145,12 +145,16 @@ async def test_a_client_with_too_many_requests_waits_and_a_full_server_is_not_re
         assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
         assert "This client has 2 requests in flight" in refused.json()["error"]["message"]
         assert (await operated.http.get("/ready")).status_code == 503
+        assert (await operated.http.post("/reload")).json() == {"version": 1}, "which is the operator's"
         operated.engine.free.set()
         assert [(await each).status_code for each in held] == [200, 200]
         assert (await operated.ask()).status_code == 200
         assert (await operated.http.get("/ready")).status_code == 200
 
-    await play(scenario, client_requests=2, max_waiting=2)
+    async def reload() -> Mapping[str, Any]:
+        return {"version": 1}
+
+    await play(scenario, client_requests=2, max_waiting=2, reload=reload)
 
 
 async def test_answers_in_flight_are_finished_when_the_server_stops() -> None:

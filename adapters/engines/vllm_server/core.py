@@ -26,7 +26,7 @@ from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.adapters.weights.shared_buckets import ALIGNMENT, DIRECTORY, SharedMemory
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
 
 PROBE_SECONDS = 120.0
 """Longest that a server may take for one call of the probe: its first reply may have to warm up."""
@@ -41,6 +41,10 @@ REFUSALS = range(400, 500)
 """Statuses of a request that a server can never answer."""
 
 SERVER_INFO = "/server_info?config_format=json"
+
+GRAMMARS_FOLLOWED_ALIKE = ("auto", "guidance")
+"""vLLM's backends of structured outputs that allow the tokens which the trainer finds again: `auto` takes guidance for
+grammars with llguidance's directives, which xgrammar refuses."""
 
 
 class ServedCore(Core):
@@ -69,6 +73,8 @@ class ServedCore(Core):
         self.processed = False
         """Whether log-probs are of the distribution that is sampled, not of the logits alone."""
         self._controlled = False
+        self._follows = GRAMMARS_FOLLOWED_ALIKE[0]
+        """What follows grammars there, once it is known."""
         self._client = secrets.token_hex(8)  # another may have left keys, values and features of other weights there
         self._renderer: ImageRenderer | None = None
 
@@ -167,7 +173,7 @@ class ServedCore(Core):
             raise EngineError(self.http.refusal(SERVER_INFO, status, info))
         if status in NO_SUCH_PATH:
             lacking.append("the endpoints that pause it and bring weights (environment VLLM_SERVER_DEV_MODE=1)")
-        elif self._backend_and_dtype(info)[0] != BACKEND:
+        elif self._configured(info)[0] != BACKEND:
             lacking.append(
                 f"""the way that weights take (--weight-transfer-config '{{"backend": "{BACKEND}"}}', and rollgrad """
                 "installed beside vLLM)"
@@ -177,14 +183,15 @@ class ServedCore(Core):
                 f"rollout.server_urls names {self.http.url}, which cannot be trained with, for it lacks "
                 f"{' and '.join(lacking)}: start it as docs/cluster.md says, or only evaluate (`rollgrad eval`)."
             )
-        self.model = EngineModel(self._backend_and_dtype(info)[1], self.model.vocabulary)
+        _, dtype, self._follows = self._configured(info)
+        self.model = EngineModel(dtype, self.model.vocabulary)
         await self.abort(())
         await self.thaw()
         await self._require_shared_memory()
         self._controlled = True
 
-    def _backend_and_dtype(self, info: Any) -> tuple[str | None, torch.dtype]:
-        """Returns what SERVER_INFO says of the way of weights, and of their type.
+    def _configured(self, info: Any) -> tuple[str | None, torch.dtype, str]:
+        """Returns what SERVER_INFO says of the way of weights, of their type, and of what follows grammars.
 
         Raises:
             EngineError: it is no answer of vLLM's.
@@ -192,7 +199,8 @@ class ServedCore(Core):
         with foreign_code(self._no_answer):
             config = info["vllm_config"]
             dtype: torch.dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
-            return (config.get("weight_transfer_config") or {}).get("backend"), dtype
+            way, forms = (config.get(f"{name}_config") or {} for name in ("weight_transfer", "structured_outputs"))
+            return way.get("backend"), dtype, forms.get("backend", GRAMMARS_FOLLOWED_ALIKE[0])
 
     def _read(self, wire: Wire, answer: Any, version: int) -> Generation:
         with foreign_code(self._no_answer):
@@ -220,7 +228,17 @@ class ServedCore(Core):
         eos_token_ids: frozenset[int],
         on_token: Callable[[int], None] | None,
     ) -> Generation:
-        """Implements `Core.sample`; `on_token` is called for all tokens when the reply ends."""
+        """Implements `Core.sample`; `on_token` is called for all tokens when the reply ends.
+
+        Raises:
+            DataError: the server follows the request's grammar otherwise than the trainer would.
+        """
+        if request.params.grammar is not None and self._follows not in GRAMMARS_FOLLOWED_ALIKE:
+            raise DataError(
+                f"The server {self.http.url} follows the forms of replies by {self._follows}, whose allowed tokens are "
+                "not known to the trainer: start vLLM without --structured-outputs-config, or leave response_format "
+                "and tool_choice out."
+            )
         aborts = self._aborts
         async with self._slots:
             uris = await data_uris(request)

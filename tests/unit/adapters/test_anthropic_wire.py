@@ -163,6 +163,17 @@ def test_an_answer_and_its_events_say_the_same() -> None:
     assert values[0]["message"]["model"] == "m"
 
 
+def test_a_history_of_another_server_is_read_without_what_only_that_can_read() -> None:
+    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "hello"}]
+    read = WIRE.decode({"messages": [*HI, {"role": "assistant", "content": blocks}, *HI]}).request
+    assert read.messages[1] == {"role": "assistant", "content": "hello"}
+
+
+def test_a_reply_that_the_client_has_begun_is_refused() -> None:
+    with pytest.raises(HttpError, match="end with the user's"):
+        WIRE.decode({"messages": [*HI, {"role": "assistant", "content": "hell"}]})
+
+
 def test_errors() -> None:
     events = WIRE.events(WIRE.decode({"messages": HI}), "x")
     (failed,) = events.failed(HttpError(503, "Down."))

@@ -16,7 +16,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rollgrad.adapters.servers.guard import MAX_JSON_DEPTH, HttpError, is_loopback, read_json
-from rollgrad.adapters.servers.server import TOKEN_VARIABLE, Server, create_app, health_route, read_token
+from rollgrad.adapters.servers.server import (
+    TOKEN_VARIABLE,
+    Server,
+    create_app,
+    health_route,
+    read_token,
+    run_server,
+)
 from rollgrad.domain.errors import ConfigurationError
 
 MAX_BODY = 1000
@@ -74,8 +81,9 @@ def refusal(response: httpx2.Response) -> dict[str, Any]:
     """The error, which has OpenAI's shape whatever it is."""
     assert response.headers["content-type"] == "application/json"
     body = response.json()
-    assert body.keys() == {"error"}
-    assert body["error"].keys() == {"message", "type", "code"}
+    assert body.keys() == {"type", "error"}
+    assert body["type"] == "error", "which Anthropic's has besides"
+    assert body["error"].keys() == {"message", "type", "param", "code"}
     error: dict[str, Any] = body["error"]
     return error
 
@@ -220,7 +228,12 @@ async def test_refusals_keep_their_headers() -> None:
     async def scenario(client: httpx2.AsyncClient) -> None:
         later = await client.get("/busy")
         assert (later.status_code, later.headers["retry-after"]) == (429, "1")
-        assert refusal(later) == {"message": "Later.", "type": "rate_limit_error", "code": "queue_full"}
+        assert refusal(later) == {
+            "message": "Later.",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "queue_full",
+        }
         missing = await client.get("/nowhere")
         assert missing.status_code == 404
         assert refusal(missing)["message"] == "GET /nowhere is not served here."
@@ -301,6 +314,8 @@ async def test_a_port_that_is_taken_is_one_sentence() -> None:
         server = Server(create_app(ROUTES), port=port, name="test server")
         with pytest.raises(ConfigurationError, match=rf"test server cannot listen on .* --port {port} .*in use"):
             await server.start()
+        with pytest.raises(ConfigurationError, match=rf"--port {port} .*in use"):  # before anything is loaded
+            run_server(lambda: pytest.fail("loaded"), host="127.0.0.1", port=port, token_file=None, name="test server")
     with pytest.raises(ConfigurationError, match="--port 70000"):
         await Server(create_app(ROUTES), port=70000, name="test server").start()
     with pytest.raises(ConfigurationError, match=r"--host 192\.0\.2\.1"):

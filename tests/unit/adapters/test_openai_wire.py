@@ -247,5 +247,5 @@ def test_chunks() -> None:
 
 def test_an_error() -> None:
     assert WIRE.error(HttpError(429, "Later.", code="busy")) == {
-        "error": {"message": "Later.", "type": "rate_limit_error", "code": "busy"}
+        "error": {"message": "Later.", "type": "rate_limit_error", "param": None, "code": "busy"}
     }

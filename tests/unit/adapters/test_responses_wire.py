@@ -69,6 +69,8 @@ def test_the_form_that_is_asked_for() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "an image without its content"),
         ({"previous_response_id": "x"}, "previous_response_id is set, but this server keeps nothing"),
         ({"background": True}, "background is true"),
+        ({"top_logprobs": 21}, "top_logprobs is 21"),
+        ({"include": "x"}, "include is"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice is"),
         ({"text": {"format": {"type": "xml"}}}, "'xml'"),
@@ -87,6 +89,7 @@ def test_what_cannot_be_done_is_refused_by_name(more: dict[str, Any], named: str
         (reply(content="", tool_calls=[CALL]), ["function_call"]),
         (reply(content=""), ["message"]),
         (reply(StopReason.LENGTH, content="hi"), ["message"]),
+        (reply(StopReason.LENGTH, content="", reasoning_content="hm"), ["reasoning", "message"]),
     ],
 )
 def test_an_answer_and_its_events_say_the_same(answer: ChatReply, kinds: list[str]) -> None:
@@ -94,12 +97,18 @@ def test_an_answer_and_its_events_say_the_same(answer: ChatReply, kinds: list[st
     from openai.types.responses import Response, ResponseStreamEvent
     from pydantic import TypeAdapter
 
-    call = WIRE.decode({"input": "hi", "model": "m", "stream": True})
+    asked = {"include": ["message.output_text.logprobs"]}
+    call = WIRE.decode({"input": "hi", "model": "m", "stream": True, **asked})
     body = WIRE.encode(call, [answer], "x", str)
     whole = Response.model_validate(body, strict=True)
     assert [item.type for item in whole.output] == kinds
     assert whole.status == ("completed" if answer.generation.stop_reason is StopReason.STOP else "incomplete")
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (3, 2)  # type: ignore[union-attr]
+    for item in whole.output:
+        if item.type == "message":
+            assert item.status == whole.status
+            told = [(each.token, each.logprob) for each in item.content[0].logprobs or ()]  # type: ignore[union-attr]
+            assert told == [("[65]", -0.5), ("[66]", -0.25)]
     events = WIRE.events(call, "x")
     written = [*events.start()]
     for field in ("reasoning_content", "content"):
@@ -117,6 +126,17 @@ def test_an_answer_and_its_events_say_the_same(answer: ChatReply, kinds: list[st
     assert done == body["output"]
     text = "".join(value["delta"] for value in values if value["type"] == "response.output_text.delta")
     assert text == answer.parsed.message["content"]
+
+
+def test_log_probs_are_told_to_who_asks_for_them() -> None:
+    def told(**settings: Any) -> Any:
+        call = WIRE.decode({"input": "hi", **settings})
+        return call.request.changes, WIRE.encode(call, [reply(content="hi")], "x", str)["output"][0]["content"][0]
+
+    assert told()[1]["logprobs"] == []
+    changes, part = told(top_logprobs=2)
+    assert changes == {"top_logprobs": 2}
+    assert [token["logprob"] for token in part["logprobs"]] == [-0.5, -0.25]
 
 
 def test_a_stream_that_fails() -> None:

@@ -349,6 +349,20 @@ async def test_json_that_nobody_can_read_is_text(serve: Serve, monkeypatch: pyte
     assert isinstance(answer, str)
 
 
+@pytest.mark.parametrize("forms", ["auto", "guidance", "xgrammar"])
+async def test_a_server_in_training_follows_forms_as_the_trainer_does(serve: Serve, forms: str) -> None:
+    async def work(engine: ServedEngine) -> None:
+        await engine.require_weights()
+        assert (await engine.generate(ask())).token_ids
+        if forms == "xgrammar":
+            with pytest.raises(DataError, match=r"by xgrammar, .* without --structured-outputs-config"):
+                await engine.generate(ask(grammar="start: /a/"))
+        else:
+            assert (await engine.generate(ask(grammar="start: /a/"))).token_ids
+
+    await using(engine_of(serve(forms=forms).url), work)
+
+
 def test_grammars_and_likely_tokens_go_by_vllms_own_endpoint_alone() -> None:
     asked = ask(grammar="start: /a/", top_logprobs=2)
     params = TokensWire().body("r", asked, frozenset())["sampling_params"]
