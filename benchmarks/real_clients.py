@@ -225,7 +225,8 @@ def openai_agents() -> Row:
     def logprobs(url: str) -> None:
         settings = ModelSettings(top_logprobs=2, max_tokens=LIMIT)
         result = asyncio.run(Runner.run(agent(url, model_settings=settings), ASKED[0]["content"]))
-        told = result.raw_responses[0].output[0].content[0].logprobs
+        item: Any = result.raw_responses[0].output[0]
+        told = item.content[0].logprobs
         assert told
         assert all(len(token.top_logprobs) == 2 for token in told)
 

@@ -120,7 +120,7 @@ class AgentServer:
                 self._route(f"{prefix}/v1/completions", completions, self._complete),
                 self._route(f"{prefix}/v1/responses", responses, self._complete),
                 self._route(f"{prefix}/v1/messages", anthropic, self._complete),
-                self._route(f"{prefix}/v1/messages/count_tokens", anthropic, self._count),
+                self._route(f"{prefix}/v1/messages/count_tokens", AnthropicWire(counts=True), self._count),
                 Route(f"{prefix}/v1/models", self._models, methods=["GET"]),
                 Route(f"{prefix}/v1/models/{{name}}", self._model_called, methods=["GET"]),
             ]

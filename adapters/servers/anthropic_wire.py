@@ -39,7 +39,10 @@ SIGNATURE = "unsigned"
 
 
 class AnthropicWire(Wire):
-    """The `Wire` of Anthropic's messages."""
+    """The `Wire` of Anthropic's messages. Conversations that it only `counts` may end with a reply."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        self._counts = counts
 
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Parses the body of a message request."""
@@ -68,7 +71,7 @@ class AnthropicWire(Wire):
         names: dict[str, str] = {}
         for index, message in enumerate(messages):
             conversation += _messages(message, index, names)
-        if conversation[-1]["role"] == "assistant":
+        if conversation[-1]["role"] == "assistant" and not self._counts:
             raise bad("messages ends with the assistant's, which this server does not continue: end with the user's.")
         return call_of(body, settings, messages=conversation, tools=tools, form=form)
 

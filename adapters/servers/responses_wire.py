@@ -119,12 +119,12 @@ class _Events(EventStream):
 
     def finish(self, replies: Sequence[ChatReply], decode: Decode) -> Iterator[str]:
         (reply,) = replies
-        ended = {"status": _status(reply), "logprobs": _told(self._call, reply, decode)}
-        yield from self._close(**ended)
+        ended = _status(reply), _told(self._call, reply, decode)
+        yield from self._close(*ended)
         calls = calls_of(reply.parsed.message)
         if not calls and not any(item["type"] == "message" for item in self._output):
             yield from self._begin("content")
-            yield from self._close(**ended)
+            yield from self._close(*ended)
         for one in calls:
             item = _called(*one)
             place = len(self._output)

@@ -216,8 +216,12 @@ class Server:
             ConfigurationError: the address is taken, or not this machine's.
         """
         bound = self._bound or bind(self._host, self._port, self._name)
-        with _address(self._host, self._port, self._name):
-            bound.listen()  # another may have the address, and have begun to listen
+        try:
+            with _address(self._host, self._port, self._name):
+                bound.listen()  # another that has the address may have begun to listen
+        except ConfigurationError:
+            bound.close()
+            raise
         self._task = asyncio.create_task(self._server.serve(sockets=[bound]))
         self.url = f"{self._scheme}://{authority(self._host)}:{bound.getsockname()[1]}"
         while not self._server.started:
@@ -245,9 +249,12 @@ def bind(host: str, port: int, name: str) -> socket.socket:
     Raises:
         ConfigurationError: another server listens there, or the address is not this machine's.
     """
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a restart waits for old connections
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # no address that was not named
         with _address(host, port, name):
             bound.bind((host, port))
     except BaseException:

@@ -170,8 +170,10 @@ def test_a_history_of_another_server_is_read_without_what_only_that_can_read() -
 
 
 def test_a_reply_that_the_client_has_begun_is_refused() -> None:
+    begun = {"messages": [*HI, {"role": "assistant", "content": "hell"}]}
     with pytest.raises(HttpError, match="end with the user's"):
-        WIRE.decode({"messages": [*HI, {"role": "assistant", "content": "hell"}]})
+        WIRE.decode(begun)
+    assert len(AnthropicWire(counts=True).decode(begun).request.messages) == 2
 
 
 def test_errors() -> None:
