@@ -171,7 +171,14 @@ class Guard:
             return
         except HttpError as error:
             response = error_response(error)
-        except (asyncio.CancelledError, KeyboardInterrupt):
+        except asyncio.CancelledError:  # the server ends, and has waited for the answer as long as it may
+            if not started:
+                told = HttpError(
+                    503, "The server is stopping: ask again.", code="stopping", headers={"Retry-After": "1"}
+                )
+                await error_response(told)(scope, receive, send)
+            raise
+        except KeyboardInterrupt:
             raise
         except BaseException:  # a defect: it is logged, and not shown to the client
             _log.exception("request_failed", method=scope["method"], path=_SECRET.sub("/s/...", scope["path"]))

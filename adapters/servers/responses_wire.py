@@ -36,7 +36,7 @@ from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.messages import Message, call_entry
 
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` names where a client asks for log-probs."""
+"""Name in `include` by which a client asks for log-probs."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {"background": (False,), "truncation": ("disabled",)}
 """Settings with the values that change nothing; any other is refused."""
 STORED = ("previous_response_id", "conversation", "prompt")

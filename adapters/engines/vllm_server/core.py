@@ -74,7 +74,7 @@ class ServedCore(Core):
         """Whether log-probs are of the distribution that is sampled, not of the logits alone."""
         self._controlled = False
         self._follows = GRAMMARS_FOLLOWED_ALIKE[0]
-        """What follows grammars there, once it is known."""
+        """Backend of structured outputs there, as far as it is known."""
         self._client = secrets.token_hex(8)  # another may have left keys, values and features of other weights there
         self._renderer: ImageRenderer | None = None
 

@@ -285,6 +285,25 @@ async def test_stopping_lets_answers_finish() -> None:
     assert status == 200
 
 
+async def test_an_answer_that_takes_too_long_for_a_stop_is_refused_in_json() -> None:
+    asked = asyncio.Event()
+
+    async def hangs(request: Request) -> Response:
+        asked.set()
+        await asyncio.Event().wait()
+        return JSONResponse({})
+
+    server = Server(create_app([Route("/", hangs)]), name="test server", stop_seconds=0)
+    url = await server.start()
+    async with httpx2.AsyncClient(timeout=60) as client:
+        pending = asyncio.create_task(client.get(url))
+        await asked.wait()
+        await server.stop()
+        late = await pending
+    assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+    assert refusal(late)["code"] == "stopping"
+
+
 async def test_hurrying_a_stop_ends_answers_on_their_way() -> None:
     async def run() -> None:
         asked = asyncio.Event()
