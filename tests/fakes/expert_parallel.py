@@ -53,7 +53,7 @@ def keep_own_experts(model: Any) -> None:
         for name, parameter in list(stack.named_parameters()):
             own = parameter.detach().chunk(groups.size)[rank].clone()
             setattr(stack, name, nn.Parameter(own))
-        exchange_tokens(stack, groups)
+        exchange_tokens(stack)
 
 
 def work(folder: Path, timeout: float, rank: int, processes: int, families: list[str]) -> None:

@@ -11,7 +11,7 @@ Does not own: the optimizer, nor how a model is loaded.
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -122,10 +122,11 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
                 f"{' and '.join(sorted(formats))}, which one unit cannot compute: set --actor.dtype float32, or "
                 "--cluster.strategy deepspeed."
             )
-    groups, stacks = expert_groups(), divided_stacks(module)
+    groups = expert_groups()
+    stacks = dict.fromkeys(divided_stacks(module), groups.alike) if groups is not None else {}
     shares = _taken_out(module, mesh, torch.device("cpu") if offload else device)
     for stack in stacks:
-        exchange_tokens(stack, groups)
+        exchange_tokens(stack)
     policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     layers = [layer for stack in layer_stacks(module) for layer in stack]
     units = dict.fromkeys([*odd, *stacks, *layers, module])  # inner ones first
@@ -136,7 +137,7 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
             cast_forward_inputs=False,  # the model casts where it does in one process
         )
         try:
-            over = groups.alike if groups is not None and unit in stacks else mesh
+            over = stacks.get(unit, mesh)
             divided = fully_shard(unit, mesh=over, mp_policy=precision, offload_policy=policy)
         except ValueError as error:
             raise ConfigurationError(
@@ -197,9 +198,10 @@ def _taken_out(module: nn.Module, mesh: Any, device: torch.device) -> list[_Shar
     return shares
 
 
-def _of_rows(rows: Tensor, mesh: Any, shape: torch.Size) -> Any:
+def _of_rows(rows: Tensor, mesh: Any, shape: Sequence[int]) -> Any:
     """Returns a DTensor of a `shape`, of which each process has its `rows`."""
     from torch.distributed.tensor import DTensor, Shard
 
-    placements, stride = [Shard(0)] * mesh.ndim, torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
+    stride = torch.empty(shape, device="meta").stride()
+    placements = [Shard(0)] * mesh.ndim
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

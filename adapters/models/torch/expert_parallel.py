@@ -63,7 +63,7 @@ def join_expert_groups(size: int, *, timeout: float, required: bool = True) -> N
 
     ranks = torch.arange(distributed.get_world_size()).view(-1, size).T.contiguous()
     of_experts, of_rows = (
-        distributed.new_subgroups_by_enumeration(groups.tolist(), timeout=timedelta(seconds=timeout))[0]
+        distributed.new_subgroups_by_enumeration(groups.tolist(), timeout=timedelta(seconds=timeout))[0]  # type: ignore[no-untyped-call]
         for groups in (ranks.T, ranks)
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,7 +93,7 @@ def expert_stacks(model: nn.Module, size: int, *, required: bool = True) -> list
         ConfigurationError: it has none, and they are `required`; they cannot be divided; or not by `size`.
     """
     given = f"cluster.expert_parallel_size is {size}, but {type(model).__name__}"
-    stacks = [part for part in model.modules() if hasattr(type(part), "_apply_gate")]
+    stacks: list[Any] = [part for part in model.modules() if hasattr(type(part), "_apply_gate")]
     named = [part for name, part in model.named_modules() if name.rpartition(".")[2] == "experts"]
     if not set(named) <= set(stacks) or any(
         len(p) != stack.num_experts for stack in stacks for p in stack.parameters()
@@ -113,11 +113,12 @@ def expert_stacks(model: nn.Module, size: int, *, required: bool = True) -> list
     return stacks
 
 
-def exchange_tokens(stack: Any, groups: ExpertGroups) -> None:
-    """Has a stack of experts, of whose parameters this process has its own experts, compute tokens of all processes of
-    its group from now on."""
-    stack.forward = _Exchanging(stack.forward, stack.num_experts, groups.own)
-    stack.num_experts //= groups.size
+def exchange_tokens(stack: Any) -> None:
+    """Has a stack of experts compute tokens of all processes of this one's group from now on, by parameters of this
+    process's experts alone, which it gets next."""
+    assert _joined is not None
+    stack.forward = _Exchanging(stack.forward, stack.num_experts, _joined.own)
+    stack.num_experts //= _joined.size
 
 
 class _Exchanging:
@@ -164,7 +165,7 @@ class _Exchange:
     def to_tokens(self, rows_RH: Tensor) -> Tensor:
         """Returns rows_TKH, the rows that come back to this process's tokens: the inverse of `to_experts`."""
         rows_SH = self._all_to_all(rows_RH.contiguous(), self._received, self._sent)
-        return rows_SH.index_select(0, self._place_S).unflatten(0, self._shape)
+        return rows_SH.index_select(0, self._place_S).view(*self._shape, -1)
 
     def _all_to_all(self, rows: Tensor, counts: Sequence[int], received_counts: Sequence[int]) -> Tensor:
         received = rows.new_empty(sum(received_counts), rows.shape[1])

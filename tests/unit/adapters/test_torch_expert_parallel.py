@@ -25,11 +25,15 @@ FAMILIES = ("mixtral", "gpt_oss", "nemotron_h")
 """Mixtures with gates, with biases and turned matrices, and without gates."""
 
 WIDE = (
-    *("afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe"),
-    *("flex_olmo", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoehybrid", "hunyuan_v1_moe", "hy_v3"),
-    *("jamba", "laguna", "lfm2_moe", "minimax", "minimax_m2", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
-    *("qwen3_5_moe_text", "qwen3_next", "solar_open", "zaya"),
+    *("afmoe", "aria_text", "axk1", "axk2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
+    *("deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite"),
+    *("glm_moe_dsa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe"),
+    *("hy_v3", "hy_v4", "inkling_text", "jamba", "kimi_linear", "laguna", "lfm2_moe", "mellum"),
+    *("mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "olmoe", "phimoe", "qwen2_moe"),
+    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
+    *("solar_open", "zaya"),
 )
+"""All others whose experts are divided, that is which go through transformers' interface of experts."""
 
 Results = Callable[[int, tuple[str, ...]], list[dict[str, Any]]]
 
