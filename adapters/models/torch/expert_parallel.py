@@ -107,8 +107,8 @@ def expert_stacks(model: nn.Module, size: int, *, required: bool = True) -> list
     for stack in stacks:
         if stack.num_experts % size:
             raise ConfigurationError(
-                f"{given} has {stack.num_experts} experts in a layer, of which each process holds as many: set "
-                "--cluster.expert_parallel_size to a number that divides them."
+                f"cluster.expert_parallel_size is {size}, which does not divide the {stack.num_experts} experts in a "
+                f"layer of {type(model).__name__}: set --cluster.expert_parallel_size to a number that does."
             )
     return stacks
 
@@ -134,19 +134,18 @@ class _Exchanging:
         exchange = _Exchange(chosen_TK, self._experts, self._group)
         rows_RH: Tensor = _ToExperts.apply(hidden_TH, exchange)  # type: ignore[no-untyped-call]
         if len(rows_RH):  # without rows nothing is computed, but the others wait for the exchange
-            weightless_R1 = rows_RH.new_ones(len(rows_RH), 1)
-            rows_RH = self._forward(rows_RH, exchange.experts_R[:, None], weightless_R1)
+            ones_R1 = rows_RH.new_ones(len(rows_RH), 1)
+            rows_RH = self._forward(rows_RH, exchange.experts_R[:, None], ones_R1)
         found_TKH: Tensor = _ToTokens.apply(rows_RH, exchange)  # type: ignore[no-untyped-call]
         return (found_TKH * weights_TK[..., None]).sum(1).to(hidden_TH.dtype)
 
 
 class _Exchange:
-    """Sends each token to the processes of its chosen experts, `experts` in all, and what these make of it back.
-
-    `experts_R` are the numbers, among this process's experts, of those that its rows are for."""
+    """Sends tokens, each to the processes of its `per_token` chosen experts out of `experts`, and what these make of
+    them back. `experts_R` are the numbers, among this process's experts, of those that its rows are for."""
 
     def __init__(self, chosen_TK: Tensor, experts: int, group: Any) -> None:
-        self._group, self._shape = group, chosen_TK.shape
+        self._group, self.per_token = group, chosen_TK.shape[1]
         self._order_S = chosen_TK.flatten().argsort(stable=True)
         self._place_S = self._order_S.argsort()
         sent_E = torch.bincount(chosen_TK.flatten(), minlength=experts)
@@ -165,7 +164,7 @@ class _Exchange:
     def to_tokens(self, rows_RH: Tensor) -> Tensor:
         """Returns rows_TKH, the rows that come back to this process's tokens: the inverse of `to_experts`."""
         rows_SH = self._all_to_all(rows_RH.contiguous(), self._received, self._sent)
-        return rows_SH.index_select(0, self._place_S).view(*self._shape, -1)
+        return rows_SH.index_select(0, self._place_S).view(-1, self.per_token, rows_RH.shape[1])
 
     def _all_to_all(self, rows: Tensor, counts: Sequence[int], received_counts: Sequence[int]) -> Tensor:
         received = rows.new_empty(sum(received_counts), rows.shape[1])
@@ -177,8 +176,7 @@ class _ToExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        tokens, per_token = exchange._shape
-        return exchange.to_experts(hidden_TH[:, None].expand(tokens, per_token, -1))
+        return exchange.to_experts(hidden_TH[:, None].expand(-1, exchange.per_token, -1))
 
     @staticmethod
     def backward(ctx: Any, gradient_RH: Tensor) -> Any:

@@ -98,11 +98,11 @@ def summed(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("family", "size", "problem"),
     [
-        ("llama", 2, "LlamaForCausalLM has no experts: leave --cluster.expert_parallel_size out"),
-        ("dbrx", 2, "DbrxForCausalLM computes experts in another way than by transformers' interface of experts"),
-        ("llama4_text", 2, "Llama4ForCausalLM computes experts in another way"),
-        ("longcat_flash", 2, "LongcatFlashForCausalLM computes experts in another way"),
-        ("mixtral", 3, "MixtralForCausalLM has 4 experts in a layer, of which each process holds as many"),
+        ("llama", 2, "but LlamaForCausalLM has no experts: leave --cluster.expert_parallel_size out"),
+        ("dbrx", 2, "but DbrxForCausalLM computes experts in another way than by transformers' interface of experts"),
+        ("llama4_text", 2, "but Llama4ForCausalLM computes experts in another way"),
+        ("longcat_flash", 2, "but LongcatFlashForCausalLM computes experts in another way"),
+        ("mixtral", 3, "which does not divide the 4 experts in a layer of MixtralForCausalLM: set --cluster.expert"),
     ],
 )
 def test_a_model_whose_experts_cannot_be_divided_is_refused_by_name(family: str, size: int, problem: str) -> None:
@@ -110,7 +110,7 @@ def test_a_model_whose_experts_cannot_be_divided_is_refused_by_name(family: str,
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(family))
-    with pytest.raises(ConfigurationError, match=f"^cluster.expert_parallel_size is {size}, but {problem}"):
+    with pytest.raises(ConfigurationError, match=f"^cluster.expert_parallel_size is {size}, {problem}"):
         expert_stacks(model, size)
     if family == "llama":
         assert expert_stacks(model, size, required=False) == []
@@ -123,7 +123,7 @@ def test_the_shape_of_a_model_counts_its_experts(tmp_path: Path) -> None:
     shape = model_shape("actor.model_name_or_path", str(tmp_path), expert_parallel_size=SIZE)
     model = tiny_model("mixtral")
     assert shape.experts == sum(p.numel() for name, p in model.named_parameters() if ".experts." in name) > 0
-    with pytest.raises(ConfigurationError, match="is 3, but MixtralForCausalLM has 4 experts"):
+    with pytest.raises(ConfigurationError, match="is 3, which does not divide the 4 experts"):
         model_shape("actor.model_name_or_path", str(tmp_path), expert_parallel_size=3)
     tiny_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="is 2, but LlamaForCausalLM has no experts"):
