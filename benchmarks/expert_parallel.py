@@ -169,8 +169,8 @@ def received() -> Iterator[list[float]]:
         return counted
 
     wholes = {
-        "all_gather_into_tensor": "output_tensor",
-        "reduce_scatter_tensor": "input",
+        "all_gather_single": "output_tensor",
+        "reduce_scatter_single": "input",
         "all_to_all_single": "output",
     }
     before = {name: getattr(distributed, name) for name in wholes}

@@ -144,6 +144,7 @@ def traced(step: Path) -> set[str]:
 
 TRAINERS: dict[str, tuple[type[Any], Callable[[Any], rollgrad.TrainResult], tuple[str, ...]]] = {
     "sft": (rollgrad.SFTRun, rollgrad.train_sft, ()),
+    "sft_of_a_mixture": (rollgrad.SFTRun, rollgrad.train_sft, ()),
     "dpo": (rollgrad.DPORun, rollgrad.train_dpo, ("train/reward_margin", "train/accuracy")),
     "dpo_streamed": (rollgrad.DPORun, rollgrad.train_dpo, ("train/reward_margin",)),
     "kto": (rollgrad.KTORun, rollgrad.train_kto, ("train/kl", "train/accuracy", "eval/kl")),
@@ -155,6 +156,7 @@ TRAINERS: dict[str, tuple[type[Any], Callable[[Any], rollgrad.TrainResult], tupl
 """Settings, the function that trains, and metrics of its own."""
 DIVISIONS: dict[str, dict[str, Any]] = {
     "sft": {"cluster.strategy": Strategy.FSDP2},
+    "sft_of_a_mixture": {"cluster.strategy": Strategy.FSDP2, "cluster.expert_parallel_size": 2},
     "dpo": {"cluster.strategy": Strategy.FSDP2, "cluster.offload": True},
     "rm": {"ds.zero_stage": 2, "ds.tensor_parallel_size": 2},
     "prm": {"cluster.strategy": Strategy.FSDP2, "ds.sequence_parallel_size": 2},
@@ -180,6 +182,7 @@ def served() -> Iterator[Callable[[Path], TeacherServer]]:
 def test_learning_from_examples_in_several_processes_is_that_in_one(
     trainer: str,
     wide_headed_model_dir: Path,
+    tiny_mixture_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     served: Callable[[Path], TeacherServer],
@@ -196,6 +199,7 @@ def test_learning_from_examples_in_several_processes_is_that_in_one(
         for number, row in enumerate(rows)
     ]
     examples = {"dpo": pairs, "dpo_streamed": pairs, "kto": pairs, "rm": pairs, "prm": solutions}.get(trainer, rows)
+    model = tiny_mixture_dir if trainer == "sft_of_a_mixture" else wide_headed_model_dir
     make_run, train_on_examples, own = TRAINERS[trainer]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, examples)))
 
@@ -205,7 +209,7 @@ def test_learning_from_examples_in_several_processes_is_that_in_one(
             run.teacher.model_name_or_path = str(wide_headed_model_dir)  # which the student moves away from
         if trainer == "kd_served":
             run.teacher.url, run.kd.top_k, run.kd.cache = served(wide_headed_model_dir).url, 8, True
-        run.actor.model_name_or_path, run.actor.dtype = str(wide_headed_model_dir), DType.FLOAT32
+        run.actor.model_name_or_path, run.actor.dtype = str(model), DType.FLOAT32
         run.actor.adam.lr = 1e-3
         run.data.dataset = run.eval.dataset = str(tmp_path / "rows.jsonl")
         run.data.cache_dir = str(tmp_path / f"cache_{name}")  # each computes the reference's log-probs itself
