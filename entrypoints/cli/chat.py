@@ -44,6 +44,16 @@ class ChatArguments(AssistantArguments):
     json: bool = False
     """Print one JSON object a message: answer, messages and token ids of the last reply."""
 
+    def check(self) -> None:
+        """Refuses wrong settings, before anything is loaded.
+
+        Raises:
+            ConfigurationError: one is missing or out of range.
+        """
+        super().check()
+        if self.prompt is not None and not self.prompt.strip():
+            raise ConfigurationError("--prompt is empty: give a message, or leave it out to be asked for some.")
+
 
 def chat(arguments: ChatArguments) -> None:
     """Talks until the input ends.

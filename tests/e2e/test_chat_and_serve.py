@@ -197,6 +197,7 @@ def test_a_conversation_goes_on_and_starts_over(
         (["serve", "agent", "--model", "x", "--client_requests", "0"], "--client_requests is 0"),
         (["serve", "agent", "--model", "x", "--host", "0.0.0.0"], "no token protects it"),
         (["chat", "--model", "x", "--dtype", "int3"], "invalid choice 'int3' for argument '--dtype'"),
+        (["chat", "--model", "x", "--prompt", " "], "--prompt is empty"),
         (["chat", "--modell", "x"], "--modell is not a flag; did you mean --model?"),
     ],
 )

@@ -269,6 +269,10 @@ def load_generation_settings(name_or_path: str) -> Any:
         return GenerationConfig.from_model_config(config)
 
 
+CONFIG = "config.json"
+"""File that each directory of a model has."""
+
+
 def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) -> Any:
     from transformers.utils import logging as transformers_logging
 
@@ -283,6 +287,10 @@ def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) 
     except (MemoryError, torch.OutOfMemoryError, ConfigurationError):
         raise
     except Exception as error:  # a model's code and files may raise anything
+        if path.is_dir() and not (path / CONFIG).exists():
+            model = path / "model"  # of a run's directory
+            hint = f"did you mean {model}?" if (model / CONFIG).exists() else "name the directory of a model."
+            raise CheckpointError(f"{flag} is {name_or_path!r}, which has no {CONFIG}; {hint}") from error
         first_line = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(":.")
         raise CheckpointError(
             f"{flag} is {name_or_path!r}, which cannot be loaded as a Hugging Face model: {first_line}."

@@ -80,6 +80,15 @@ def test_a_missing_directory_is_named_with_its_flag(loader: Any, tmp_path: Path)
         loader(str(tmp_path / "nothing"), flag=FLAG)
 
 
+def test_the_directory_of_a_run_is_answered_with_that_of_its_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"which has no config\.json; name the directory of a model\.$"):
+        load_tokenizer(str(tmp_path), flag=FLAG)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"; did you mean {tmp_path / 'model'}\?$"):
+        load_tokenizer(str(tmp_path), flag=FLAG)
+
+
 def test_a_directory_without_weights_is_one_sentence(tiny_model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((tiny_model_dir / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
