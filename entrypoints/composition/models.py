@@ -12,6 +12,7 @@ import torch
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.models.torch.allowed_tokens import Masks, follow_grammars
+from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.determinism import compute_deterministically
 from rollgrad.adapters.models.torch.distillation import KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.image_check import check_images
@@ -116,6 +117,13 @@ def make_trained_actor(
     if replay is not RouterReplay.NONE:
         with whole_layers(model):
             install_router_replay(model, f"actor.router_replay is {replay}")
+    return _compiled(model, actor)
+
+
+def _compiled(model: Any, actor: ModelConfig) -> Any:
+    """Returns a model that nothing but division changes any more, with its layers compiled if the settings say so."""
+    if actor.compile:
+        compile_layers(model)
     return model
 
 
@@ -177,7 +185,7 @@ def make_reference_model(
     flag = "--ref.model_name_or_path"
     model = make_actor_model(actor, name, flag, images=images, load_in_4bit=quantised, shard=shard)
     follow_grammars(model, masks)
-    return model
+    return _compiled(model, actor)
 
 
 def make_critic(
@@ -201,7 +209,7 @@ def make_critic(
     if critic.lora.rank:
         add_lora(model, critic.lora, seed=seed, at="critic.lora")
     return TorchValue(
-        model,
+        _compiled(model, actor),
         tokenizer,
         optimizer,
         head=head,
@@ -244,7 +252,7 @@ def make_trained_reward(
         chance = torch.Generator().manual_seed(seed)
         head = {"weight": torch.randn(1, width, generator=chance) / math.sqrt(width + 1)}
     return TorchReward(
-        model,
+        _compiled(model, actor),
         tokenizer,
         optimizer,
         head={"weight": head["weight"]},  # a critic's bias is the same for all scores

@@ -21,6 +21,7 @@ from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
 from rollgrad.adapters.models.ray.sharded import RankPolicy
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch import models
+from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchReference
@@ -70,8 +71,11 @@ def policy(
     dtype: torch.dtype = torch.float32,
     aux_loss_coef: float = 0.0,
     shard: Shard | None = None,
+    compiles: bool = False,
 ) -> TorchPolicy:
     model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=FLAG, shard=shard)
+    if compiles:
+        compile_layers(model)
     tokenizer = load_tokenizer(path, flag=FLAG)
     return TorchPolicy(
         model,
@@ -89,8 +93,11 @@ def value(
     *,
     dtype: torch.dtype = torch.float32,
     shard: Shard | None = None,
+    compiles: bool = False,
 ) -> TorchValue:
     model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=FLAG, shard=shard)
+    if compiles:
+        compile_layers(model)
     return TorchValue(model, load_tokenizer(path, flag=FLAG), SETTINGS, optimize=optimize)
 
 
@@ -102,6 +109,14 @@ def rank_policy(
     dtype: torch.dtype = torch.float32,
 ) -> RankPolicy:
     return RankPolicy(policy(path, divided(stage, offload), settings=settings, dtype=dtype, shard=loading(stage)))
+
+
+def rank_compiled(path: str, stage: int | str) -> RankPolicy:
+    """Its layers are graphs that compute what torch computes without them, operation by operation."""
+    from torch._dynamo.backends.registry import set_default_backend
+
+    set_default_backend("aot_eager")
+    return RankPolicy(policy(path, divided(stage), shard=loading(stage), compiles=True))
 
 
 def rank_policy_on_gpu(path: str, stage: int | str) -> "GPUPolicy":

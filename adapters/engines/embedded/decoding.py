@@ -262,6 +262,8 @@ class _WeightsFirst(TorchFunctionMode):
 class _Cached:
     """A plan of one pass that stores keys and values on the way."""
 
+    compiles = False
+
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._calls = 0

@@ -55,6 +55,9 @@ def backbone(model: Any) -> Any:
 class AttentionPlan(Protocol):
     """Decides, for one forward pass, which tokens each token attends to."""
 
+    compiles: bool
+    """Whether compiled layers (`compiling.py`) are used in the pass, where there are any."""
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
@@ -133,7 +136,7 @@ def install_attention(model: Any) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     check_layers(model)
-    AttentionInterface.register(ATTENTION, attention_forward)
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(attention_forward))
     AttentionMaskInterface.register(ATTENTION, layer_mask)
     use_attention(model, ATTENTION)
 
@@ -162,6 +165,7 @@ class ForestAttention:
 
     dense, varlen = staticmethod(dense), staticmethod(varlen)
     """The kernels."""
+    compiles = True
 
     def __init__(self, nodes: Sequence[Node], *, device: torch.device, dtype: torch.dtype) -> None:
         self._nodes, self._device, self._dtype = nodes, device, dtype

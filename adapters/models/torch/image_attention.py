@@ -73,6 +73,8 @@ class ImageRun:
 class ImageAttention(AttentionPlan):
     """Attends as `forest` does, but for `runs` of the tokens of images."""
 
+    compiles = True
+
     def __init__(self, forest: ForestAttention, runs: Sequence[ImageRun]) -> None:
         self._forest, self._runs = forest, runs
 

@@ -129,6 +129,8 @@ def sequence_group(model: Any) -> SequenceGroup:
 class _ExchangedAttention(AttentionPlan):
     """A plan for all tokens, in a process that has a share of them before and after."""
 
+    compiles = True
+
     def __init__(self, plan: AttentionPlan, group: SequenceGroup, exchange: "_Exchange") -> None:
         self._plan = plan
         self._group = group

@@ -5,7 +5,8 @@ from typing import Any
 
 from attrs import define, fields_dict
 
-from rollgrad.application.settings.sections.cluster import IN_CLUSTER
+from rollgrad.application.settings.sections.cluster import IN_CLUSTER, Strategy
+from rollgrad.application.settings.sections.ds import PARAMETERS
 from rollgrad.application.settings.sections.optimizer import (
     DECAYS,
     WITH_MUON,
@@ -110,6 +111,23 @@ class LoraConfig(AdapterConfig):
     )
 
 
+WITHOUT_DROPOUT = Condition(
+    lambda here, run: not any(part.lora.dropout for part in (here, getattr(run, "critic", here))),
+    "what lora.dropout leaves out is not computed by compiled layers",
+    "leave --{at}lora.dropout and --critic.lora.dropout out",
+)
+
+WITHOUT_FETCHING = Condition(
+    lambda here, run: (
+        not run.cluster.enable
+        or run.cluster.strategy is Strategy.FSDP2
+        or (run.ds.zero_stage < PARAMETERS and run.ds.tensor_parallel_size == 1)
+    ),
+    "DeepSpeed's ds.zero_stage 3 and ds.tensor_parallel_size cut layers into pieces too small to compile",
+    "set --cluster.strategy fsdp2, or leave these out",
+)
+
+
 @define(kw_only=True)
 class ModelConfig:
     """A model that is trained, and its optimizer."""
@@ -141,6 +159,13 @@ class ModelConfig:
     gradient_checkpointing: bool = setting(
         False,
         "Recompute activations in the backward pass: less memory, about a third more compute.",
+    )
+    compile: bool = setting(
+        False,
+        "Compile each layer of the models that are trained, and of those that score, by torch.compile, which fuses "
+        "what lies between matrix products: less memory is read and written. Sizes of packs do not matter; the first "
+        "steps take up to some minutes longer. Needs a C++ compiler, or Triton on a GPU.",
+        only_if=(WITHOUT_DROPOUT, WITHOUT_FETCHING),
     )
     aux_loss_coef: float = setting(
         0.0,

@@ -1,0 +1,300 @@
+"""Models with compiled layers compute what they compute without, and compile nothing anew for packs of other sizes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from structlog.testing import capture_logs
+from torch import Tensor, distributed, nn
+
+from rollgrad.adapters.engines.embedded.decoding import decoder_of
+from rollgrad.adapters.engines.embedded.kv_cache import Place
+from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
+from rollgrad.adapters.models.torch import compiling
+from rollgrad.adapters.models.torch.compatibility import install_and_compare
+from rollgrad.adapters.models.torch.compiling import compile_layers
+from rollgrad.adapters.models.torch.forward import PackedLM, scatter
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.router_replay import install_router_replay, scored_with_experts
+from rollgrad.application.settings.rules import setting_errors
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import AdapterConfig
+from rollgrad.application.settings.sections.cluster import Strategy
+from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.models import TokenScores
+from rollgrad.testing.agent_executor import make_trajectory
+from tests.fakes import cluster
+from tests.tiny_architectures import tiny_model
+
+TOLERANCE = 1e-5
+"""Largest difference of a log-prob, or of a gradient as a share of its parameter's largest."""
+
+
+@pytest.fixture
+def compiled_as_it_is() -> Iterator[None]:
+    """Graphs compute what torch would compute without them, operation by operation: made in a second, not in ten."""
+    yield from backend("aot_eager")
+
+
+@pytest.fixture
+def fused() -> Iterator[None]:
+    yield from backend("inductor")
+
+
+def backend(name: str | Callable[..., Any]) -> Iterator[None]:
+    from torch._dynamo.backends.registry import set_default_backend
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    set_default_backend(name)
+    yield
+    set_default_backend(None)
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def batch(seed: int, samples: int = 3) -> PackedBatch:
+    """Two groups, each of which shares its prompt; a batch of another seed has other lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, 79, (count,), generator=generator).tolist()
+
+    prompts = [tokens(3 + 2 * seed), tokens(4)]
+    return pack(
+        [
+            make_trajectory(prompts[group], tokens(2 + seed + 3 * sample), group_id=group)
+            for group in range(2)
+            for sample in range(samples)
+        ]
+    )
+
+
+def likelihood(module: nn.Module, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs, and the gradients of a loss of log-probs and entropies."""
+    module.zero_grad()
+    logprobs_A, entropy_A = module(packed)
+    (logprobs_A.sum() + 0.1 * entropy_A.sum()).backward()
+    return logprobs_A.detach(), {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_alike(module: nn.Module, plain: nn.Module, packed: PackedBatch) -> None:
+    (found_A, gradients), (wanted_A, wanted) = (likelihood(each, packed) for each in (module, plain))
+    torch.testing.assert_close(found_A, wanted_A, rtol=0, atol=TOLERANCE)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (gradients[name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), name
+    with torch.no_grad():
+        torch.testing.assert_close(module(packed)[0], found_A, rtol=0, atol=TOLERANCE)
+
+
+def installed(model_type: str, *, recomputes: bool = False) -> Any:
+    model = tiny_model(model_type)
+    install_and_compare(model)
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    return model
+
+
+def compiled(model: Any) -> Any:
+    compile_layers(model)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_as_it_is")
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "cohere2", "gpt2", "qwen3_moe", "deepseek_v3"])
+def test_packs_of_all_sizes_share_the_graphs_of_the_first(model_type: str, recomputes: bool) -> None:
+    plain, module = (PackedLM(installed(model_type, recomputes=recomputes)) for _ in range(2))
+    compile_layers(module.model)
+    assert_alike(module, plain, batch(0))
+    assert 4 <= graphs() <= 24, (
+        "pieces between attention and experts, with and without gradients, of each kind of layer"
+    )
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(1, 9):
+            assert_alike(module, plain, batch(seed, samples=1 + seed % 4))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_as_it_is")
+def test_layers_alike_share_their_graphs() -> None:
+    counts = []
+    for layers in (2, 12):
+        model = tiny_model("llama", num_hidden_layers=layers)
+        install_and_compare(model)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        likelihood(PackedLM(compiled(model)), batch(0))
+        counts.append(graphs())
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fused")
+def test_a_policy_with_adapters_whose_layers_are_fused_and_recomputed_takes_the_same_steps(
+    tiny_model_dir: Path,
+) -> None:
+    def make(compiles: bool) -> TorchPolicy:
+        model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=cluster.FLAG)
+        add_lora(model, AdapterConfig(rank=4), seed=0)
+        if compiles:
+            compile_layers(model)
+        return TorchPolicy(model, None, OptimizerSettings(lr=1e-3), gradient_checkpointing=True)
+
+    policies = [make(compiles) for compiles in (False, True)]
+    for _ in range(2):
+        plain, fused = (cluster.trained(policy) for policy in policies)
+        assert fused == pytest.approx(plain, rel=1e-5, abs=1e-6)
+    wanted, found = (policy.score(cluster.batch()).logprobs_N for policy in policies)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+    assert (found - AdapterlessReference(policies[1]).score(cluster.batch()).logprobs_N).abs().max() > 1e-4
+    wanted, found = (AdapterlessReference(policy).score(cluster.batch()).logprobs_N for policy in policies)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+    assert graphs() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_as_it_is")
+def test_a_critic_s_values_and_steps_are_the_same(tiny_model_dir: Path) -> None:
+    plain, critic = (cluster.value(str(tiny_model_dir), compiles=compiles) for compiles in (False, True))
+    assert cluster.fitted(critic) == pytest.approx(cluster.fitted(plain), rel=1e-5)
+    torch.testing.assert_close(critic.values(cluster.batch()), plain.values(cluster.batch()), rtol=0, atol=TOLERANCE)
+    assert graphs() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_as_it_is")
+def test_fsdp2_divides_compiled_layers(tiny_model_dir: Path) -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        lone = cluster.policy(str(tiny_model_dir))
+        policy = cluster.policy(str(tiny_model_dir), FSDPTrainedModule, compiles=True)
+        assert cluster.trained(policy) == pytest.approx(cluster.trained(lone), rel=1e-5)
+        found = cluster.weights(policy)
+        for name, tensor in lone.weights():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)  # AdamW magnifies rounding
+        assert 0 < graphs() <= 24
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            cluster.trained(policy)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_as_it_is")
+def test_a_mixture_that_replays_experts_goes_to_them_in_compiled_layers(tiny_mixture_dir: Path) -> None:
+    def make(compiles: bool) -> tuple[Any, PackedLM]:
+        model = load_causal_lm(str(tiny_mixture_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
+        install_router_replay(model, "actor.router_replay is trainer")
+        return model, PackedLM(compiled(model) if compiles else model)
+
+    def scored(model: Any, module: PackedLM, packed: PackedBatch) -> TokenScores:
+        return scored_with_experts(model, packed, lambda part: scores_of(module, part))
+
+    plain, fused = make(False), make(True)
+    with torch.no_grad():
+        wanted = scored(*plain, batch(1))
+        assert torch.equal(scored(*fused, batch(1)).experts_NLK, wanted.experts_NLK)
+    others = (wanted.experts_NLK + 1) % 4
+    moved = evolve(batch(1), experts_NLK=others)
+    assert_alike(fused[1], plain[1], moved)
+    assert (likelihood(plain[1], moved)[0] - likelihood(plain[1], batch(1))[0]).abs().max() > 1e-3
+
+
+def scores_of(module: PackedLM, packed: PackedBatch) -> TokenScores:
+    logprobs_A, entropy_A = module(packed)
+    return TokenScores(logprobs_N=scatter(logprobs_A, packed), entropy_N=scatter(entropy_A, packed))
+
+
+@pytest.mark.usefixtures("compiled_as_it_is")
+def test_the_engine_s_passes_compile_nothing(tiny_model_dir: Path) -> None:
+    model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
+    compile_layers(model)
+    before = graphs()
+    decoder = decoder_of(model)
+    decoder.cache.capacity = 2
+    place = Place()
+    decoder.cache.reserve(place, 8)
+    with torch.no_grad():
+        decoder.prefill([(5, 6, 7)], [[place]])
+        decoder.step([8], [place], [3])
+        decoder.extend([(9, 10)], [place], [4])
+    assert graphs() == before
+
+
+def test_a_machine_that_cannot_compile_is_told_what_to_install(tiny_model_dir: Path) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found.")
+
+    model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
+    with contextmanager(backend)(broken), pytest.raises(ConfigurationError) as caught:
+        compile_layers(model)
+    assert "install a C++ compiler (g++, or the variable CXX), or leave --actor.compile out." in str(caught.value)
+    assert "No working C++ compiler found" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_compiler_is_told_as_torch_tells_it(tiny_model_dir: Path) -> None:
+    model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
+    with (
+        contextmanager(backend)("inductor"),
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "fx_graph_cache": False}),
+        pytest.raises(ConfigurationError, match=r"torch.compile fails on this machine \(.*\): install a C\+\+"),
+    ):
+        compile_layers(model)
+
+
+@pytest.mark.usefixtures("compiled_as_it_is")
+def test_a_model_that_is_computed_padded_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="FalconH1ForCausalLM is computed with padding"):
+        compile_layers(installed("falcon_h1"))
+
+
+def test_the_time_that_compiling_takes_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
+    told = compiling._CompileTime()
+    with capture_logs() as logs:
+        for seconds in (3.0, 4.0, 1.0, 60.0):
+            told.begin(None)
+            now[0] += seconds
+            told.end(None)
+    assert [each["event"] for each in logs] == [
+        "torch.compile has taken 7 s so far (actor.compile)",
+        "torch.compile has taken 68 s so far (actor.compile)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"actor.lora.rank": 4, "actor.lora.dropout": 0.1}, "lora.dropout"),
+        ({"cluster.enable": True, "ds.zero_stage": 3}, "cut layers"),
+        ({"cluster.enable": True, "ds.tensor_parallel_size": 2, "actor.num_gpus_per_node": 2}, "cut layers"),
+    ],
+)
+def test_settings_that_leave_nothing_to_compile_are_refused(changes: dict[str, Any], problem: str) -> None:
+    config = RLConfig()
+    for name, value in {"actor.compile": True, **changes}.items():
+        *sections, key = name.split(".")
+        setattr(reduce(getattr, sections, config), key, value)
+    [found] = [each for each in map(str, setting_errors(config)) if each.startswith("actor.compile is True")]
+    assert problem in found
+    assert found.endswith("or leave --actor.compile out.")
+    config.cluster.strategy, config.actor.lora.dropout = Strategy.FSDP2, 0.0
+    assert not any("actor.compile" in str(each) for each in setting_errors(config))
