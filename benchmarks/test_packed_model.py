@@ -4,6 +4,7 @@
 FLOP/s of a matrix product measured in the same run. Seconds are those of the whole update, AdamW included.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from attrs import evolve
 
 from benchmarks.machine import Machine, ModelCost
 from rollgrad.adapters.models.torch.chunked_logprobs import token_logprobs
+from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.layout import build_layout
 from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm
 from rollgrad.adapters.models.torch.models import TorchPolicy
@@ -26,6 +28,7 @@ from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
 PROMPTS, SAMPLES, PROMPT_TOKENS, REPLY_TOKENS = 2, 8, 64, 32
 VOCABULARY, HIDDEN = 49152, 576
 LOGPROB_ROWS, SMOKE_LOGPROB_ROWS = 4096, 64
+COMPILED_ROUNDS = 6
 OBJECTIVE = PolicyLossObjective()
 
 
@@ -69,6 +72,40 @@ def test_update(benchmark: Any, model_dir: Path, dtype: torch.dtype, machine: Ma
         distinct_tokens_per_s=round(distinct / seconds),
         share_of_peak=round(flops / seconds / machine.flops, 3),
         peak_gflops=round(machine.flops / 1e9),
+    )
+
+
+@pytest.mark.benchmark(group="update")
+def test_compiled_update(benchmark: Any, model_dir: Path, dtype: torch.dtype, smoke: bool) -> None:
+    """Updates with compiled layers (`actor.compile`) and without, in turns; `ratio` is that of their least seconds of
+    the processor where it computes, of the clock on a GPU. `first_s` are the seconds of the first update, in which
+    layers are compiled."""
+    device = default_device()
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    policies = []
+    for compiles in (False, True):
+        model = load_causal_lm(str(model_dir), dtype=dtype, device=device, flag="model")
+        if compiles:
+            compile_layers(model)
+        policies.append(TorchPolicy(model, None, OptimizerSettings(lr=0.0)))
+    batch = packed(shared=True, vocabulary=model.config.vocab_size)
+
+    def seconds(policy: TorchPolicy) -> float:
+        began = clock()
+        policy.update([batch], OBJECTIVE)
+        return clock() - began
+
+    plain, compiled = policies
+    seconds(plain)
+    began = time.perf_counter()
+    seconds(compiled)
+    first = time.perf_counter() - began
+    turns: list[tuple[float, float]] = []
+    rounds = 1 if smoke else COMPILED_ROUNDS
+    benchmark.pedantic(lambda: turns.append((seconds(plain), seconds(compiled))), rounds=rounds)
+    without, with_ = map(min, zip(*turns, strict=True))
+    benchmark.extra_info.update(
+        ratio=round(with_ / without, 3), first_s=round(first), plain_s=round(without, 2), compiled_s=round(with_, 2)
     )
 
 

@@ -111,12 +111,20 @@ def rank_policy(
     return RankPolicy(policy(path, divided(stage, offload), settings=settings, dtype=dtype, shard=loading(stage)))
 
 
-def rank_compiled(path: str, stage: int | str) -> RankPolicy:
+class CompiledPolicy(RankPolicy):
+    """Says how many graphs its process has compiled."""
+
+    def graphs(self) -> int:
+        """The number of graphs."""
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def rank_compiled(path: str, stage: int | str) -> CompiledPolicy:
     """Its layers are graphs that compute what torch computes without them, operation by operation."""
     from torch._dynamo.backends.registry import set_default_backend
 
     set_default_backend("aot_eager")
-    return RankPolicy(policy(path, divided(stage), shard=loading(stage), compiles=True))
+    return CompiledPolicy(policy(path, divided(stage), shard=loading(stage), compiles=True))
 
 
 def rank_policy_on_gpu(path: str, stage: int | str) -> "GPUPolicy":

@@ -151,6 +151,20 @@ def test_every_division_trains_as_one_process(
         cluster.trained(policy, 1)
 
 
+@pytest.mark.parametrize("stage", [2, FSDP])
+def test_compiled_layers_are_divided_and_train_as_one_process(
+    group: WorkerGroup, stage: int | str, expected: dict[str, Any], tiny_model_dir: Path
+) -> None:
+    group.build(cluster.rank_compiled, str(tiny_model_dir), stage)
+    policy = ShardedPolicy(group)
+    assert cluster.trained(policy) == pytest.approx(expected["metrics"], rel=1e-4)
+    for name, tensor in cluster.weights(policy).items():
+        assert_alike(tensor, expected["weights"][name])
+    scores = policy.score(cluster.batch())
+    torch.testing.assert_close(scores.logprobs_N, expected["scores"].logprobs_N, rtol=1e-3, atol=1e-3)
+    assert min(group.all("graphs")) > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("stage", "bytes_a_parameter"), [(2, 12), (3, 16), (FSDP, 8)])
 def test_an_optimizer_that_sleeps_leaves_its_memory_of_a_gpu(

@@ -73,7 +73,8 @@ def _require_compiler(device: torch.device) -> None:
         torch.compile(_doubled)(torch.ones(2, device=device))
     except Exception as error:  # of torch, of Triton, or of the compiler that is not there
         needed = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler (g++, or the variable CXX)"
-        reason = str(error).strip().split("\n")[0].rstrip(".:")
+        cause = getattr(error, "inner_exception", error)
+        reason = (str(cause).strip() or type(cause).__name__).split("\n")[0].rstrip(".:")
         raise ConfigurationError(
             f"actor.compile is on, but torch.compile fails on this machine ({reason}): install {needed}, or leave "
             "--actor.compile out."
