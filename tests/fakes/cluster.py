@@ -38,6 +38,7 @@ from rollgrad.adapters.ray.placement import Placement
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores, ValueModel
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.compiled_layers import AS_IT_IS, compiler, graphs
 from tests.tensor_bytes import tensor_bytes
 
 FLAG = "--actor.model_name_or_path"
@@ -116,15 +117,12 @@ class CompiledPolicy(RankPolicy):
 
     def graphs(self) -> int:
         """The number of graphs."""
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return graphs()
 
 
 def rank_compiled(path: str, stage: int | str) -> CompiledPolicy:
-    """Its layers are graphs that compute what torch computes without them, operation by operation."""
-    from torch._dynamo.backends.registry import set_default_backend
-
-    set_default_backend("aot_eager")
-    return CompiledPolicy(policy(path, divided(stage), shard=loading(stage), compiles=True))
+    with compiler(AS_IT_IS):
+        return CompiledPolicy(policy(path, divided(stage), shard=loading(stage), compiles=True))
 
 
 def rank_policy_on_gpu(path: str, stage: int | str) -> "GPUPolicy":

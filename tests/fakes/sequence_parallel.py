@@ -13,6 +13,7 @@ from torch import Tensor, distributed, nn
 from rollgrad.adapters.models.ray.sharded import RankPolicy
 from rollgrad.adapters.models.torch.allowed_tokens import follow_grammars
 from rollgrad.adapters.models.torch.attention import install_attention
+from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue, scatter
 from rollgrad.adapters.models.torch.lora import add_lora
@@ -25,6 +26,7 @@ from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.compiled_layers import AS_IT_IS, compiler
 from tests.fakes import cluster, grammars
 
 TIMEOUT = 300.0
@@ -56,6 +58,7 @@ class Case:
     checkpointing: bool = False
     lora: bool = False
     prescribed: bool = False
+    compiles: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -75,6 +78,7 @@ CASES = {
     "checkpointing": Case(settings={"num_key_value_heads": 3}, seed=7, checkpointing=True),
     "adapters": Case(settings={"num_key_value_heads": 3}, seed=9, lora=True),
     "prescribed_replies": Case(settings={"num_key_value_heads": 3}, seed=11, prescribed=True),
+    "compiled": Case(settings={"num_key_value_heads": 3}, seed=11, compiles=True),
     "bfloat16": Case(settings={"num_key_value_heads": 3}, seed=8, dtype=torch.bfloat16),
     "fewer_tokens_than_processes": Case(settings={"num_key_value_heads": 3}, samples=None),
 }
@@ -96,6 +100,8 @@ def model(case: Case) -> Any:
     if case.checkpointing:
         made.gradient_checkpointing_enable({"use_reentrant": False})
         made.train()
+    if case.compiles:
+        compile_layers(made)
     return made
 
 
@@ -234,7 +240,8 @@ def joined(folder: Path, timeout: float, rank: int, processes: int) -> Iterator[
 def work(folder: Path, timeout: float, rank: int, processes: int, names: list[str]) -> None:
     """One of the processes: its results go to the file `<rank>` of `folder`."""
     with joined(folder, timeout, rank, processes):
-        results: dict[str, Any] = {name: passes(CASES[name]) for name in names}
+        with compiler(AS_IT_IS):
+            results: dict[str, Any] = {name: passes(CASES[name]) for name in names}
         try:
             PackedLM(model(Case(settings={"num_attention_heads": 1, "num_key_value_heads": 1})))
         except ConfigurationError as error:

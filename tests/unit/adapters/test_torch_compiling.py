@@ -1,7 +1,6 @@
 """Models with compiled layers compute what they compute without, and compile nothing anew for packs of other sizes."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.compiled_layers import AS_IT_IS, compiler, graphs
 from tests.fakes import cluster
 from tests.tiny_architectures import tiny_model
 
@@ -41,28 +41,14 @@ TOLERANCE = 1e-5
 
 @pytest.fixture
 def compiled_as_it_is() -> Iterator[None]:
-    """Graphs compute what torch would compute without them, operation by operation: made in a second, not in ten."""
-    yield from backend("aot_eager")
+    with compiler(AS_IT_IS):
+        yield
 
 
 @pytest.fixture
 def fused() -> Iterator[None]:
-    yield from backend("inductor")
-
-
-def backend(name: str | Callable[..., Any]) -> Iterator[None]:
-    from torch._dynamo.backends.registry import set_default_backend
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    set_default_backend(name)
-    yield
-    set_default_backend(None)
-    torch._dynamo.reset()
-
-
-def graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with compiler("inductor"):
+        yield
 
 
 def batch(seed: int, samples: int = 3) -> PackedBatch:
@@ -242,7 +228,7 @@ def test_a_machine_that_cannot_compile_is_told_what_to_install(tiny_model_dir: P
         raise RuntimeError("No working C++ compiler found.")
 
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
-    with contextmanager(backend)(broken), pytest.raises(ConfigurationError) as caught:
+    with compiler(broken), pytest.raises(ConfigurationError) as caught:
         compile_layers(model)
     assert "install a C++ compiler (g++, or the variable CXX), or leave --actor.compile out." in str(caught.value)
     assert "No working C++ compiler found" in str(caught.value)
@@ -252,9 +238,9 @@ def test_a_machine_that_cannot_compile_is_told_what_to_install(tiny_model_dir: P
 def test_a_missing_compiler_is_told_as_torch_tells_it(tiny_model_dir: Path) -> None:
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
     with (
-        contextmanager(backend)("inductor"),
+        compiler("inductor"),
         torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "fx_graph_cache": False}),
-        pytest.raises(ConfigurationError, match=r"torch.compile fails on this machine \(.*\): install a C\+\+"),
+        pytest.raises(ConfigurationError, match=r"machine \(No working C\+\+ compiler .*\): install a C\+\+"),
     ):
         compile_layers(model)
 

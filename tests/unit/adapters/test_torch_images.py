@@ -15,6 +15,7 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch import image_attention
 from rollgrad.adapters.models.torch.attention import install_attention
+from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.image_check import check_images
 from rollgrad.adapters.models.torch.images import joined_tensors, placeholders
@@ -30,6 +31,7 @@ from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.domain.ports.chat_codec import RenderedPrompt
 from rollgrad.domain.ports.environment import Environment, StepResult, WholePrompt
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from tests.compiled_layers import AS_IT_IS, compiler, graphs
 from tests.tiny_vision import ask, codec_of, picture, tiny_vlm
 
 EXACT = ("qwen2_5_vl", "qwen3_vl", "idefics3", "internvl", "llava_onevision", "gemma3")
@@ -110,6 +112,30 @@ def test_packed_values_and_gradients_are_those_of_one_sequence_at_a_time(family:
             torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5 * largest, rtol=0, msg=name)
             seen += float(mine.grad.abs().max()) * ("vis" in name)
     assert seen > 0  # the tower learns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_compiled_layers_compute_images_as_others_do(family: str) -> None:
+    model, processor = tiny_vlm(family)
+    install_attention(model)
+    batch = batch_of(codec_of(processor))
+
+    def passed() -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        logprobs_A = PackedLM(model)(batch)[0]
+        (logprobs_A * torch.linspace(-1, 1, len(logprobs_A))).sum().backward()
+        return logprobs_A.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected_A, expected = passed()
+    with compiler(AS_IT_IS):
+        compile_layers(model)
+        found_A, found = passed()
+        assert graphs() > 1
+    torch.testing.assert_close(found_A, expected_A, atol=1e-5, rtol=0)
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-5 * largest, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("family", EXACT)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
@@ -54,7 +55,7 @@ def results(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(("processes", "name"), [(processes, name) for processes in NAMES for name in NAMES[processes]])
 def test_results_and_summed_gradients_are_those_of_one_process(results: Results, processes: int, name: str) -> None:
     tolerance = TOLERANCE[CASES[name].dtype]
-    expected = sequence_parallel.passes(CASES[name])
+    expected = sequence_parallel.passes(evolve(CASES[name], compiles=False))
     shares = [result[name] for result in results(processes)]
     for share in shares:
         for column in ("logprobs", "entropy", "values", "divergence_of_teacher", "divergence_of_kept_teacher"):
