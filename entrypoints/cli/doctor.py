@@ -195,6 +195,8 @@ def _abilities(asked: Requirements, report: Report, gpus: Sequence[machine.Gpu])
     place = "on the GPU" if gpus and sound else "on the CPU"
     whole = all(package.fits for package in asked.required)
     yield "training in this process", f"yes, {place}" if whole else "no: pip install rollgrad"
+    missing = machine.missing_compiler(on_gpu=place == "on the GPU")
+    yield "compiled layers (--actor.compile)", "yes" if missing is None else f"no: install {missing}"
     engine = (
         next((extra for extra in ENGINES if not asked.missing(extra)), None)
         if set(ENGINES) <= set(asked.extras)

@@ -1,5 +1,6 @@
 """Facts about the machine: cores, memory, disks, and GPUs with their driver. It imports nothing heavy."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -132,3 +133,14 @@ def _smi(*arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return process.stdout
+
+
+def missing_compiler(*, on_gpu: bool) -> str | None:
+    """Returns what `torch.compile` would look for in vain: on a CPU a C++ compiler, where torch's inductor looks for
+    it; for a GPU Triton, and the C compiler with which it builds its launchers."""
+    if not on_gpu:
+        return None if shutil.which(os.environ.get("CXX", "g++")) else "a C++ compiler (g++, or the variable CXX)"
+    if importlib.util.find_spec("triton") is None:
+        return "triton"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return None if any(map(shutil.which, compilers)) else "a C compiler (gcc, or the variable CC)"

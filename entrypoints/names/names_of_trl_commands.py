@@ -46,6 +46,7 @@ COMMON: Mapping[str, Flag] = {
     "router_aux_loss_coef": Flag(NUMBER, "actor.aux_loss_coef"),
     "full_determinism": Flag(SWITCH, "actor.deterministic"),
     "gradient_checkpointing": Flag(SWITCH, "actor.gradient_checkpointing", default=True),
+    "torch_compile": Flag(SWITCH, "actor.compile"),
     "activation_offloading": Flag(
         SWITCH, reason="activations stay on their device: --gradient_checkpointing keeps few"
     ),
@@ -240,7 +241,7 @@ include_num_input_tokens_seen label_names length_column_name liger_kernel_config
 local_rank log_level log_level_replica log_on_each_node logging_first_step logging_nan_inf_filter logging_steps
 logging_strategy lr_scheduler_kwargs metric_for_best_model model_init_kwargs neftune_noise_alpha optim_args
 optim_target_modules parallelism_config prediction_loss_only remove_unused_columns
-restore_callback_states_from_checkpoint save_on_each_node skip_memory_metrics tf32 torch_compile
+restore_callback_states_from_checkpoint save_on_each_node skip_memory_metrics tf32
 torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id
 trackio_static_space_id train_sampling_strategy trust_remote_code use_cache use_cpu use_liger_kernel
 label_smoothing_factor load_in_8bit attn_implementation

@@ -10,11 +10,13 @@ import torch
 from attrs import evolve
 from torch import Tensor, nn
 
+from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, TorchReference
 from rollgrad.adapters.models.torch.quantised import is_quantised, quantised_numbers
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
+from tests.compiled_layers import AS_IT_IS, compiler, graphs
 from tests.fakes import cluster, lora
 from tests.tiny_models import saved, tiny_model
 
@@ -256,3 +258,16 @@ def test_files_that_are_quantised_are_refused(tiny_model_dir: Path, tmp_path: Pa
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="weights are quantised already: name the model that they were made from"):
         load(tmp_path, load_in_4bit=load_in_4bit)
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_with_four_bits_as_others_do(tiny_model_dir: Path) -> None:
+    settings = evolve(lora.QLORA, dropout=0.0)
+    policy, fused = (lora.policy(str(tiny_model_dir), lora=settings) for _ in range(2))
+    expected = cluster.trained(policy)
+    with compiler(AS_IT_IS):
+        compile_layers(fused.module)
+        assert cluster.trained(fused) == pytest.approx(expected, rel=1e-5)
+        assert graphs() > 1
+    for name, weight in fused.weights():
+        torch.testing.assert_close(weight, cluster.weights(policy)[name], rtol=0, atol=1e-5)

@@ -1,8 +1,10 @@
 """`rollgrad doctor`: what is read from metadata, nvidia-smi and the machine."""
 
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,6 +19,7 @@ from rollgrad.entrypoints.cli.doctor_machine import (
     disk,
     driver_problem,
     memory_bytes,
+    missing_compiler,
     model_cache,
     parse_driver,
     parse_gpus,
@@ -190,7 +193,15 @@ def test_it_ends_with_what_can_run_here(capsys: pytest.CaptureFixture[str]) -> N
     asked = requirements()
     assert asked is not None
     able = text.partition("What can run here\n")[2]
-    for what in ("training in this process", "vLLM engines", "a cluster", "the demos", "LoRA", "TensorBoard"):
+    for what in (
+        "training in this process",
+        "compiled layers",
+        "vLLM engines",
+        "a cluster",
+        "the demos",
+        "LoRA",
+        "TensorBoard",
+    ):
         assert f"  {what}" in able
     assert all(": yes" in line or ": no" in line for line in able.splitlines())
     for name in ("/dev/shm", "memory", "cores", "disk, output", "disk, models", "driver", "GPUs", "Python", "torch"):
@@ -198,6 +209,32 @@ def test_it_ends_with_what_can_run_here(capsys: pytest.CaptureFixture[str]) -> N
     for extra in set(asked.extras) - doctor.NOT_TRIED:
         assert f"  [{extra}]" in text
     assert "tested: " in text
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "variables", "missing"),
+    [
+        (False, {}, None),
+        (False, {"CXX": "no-such-compiler"}, "a C++ compiler (g++, or the variable CXX)"),
+        (True, {"CC": "no-such-compiler"}, "a C compiler (gcc, or the variable CC)"),
+        (True, {}, None),
+    ],
+)
+def test_it_says_what_compiling_needs(
+    on_gpu: bool, variables: dict[str, str], missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton" or None)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name in ("gcc", "g++") else None)
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert missing_compiler(on_gpu=on_gpu) == missing
+
+
+def test_without_triton_a_gpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert missing_compiler(on_gpu=True) == "triton"
 
 
 def test_json_has_every_fact(capsys: pytest.CaptureFixture[str]) -> None:
