@@ -1,4 +1,4 @@
-"""What tests of compiled layers need: another compiler than torch's own, and the number of graphs."""
+"""Helpers of tests of compiled layers: another compiler than torch's own, and the number of graphs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
