@@ -215,4 +215,4 @@ def is_public(address: str) -> bool:
 def _shown(url: str) -> str:
     """Returns a URL for a message, without what may be a key in it."""
     found = urlsplit(url)
-    return f"{found.scheme}://{found.hostname or ''}{found.path}"[:200]
+    return f"{found.scheme}://{found.netloc.rpartition('@')[2]}{found.path}"[:200]

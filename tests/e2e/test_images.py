@@ -27,6 +27,8 @@ from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
 from rollgrad.adapters.servers.responses_wire import ResponsesWire
+from rollgrad.adapters.servers.server import Server
+from rollgrad.adapters.tracking.trajectory_files import rows
 from rollgrad.application.episodes.assistant import Assistant
 from rollgrad.application.episodes.chat_request import ChatRequest
 from rollgrad.application.episodes.reply import ChatReply
@@ -659,3 +661,127 @@ def test_the_demo_draws_and_trains(demo: str, run_script: Callable[..., str], tm
     printed = run_script(f"examples/{demo}.py", "--steps", "1", "--rows", "40", "--output_dir", str(output))
     assert re.search(r"greedy accuracy +│ +\d+%", printed)
     assert any("policy/loss" in row for row in logged(output))
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"red": {"type": "boolean"}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["red", "n"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "seen", "schema": SCHEMA}}
+ASKING = f"""
+import openai
+
+
+async def run_agent(task):
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        for more in ({{}}, {{"response_format": {FORM!r}}}):
+            await client.chat.completions.create(model=task.model, messages=task.prompt.messages, **more)
+        return 1.0
+"""
+
+
+def test_a_conversation_has_the_same_tokens_in_chat_in_a_server_and_in_training(
+    workspace: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With images in two messages; and, in a server and in training, also with a reply of a prescribed form."""
+    opening = [
+        {"role": "user", "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "What is it?"}]},
+        {"role": "assistant", "content": "It is red."},
+    ]
+    last = {"role": "user", "content": [{"type": "image", "image": "blue.png"}, {"type": "text", "text": "And now?"}]}
+    (workspace / "opening.json").write_text(json.dumps(opening))
+    likeliest = ["--model", str(model), "--dtype", "float32", "--top_k", "1", "--max_new_tokens", "60"]
+    said = "/image blue.png\nAnd now?"
+    assert main(["chat", *likeliest, "--messages", "opening.json", "--json", "--prompt", said]) == 0
+    in_chat = json.loads(capsys.readouterr().out)["token_ids"]
+
+    served = served_replies(model, [*opening, last])
+    assert served[0][1] == in_chat
+    assert json.loads(served[1][2])["red"] in (True, False)
+
+    def marked(message: dict[str, Any]) -> dict[str, Any]:
+        content = message["content"]
+        text = content if isinstance(content, str) else f"<image>{content[1]['text']}"
+        return {"role": message["role"], "content": text}
+
+    row = {"prompt": [*map(marked, [*opening, last])], "images": ["red.png", "blue.png"]}
+    (workspace / "prompts.jsonl").write_text(json.dumps(row))
+    (workspace / "agent.py").write_text(ASKING)
+    config = rollgrad.load_config("run.yaml")
+    config.reward.function_path, config.data.label_key, config.train.agent_func_path = None, None, "agent.py"
+    config.rollout.top_k, config.rollout.max_new_tokens = 1, 60
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt = 1, 1
+    config.train.max_steps, config.train.batch_size = 1, None
+    config.algo.advantage.estimator = "reinforce"
+    rollgrad.train(config)
+    trained = [
+        (stored["token"][: stored["prompt_tokens"]], stored["token"][stored["prompt_tokens"] :])
+        for stored in rows(workspace / "out", ("kind", "token", "prompt_tokens"))
+        if stored["kind"] == "update"
+    ]
+    assert sorted(trained) == sorted((prompt, reply) for prompt, reply, _ in served)
+
+
+def served_replies(model: Path, messages: list[dict[str, Any]]) -> list[tuple[list[int], list[int], str]]:
+    """Prompt tokens, reply tokens and text of a served model's replies: as it likes, and in a form."""
+
+    def sent(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return part
+        file = base64.b64encode(Path(part["image"]).read_bytes()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{file}"}}
+
+    wired = [
+        {**message, "content": [*map(sent, content)]} if isinstance(content := message["content"], list) else message
+        for message in messages
+    ]
+    with _loaded_app(ServeAgentArguments(model=str(model), dtype=DType.FLOAT32, top_k=1, max_new_tokens=60), []) as (
+        app,
+        _,
+    ):
+        return asyncio.run(answered(app, wired))
+
+
+async def answered(app: Any, messages: list[Any]) -> list[tuple[list[int], list[int], str]]:
+    from openai import AsyncOpenAI
+
+    server, found = Server(app, name="agent server"), []
+    async with AsyncOpenAI(base_url=f"{await server.start()}/v1", api_key="none") as client:
+        for more in ({}, {"response_format": FORM}):
+            asked: dict[str, Any] = {"model": "model", "messages": messages, **more}
+            reply: Any = await client.chat.completions.create(**asked, extra_body={"return_token_ids": True})
+            (choice,) = reply.choices
+            found.append((reply.prompt_token_ids, choice.token_ids, choice.message.content))
+    await server.stop()
+    return found
+
+
+VLM_SCRIPT = """
+python3 -m openrlhf.cli.train_ppo_ray --actor.num_nodes 1 --actor.num_gpus_per_node 1
+--algo.advantage.estimator reinforce_baseline --algo.kl.init_coef 0 --train.micro_batch_size 1 --train.batch_size 8
+--rollout.micro_batch_size 1 --rollout.batch_size 4 --rollout.n_samples_per_prompt 2 --train.num_episodes 1
+--data.prompt_dataset prompts.jsonl --data.input_key prompt --data.label_key label --data.image_key images
+--data.max_images_per_prompt 2 --data.apply_chat_template --actor.freeze_visual_encoder --actor.adam.lr 1e-2
+--rollout.max_new_tokens 60 --data.max_len 400 --train.agent_func_path agent.py --ckpt.output_dir out
+"""
+"""OpenRLHF's launch script for models that see images, with an agent file, in one process."""
+
+
+def test_a_launch_script_of_openrlhf_trains_an_agent_file_that_answers_with_images(
+    workspace: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace / "agent.py").write_text(AGENT)
+    words = [*VLM_SCRIPT.split(), "--actor.model_name_or_path", str(model)]
+    assert main(["openrlhf", "--run", *words]) == 0
+    assert "image" not in capsys.readouterr().err.replace("agent file that answers with images", "")
+    steps = [row for row in logged(workspace / "out") if "policy/loss" in row]
+    assert steps[0]["reward/turns"] > 1
+    kept = list(rows(workspace / "out", ("kind", "token", "prompt_tokens")))
+    pad = processor_of(str(model)).tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert any(pad in row["token"][row["prompt_tokens"] :] for row in kept)  # of the file's answers
+    before, after = weights_of(model), weights(workspace / "out")
+    changed = [name for name in before if not before[name].equal(after[name])]
+    assert changed
+    assert not any("visual" in name for name in changed)
