@@ -159,7 +159,7 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
         computing[parameter], meshes[parameter] = share.compute, share.mesh
     for unit in units:
         # After this FSDP takes the parameters that are there now.
-        unit._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]
+        unit._apply(lambda tensor: tensor, recurse=False)
     for parameter, share in zip(computing, shares, strict=True):
         setattr(parameter, WHOLE_SHAPE, share.shape)  # `_apply` would have dropped it
     return DividedModule(module=module, formats=computing, meshes=meshes, device=device)

@@ -12,7 +12,7 @@ Does not own: what a layer computes, nor its division over processes, which foll
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import structlog
 import torch
@@ -44,7 +44,7 @@ def compile_layers(model: Any) -> None:
     _require_compiler(next(model.parameters()).device)
     _tell_time()
     for part in [part for part in model.modules() if hasattr(part, "experts")]:
-        part.forward = torch.compiler.disable(part.forward)
+        part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
     for layer in [layer for stack in layer_stacks(model) for layer in stack if not hasattr(layer, "experts")]:
         layer.forward = _CompiledForward(layer.forward)
 
@@ -54,7 +54,8 @@ class _CompiledForward:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._plain = forward
-        self._compiled = torch.compile(forward, dynamic=True, recompile_limit=GRAPHS)
+        # The overloads of `compile` do not know its limit.
+        self._compiled = cast(Any, torch.compile)(forward, dynamic=True, recompile_limit=GRAPHS)
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         """Returns what the layer computes."""
@@ -88,9 +89,11 @@ def _doubled(x: Tensor) -> Tensor:
 @cache
 def _tell_time() -> None:
     """Has the time that compiling takes logged, from now on."""
+    from torch._dynamo.callback import on_compile_end, on_compile_start  # an import that takes seconds
+
     told = _CompileTime()
-    torch._dynamo.on_compile_start(told.begin)
-    torch._dynamo.on_compile_end(told.end)
+    on_compile_start(told.begin)
+    on_compile_end(told.end)
 
 
 class _CompileTime:
