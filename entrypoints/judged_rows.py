@@ -65,8 +65,8 @@ def check_sight(row: Row, source: Path, *, sees: bool) -> None:
 def _request(container: RLContainer, row: Row) -> RewardRequest:
     try:
         prompt = row_prompt(row)
-        if (renderer := container.image_renderer()) is not None and row.get("images"):
-            prompt = evolve(prompt, images=_placed(renderer, row))
+        if container.config().data.image_key is not None and row.get("image_places"):
+            prompt = evolve(prompt, images=_placed(container.image_renderer(), row))
     except DataError as error:
         raise DataError(f"Row {row['row']} of --input: {error}") from error
     stop = StopReason(row.get("stop_reason", StopReason.STOP))
@@ -85,11 +85,9 @@ def _request(container: RLContainer, row: Row) -> RewardRequest:
 
 
 def _placed(renderer: ImageRenderer, row: Row) -> PlacedImages:
-    """Returns the images of a row among its tokens; none where their places are not known."""
-    if not row.get("image_places"):
-        return ()
-    files = [image_bytes(path) for path in row["images"]]
-    return known_images(renderer, row["prompt_tokens"], files, row["image_places"])
+    """Returns the images of a row among its tokens."""
+    files = [image_bytes(path) for path in row.get("images", ())]
+    return known_images(renderer, row.get("prompt_tokens", ()), files, row["image_places"])
 
 
 def _with_reward(row: Row, reward: Reward | RewardError | None) -> Row:

@@ -33,7 +33,10 @@ OPTIONAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "sample": ("a number", lambda value: isinstance(value, int)),
     "messages": ("a list of messages", partial(_are, dict)),
     "images": ("a list of paths", partial(_are, str)),
-    "image_places": ("a list of places", lambda value: _are(list, value) and all(len(p) == 2 for p in value)),
+    "image_places": (
+        "a list of places",
+        lambda value: _are(list, value) and all(_are(int, place) and len(place) == 2 for place in value),
+    ),
     "prompt_tokens": ("a list of token ids", partial(_are, int)),
     "tokens": ("a list of token ids", partial(_are, int)),
     "stop_reason": (f"one of {', '.join(StopReason)}", lambda value: value in list(StopReason)),

@@ -408,8 +408,9 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
         "0",
         "--rollout.engine",
         "server",
-        "--data.image_key",
-        "images",
+        "--data.curriculum_range",
+        "0",
+        "1",
         "--dpo.ref_sync_steps",
         "4",
     ]
@@ -417,7 +418,7 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
     error = capsys.readouterr().err
     for part in (
         "rollout.max_turns is 3, but a loop",
-        "data.image_key is 'images', but a loop",
+        "data.curriculum_range is (0.0, 1.0), but a loop",
         "rollout.top_p",
         "train.batch_size",
         "engine is server",

@@ -255,7 +255,7 @@ def test_the_command(base: Callable[..., tuple[Any, Path]], tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("kind", ["policy", "reward"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3", "internvl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3"])
 def test_models_that_see_images_are_merged(tmp_path: Path, family: str, kind: str) -> None:
     """Their adapters may be of the tower, too; the processor's files are written beside the weights."""
     base = save_tiny_vlm(family, tmp_path / "base")

@@ -324,6 +324,14 @@ def test_a_script_translates_to_a_run_that_may_begin(name: str) -> None:
     )
 
 
+def test_the_script_with_images_keeps_what_it_says_of_them() -> None:
+    result = translate_command(SCRIPTS["Images"].split())
+    assert isinstance(result.run, RLConfig)
+    assert (result.run.data.image_key, result.run.data.max_images_per_prompt) == ("images", 1)
+    assert result.run.actor.freeze_visual_encoder
+    assert not [note for note in result.notes if "image" in note or "visual" in note]
+
+
 # Sampling and judging files.
 
 
