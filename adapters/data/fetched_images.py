@@ -11,7 +11,7 @@ import http.client
 import ipaddress
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -41,9 +41,11 @@ UNICAST = ipaddress.ip_network("2000::/3")
 """Addresses of IPv6 that single machines of the public network may have (RFC 4291)."""
 
 
-def is_url(source: Any) -> bool:
-    """Returns whether the source of an image is a URL."""
-    return isinstance(source, str) and source.lower().startswith(("http://", "https://"))
+def url_of(source: Any) -> str | None:
+    """Returns the URL that the source of an image is; None if it is something else."""
+    if isinstance(source, Mapping) and not source.get("bytes"):  # as data sets of the hub have it
+        source = source.get("path")
+    return source if isinstance(source, str) and source.lower().startswith(("http://", "https://")) else None
 
 
 class FetchedImages:
@@ -57,13 +59,14 @@ class FetchedImages:
 
     def local(self, messages: Sequence[Message]) -> list[Message]:
         """Returns messages with the paths of kept files in the place of URLs of images; raises as `path`."""
-        if not any(map(is_url, image_sources(messages))):
+        if not any(map(url_of, image_sources(messages))):
             return list(messages)
         return [with_sources(message, self.source) if has_images(message) else message for message in messages]
 
     def source(self, source: Any) -> Any:
         """Returns the path of the kept file if the source of an image is a URL, else the source; raises as `path`."""
-        return str(self.path(source)) if is_url(source) else source
+        url = url_of(source)
+        return source if url is None else str(self.path(url))
 
     def path(self, url: str) -> Path:
         """Returns the file of an image, which is fetched if it is not kept.
@@ -91,7 +94,7 @@ class FetchedImages:
 
     def ahead(self, sources: Iterable[Any]) -> None:
         """Fetches images at the same time. Who asks for one that failed is told why."""
-        urls = list(dict.fromkeys(filter(is_url, sources)))
+        urls = list(dict.fromkeys(url for source in sources if (url := url_of(source)) is not None))
 
         def fetch(url: str) -> None:
             with suppress(ImageError):

@@ -13,9 +13,6 @@ from rollgrad.domain.episodes.images import TYPES
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError
 
-WRITTEN = ("data:", "http://", "https://")
-"""Beginnings of texts that are images, but name no file of this machine."""
-
 
 class KeptImages:
     """Images of the rows in the file `rows`: those that are no files of their own are written to a folder beside it."""
@@ -31,8 +28,10 @@ class KeptImages:
         """
         found = []
         for source, placed in zip(image_sources(prompt.messages), prompt.images, strict=True):
-            named = isinstance(source, str | Path) and not str(source).startswith(WRITTEN)
-            found.append(str(Path(str(source)).expanduser().absolute()) if named else self._written(placed.image.data))
+            if isinstance(source, str | Path) and not str(source).startswith("data:"):
+                found.append(str(Path(str(source).removeprefix("file://")).expanduser().absolute()))
+            else:
+                found.append(self._written(placed.image.data))
         return found
 
     def _written(self, data: bytes) -> str:

@@ -123,6 +123,9 @@ def test_a_teacher_that_sees_otherwise_is_refused(
     words += ["--data.dataset", "rows.jsonl", "--data.image_key", "images"]
     assert main([*words, "--teacher.url", "http://127.0.0.1:9", "--kd.cache", "--kd.top_k", "8"]) == 2
     assert "a server is sent no images: leave --teacher.url out" in " ".join(capsys.readouterr().err.split())
+    words = ["train", "prm", "--actor.model_name_or_path", str(model), "--data.dataset", "rows.jsonl"]
+    assert main([*words, "--data.image_key", "images", "--data.placeholder", "#"]) == 2
+    assert "leave --data.image_key out, or --data.placeholder" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -35,6 +35,7 @@ from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.vllm import VLLMConfig
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.messages import Action
 from rollgrad.domain.episodes.prompts import Prompt
@@ -780,7 +781,8 @@ def test_a_launch_script_of_openrlhf_trains_an_agent_file_that_answers_with_imag
     assert not [note for note in translated.notes if note.startswith("not honoured")]
     config = translated.run
     assert isinstance(config, RLConfig)
-    config.rollout.engine = Engine.EMBEDDED  # vLLM makes this model's processor with torchvision alone
+    # vLLM makes this model's processor with torchvision alone.
+    config.rollout.engine, config.vllm = Engine.EMBEDDED, VLLMConfig()
     config.logger.console = False
     rollgrad.train(config)
     (step,) = (row for row in logged(workspace / "out") if "policy/loss" in row)

@@ -92,7 +92,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
         drafts: dict[int, Draft] = {}
         indices = range(start, min(start + BATCH, size))
         if builder.data.fetch_images is not FetchImages.NEVER:
-            with suppress(Exception):  # of a data set that cannot decode a row, which is named below
+            with suppress(DataError), foreign_code(DataError):  # a row that cannot be read is named below
                 builder.fetch_ahead(rows[index] for index in indices)
         for index in indices:
             try:

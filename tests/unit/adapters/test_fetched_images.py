@@ -28,6 +28,7 @@ def test_an_image_is_fetched_once_and_kept(server: ImageServer, tmp_path: Path) 
     assert FetchedImages(tmp_path / "images", any_address=True).source(url) == kept
     assert server.asked == ["/red.png?key=1"]
     assert images.source("red.png") == "red.png"
+    assert images.source({"bytes": None, "path": url}) == kept
     message = {
         "role": "user",
         "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}],

@@ -2,18 +2,19 @@
 
 import io
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from rollgrad.adapters.chat.image_files import image_bytes, opened
-from rollgrad.adapters.chat.pictures import named_images
+from rollgrad.adapters.chat.pictures import check_vllm_images, named_images
 from rollgrad.adapters.chat.tool_images import writes_tool_images
 from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.messages import ToolCall, assistant_message, tool_message
-from rollgrad.domain.errors import DataError
-from tests.tiny_vision import codec_of, picture, tiny_vlm
+from rollgrad.domain.errors import ConfigurationError, DataError
+from tests.tiny_vision import codec_of, picture, save_tiny_vlm, tiny_vlm
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "F", "I", "YCbCr", "LA", "P"])
@@ -42,6 +43,16 @@ def test_whatever_a_decoder_raises_is_a_sentence(monkeypatch: pytest.MonkeyPatch
     for source in (picture((200, 0, 0)), Image.new("RGB", (20, 10))):
         with pytest.raises(DataError, match=r"cannot be read: .*of a broken file"):
             image_bytes(source)
+
+
+def test_adapters_that_vllm_does_not_compute_beside_images_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.utils.is_torchvision_available", lambda: True)
+    path = save_tiny_vlm("llava_onevision", tmp_path)
+    check_vllm_images(path)
+    with pytest.raises(ConfigurationError, match=r"llava_onevision, beside .*leave out --actor\.lora\.sync"):
+        check_vllm_images(path, adapters=True)
 
 
 def test_logs_name_images_and_hold_none() -> None:
