@@ -9,7 +9,7 @@ from attrs import evolve
 
 from rollgrad.adapters.chat.image_files import image_bytes
 from rollgrad.adapters.chat.image_text import known_images
-from rollgrad.adapters.chat.pictures import ImageRenderer, has_images
+from rollgrad.adapters.chat.pictures import has_images
 from rollgrad.adapters.data.replies import FAILURE, Row, row_prompt
 from rollgrad.application.episodes.judging import judge_request
 from rollgrad.application.rollouts.generation import scores
@@ -66,7 +66,7 @@ def _request(container: RLContainer, row: Row) -> RewardRequest:
     try:
         prompt = row_prompt(row)
         if container.config().data.image_key is not None and row.get("image_places"):
-            prompt = evolve(prompt, images=_placed(container.image_renderer(), row))
+            prompt = evolve(prompt, images=_placed(container, row))
     except DataError as error:
         raise DataError(f"Row {row['row']} of --input: {error}") from error
     stop = StopReason(row.get("stop_reason", StopReason.STOP))
@@ -84,8 +84,10 @@ def _request(container: RLContainer, row: Row) -> RewardRequest:
     )
 
 
-def _placed(renderer: ImageRenderer, row: Row) -> PlacedImages:
-    """Returns the images of a row among its tokens."""
+def _placed(container: RLContainer, row: Row) -> PlacedImages:
+    """Returns the images of a row among its tokens, in a run that reads images."""
+    renderer = container.image_renderer()
+    assert renderer is not None
     files = [image_bytes(path) for path in row.get("images", ())]
     return known_images(renderer, row.get("prompt_tokens", ()), files, row["image_places"])
 
