@@ -25,8 +25,10 @@ FAMILIES: Mapping[str, dict[str, int]] = {
     "Mixtral": {"num_local_experts": EXPERTS},
     "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 24},
     "GptOss": {"num_local_experts": EXPERTS, "head_dim": 8},
+    "Olmoe": {"num_experts": 6},
 }
-"""Settings of each: gpt-oss has biases, matrices that are turned, and is computed with padding."""
+"""Settings of each: gpt-oss has biases, matrices that are turned, and is computed with padding; of the six experts of
+OLMoE two processes that hold the same three have two and one."""
 
 
 @pytest.fixture
@@ -74,6 +76,7 @@ WIDE = pytest.mark.wide
         pytest.param(4, 4, "Mixtral", False, marks=WIDE),
         pytest.param(4, 4, "Qwen3Moe", False, marks=WIDE),
         pytest.param(4, 2, "GptOss", False, marks=WIDE),
+        pytest.param(4, 2, "Olmoe", False, marks=WIDE),
     ],
     indirect=["group"],
 )

@@ -10,6 +10,7 @@ rows that this process's experts get; E all experts.
 Does not own: routers, nor how rows of parameters are divided (`weight_shards.py`, `adapters/models/fsdp`).
 """
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -66,6 +67,8 @@ def join_expert_groups(size: int, *, timeout: float, required: bool = True) -> N
         distributed.new_subgroups_by_enumeration(groups.tolist(), timeout=timedelta(seconds=timeout))[0]  # type: ignore[no-untyped-call]
         for groups in (ranks.T, ranks)
     )
+    # It warns of the two gatherings that put the parts of a stack together, one in each dimension of the mesh.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = DeviceMesh.from_group([of_experts, of_rows], device, ranks, mesh_dim_names=("experts", "rows"))
     _joined = ExpertGroups(mesh=mesh, required=required)

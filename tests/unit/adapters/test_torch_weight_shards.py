@@ -3,6 +3,7 @@ models do is in tests/integration/test_cluster_models.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,18 @@ from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rollgrad.adapters.models.torch.compatibility import joint_logits, probe_tokens
+from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
 from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.weight_shards import is_sharded, make_whole, not_by_rows, shard_rows, whole_layers
+from rollgrad.adapters.models.torch.weight_shards import (
+    expert_meshes,
+    is_sharded,
+    make_whole,
+    not_by_rows,
+    own_place,
+    shard_rows,
+    whole_layers,
+)
+from tests.tiny_architectures import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -57,6 +68,40 @@ def test_a_matrix_of_which_a_process_would_have_no_rows_stays_whole() -> None:
     finally:
         distributed.destroy_process_group()
     assert [len(p) for p in model.parameters() if is_sharded(p)] == [3, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("experts", "places"),
+    [
+        (8, [(0, 2), (4, 6), (2, 4), (6, 8)]),  # processes 0 and 2 have the first four
+        (6, [(0, 2), (3, 5), (2, 3), (5, 6)]),
+        (2, None),  # of the two processes of an expert one would have nothing
+    ],
+)
+def test_experts_are_read_by_the_processes_that_hold_them(experts: int, places: list[tuple[int, int]] | None) -> None:
+    """Four processes, of which neighbours divide the experts; of other matrices each has a quarter."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    for rank in range(4):
+        with torch.device("meta"):
+            model = tiny_model("mixtral", num_local_experts=experts)
+        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            join_expert_groups(2, timeout=60)
+            meshes = expert_meshes(model)
+            shard_rows(model, set())
+            parts: list[Any] = [p for p in model.parameters() if p.ndim > 2]
+            assert len(parts) == len(meshes) == 4
+            assert len(model.model.layers[0].self_attn.o_proj.weight.to_local()) == 8
+            for part, mesh in zip(parts, meshes.values(), strict=True):
+                assert is_sharded(part) == (places is not None)
+                if places is not None:
+                    shape, (first, *_) = compute_local_shape_and_global_offset(part.shape, mesh, part.placements)
+                    assert (first, first + shape[0]) == own_place(experts, mesh) == places[rank]
+                    assert part.to_local().shape == shape
+        finally:
+            join_expert_groups(1, timeout=60)
+            distributed.destroy_process_group()
 
 
 def test_a_model_of_shares_computes_and_is_whole_again(lone_group: None, tiny_model_dir: Path) -> None:
