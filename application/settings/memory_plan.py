@@ -209,7 +209,7 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
             weights=math.ceil(shape.parameters * compute_bytes / size) if shape.adapters else 0,
             gradients=math.ceil(gradients / size),
             optimizer=math.ceil((masters + moments) / size),  # the masters are the weights
-            passes=passes + _whole_under_fsdp2(config, role, shape, compute_bytes),
+            passes=passes + _of_fsdp2(config, role, shape, tokens, compute_bytes),
         )
         average = math.ceil(average / size)
         if not machine.gpu:
@@ -280,15 +280,16 @@ def _saved(config: RLConfig, row: RoleMemory, shape: ModelShape, machine: Machin
     return evolve(row, offloaded=row.offloaded + copy) if machine.gpu else evolve(row, optimizer=row.optimizer + copy)
 
 
-def _whole_under_fsdp2(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int) -> int:
+def _of_fsdp2(config: RLConfig, role: str, shape: ModelShape, tokens: int, compute_bytes: int) -> int:
     """Returns the bytes of what is whole in a pass: everything outside of the layers and two layers, of these the
     experts that a process holds, with the gradients of all that but one layer, in the format that they are computed in
-    and in the float32 in which they are summed."""
+    and in the float32 in which they are summed; and twice the hidden states that are sent to experts."""
     outside = shape.embedding if role == "critic" or shape.tied else 2 * shape.embedding
     elsewhere = shape.experts - shape.experts // config.cluster.expert_parallel_size
     layer = math.ceil((shape.parameters - outside - elsewhere) / shape.layers)
     gradients = 0 if shape.adapters else (outside + layer) * (compute_bytes + FLOAT32_BYTES)
-    return (outside + 2 * layer) * compute_bytes + gradients
+    sent = tokens * shape.experts_per_token * shape.hidden
+    return (outside + 2 * layer + 2 * sent) * compute_bytes + gradients
 
 
 def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Machine, *, beside: str) -> RoleMemory:
@@ -306,7 +307,7 @@ def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int, machine:
     by_zero = (ds.zero_stage == PARAMETERS or config.ref.offload) and ds.tensor_parallel_size == 1
     if config.cluster.enable and apart and (fsdp2 or by_zero):
         if fsdp2:
-            passes += _whole_under_fsdp2(config, "reference", evolve(shape, adapters=1), compute_bytes)  # no gradients
+            passes += _of_fsdp2(config, "reference", evolve(shape, adapters=1), tokens, compute_bytes)  # no gradients
         else:
             passes += min(GATHERED_NUMBERS * compute_bytes, weights)
         weights = math.ceil(weights / where.processes)
@@ -325,7 +326,7 @@ def _reward(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Ma
     passes = scoring_bytes(config, shape, tokens, compute_bytes)
     if config.cluster.enable and divides_reward(config):
         if config.cluster.strategy is Strategy.FSDP2:
-            passes += _whole_under_fsdp2(config, "critic", evolve(shape, adapters=1), compute_bytes)  # no head, either
+            passes += _of_fsdp2(config, "critic", evolve(shape, adapters=1), tokens, compute_bytes)  # no head, either
         else:
             passes += min(GATHERED_NUMBERS * compute_bytes, weights)
         weights = math.ceil(weights / where.processes)

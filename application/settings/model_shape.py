@@ -44,8 +44,8 @@ class ModelShape:
     """Shape of a decoder, on which its memory depends. `parameters` counts tied tensors once, and no adapters;
     `adapters` counts the numbers in these, which are then all that is trained; `quantised` those that are kept in 4
     bits; `embedding` those of the input embedding, which is `tied` to the output's if both are one; `experts` those of
-    a mixture's experts that processes may divide; `stored` is the bytes of a number in the model's files, 0 if it is
-    not known."""
+    a mixture's experts that processes divide, each token going to `experts_per_token` of a layer's; `stored` is the
+    bytes of a number in the model's files, 0 if it is not known."""
 
     parameters: int
     layers: int
@@ -56,6 +56,7 @@ class ModelShape:
     quantised: int = 0
     embedding: int = 0
     experts: int = 0
+    experts_per_token: int = 0
     tied: bool = False
     stored: int = 0
     passes: PassMemory | None = None

@@ -49,6 +49,7 @@ def model_shape(key: str, name: str, lora: AdapterConfig | None = None, *, exper
         quantised=quantised_numbers(model) if isinstance(lora, LoraConfig) and lora.load_in_4bit else 0,
         embedding=embedding.numel(),
         experts=sum(parameter.numel() for stack in stacks for parameter in stack.parameters()),
+        experts_per_token=getattr(text, "num_experts_per_tok", stacks[0].num_experts) if stacks else 0,  # all at most
         tied=head is not None and head.weight is embedding,
         stored=0 if settings.dtype is None else settings.dtype.itemsize,
     )

@@ -121,6 +121,7 @@ def test_the_shape_of_a_model_counts_its_experts(tmp_path: Path) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path)
     assert model_shape("actor.model_name_or_path", str(tmp_path)).experts == 0
     shape = model_shape("actor.model_name_or_path", str(tmp_path), expert_parallel_size=SIZE)
+    assert shape.experts_per_token == 2
     model = tiny_model("mixtral")
     assert shape.experts == sum(p.numel() for name, p in model.named_parameters() if ".experts." in name) > 0
     with pytest.raises(ConfigurationError, match="is 3, which does not divide the 4 experts"):

@@ -121,15 +121,16 @@ def test_fsdp2_divides_what_is_trained_and_the_reference() -> None:
 
 
 def test_of_experts_a_pass_has_those_that_a_process_holds() -> None:
+    """And the tokens that are on their way to them."""
     config = cluster_config()
     config.cluster.strategy, config.algo.kl.init_coef = Strategy.FSDP2, 0.1
-    shape = evolve(SHAPE, experts=450)
-    whole = plan(config, shape=shape)
+    whole = plan(config, shape=evolve(SHAPE, experts=450))
     config.cluster.expert_parallel_size = 3
-    rows = plan(config, shape=shape)
+    rows = plan(config, shape=evolve(SHAPE, experts=450, experts_per_token=2))
     elsewhere = 300 // SHAPE.layers
-    assert whole["actor"].passes - rows["actor"].passes == elsewhere * (2 * 2 + 2 + 4)
-    assert whole["reference"].passes - rows["reference"].passes == elsewhere * 2 * 2
+    sent = 2 * 32 * 2 * SHAPE.hidden * 2  # twice 32 tokens, each to two experts
+    assert whole["actor"].passes - rows["actor"].passes == elsewhere * (2 * 2 + 2 + 4) - sent
+    assert whole["reference"].passes - rows["reference"].passes == elsewhere * 2 * 2 - sent
     assert parts(rows["actor"])[:3] == parts(whole["actor"])[:3]
 
 
