@@ -91,7 +91,8 @@ def rows_of(parameter: Any) -> Tensor:
 
 
 def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
-    """Divides `module` in place over all processes of torch's default group.
+    """Divides `module` in place over all processes of torch's default group; experts that groups of them divide
+    (`join_expert_groups`) over those that hold the same ones.
 
     Args:
         module: equal in every process, whole or with matrices of which each process has its rows, as DTensors.
@@ -100,7 +101,7 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
     Trained parameters become float32, and compute in the format that they had; frozen ones keep it.
 
     Raises:
-        ConfigurationError: FSDP2 cannot divide a parameter.
+        ConfigurationError: FSDP2 cannot divide a parameter, or the groups cannot divide the experts.
     """
     from torch.distributed.device_mesh import init_device_mesh  # imports that take half a second
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
