@@ -229,25 +229,26 @@ def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Argumen
         ConfigurationError: a flag or a value is wrong.
     """
     kinds = flag_kinds(type(default))
-    arguments, free, unusable = take_free_settings(arguments, kinds)
+    of_libraries = [name for name, kind in kinds.items() if kind == FREE and "." not in name]
+    arguments, free, unusable = take_free_settings(arguments, dict.fromkeys(of_libraries, FREE))
     words, misspelt = _spelled(arguments, kinds)
-    parsed, wrong = _parse(_with_named_values(default, kinds), command, words, list(kinds))
+    parsed, wrong = _parse(_with_named_values(default, of_libraries), command, words, list(kinds))
     raise_together([*unusable, *misspelt, *wrong])
     for name, value in free.items():
         setattr(parsed, name, value)
     return parsed
 
 
-def _with_named_values(default: Arguments, kinds: Mapping[str, Any]) -> Arguments:
-    """Returns arguments whose settings of a library, which tyro would show as commands, are flags in its help."""
+def _with_named_values(default: Arguments, names: Sequence[str]) -> Arguments:
+    """Returns arguments whose settings `names` (a library's) are flags in tyro's help, which would show commands."""
     import tyro
 
+    if not names:
+        return default
     shown: dict[str, Any] = {}
-    for name in [name for name, kind in kinds.items() if kind == FREE]:
+    for name in names:
         flag: Any = Annotated[str | None, tyro.conf.arg(name=f"{name}.NAME", metavar="VALUE")]
         shown[name] = attrs.field(default=None, type=flag)
-    if not shown:
-        return default
     kind = attrs.make_class(type(default).__name__, shown, bases=(type(default),), kw_only=True)
     kind.__doc__ = type(default).__doc__
     made: Arguments = kind(**attrs.asdict(default, recurse=False))
