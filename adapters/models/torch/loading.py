@@ -72,6 +72,8 @@ def load_causal_lm(
     """
     if device.type == "cpu" and shard is None:  # each layer that is put together would leave memory that is kept
         keep_freed_memory()
+    if device.type == "cuda":  # for towers of images and the model's own passes, whose attention is theirs (kernels.py)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     quantised = four_bits(dtype, device) if load_in_4bit else {}
     factory = _factory(name_or_path, flag)
     with sharded_loading(None if load_in_4bit else shard):
