@@ -37,13 +37,13 @@ def sample(logits_AV: Tensor, params: Sequence[SamplingParams], uniforms_A: Tens
         index = torch.tensor(limited, device=logits_AV.device)
         logits_AV[index] = _truncate(logits_AV[index], [params[row] for row in limited])
     normaliser_A = torch.logsumexp(logits_AV, dim=-1)
-    greedy_A = torch.tensor([p.temperature == 0 for p in params], device=logits_AV.device)
-    if bool(greedy_A.all()):
+    greedy = [p.temperature == 0 for p in params]
+    if all(greedy):
         tokens_A = logits_AV.argmax(-1)
     else:
         tokens_A = _inverse_cdf((logits_AV - normaliser_A[:, None]).exp_(), uniforms_A)
-        if bool(greedy_A.any()):
-            tokens_A = torch.where(greedy_A, logits_AV.argmax(-1), tokens_A)
+        if any(greedy):
+            tokens_A = torch.where(torch.tensor(greedy, device=logits_AV.device), logits_AV.argmax(-1), tokens_A)
     logprobs_A = logits_AV.gather(1, tokens_A[:, None])[:, 0] - normaliser_A
     return tokens_A, logprobs_A.clamp_(max=0.0)
 

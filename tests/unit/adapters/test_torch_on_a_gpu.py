@@ -26,7 +26,7 @@ from tests.tiny_architectures import tiny_model
 
 FLAG = cluster.FLAG
 CPU = torch.device("cpu")
-WAITS_A_STEP = 12
+WAITS_A_STEP = 6
 """Times at most that a step of decoding waits for the GPU."""
 KINDS = ("llama", "gemma3_text", "qwen3_moe", "gpt2", "bloom")
 """Grouped heads; windows; experts; biases and learned positions; a model that is computed padded."""
