@@ -12,8 +12,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place, blocks_of, table
+from rollgrad.adapters.engines.embedded.plans import Decode, DecodeInputs, Extend, Prefill
 from rollgrad.adapters.engines.embedded.recomputing import RecomputingDecoder
-from rollgrad.adapters.models.torch.attention import AttentionPlan
+from rollgrad.adapters.engines.embedded.step_graphs import step_graphs
 from rollgrad.adapters.models.torch.compatibility import (
     allowed_gap,
     foreign_code,
@@ -25,7 +26,6 @@ from rollgrad.adapters.models.torch.compatibility import (
 )
 from rollgrad.adapters.models.torch.image_attention import make_plan
 from rollgrad.adapters.models.torch.images import has_own_positions, own_positions, run_body
-from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp
 from rollgrad.adapters.models.torch.layout import Node, prefill_layout
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.router_replay import RouterReplay
@@ -124,6 +124,7 @@ class Decoder:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         self.cache = KVCache()
+        self._graphs = step_graphs(model, self.device) if replay is None else None
         self.token_bytes = cache_numbers(model.config) * self.dtype.itemsize
         """Bytes that a token has in the cache."""
 
@@ -163,7 +164,7 @@ class Decoder:
                 offset.append(position % BLOCK)
                 token.append(path)
         index = (torch.cat(block).to(self.device), torch.cat(offset).to(self.device), torch.cat(token).to(self.device))
-        plan = _Prefill(self.cache, make_plan(self._model, layout), index)
+        plan = Prefill(self.cache, make_plan(self._model, layout), index)
         hidden_MH = self._hidden(layout.tokens_M[None], positions, plan, layout.images)
         self.routed = [self._experts_M[leaf.path()] for leaf in leaves] if self._replay is not None else []
         last = torch.tensor([leaf.start + leaf.length - 1 for leaf in leaves], device=self.device)
@@ -202,7 +203,7 @@ class Decoder:
         width = int(added.max())
         tokens_AT = torch.tensor([[*suffix, *[0] * (width - len(suffix))] for suffix in suffixes])
         lengths_A = torch.tensor(lengths, device=self.device)
-        plan = _Extend(self.cache, places, lengths_A, added, self.dtype)
+        plan = Extend(self.cache, places, lengths_A, added, self.dtype)
         hidden_ATH = self._hidden(tokens_AT, lengths_A[:, None] + torch.arange(width, device=self.device), plan)
         if self._replay is not None:
             begins = range(0, len(self._experts_M), width)
@@ -224,13 +225,28 @@ class Decoder:
             lengths: tokens stored of each so far.
             shifts: number to add to the length of each for the token's position (`shift`); none adds nothing.
         """
-        plan = _Decode(self.cache, places, lengths, device=self.device)
-        few_on_cpu = self.device.type == "cpu" and self.dtype == torch.float32 and len(tokens) <= FEW_ROWS
+        inputs = DecodeInputs.of(self.cache, tokens, places, lengths, torch.tensor(shifts or [0] * len(lengths)))
+        if self._graphs is not None:
+            hidden_A1H = self._graphs.run(inputs.padded(self.cache.capacity), self._decoded)
+            return self._logits(hidden_A1H[: len(tokens), 0])
+        on_cpu = self.device.type == "cpu"
+        # A CPU leaves out what no row has stored where each has one block; a GPU's kernel takes masks of whole blocks.
+        width = max(lengths) + 1 if on_cpu and inputs.table_AK.shape[1] == 1 else BLOCK
+        few_on_cpu = on_cpu and self.dtype == torch.float32 and len(tokens) <= FEW_ROWS
         with _WeightsFirst() if few_on_cpu else nullcontext():
-            position_A = torch.tensor(lengths) + torch.tensor(shifts or [0] * len(lengths))
-            hidden_A1H = self._hidden(torch.tensor(tokens)[:, None], position_A[:, None], plan)
+            hidden_A1H = self._decoded(inputs.to(self.device), width)
             self.routed = [*self._experts_M[:, None]] if self._replay is not None else []
             return self._logits(hidden_A1H[:, 0])
+
+    def _decoded(self, inputs: DecodeInputs, width: int = BLOCK) -> Tensor:
+        """Returns the last hidden states [A, 1, H] of a step."""
+        return self._hidden(inputs.token_A1, inputs.position_A1, Decode(self.cache, inputs, width))
+
+    def release(self) -> None:
+        """Ends all sequences and frees the memory of what is stored and captured."""
+        self.cache.release()
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def _hidden(self, tokens: Tensor, positions: Tensor, plan: Any, images: PlacedImages = ()) -> Tensor:
         if self._replay is None:
@@ -257,146 +273,3 @@ class _WeightsFirst(TorchFunctionMode):
         # Contiguous, as models expect it of a linear layer.
         out = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().contiguous().view(*x.shape[:-1], weight.shape[0])
         return out if bias is None else out + bias
-
-
-class _Cached:
-    """A plan of one pass that stores keys and values on the way."""
-
-    compiles = False
-
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._calls = 0
-
-    def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of this call. Calls are counted, not layers: some layers attend or run several
-        times."""
-        self._calls += 1
-        return self._cache.pair(self._calls - 1, key, value)
-
-
-class _Prefill(_Cached):
-    """Attends within prompts; `index` has block, token of the block, and token of the pass of each key to store."""
-
-    def __init__(self, cache: KVCache, plan: AttentionPlan, index: tuple[Tensor, Tensor, Tensor]) -> None:
-        super().__init__(cache)
-        self._plan = plan
-        self._block, self._offset, self._token = index
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        keys, values = self._stored(key, value)
-        keys[self._block, :, self._offset] = key[0].transpose(0, 1)[self._token]
-        values[self._block, :, self._offset] = value[0].transpose(0, 1)[self._token]
-        return self._plan.attend(layer, query, key, value, scaling, window)
-
-
-class _Decode(_Cached):
-    """One query a row against everything the row has stored.
-
-    Every block is attended to on its own, where it lies, and a row's blocks are then combined: keys and values are read
-    once and never copied (Dao et al. 2023, Flash-Decoding).
-    """
-
-    def __init__(
-        self, cache: KVCache, places: Sequence[Place], lengths: Sequence[int], *, device: torch.device
-    ) -> None:
-        super().__init__(cache)
-        lengths_A = torch.tensor(lengths)
-        table_AK = table(places)
-        blocks_A = lengths_A // BLOCK + 1
-        absent_AK = torch.arange(table_AK.shape[1]) >= blocks_A[:, None]
-        row_R, index_R = (~absent_AK).nonzero(as_tuple=True)
-        number_R = table_AK[row_R, index_R]
-        row_B = torch.zeros(cache.used, dtype=torch.int64).index_put_((number_R,), row_R)
-        begin_B = torch.zeros(cache.used, dtype=torch.int64).index_put_((number_R,), index_R * BLOCK)
-        # A CPU leaves out what no row has stored where each has one block; a GPU's kernel takes masks of whole blocks.
-        width = max(lengths) + 1 if device.type == "cpu" and table_AK.shape[1] == 1 else BLOCK
-        self._blocks = (slice(cache.used), slice(None), slice(width))
-        self._place = (
-            table_AK[torch.arange(len(lengths)), lengths_A // BLOCK].to(device),
-            (lengths_A % BLOCK).to(device),
-        )
-        self._row_B, self._table_AK, self._absent_AK = row_B.to(device), table_AK.to(device), absent_AK.to(device)
-        self._position_BW = (begin_B[:, None] + torch.arange(width)).to(device)
-        self._last_B1 = lengths_A[row_B][:, None].to(device)
-        self._masks: dict[tuple[int | None, torch.dtype], tuple[Tensor, Tensor]] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        keys, values = self._stored(key, value)
-        block_A, offset_A = self._place
-        keys[block_A, :, offset_A] = key[:, :, 0]
-        values[block_A, :, offset_A] = value[:, :, 0]
-        count, heads, _, dim = query.shape
-        # Query heads that share a key head become its queries: keys are read once.
-        grouped = query.reshape(count, keys.shape[1], heads // keys.shape[1], dim)
-        mask, unseen_AK = self._mask(window, query.dtype)
-        out_B, logsumexp_B = dense_with_logsumexp(
-            grouped[self._row_B], keys[self._blocks], values[self._blocks], mask=mask, scaling=scaling
-        )
-        if self._table_AK.shape[1] == 1:
-            out = out_B[self._table_AK[:, 0]]
-        else:
-            unseen = unseen_AK[:, :, None, None]
-            shares_AK = logsumexp_B[self._table_AK].masked_fill(unseen, float("-inf")).softmax(1)
-            parts_AK = out_B[self._table_AK].masked_fill(unseen[..., None], 0.0)
-            out = (parts_AK * shares_AK[..., None]).sum(1).to(query.dtype)
-        return out.reshape(count, 1, heads, values.shape[3])
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns the additive mask [blocks, 1, 1, W], and which of its blocks a row sees nothing of, [A, K]."""
-        if (window, dtype) not in self._masks:
-            hidden_BW = self._position_BW > self._last_B1
-            if window is not None:
-                hidden_BW |= self._position_BW <= self._last_B1 - window
-            mask = torch.zeros(hidden_BW.shape, dtype=dtype, device=hidden_BW.device)
-            unseen_AK = hidden_BW.all(1)[self._table_AK] | self._absent_AK
-            self._masks[window, dtype] = mask.masked_fill_(hidden_BW, float("-inf"))[:, None, None], unseen_AK
-        return self._masks[window, dtype]
-
-
-class _Extend(_Cached):
-    """Several queries a row against what the row has stored and the queries' own tokens."""
-
-    def __init__(
-        self,
-        cache: KVCache,
-        places: Sequence[Place],
-        lengths_A: Tensor,
-        added_A: Tensor,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(cache)
-        self._dtype = dtype
-        self._table_AK = table(places).to(lengths_A.device)
-        steps = torch.arange(int(added_A.max()), device=lengths_A.device)
-        self._position_AT = lengths_A[:, None] + steps
-        self._time = int((lengths_A + added_A).max())
-        real_AT = steps < added_A[:, None]
-        self._row, self._step = real_AT.nonzero(as_tuple=True)
-        position = self._position_AT[real_AT]
-        self._block, self._offset = self._table_AK[self._row, position // BLOCK], position % BLOCK
-        self._masks: dict[int | None, Tensor] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        keys, values = self._stored(key, value)
-        keys[self._block, :, self._offset] = key[self._row, :, self._step]
-        values[self._block, :, self._offset] = value[self._row, :, self._step]
-        joined = (part[self._table_AK].transpose(1, 2).flatten(2, 3)[:, :, : self._time] for part in (keys, values))
-        return dense(query, *joined, mask=self._mask(window), scaling=scaling).transpose(1, 2)
-
-    def _mask(self, window: int | None) -> Tensor:
-        """Returns the additive mask [A, 1, T, time]."""
-        if window not in self._masks:
-            k = torch.arange(self._time, device=self._position_AT.device)
-            hidden = k > self._position_AT[:, :, None]
-            if window is not None:
-                hidden |= k <= self._position_AT[:, :, None] - window
-            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
-            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None]
-        return self._masks[window]

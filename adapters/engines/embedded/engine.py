@@ -188,7 +188,7 @@ class EmbeddedEngine(RolloutEngine):
         await self._loop_ended()
         self._active.clear()  # cancelled requests that a pause left behind
         self._waiting = deque(row for row in self._waiting if not row.future.done())
-        self._decoder.cache.release()
+        self._decoder.release()
         self._kept.clear()
 
     async def wake(self) -> None:
@@ -234,7 +234,7 @@ class EmbeddedEngine(RolloutEngine):
         """Fails every request in flight; the engine is empty afterwards."""
         self._active.clear()
         self._waiting.clear()
-        self._decoder.cache.release()  # it may be what the memory was too little for
+        self._decoder.release()  # it may be what the memory was too little for
         self._kept.clear()  # the step may have failed in the middle of a copy
         for row in self._unanswered:
             if not row.future.done():

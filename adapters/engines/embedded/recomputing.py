@@ -30,6 +30,10 @@ class RecomputingDecoder:
         """Returns the bytes of the machine's memory that are free; tokens are kept there."""
         return available_memory()
 
+    def release(self) -> None:
+        """Implements `Decoder.release`."""
+        self.cache.release()
+
     def shift(self, prompt: tuple[int, ...], images: PlacedImages) -> int:
         """Implements `Decoder.shift`: such models see no images."""
         return 0

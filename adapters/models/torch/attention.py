@@ -136,8 +136,8 @@ def install_attention(model: Any) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     check_layers(model)
-    between_graphs = torch.compiler.disable(attention_forward)  # type: ignore[no-untyped-call]
-    AttentionInterface.register(ATTENTION, between_graphs)
+    outside_of_graphs = torch.compiler.disable(attention_forward)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(ATTENTION, outside_of_graphs)
     AttentionMaskInterface.register(ATTENTION, layer_mask)
     use_attention(model, ATTENTION)
 

@@ -307,13 +307,18 @@ def check_positions(model: Any, longest: int) -> None:
         ConfigurationError: `longest` exceeds the limit from which on they do.
     """
     text = model.config.get_text_config()
-    kinds = sorted({rope["rope_type"] for rope in _ropes(text)} & set(LENGTH_DEPENDENT))
+    kinds = length_dependent_positions(model)
     limit = usable_positions(text)
     if kinds and limit is not None and longest > limit:
         raise ConfigurationError(
             f"A sequence has {longest} tokens, but beyond {limit} the rotary embedding of {type(model).__name__} "
             f"({kinds[0]}) would change for the others of its pack too: set --data.max_len {limit}."
         )
+
+
+def length_dependent_positions(model: Any) -> list[str]:
+    """Returns the kinds of the model's rotary embeddings whose angles depend on the longest sequence of a pass."""
+    return sorted({rope["rope_type"] for rope in _ropes(model.config.get_text_config())} & set(LENGTH_DEPENDENT))
 
 
 def _ropes(text: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ Does not own: what a layer computes, nor its division over processes, which foll
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import structlog
 import torch
@@ -54,8 +54,8 @@ class _CompiledForward:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._plain = forward
-        # The overloads of `compile` do not know its limit.
-        self._compiled = cast(Any, torch.compile)(forward, dynamic=True, recompile_limit=GRAPHS)
+        # An argument that its annotations have forgotten.
+        self._compiled = torch.compile(forward, dynamic=True, recompile_limit=GRAPHS)  # type: ignore[call-overload]
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         """Returns what the layer computes."""
@@ -89,7 +89,7 @@ def _doubled(x: Tensor) -> Tensor:
 @cache
 def _tell_time() -> None:
     """Has the time that compiling takes logged, from now on."""
-    from torch._dynamo.callback import on_compile_end, on_compile_start  # an import that takes seconds
+    from torch._dynamo.callback import on_compile_end, on_compile_start
 
     told = _CompileTime()
     on_compile_start(told.begin)

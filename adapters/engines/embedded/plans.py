@@ -1,0 +1,218 @@
+"""Attention plans of generation's passes, over one `KVCache`: each stores the keys and values of its tokens on the way.
+
+Does not own: where a sequence's blocks lie (`kv_cache.py`), nor the passes themselves (`decoding.py`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place, table
+from rollgrad.adapters.models.torch.attention import AttentionPlan
+from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp
+
+NEVER = 2**62
+"""Position after every token."""
+
+
+class Cached:
+    """A plan of one pass that stores keys and values on the way."""
+
+    compiles = False
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._calls = 0
+
+    def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of this call. Calls are counted, not layers: some layers attend or run several
+        times."""
+        self._calls += 1
+        return self._cache.pair(self._calls - 1, key, value)
+
+
+class Prefill(Cached):
+    """Attends within prompts; `index` has block, token of the block, and token of the pass of each key to store."""
+
+    def __init__(self, cache: KVCache, plan: AttentionPlan, index: tuple[Tensor, Tensor, Tensor]) -> None:
+        super().__init__(cache)
+        self._plan = plan
+        self._block, self._offset, self._token = index
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Implements `AttentionPlan.attend`."""
+        keys, values = self._stored(key, value)
+        keys[self._block, :, self._offset] = key[0].transpose(0, 1)[self._token]
+        values[self._block, :, self._offset] = value[0].transpose(0, 1)[self._token]
+        return self._plan.attend(layer, query, key, value, scaling, window)
+
+
+class DecodeInputs(NamedTuple):
+    """All that a decoding step depends on, beside weights and what is stored: A sequences with K blocks at most, and
+    the first B blocks of the cache."""
+
+    token_A1: Tensor
+    """The token to append to each sequence."""
+    position_A1: Tensor
+    """Its position for the model."""
+    last_A: Tensor
+    """Its index in the sequence."""
+    block_A: Tensor
+    """The block in which its keys are stored."""
+    offset_A: Tensor
+    """Their place in the block."""
+    table_AK: Tensor
+    """The blocks of each sequence."""
+    absent_AK: Tensor
+    """Whether the sequence has fewer blocks."""
+    row_B: Tensor
+    """The sequence of each block."""
+    begin_B: Tensor
+    """The index in it of the block's first token."""
+
+    @classmethod
+    def of(
+        cls, cache: KVCache, tokens: Sequence[int], places: Sequence[Place], lengths: Sequence[int], shifts: Tensor
+    ) -> "DecodeInputs":
+        """Returns the inputs of a step, on the CPU; arguments as of `Decoder.step`."""
+        lengths_A, table_AK = torch.tensor(lengths), table(places)
+        blocks_A = lengths_A // BLOCK + 1
+        absent_AK = torch.arange(table_AK.shape[1]) >= blocks_A[:, None]
+        row_R, index_R = (~absent_AK).nonzero(as_tuple=True)
+        number_R = table_AK[row_R, index_R]
+        return cls(
+            token_A1=torch.tensor(tokens)[:, None],
+            position_A1=(lengths_A + shifts)[:, None],
+            last_A=lengths_A,
+            block_A=table_AK[torch.arange(len(lengths)), lengths_A // BLOCK],
+            offset_A=lengths_A % BLOCK,
+            table_AK=table_AK,
+            absent_AK=absent_AK,
+            row_B=torch.zeros(cache.used, dtype=torch.int64).index_put_((number_R,), row_R),
+            begin_B=torch.zeros(cache.used, dtype=torch.int64).index_put_((number_R,), index_R * BLOCK),
+        )
+
+    def padded(self, capacity: int) -> "DecodeInputs":
+        """Returns inputs whose A, B and K are powers of two, B at most `capacity`. Sequences that are added repeat the
+        first one, and store the same where it does; nobody looks at blocks that are added."""
+        (count, most), blocks = self.table_AK.shape, len(self.row_B)
+        row_A = torch.arange(_power_of_two(count))
+        row_A[count:] = 0
+        wider, more = _power_of_two(most) - most, min(_power_of_two(blocks), capacity) - blocks
+        repeated = DecodeInputs(*(part[row_A] for part in self[:7]), self.row_B, self.begin_B)
+        return repeated._replace(
+            table_AK=functional.pad(repeated.table_AK, (0, wider)),
+            absent_AK=functional.pad(repeated.absent_AK, (0, wider), value=True),
+            row_B=functional.pad(self.row_B, (0, more)),
+            begin_B=functional.pad(self.begin_B, (0, more), value=NEVER),
+        )
+
+    def to(self, device: torch.device) -> "DecodeInputs":
+        """Returns the inputs on a device."""
+        return DecodeInputs(*(part.to(device) for part in self))
+
+
+def _power_of_two(count: int) -> int:
+    """Returns the least power of two that is not less."""
+    return 1 << (count - 1).bit_length()
+
+
+class Decode(Cached):
+    """One query a row against everything the row has stored.
+
+    Every block is attended to on its own, where it lies, and a row's blocks are then combined: keys and values are read
+    once and never copied (Dao et al. 2023, Flash-Decoding). `width`: tokens of a block that are read.
+    """
+
+    def __init__(self, cache: KVCache, inputs: DecodeInputs, width: int = BLOCK) -> None:
+        super().__init__(cache)
+        self._inputs = inputs
+        self._blocks = (slice(len(inputs.row_B)), slice(None), slice(width))
+        self._position_BW = inputs.begin_B[:, None] + torch.arange(width, device=inputs.begin_B.device)
+        self._last_B1 = inputs.last_A[inputs.row_B][:, None]
+        self._masks: dict[tuple[int | None, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Implements `AttentionPlan.attend`."""
+        keys, values = self._stored(key, value)
+        block_A, offset_A = self._inputs.block_A, self._inputs.offset_A
+        keys[block_A, :, offset_A] = key[:, :, 0]
+        values[block_A, :, offset_A] = value[:, :, 0]
+        count, heads, _, dim = query.shape
+        # Query heads that share a key head become its queries: keys are read once.
+        grouped = query.reshape(count, keys.shape[1], heads // keys.shape[1], dim)
+        mask, unseen_AK = self._mask(window, query.dtype)
+        out_B, logsumexp_B = dense_with_logsumexp(
+            grouped[self._inputs.row_B], keys[self._blocks], values[self._blocks], mask=mask, scaling=scaling
+        )
+        if self._inputs.table_AK.shape[1] == 1:
+            out = out_B[self._inputs.table_AK[:, 0]]
+        else:
+            unseen = unseen_AK[:, :, None, None]
+            shares_AK = logsumexp_B[self._inputs.table_AK].masked_fill(unseen, float("-inf")).softmax(1)
+            parts_AK = out_B[self._inputs.table_AK].masked_fill(unseen[..., None], 0.0)
+            out = (parts_AK * shares_AK[..., None]).sum(1).to(query.dtype)
+        return out.reshape(count, 1, heads, values.shape[3])
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns the additive mask [blocks, 1, 1, W], and which of its blocks a row sees nothing of, [A, K]."""
+        if (window, dtype) not in self._masks:
+            hidden_BW = self._position_BW > self._last_B1
+            if window is not None:
+                hidden_BW |= self._position_BW <= self._last_B1 - window
+            mask = torch.zeros(hidden_BW.shape, dtype=dtype, device=hidden_BW.device)
+            unseen_AK = hidden_BW.all(1)[self._inputs.table_AK] | self._inputs.absent_AK
+            self._masks[window, dtype] = mask.masked_fill_(hidden_BW, float("-inf"))[:, None, None], unseen_AK
+        return self._masks[window, dtype]
+
+
+class Extend(Cached):
+    """Several queries a row against what the row has stored and the queries' own tokens."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        places: Sequence[Place],
+        lengths_A: Tensor,
+        added_A: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(cache)
+        self._dtype = dtype
+        self._table_AK = table(places).to(lengths_A.device)
+        steps = torch.arange(int(added_A.max()), device=lengths_A.device)
+        self._position_AT = lengths_A[:, None] + steps
+        self._time = int((lengths_A + added_A).max())
+        real_AT = steps < added_A[:, None]
+        self._row, self._step = real_AT.nonzero(as_tuple=True)
+        position = self._position_AT[real_AT]
+        self._block, self._offset = self._table_AK[self._row, position // BLOCK], position % BLOCK
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Implements `AttentionPlan.attend`."""
+        keys, values = self._stored(key, value)
+        keys[self._block, :, self._offset] = key[self._row, :, self._step]
+        values[self._block, :, self._offset] = value[self._row, :, self._step]
+        joined = (part[self._table_AK].transpose(1, 2).flatten(2, 3)[:, :, : self._time] for part in (keys, values))
+        return dense(query, *joined, mask=self._mask(window), scaling=scaling).transpose(1, 2)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """Returns the additive mask [A, 1, T, time]."""
+        if window not in self._masks:
+            k = torch.arange(self._time, device=self._position_AT.device)
+            hidden = k > self._position_AT[:, :, None]
+            if window is not None:
+                hidden |= k <= self._position_AT[:, :, None] - window
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
+            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None]
+        return self._masks[window]

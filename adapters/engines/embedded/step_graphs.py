@@ -1,0 +1,96 @@
+"""Decoding steps of a GPU as CUDA graphs: a step of the same shapes as an earlier one is launched as a whole, which
+spares the time in which Python starts its kernels one by one.
+
+Shapes are padded to powers of two (`DecodeInputs.padded`), so that few graphs serve all steps. A graph computes at the
+addresses with which it was captured: inputs are copied to where its own lie, what is stored never moves while it is
+there, and all graphs are dropped when weights lie elsewhere, or when the engine gives its memory back (`clear`).
+Does not own: what a step computes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from rollgrad.adapters.engines.embedded.plans import DecodeInputs
+from rollgrad.adapters.models.torch.compatibility import length_dependent_positions
+
+Compute = Callable[[DecodeInputs], Tensor]
+"""Function that takes a step, always in the same way, and may take it several times."""
+
+Capture = Callable[[Compute, DecodeInputs], tuple[Tensor, Callable[[], object]]]
+"""Function that captures a step: returns its result, and a function that computes that anew from what the inputs then
+hold."""
+
+WARM_UPS = 2
+"""Steps before a capture, in which libraries choose kernels and make their workspaces."""
+
+
+@frozen(eq=False)
+class _Captured:
+    """A captured step: its inputs, its result, and what computes it."""
+
+    inputs: DecodeInputs
+    result: Tensor
+    replay: Callable[[], object]
+
+
+class StepGraphs:
+    """The captured decoding steps of a model, by their shapes."""
+
+    def __init__(self, model: Any, device: torch.device, capture: Capture) -> None:
+        self._weights = [*model.parameters(), *model.buffers()]
+        self._device, self._capture = device, capture
+        self._addresses: list[int] = []
+        self._captured: dict[tuple[torch.Size, ...], _Captured] = {}
+
+    def run(self, inputs: DecodeInputs, compute: Compute) -> Tensor:
+        """Returns the result of a step whose inputs are on the CPU; the next step of these shapes overwrites it."""
+        addresses = [weight.data_ptr() for weight in self._weights]
+        if addresses != self._addresses:
+            self.clear()
+            self._addresses = addresses
+        shapes = tuple(part.shape for part in inputs)
+        if shapes not in self._captured:
+            own = DecodeInputs(*(part.to(self._device, copy=True) for part in inputs))
+            result, replay = self._capture(compute, own)
+            self._captured[shapes] = _Captured(own, result, replay)
+        step = self._captured[shapes]
+        for own_part, part in zip(step.inputs, inputs, strict=True):
+            own_part.copy_(part)
+        step.replay()
+        return step.result
+
+    def clear(self) -> None:
+        """Drops all graphs, and their memory."""
+        self._captured.clear()
+
+
+class CudaCapture:
+    """Captures by CUDA graphs, which share the memory of what they compute on the way: one runs after the other."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Compute, inputs: DecodeInputs) -> tuple[Tensor, Callable[[], object]]:
+        """Implements `Capture`."""
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            for _ in range(WARM_UPS):
+                compute(inputs)
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        # Threads that train meanwhile may allocate memory.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = compute(inputs)
+        return result, graph.replay
+
+
+def step_graphs(model: Any, device: torch.device) -> StepGraphs | None:
+    """Returns what captures a model's decoding steps on a GPU. None elsewhere, and where a step waits for its numbers:
+    mixtures of experts, and rotary embeddings whose angles depend on the longest sequence."""
+    waits = length_dependent_positions(model) or any(hasattr(part, "experts") for part in model.modules())
+    return None if waits or device.type != "cuda" else StepGraphs(model, device, CudaCapture())
