@@ -104,7 +104,7 @@ class DecodeInputs(NamedTuple):
         row_A = torch.arange(_power_of_two(count))
         row_A[count:] = 0
         wider, more = _power_of_two(most) - most, min(_power_of_two(blocks), capacity) - blocks
-        repeated = DecodeInputs(*(part[row_A] for part in self[:7]), self.row_B, self.begin_B)
+        repeated = DecodeInputs._make([*(part[row_A] for part in self[:7]), self.row_B, self.begin_B])
         return repeated._replace(
             table_AK=functional.pad(repeated.table_AK, (0, wider)),
             absent_AK=functional.pad(repeated.absent_AK, (0, wider), value=True),
