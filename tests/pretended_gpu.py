@@ -4,7 +4,7 @@ Does not pretend: kernels' rounding, memory, streams, several GPUs, nor activati
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
@@ -286,11 +286,29 @@ class PretendingWorker(ThreadPoolExecutor):
         return super().submit(pretending)
 
 
+class Captured:
+    """Captures a step of decoding by keeping its function, in which a CUDA graph could not wait for the GPU."""
+
+    def __call__(self, compute: Callable[[Any], Tensor], inputs: Any) -> tuple[Tensor, Callable[[], object]]:
+        """Implements `Capture`."""
+        waited = WAITED.copy()
+
+        def captured() -> Tensor:
+            with pytest.MonkeyPatch.context() as patch:  # transformers asks, and leaves out what would wait
+                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                return compute(inputs)
+
+        result = captured()
+        assert not WAITED - waited, f"{WAITED - waited}: nothing that is captured may wait for the GPU"
+        return result, lambda: result.copy_(captured())
+
+
 @contextmanager
 def pretended_gpu() -> Iterator[Counter[str]]:
     """Pretends that there is a GPU inside the block; yields how often the CPU has waited for it."""
     import torch.nn.attention.varlen as library
 
+    from rollgrad.adapters.engines.embedded import step_graphs
     from rollgrad.adapters.models.torch import kernels
 
     WAITED.clear()
@@ -308,6 +326,7 @@ def pretended_gpu() -> Iterator[Counter[str]]:
         patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         patch.setattr(kernels, "_installed", lambda package: False)
         patch.setattr(library, "varlen_attn", varlen_attention)
+        patch.setattr(step_graphs, "CudaCapture", Captured)
         yield WAITED
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     kernels._widest_head.cache_clear()

@@ -108,7 +108,9 @@ def test_a_push_of_weights_in_place_is_seen_by_what_was_captured(
     decoded(own, [(5, 6, 7), (8, 9)], 2)
     own.cache.clear()
     model.model.layers[0].mlp.down_proj.weight.mul_(3.0)
-    for found_AV, wanted_AV in zip(decoded(own, [(5, 6, 7), (8, 9)], 2), decoded(plain, [(5, 6, 7), (8, 9)], 2), strict=True):
+    for found_AV, wanted_AV in zip(
+        decoded(own, [(5, 6, 7), (8, 9)], 2), decoded(plain, [(5, 6, 7), (8, 9)], 2), strict=True
+    ):
         torch.testing.assert_close(found_AV, wanted_AV)
 
 
