@@ -11,10 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import yaml
 from attrs import evolve, frozen
 
+from rollgrad.adapters.chat.pictures import bare, image_sources
+from rollgrad.adapters.checkpoints.names import CONFIG_FILE
 from rollgrad.adapters.tracking.trajectory_files import HIDDEN_TOKEN, read_trajectories, trajectory_files
 from rollgrad.application.rollouts.exporting import KINDS, Reply
+from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.errors import CheckpointError, DataError
 
 COLUMNS = (
@@ -62,7 +66,7 @@ def export(kind: str, run: Path, output: Path | None = None, *, min_score: float
             _lock(file)
             try:
                 _check_new(output)  # again: another export may have written it until now
-                exported = _write(kind, files, file, min_score)
+                exported = _write(kind, files, file, min_score, sees_images=_sees_images(run))
                 if not exported.rows:
                     raise DataError(f"Nothing of {str(run)!r} can be exported as {kind}: {_reasons(exported)}.")
                 file.flush()
@@ -102,14 +106,14 @@ def _reasons(exported: Exported) -> str:
     return "; ".join([*(reason.removesuffix(".") for reason in exported.unread), *left_out]) or "it is empty"
 
 
-def _write(kind: str, files: Sequence[Path], output: TextIO, min_score: float | None) -> Exported:
+def _write(kind: str, files: Sequence[Path], output: TextIO, min_score: float | None, *, sees_images: bool) -> Exported:
     left_out: Counter[str] = Counter()
     seen: set[bytes] = set()
     unread: list[str] = []
     plain = False
     for file in files:
         try:
-            replies = list(_replies(file))
+            replies = list(_replies(file, sees_images=sees_images))
         except DataError as error:
             unread.append(str(error))
             continue
@@ -127,18 +131,39 @@ def _write(kind: str, files: Sequence[Path], output: TextIO, min_score: float | 
     return Exported(path=Path(output.name), rows=len(seen), plain=plain, left_out=left_out, unread=tuple(unread))
 
 
-def _replies(path: Path) -> Iterator[Reply]:
+def _sees_images(run: Path) -> bool:
+    """Returns whether the prompts of a run may have images, by its settings."""
+    try:
+        settings = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    data = settings.get("data") if isinstance(settings, dict) else None
+    return isinstance(data, dict) and data.get("image_key") is not None
+
+
+def _separated(messages: Sequence[Message]) -> tuple[Sequence[Message], dict[str, Any] | None]:
+    """Returns messages with bare parts in the place of images, and these as a part of a row; None where one of them is
+    no file."""
+    sources = image_sources(messages)
+    named = all(isinstance(source, str) for source in sources)
+    return [*map(bare, messages)], {"images": sources} if named else None
+
+
+def _replies(path: Path, *, sees_images: bool) -> Iterator[Reply]:
     """Yields the replies of an update's file; none of an evaluation, on whose prompts nothing may be trained."""
     if not path.name.startswith("step-"):
         return
     rows: list[dict[str, Any]] = read_trajectories(path, COLUMNS).to_pylist()
     for row in rows:
         if row["failure"] is None:
+            messages: Sequence[Message] = json.loads(row["messages"] or "[]")
+            messages, images = _separated(messages) if sees_images else (messages, {})
             yield Reply(
                 group_id=row["group_id"],
                 sample_id=row["sample_id"],
                 prompt=row["prompt"],
-                messages=tuple(json.loads(row["messages"] or "[]")),
+                messages=tuple(messages),
+                images=images,
                 response=row["response"],
                 score=row["score"],
                 branch=row["branch"],

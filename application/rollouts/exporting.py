@@ -20,7 +20,7 @@ Row = dict[str, Any]
 class Reply:
     """A reply of a run: its group and sample, the prompt as text, as the conversation that was rendered (empty for a
     prompt that was text), what the model wrote, its score, and its branch, turns and end. `hidden`: a secret was taken
-    out of it."""
+    out of it. `images`: those of a run that sees any, as a part of a row; None where one of them is no file."""
 
     group_id: int
     sample_id: int
@@ -32,6 +32,7 @@ class Reply:
     turns: int
     stop_reason: str
     hidden: bool
+    images: Row | None = field(factory=dict)
 
 
 @frozen
@@ -61,6 +62,7 @@ def pairs(replies: Sequence[Reply], min_score: float | None) -> Chosen:
                     "rejected": _reply(worst),
                     "score_chosen": best.score,
                     "score_rejected": worst.score,
+                    **_images(best),
                 }
             )
     return chosen
@@ -74,7 +76,8 @@ def best(replies: Sequence[Reply], min_score: float | None) -> Chosen:
         if min_score is not None and reply.score < min_score:
             chosen.left_out[f"groups without a score of {min_score:g}"] += 1
         else:
-            chosen.rows.append({"prompt": _prompt(reply), "completion": _reply(reply), "score": reply.score})
+            row = {"prompt": _prompt(reply), "completion": _reply(reply), "score": reply.score}
+            chosen.rows.append(row | _images(reply))
     return chosen
 
 
@@ -87,7 +90,8 @@ def conversations(replies: Sequence[Reply], min_score: float | None) -> Chosen:
         elif min_score is not None and reply.score < min_score:
             chosen.left_out[f"replies with a score below {min_score:g}"] += 1
         else:
-            chosen.rows.append({"messages": [*reply.messages, assistant_message(reply.response)], "score": reply.score})
+            said = [*reply.messages, assistant_message(reply.response)]
+            chosen.rows.append({"messages": said, "score": reply.score, **_images(reply)})
     return chosen
 
 
@@ -111,8 +115,14 @@ def _usable(replies: Sequence[Reply], chosen: Chosen) -> Iterator[Reply]:
             chosen.left_out["replies with a hidden secret"] += 1
         elif not reply.response.strip():
             chosen.left_out["empty replies"] += 1
+        elif reply.images is None:
+            chosen.left_out["replies to images that are no files"] += 1
         else:
             yield reply
+
+
+def _images(reply: Reply) -> Row:
+    return dict(reply.images or {})
 
 
 def _groups(replies: Iterable[Reply]) -> list[list[Reply]]:

@@ -1,7 +1,7 @@
 """`rollgrad export`: a run's rollouts are read back by the trainers over examples."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from attrs import evolve
 
 import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.data.examples.formats import read_row
+from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.tracking.trajectories import ParquetTrajectories
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig
@@ -18,6 +20,7 @@ from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.examples import (
     ExampleDataConfig,
+    ExampleFormat,
     ExampleTrainConfig,
     PairDataConfig,
 )
@@ -37,11 +40,16 @@ def run(tmp_path: Path, tiny_tokenizer: object, monkeypatch: pytest.MonkeyPatch)
     """A run's directory with an update of four groups, whose replies are right, wrong, and right in other words; and an
     evaluation."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    codec = TemplateCodec(tiny_tokenizer)
+    asked = [f"What is {number} plus {number}?" for number in range(GROUPS)]
+    return kept_run(tmp_path, TemplateCodec(tiny_tokenizer), asked)
+
+
+def kept_run(tmp_path: Path, codec: TemplateCodec, asked: Sequence[Any]) -> Path:
+    """A run's directory, whose prompts have these contents."""
     groups = []
-    for number in range(GROUPS):
-        messages = ({"role": "user", "content": f"What is {number} plus {number}?"},)
-        prompt = codec.render(messages)
+    for number, content in enumerate(asked):
+        messages = ({"role": "user", "content": content},)
+        prompt = codec.render([{"role": "user", "content": str(content)}])
         replies = (f"It is {2 * number}.", "I do not know.", f"{2 * number}")
         played = tuple(
             make_trajectory(
@@ -163,3 +171,22 @@ def test_what_cannot_be_exported_is_one_sentence(
     assert printed.err.count("\n") == 1
     assert {path.name for path in run.iterdir()} == {"there", "trajectories"}
     assert (run / "there").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["pairs", "sft", "messages"])
+def test_rows_have_the_images_of_prompts_that_are_files(
+    tmp_path: Path, tiny_tokenizer: object, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asks = {"type": "text", "text": "?"}
+    pictured = [[{"type": "image", "image": source}, asks] for source in ("red.png", b"file")]
+    run = kept_run(tmp_path, TemplateCodec(tiny_tokenizer), [*pictured, "And 2?"])
+    (run / "config.yaml").write_text("data: {image_key: pictures}\n")
+    assert main(["export", kind, str(run)]) == 0
+    assert "replies to images that are no files" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (run / f"{kind}.jsonl").read_text().splitlines()]
+    assert {tuple(row["images"]) for row in rows} == {("red.png",), ()}
+    form = {"pairs": ExampleFormat.PAIRS, "sft": ExampleFormat.COMPLETION, "messages": ExampleFormat.MESSAGES}[kind]
+    sample: Any
+    sample, _ = read_row(rows[0], form, ReadingSettings(image_key="images"))  # as a trainer reads it
+    conversation = sample.chosen if kind == "pairs" else sample
+    assert conversation.messages[0]["content"] == [{"type": "image", "image": "red.png"}, asks]
