@@ -1,4 +1,4 @@
-"""Where this machine keeps what runs need again, and images that rows name by URL."""
+"""Makes what fetches images that rows name by URL, and names the directory of what is kept for later runs."""
 
 import os
 from pathlib import Path

@@ -53,8 +53,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def logprobs_of(path: Path, row: dict[str, Any], reply: str) -> tuple[Tensor, int, int]:
-    """What transformers' own class predicts of a row with `reply`: log-probs [T, V], and where the reply begins and
-    ends among the tokens."""
+    """Returns what transformers' own class predicts of a row with `reply`: log-probs [T, V], and where the reply begins
+    and ends among the tokens."""
     from transformers import AutoModelForImageTextToText
 
     processor = processor_of(str(path))

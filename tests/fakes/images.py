@@ -37,7 +37,7 @@ def policy(path: str, optimize: Optimize = MasterOptimizer, shard: Shard | None 
 
 
 def rank_policy(path: str, stage: int | str, width: int = 1) -> RankPolicy:
-    """Of a policy whose sequences `width` processes share."""
+    """Makes one process's part of a policy whose sequences `width` processes share."""
     join_sequence_group(width, timeout=sequence_parallel.TIMEOUT)
     return RankPolicy(policy(path, cluster.divided(stage), cluster.loading(stage)))
 
