@@ -1,8 +1,8 @@
 """Bytes that a process receives, and memory that it takes, in a forward and backward pass of a mixture of experts under
 FSDP2: with the experts of each layer gathered in every process, and with experts divided, to which tokens are sent.
 
-The mixture has the shape of Qwen3-30B-A3B at half its width: of 128 experts a token goes to eight. Its weights are
-noise in float32, and it has few layers. Memory is the process's own, above what it held before the pass. Processes are
+The mixture has layers like those of Qwen3-30B-A3B at half the width, with half the experts, of which a token goes to
+eight; its weights are noise in float32. Memory is the process's own, above what it held before the pass. Processes are
 on this machine's CPU: there is nothing to be learned about speed.
 
     python benchmarks/expert_parallel.py
@@ -39,11 +39,11 @@ class Work:
     """Numbers of a hidden state."""
     inner: int = 384
     """Inner features of an expert."""
-    experts: int = 128
+    experts: int = 64
     """Experts of a layer; a token goes to eight."""
-    layers: int = 4
+    layers: int = 2
     """Layers."""
-    tokens: int = 2048
+    tokens: int = 1024
     """Tokens of each process in a pass."""
     processes: int = 2
     """Processes."""
