@@ -76,14 +76,6 @@ def test_the_table_of_recipes_has_the_figures_that_were_measured() -> None:
     assert table({name: measured[name] for name in RECIPES}) == documented("tinker.md", "| recipe |")
 
 
-def test_the_table_of_clients_is_what_was_seen_on_all_engines() -> None:
-    from benchmarks.real_clients import ENGINES, table
-
-    seen = json.loads((ROOT / "benchmarks/results/real_clients.json").read_text(encoding="utf-8"))
-    assert seen["engines"] == list(ENGINES)
-    assert table(seen["clients"]) == documented("agents.md", "| client |")
-
-
 def test_the_suites_do_their_smallest_work(run_script: Callable[..., str]) -> None:
     printed = run_script("-m", "pytest", "benchmarks", "--smoke", "--benchmark-only", "-q", "-p", "no:cacheprovider")
     assert re.search(r"^\d+ passed", printed, re.MULTILINE), printed
