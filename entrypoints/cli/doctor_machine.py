@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 from attrs import frozen
@@ -93,6 +94,20 @@ def driver_problem(driver: Driver | None, gpus: list[Gpu], cuda: str | None, tor
             f"install a newer driver, or a torch built for CUDA {major}."
         )
     return None
+
+
+def compiler_problem(gpus: list[Gpu]) -> str | None:
+    """Returns what is not there to compile kernels for GPUs with; None if nothing lacks, or there are no GPUs."""
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for it
+    needed = {"a C compiler": compiler is not None, f"Python's headers ({headers})": headers.is_file()}
+    lacking = [name for name, there in needed.items() if not there]
+    if not gpus or not lacking:
+        return None
+    return (
+        f"vLLM, and DeepSpeed's offloaded Adam, compile kernels when they first run on a GPU, for which "
+        f"{' and '.join(lacking)} lack here: install them (on Debian: apt-get install gcc g++ python3-dev)."
+    )
 
 
 def cores() -> int:

@@ -11,7 +11,10 @@ from benchmarks.beside import beside
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLER = """#!/bin/sh
-case "$*" in *"tests/$ABSENT.txt"*) echo "$ABSENT: not found" >&2; exit 1 ;; esac
+case "$*" in
+*"tests/$ABSENT.txt"*) echo "$ABSENT: not found" >&2; exit 1 ;;
+*is_available*) [ "$ABSENT" != GPU ]; exit ;;
+esac
 while [ $# -gt 0 ]; do
     [ "$1" != --target ] || mkdir -p "$2"
     shift
@@ -21,14 +24,14 @@ done
 BESIDE = {"trackers", "clients", "cookbook", "verifiers", "verifiers-0.3"}
 
 
-def set_up(venv: Path, absent: str) -> str:
+def set_up(venv: Path, absent: str, what: str = "test", *more: str) -> str:
     programs = venv / "bin"
     programs.mkdir(parents=True, exist_ok=True)
-    for name in ("python", "uv", "chromium"):  # with a browser none is installed
+    for name in ("python", "uv", "chromium", *more):  # with a browser none is installed
         (programs / name).write_text(INSTALLER)
         (programs / name).chmod(0o755)
     environment = {"PATH": f"{programs}{os.pathsep}{os.defpath}", "VENV": str(venv), "ABSENT": absent}
-    command = ["sh", str(ROOT / "scripts" / "setup.sh"), "test"]
+    command = ["sh", str(ROOT / "scripts" / "setup.sh"), what]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
 
 
@@ -45,6 +48,14 @@ def test_setting_up_goes_on_without_packages_beside_the_environment(tmp_path: Pa
     assert said.splitlines()[-1].endswith(": benchmarks/agents_learn.py tests/integration/test_verifiers_agent.py")
     assert set_up(tmp_path, "nothing") == ""
     assert {folder.name for folder in tmp_path.iterdir()} == BESIDE | {"bin", ".test-stamp"}
+
+
+def test_a_gpu_that_torch_does_not_find_is_told(tmp_path: Path) -> None:
+    assert set_up(tmp_path, "GPU", "demo") == "", "there is none"
+    assert set_up(tmp_path, "nothing", "demo", "nvidia-smi") == ""
+    said = set_up(tmp_path, "GPU", "demo")
+    assert said.startswith("setup: nvidia-smi shows a GPU, but torch")
+    assert "'rollgrad doctor' says which" in said
 
 
 def test_what_needs_packages_that_are_not_there_fails_by_saying_so(

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rollgrad.entrypoints.cli import doctor
 from rollgrad.entrypoints.cli.doctor_machine import (
     Driver,
     Gpu,
+    compiler_problem,
     disk,
     driver_problem,
     memory_bytes,
@@ -99,6 +101,21 @@ def test_torch_s_build_is_held_against_the_driver(driver: Driver | None, cuda: s
     problem = driver_problem(driver, [Gpu("H100", None)], cuda, "2.13.0")
     assert (problem is None) == (said is None)
     assert said is None or said in str(problem)
+
+
+def test_what_kernels_are_compiled_with_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [Gpu("H100", None)]
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    (tmp_path / "Python.h").touch()
+    assert compiler_problem(gpus) is None
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = compiler_problem(gpus)
+    assert said is not None
+    assert f"a C compiler and Python's headers ({tmp_path}/Python.h) lack here" in said
+    assert compiler_problem([]) is None
 
 
 def test_all_extras_of_the_project_are_known() -> None:
