@@ -20,6 +20,7 @@ from rollgrad.adapters.engines.embedded.grammars import Grammars
 from rollgrad.adapters.engines.embedded.weights import CopiedWeights, SharedWeights
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
+from rollgrad.adapters.models.torch.allocator import FreedGPUMemory
 from rollgrad.adapters.models.torch.loading import load_generation_settings
 from rollgrad.adapters.models.torch.router_replay import install_router_replay
 from rollgrad.adapters.system.event_loop import run_to_end
@@ -199,6 +200,13 @@ def sleeper_kind(config: RLConfig) -> str:
     updates take turns on one device."""
     in_process = config.rollout.engine is Engine.EMBEDDED and engine_model_kind(config) == "shared"
     return "engine" if in_process or config.train.colocate_all or engines_sleep(config) else "none"
+
+
+def resting(config: RLConfig, policy: Any, critic: Any) -> list[Any]:
+    """Returns what leaves memory to engines that wake: the optimizers of models, if they sleep, and what this process
+    has freed of the GPU that it shares with an engine."""
+    models = [model for model in (policy, critic) if model is not None] if config.train.optimizer_sleeps else []
+    return models if config.cluster.enable or not engines_sleep(config) else [*models, FreedGPUMemory()]
 
 
 def channel_kind(config: RLConfig) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 from dependency_injector import providers
 
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
-from rollgrad.adapters.models.torch.allocator import FreedGPUMemory
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.rewards.none import NoReward
@@ -35,7 +34,6 @@ from rollgrad.application.settings.derived import (
     tokens_per_pass,
     tokens_per_scoring_pass,
 )
-from rollgrad.application.settings.engine_memory import engines_sleep
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import RouterReplay
 from rollgrad.application.settings.sections.rollout import Engine
@@ -69,7 +67,7 @@ from rollgrad.entrypoints.composition.data import (
     make_gym_source,
     make_rollouts,
 )
-from rollgrad.entrypoints.composition.engines import EngineContainer
+from rollgrad.entrypoints.composition.engines import EngineContainer, resting
 from rollgrad.entrypoints.composition.executors import (
     executor_kind,
     has_turns,
@@ -133,13 +131,6 @@ def optimizer_steps_of_actor(config: RLConfig, rollouts: int) -> int:
 def optimizer_steps(config: RLConfig, rollouts: int) -> int:
     """Returns the number of optimizer steps in so many rollouts."""
     return rollouts * optimizer_steps_per_rollout(config)
-
-
-def resting(config: RLConfig, policy: Any, critic: Any) -> list[Any]:
-    """Returns what leaves memory to engines that wake: the optimizers of models, if they sleep, and what this process
-    has freed of the GPU that it shares with an engine."""
-    models = [model for model in (policy, critic) if model is not None] if config.train.optimizer_sleeps else []
-    return models if config.cluster.enable or not engines_sleep(config) else [*models, FreedGPUMemory()]
 
 
 class RLContainer(EngineContainer):

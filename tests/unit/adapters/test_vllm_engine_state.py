@@ -11,6 +11,7 @@ import torch
 from rollgrad.adapters.engines.vllm.async_llm import LocalCore
 from rollgrad.adapters.engines.vllm.core import Core
 from rollgrad.adapters.engines.vllm.engine import CoreEngine
+from rollgrad.adapters.models.torch.allocator import FreedGPUMemory
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraSync
@@ -18,7 +19,7 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import DataError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.entrypoints.composition.engines import sleep_level
+from rollgrad.entrypoints.composition.engines import resting, sleep_level
 
 REQUEST = GenerationRequest(prompt_token_ids=(1,), params=SamplingParams(max_new_tokens=8))
 
@@ -219,3 +220,17 @@ def test_engines_sleep_where_models_take_turns_and_keep_what_no_push_brings(
     config.rollout.engine, config.cluster.enable = Engine.VLLM, cluster
     config.train.colocate_all, config.actor.lora.sync = together, sync
     assert sleep_level(config) == level
+
+
+@pytest.mark.parametrize(
+    ("cluster", "engine", "given_back"),
+    [(False, Engine.VLLM, True), (False, Engine.EMBEDDED, False), (True, Engine.VLLM, False)],
+)
+def test_a_process_leaves_what_it_has_freed_to_the_engine_on_its_gpu(
+    cluster: bool, engine: Engine, given_back: bool
+) -> None:
+    config = RLConfig()
+    config.rollout.engine, config.cluster.enable, config.train.colocate_all = engine, cluster, cluster
+    assert [type(memory) for memory in resting(config, object(), None)] == [FreedGPUMemory] * given_back
+    config.train.optimizer_sleeps = True
+    assert len(resting(config, object(), None)) == 1 + given_back
