@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from attrs import evolve
 
+from rollgrad.adapters.engines.embedded import decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.engines.embedded.step_graphs import StepGraphs
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.fleet_member import Taker
@@ -20,6 +23,7 @@ from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.testing.rollout_engine import FakeRolloutEngine
 from tests.caught_requests import begun, caught, paused
 from tests.fakes.fleet_member import FakeFleetMember
+from tests.fakes.step_graphs import Recorder
 from tests.tiny_models import LONG
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # vLLM serves all tests
@@ -48,7 +52,7 @@ class FakeFleet(EngineFleet):
         self.took([Taker(member, number, 0) for number, member in enumerate(self.fakes)], version)
 
 
-@pytest.fixture(params=["fake", "fleet", "embedded", *VLLM])
+@pytest.fixture(params=["fake", "fleet", "embedded", "captured", *VLLM])
 def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
     if request.param == "fake":
         return FakeRolloutEngine
@@ -58,6 +62,9 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
         engine = request.getfixturevalue("vllm_engine")
         return lambda: engine
     model = request.getfixturevalue("model")
+    if request.param == "captured":  # as on a GPU
+        made = partial(StepGraphs, model, torch.device("cpu"), Recorder(model))
+        request.getfixturevalue("monkeypatch").setattr(decoding, "step_graphs", lambda *_: made())
     return lambda: EmbeddedEngine(model, eos_token_ids=(), max_batch_size=8)
 
 

@@ -20,7 +20,7 @@ from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.forward import PackedLM, scatter
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.lora import add_lora
-from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy
+from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, train_without_dropout
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.router_replay import install_router_replay, scored_with_experts
 from rollgrad.application.settings.rules import setting_errors
@@ -91,7 +91,7 @@ def installed(model_type: str, *, recomputes: bool = False) -> Any:
     install_and_compare(model)
     if recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
+        train_without_dropout(model)
     return model
 
 
