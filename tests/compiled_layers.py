@@ -1,8 +1,10 @@
 """Helpers of tests of compiled layers: another compiler than torch's own, and the number of graphs."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -12,14 +14,17 @@ AS_IT_IS = "aot_eager"
 
 @contextmanager
 def compiler(name: str | Callable[..., Any]) -> Iterator[None]:
-    """Has `torch.compile` begin anew inside the block, with the compiler of that name, or a function."""
+    """Has `torch.compile` begin anew inside the block, with the compiler of that name, or a function, also where the
+    tests of clusters have turned it off."""
     from torch._dynamo.backends.registry import set_default_backend
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     set_default_backend(name)
     try:
-        yield
+        with patch.dict(os.environ):
+            os.environ.pop("TORCHDYNAMO_DISABLE", None)
+            yield
     finally:
         set_default_backend(None)
         torch._dynamo.reset()

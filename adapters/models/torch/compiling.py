@@ -9,6 +9,7 @@ stay as they are; hooks of a layer, such as FSDP2's, remain outside of its graph
 Does not own: what a layer computes, nor its division over processes, which follows.
 """
 
+import os
 import time
 from collections.abc import Callable
 from functools import cache
@@ -28,6 +29,9 @@ log = structlog.get_logger(__name__)
 GRAPHS = 32
 """Graphs of one piece of a layer at most, after which torch computes it without: layers of several kinds, with and
 without gradients, in training and in evaluation."""
+
+TURNED_OFF = "TORCHDYNAMO_DISABLE"
+"""Environment variable with which torch compiles nothing, without a word."""
 
 
 def compile_layers(model: Any) -> None:
@@ -68,8 +72,13 @@ def _require_compiler(device: torch.device) -> None:
     """Compiles a small function.
 
     Raises:
-        ConfigurationError: that fails.
+        ConfigurationError: that fails, or is turned off.
     """
+    if os.environ.get(TURNED_OFF) == "1":
+        raise ConfigurationError(
+            f"actor.compile is on, but the environment variable {TURNED_OFF} is 1, which turns torch.compile off: unset "
+            "it, or leave --actor.compile out."
+        )
     try:
         torch.compile(_doubled)(torch.ones(2, device=device))
     except Exception as error:  # of torch, of Triton, or of the compiler that is not there
