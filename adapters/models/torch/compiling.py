@@ -76,8 +76,8 @@ def _require_compiler(device: torch.device) -> None:
     """
     if os.environ.get(TURNED_OFF) == "1":
         raise ConfigurationError(
-            f"actor.compile is on, but the environment variable {TURNED_OFF} is 1, which turns torch.compile off: unset "
-            "it, or leave --actor.compile out."
+            f"actor.compile is on, but the environment variable {TURNED_OFF} is 1, which turns torch.compile off: "
+            "unset it, or leave --actor.compile out."
         )
     try:
         torch.compile(_doubled)(torch.ones(2, device=device))

@@ -248,7 +248,7 @@ def test_a_missing_compiler_is_told_as_torch_tells_it(tiny_model_dir: Path) -> N
 def test_a_variable_that_turns_compiling_off_is_told(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    with pytest.raises(ConfigurationError, match="TORCHDYNAMO_DISABLE is 1, which turns torch.compile off: unset it"):
+    with pytest.raises(ConfigurationError, match=r"TORCHDYNAMO_DISABLE is 1, which turns torch.compile off: unset it"):
         compile_layers(model)
 
 
