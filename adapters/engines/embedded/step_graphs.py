@@ -10,12 +10,15 @@ Does not own: what a step computes.
 from collections.abc import Callable
 from typing import Any
 
+import structlog
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from rollgrad.adapters.engines.embedded.plans import DecodeInputs
 from rollgrad.adapters.models.torch.compatibility import length_dependent_positions
+
+log = structlog.get_logger(__name__)
 
 Compute = Callable[[DecodeInputs], Tensor]
 """Function that takes a step, always in the same way, and may take it several times."""
@@ -55,17 +58,34 @@ class StepGraphs:
         shapes = tuple(part.shape for part in inputs)
         if shapes not in self._captured:
             own = DecodeInputs(*(part.to(self._device, copy=True) for part in inputs))
-            result, replay = self._capture(compute, own)
-            self._captured[shapes] = _Captured(own, result, replay)
+            self._captured[shapes] = _Captured(own, *self._capturing(compute, own))
         step = self._captured[shapes]
         for own_part, part in zip(step.inputs, inputs, strict=True):
             own_part.copy_(part)
         step.replay()
         return step.result
 
+    def _capturing(self, compute: Compute, inputs: DecodeInputs) -> tuple[Tensor, Callable[[], object]]:
+        """Captures a step; once that has failed, steps are taken one by one."""
+        try:
+            return self._capture(compute, inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().split("\n")[0].rstrip(".")
+            log.warning(f"The model's decoding steps cannot be captured as CUDA graphs ({reason}): they take longer.")
+            self._capture = uncaptured
+            return uncaptured(compute, inputs)
+
     def clear(self) -> None:
         """Drops all graphs, and their memory."""
         self._captured.clear()
+
+
+def uncaptured(compute: Compute, inputs: DecodeInputs) -> tuple[Tensor, Callable[[], object]]:
+    """Implements `Capture` without one."""
+    result = compute(inputs)
+    return result, lambda: result.copy_(compute(inputs))
 
 
 class CudaCapture:
@@ -76,16 +96,19 @@ class CudaCapture:
 
     def __call__(self, compute: Compute, inputs: DecodeInputs) -> tuple[Tensor, Callable[[], object]]:
         """Implements `Capture`."""
-        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream())
+        stream, beside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        beside.wait_stream(stream)
         with torch.cuda.stream(beside):
             for _ in range(WARM_UPS):
                 compute(inputs)
-        torch.cuda.current_stream().wait_stream(beside)
+        stream.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        # Threads that train meanwhile may allocate memory.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = compute(inputs)
+        try:
+            # Threads that train meanwhile may allocate memory.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = compute(inputs)
+        finally:
+            torch.cuda.set_stream(stream)  # which torch leaves behind where a capture fails
         return result, graph.replay
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from rollgrad.adapters.engines.embedded import decoding
@@ -112,6 +113,28 @@ def test_a_push_of_weights_in_place_is_seen_by_what_was_captured(
         decoded(own, [(5, 6, 7), (8, 9)], 2), decoded(plain, [(5, 6, 7), (8, 9)], 2), strict=True
     ):
         torch.testing.assert_close(found_AV, wanted_AV)
+
+
+@torch.no_grad()
+def test_steps_that_cannot_be_captured_are_taken_one_by_one(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a model that waits for a number of the GPU's in its forward pass."""
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=CPU, flag="model")
+    monkeypatch.setattr(decoding, "step_graphs", lambda *_: StepGraphs(model, CPU, failing))
+    prompts = [(5, 6, 7), (8, 9)]
+    with capture_logs() as logs:
+        found = decoded(Decoder(model), prompts, 4)
+    assert [each["event"] for each in logs] == [
+        "The model's decoding steps cannot be captured as CUDA graphs (operation not permitted when stream is "
+        "capturing): they take longer."
+    ]
+    for found_AV, wanted_AV in zip(found, decoded(decoder_with(model, monkeypatch, None), prompts, 4), strict=True):
+        torch.testing.assert_close(found_AV, wanted_AV, rtol=1e-4, atol=1e-4)
 
 
 def test_steps_on_a_cpu_and_of_mixtures_are_not_captured(tiny_mixture_dir: Path) -> None:
