@@ -162,9 +162,9 @@ class ModelConfig:
     )
     compile: bool = setting(
         False,
-        "Compile each layer of the models that are trained, and of those that score, by torch.compile, which fuses "
-        "what lies between matrix products: less memory is read and written. Sizes of packs do not matter; the first "
-        "steps take up to some minutes longer. Needs a C++ compiler, or Triton on a GPU.",
+        "Compile each layer of the models that are trained, and of the reference, by torch.compile, which fuses what "
+        "lies between matrix products: less memory is read and written. Packs of all sizes share what is compiled; the "
+        "first step takes up to some minutes longer. Needs a C++ compiler, on a GPU Triton.",
         only_if=(WITHOUT_DROPOUT, WITHOUT_FETCHING),
     )
     aux_loss_coef: float = setting(

@@ -18,18 +18,29 @@ from rollgrad.adapters.models.torch import compiling
 from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.forward import PackedLM, scatter
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, train_without_dropout
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.router_replay import install_router_replay, scored_with_experts
+from rollgrad.adapters.models.torch.weight_shards import layer_stacks
 from rollgrad.application.settings.rules import setting_errors
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import AdapterConfig
+from rollgrad.application.settings.sections.actor import ActorConfig, AdapterConfig, DType
 from rollgrad.application.settings.sections.cluster import Strategy
+from rollgrad.application.settings.sections.critic import CriticConfig
+from rollgrad.application.settings.sections.examples import ExampleModelConfig
+from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import TokenScores
+from rollgrad.entrypoints.composition.models import (
+    make_actor_model,
+    make_critic,
+    make_reference_model,
+    make_trained_actor,
+    make_trained_reward,
+)
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.compiled_layers import AS_IT_IS, compiler, graphs
 from tests.fakes import cluster
@@ -250,6 +261,30 @@ def test_a_variable_that_turns_compiling_off_is_told(tiny_model_dir: Path, monke
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(ConfigurationError, match=r"TORCHDYNAMO_DISABLE is 1, which turns torch.compile off: unset it"):
         compile_layers(model)
+
+
+@pytest.mark.usefixtures("compiled_as_it_is")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_run_s_trained_models_and_its_reference_are_compiled_and_its_engine_s_own_is_not(
+    tiny_model_dir: Path, compiles: bool
+) -> None:
+    actor = ActorConfig(model_name_or_path=str(tiny_model_dir), dtype=DType.FLOAT32, compile=compiles)
+    tokenizer = load_tokenizer(str(tiny_model_dir), flag="model")
+    settings = OptimizerSettings(lr=1e-3)
+    critic = make_critic(actor, CriticConfig(), tokenizer, settings, MasterOptimizer, seed=0)
+    reward = make_trained_reward(ExampleModelConfig(**kept(actor)), 0, tokenizer, settings, MasterOptimizer)
+    models = [make_trained_actor(actor, 0), make_reference_model(actor, RefConfig()), critic._module, reward._module]
+    assert [is_compiled(model) for model in models] == [compiles] * 4
+    assert not is_compiled(make_actor_model(actor))
+
+
+def kept(actor: ActorConfig) -> dict[str, Any]:
+    return {name: getattr(actor, name) for name in ("model_name_or_path", "dtype", "compile")}
+
+
+def is_compiled(model: Any) -> bool:
+    layers = [layer for stack in layer_stacks(model) for layer in stack]
+    return bool(layers) and all(isinstance(layer.forward, compiling._CompiledForward) for layer in layers)
 
 
 @pytest.mark.usefixtures("compiled_as_it_is")
