@@ -1,8 +1,10 @@
 """A double of CUDA graphs on a CPU, as strict as they are about addresses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -42,3 +44,64 @@ class Recorder:
     def _places(self, inputs: DecodeInputs) -> list[tuple[int, torch.Size]]:
         stored = [part for pair in self.cache._pairs for part in pair]
         return [(part.data_ptr(), part.shape) for part in (*self._weights, *inputs, *stored)]
+
+
+class Cuda:
+    """A double of what captures need of `torch.cuda`. It says what was done, and refuses what CUDA does: pools whose
+    graphs are gone, and a capture beside the stream of its warming up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream: object = "own"
+        self.pools: list[tuple[int, int]] = []
+        """The pool of each graph."""
+        self.done: list[str] = []
+        self._live: dict[tuple[int, int], int] = {}
+        cuda = self
+
+        class Stream:
+            def wait_stream(self, other: object) -> None:
+                cuda.done.append("wait")
+
+        class Graph:
+            def pool(self) -> tuple[int, int]:
+                return self.own
+
+            def replay(self) -> None:
+                cuda.done.append("replay")
+
+            def __del__(self) -> None:
+                cuda._live[self.own] -= 1
+
+            own = (0, 0)
+
+        @contextmanager
+        def stream(entered: object) -> Iterator[None]:
+            before, cuda.stream = cuda.stream, entered
+            yield
+            cuda.stream = before
+
+        @contextmanager
+        def graph(
+            made: Graph, pool: tuple[int, int] | None = None, capture_error_mode: str = "global"
+        ) -> Iterator[None]:
+            assert capture_error_mode == "thread_local"
+            assert pool is None or cuda._live[pool] > 0, "torch asserts that another graph of a pool lives"
+            made.own = (0, len(cuda._live) + 1) if pool is None else pool
+            cuda._live[made.own] = cuda._live.get(made.own, 0) + 1
+            cuda.pools.append(made.own)
+            cuda.stream = "capturing"
+            yield
+            cuda.stream = own  # not where the block raises: torch ends the capture first, which then raises
+
+        own = Stream()
+        cuda.stream = own
+        cuda._live[Graph.own] = 0
+        for name, double in {
+            "Stream": Stream,
+            "CUDAGraph": Graph,
+            "stream": stream,
+            "graph": graph,
+            "current_stream": lambda: cuda.stream,
+            "set_stream": lambda chosen: setattr(cuda, "stream", chosen),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, double)

@@ -7,6 +7,7 @@ there, and all graphs are dropped when weights lie elsewhere, or when the engine
 Does not own: what a step computes.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -92,7 +93,8 @@ class CudaCapture:
     """Captures by CUDA graphs, which share the memory of what they compute on the way: one runs after the other."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._latest: Callable[[], Any] = lambda: None
+        """Returns the graph that was captured last, None where it was dropped: its pool of memory is then gone."""
 
     def __call__(self, compute: Compute, inputs: DecodeInputs) -> tuple[Tensor, Callable[[], object]]:
         """Implements `Capture`."""
@@ -102,13 +104,15 @@ class CudaCapture:
             for _ in range(WARM_UPS):
                 compute(inputs)
         stream.wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
+        graph, latest = torch.cuda.CUDAGraph(), self._latest()
+        pool = None if latest is None else latest.pool()
         try:
             # Threads that train meanwhile may allocate memory.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 result = compute(inputs)
         finally:
             torch.cuda.set_stream(stream)  # which torch leaves behind where a capture fails
+        self._latest = weakref.ref(graph)
         return result, graph.replay
 
 

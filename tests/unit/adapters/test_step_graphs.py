@@ -12,10 +12,10 @@ from torch import Tensor
 from rollgrad.adapters.engines.embedded import decoding
 from rollgrad.adapters.engines.embedded.decoding import Decoder
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, Place
-from rollgrad.adapters.engines.embedded.step_graphs import StepGraphs, step_graphs
+from rollgrad.adapters.engines.embedded.step_graphs import CudaCapture, StepGraphs, step_graphs
 from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.loading import load_causal_lm
-from tests.fakes.step_graphs import Recorder
+from tests.fakes.step_graphs import Cuda, Recorder
 from tests.tiny_architectures import tiny_model
 
 CPU = torch.device("cpu")
@@ -135,6 +135,41 @@ def test_steps_that_cannot_be_captured_are_taken_one_by_one(
     ]
     for found_AV, wanted_AV in zip(found, decoded(decoder_with(model, monkeypatch, None), prompts, 4), strict=True):
         torch.testing.assert_close(found_AV, wanted_AV, rtol=1e-4, atol=1e-4)
+
+
+def test_graphs_share_the_memory_of_those_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, capture, streams = Cuda(monkeypatch), CudaCapture(), []
+    own = cuda.stream
+
+    def compute(_: Any) -> Tensor:
+        streams.append(cuda.stream)
+        return torch.zeros(1)
+
+    captured = [capture(compute, None) for _ in range(2)]  # type: ignore[arg-type]
+    assert cuda.pools[0] == cuda.pools[1]
+    beside, again, capturing = streams[:3]
+    assert beside is again is not own, "the steps before a capture run on another stream"
+    assert capturing == "capturing"
+    assert cuda.stream is own
+    captured.clear()
+    captured = [capture(compute, None) for _ in range(2)]  # type: ignore[arg-type]
+    assert cuda.pools[2] == cuda.pools[3] != cuda.pools[0]
+    captured[0][1]()
+    assert cuda.done[-1] == "replay"
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, capture = Cuda(monkeypatch), CudaCapture()
+    own = cuda.stream
+
+    def compute(_: Any) -> Tensor:
+        if cuda.stream == "capturing":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        capture(compute, None)  # type: ignore[arg-type]
+    assert cuda.stream is own
 
 
 def test_steps_on_a_cpu_and_of_mixtures_are_not_captured(tiny_mixture_dir: Path) -> None:
