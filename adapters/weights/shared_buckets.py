@@ -3,17 +3,19 @@
 The memory has `BUCKETS` buckets. `fill` writes the bytes of one tensor after the other into a bucket until it is full,
 and divides a tensor that does not fit: the rest is at the beginning of the next bucket. `Piece`s describe the contents
 in plain values; `Assembler` copies pieces from a bucket and returns each tensor once it is complete. For example,
-tensors of 10 and 12 MiB fill buckets of 16 MiB with (first, 0 to 10), (second, 0 to 6) and (second, 6 to 12). Does not
-own: when a bucket may be written.
+tensors of 10 and 12 MiB fill buckets of 16 MiB with (first, 0 to 10), (second, 0 to 6) and (second, 6 to 12). Several
+processes that have parts of the tensors each write these to a part of every bucket. Does not own: when a bucket may be
+written.
 """
 
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypedDict
 
 import torch
+from attrs import define, frozen
 from torch import Tensor
 
 from rollgrad.domain.errors import ConfigurationError
@@ -83,25 +85,47 @@ class SharedMemory:
             os.unlink(self.path)
 
 
-def fill(weights: Iterator[tuple[str, Tensor]], memory: SharedMemory) -> Iterator[tuple[int, list[Piece]]]:
-    """Writes `weights` bucket by bucket; yields the index and the pieces of each bucket when it is full, and of the
-    last.
+@frozen
+class Run:
+    """Consecutive elements of a flattened tensor of shape `shape`, from element `begin` on."""
 
-    The next bucket is written when the next item is requested; indices alternate.
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    elements: Tensor
+
+
+def fill(weights: Iterator[tuple[str, Tensor]], memory: SharedMemory) -> Iterator[tuple[int, list[Piece]]]:
+    """Writes whole tensors bucket by bucket, like `fill_runs`."""
+    whole = (Run(name, tuple(tensor.shape), 0, tensor.detach().contiguous().view(-1)) for name, tensor in weights)
+    yield from fill_runs(whole, memory)
+
+
+def fill_runs(
+    runs: Iterable[Run], memory: SharedMemory, *, writer: int = 0, writers: int = 1
+) -> Iterator[tuple[int, list[Piece]]]:
+    """Writes `runs` bucket by bucket; yields the index and the pieces of each bucket when it is full, and of the last.
+
+    The next bucket is written when the next item is requested; indices alternate. Each of `writers` processes has an
+    equal part of every bucket, in which it writes runs of its own.
     """
+    room = memory.bucket_bytes // writers // ALIGNMENT * ALIGNMENT
     index, used = 0, 0
     pieces: list[Piece] = []
-    for name, tensor in weights:
-        source = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        begin = 0
+    for run in runs:
+        source = run.elements.view(torch.uint8)
+        dtype = str(run.elements.dtype).removeprefix("torch.")
+        first, begin = run.begin * run.elements.element_size(), 0
         while begin < source.numel():
-            size = min(source.numel() - begin, memory.bucket_bytes - used)
-            memory.bucket(index)[used : used + size].copy_(source[begin : begin + size])
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            pieces.append(Piece(name=name, dtype=dtype, shape=list(tensor.shape), begin=begin, offset=used, size=size))
+            size = min(source.numel() - begin, room - used)
+            offset = writer * room + used
+            memory.bucket(index)[offset : offset + size].copy_(source[begin : begin + size])
+            pieces.append(
+                Piece(name=run.name, dtype=dtype, shape=list(run.shape), begin=first + begin, offset=offset, size=size)
+            )
             begin += size
             used = -(-(used + size) // ALIGNMENT) * ALIGNMENT
-            if used >= memory.bucket_bytes:
+            if used >= room:
                 yield index, pieces
                 index, used, pieces = (index + 1) % BUCKETS, 0, []
     if pieces:
@@ -113,38 +137,50 @@ def fill_at(weights: Iterator[tuple[str, Tensor]], path: str, bucket_bytes: int)
     yield from fill(weights, SharedMemory(path, bucket_bytes=bucket_bytes))
 
 
+def fill_part_at(
+    runs: Iterable[Run], writer: int, writers: int, path: str, bucket_bytes: int
+) -> Iterator[tuple[int, list[Piece]]]:
+    """Runs `fill_runs` on memory that another process made."""
+    yield from fill_runs(runs, SharedMemory(path, bucket_bytes=bucket_bytes), writer=writer, writers=writers)
+
+
+@define
+class _Incomplete:
+    """A tensor of which `missing` bytes have not come."""
+
+    tensor: Tensor
+    missing: int
+
+
 class Assembler:
-    """Joins the pieces of tensors, in memory of their own on `device`."""
+    """Joins the pieces of tensors, in memory of their own on `device`. Pieces of a tensor come in any order, because
+    several processes may write them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._name = ""
-        self._tensor = torch.empty(0)
-        self._missing = 0
+        self._incomplete: dict[str, _Incomplete] = {}
 
     def whole(self) -> bool:
         """Returns whether no tensor is incomplete."""
-        return not self._missing
+        return not self._incomplete
 
     def take(self, bucket: Tensor, pieces: list[Piece]) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that these pieces complete.
 
         Raises:
-            ValueError: a piece does not continue the incomplete tensor.
+            ValueError: a piece has bytes that its tensor has not.
         """
         for piece in pieces:
-            if not self._missing:
-                self._begin(piece)
-            target = self._tensor.view(-1).view(torch.uint8)
-            if piece["name"] != self._name or piece["begin"] != target.numel() - self._missing:
-                raise ValueError(f"A piece of {piece['name']} came where {self._missing} bytes of {self._name} lack.")
-            run = bucket[piece["offset"] : piece["offset"] + piece["size"]]
-            target[piece["begin"] : piece["begin"] + piece["size"]].copy_(run)
-            self._missing -= piece["size"]
-            if not self._missing:
-                yield self._name, self._tensor
-
-    def _begin(self, piece: Piece) -> None:
-        self._name = piece["name"]
-        self._tensor = torch.empty(piece["shape"], dtype=getattr(torch, piece["dtype"]), device=self._device)
-        self._missing = self._tensor.nbytes
+            name = piece["name"]
+            if name not in self._incomplete:
+                tensor = torch.empty(piece["shape"], dtype=getattr(torch, piece["dtype"]), device=self._device)
+                self._incomplete[name] = _Incomplete(tensor, tensor.nbytes)
+            found = self._incomplete[name]
+            end = piece["begin"] + piece["size"]
+            if end > found.tensor.nbytes or piece["size"] > found.missing:
+                raise ValueError(f"A piece of {name} came up to byte {end}, where {found.missing} bytes of it lack.")
+            target = found.tensor.view(-1).view(torch.uint8)
+            target[piece["begin"] : end].copy_(bucket[piece["offset"] : piece["offset"] + piece["size"]])
+            found.missing -= piece["size"]
+            if not found.missing:
+                yield name, self._incomplete.pop(name).tensor

@@ -1,10 +1,11 @@
 """Weights through the CPU's memory: the trainer writes two buckets that the engines' workers read
-(`shared_buckets`)."""
+(`shared_buckets`). Processes of the trainer that have parts of the weights each write their own, and workers read what
+their share of the model needs."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
-from rollgrad.adapters.weights.shared_buckets import SharedMemory, fill_at
-from rollgrad.adapters.weights.transfer import Life, Update, WeightStream, sent
+from rollgrad.adapters.weights.shared_buckets import Piece, SharedMemory, fill_at, fill_part_at
+from rollgrad.adapters.weights.transfer import DividedPolicy, Life, Update, WeightStream, sent
 from rollgrad.domain.ports.models import PolicyModel
 
 
@@ -26,7 +27,7 @@ def _transfer(policy: PolicyModel, engines: Sequence[Life], *, adapter: bool) ->
     memory = SharedMemory()
 
     def updates() -> Generator[Update]:
-        for [(bucket, pieces)] in sent(policy, fill_at, memory.path, memory.bucket_bytes, adapter=adapter):
+        for bucket, pieces in _buckets(policy, memory, adapter=adapter):
             yield Update(
                 {"bucket": bucket, "pieces": pieces},
                 bytes=sum(piece["size"] for piece in pieces),
@@ -40,3 +41,15 @@ def _transfer(policy: PolicyModel, engines: Sequence[Life], *, adapter: bool) ->
         begun=memory.unlink,  # every process has mapped it, so it is freed with the last of them
         close=lambda well: memory.unlink(),
     )
+
+
+def _buckets(policy: PolicyModel, memory: SharedMemory, *, adapter: bool) -> Iterator[tuple[int, list[Piece]]]:
+    """Yields the index and the pieces of each bucket that the policy's processes have written."""
+    where = (memory.path, memory.bucket_bytes)
+    if adapter or not isinstance(policy, DividedPolicy) or not policy.parts():
+        for [written] in sent(policy, fill_at, *where, adapter=adapter):
+            yield written
+        return
+    for messages in policy.sent_parts(fill_part_at, *where):
+        written = [message for message in messages if message is not None]
+        yield written[0][0], [piece for _, pieces in written for piece in pieces]

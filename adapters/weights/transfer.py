@@ -71,6 +71,16 @@ class DividedPolicy(Protocol):
         sends the adapters instead of the weights."""
         ...
 
+    def parts(self) -> int:
+        """Returns the number of its processes if all of them are on this machine and have parts of the weights that
+        they can send as they are; 0 if weights have to be put together first."""
+        ...
+
+    def sent_parts(self, send: Send, *arguments: Any) -> Iterator[list[Any]]:
+        """Yields the results of `send(runs, rank, parts, *arguments)` in each process, of the runs (`Run`) of weights
+        that it has; None for one that has sent all of its own while others have not."""
+        ...
+
     def address(self) -> tuple[str, int]:
         """Returns the host and a free port of the first process."""
         ...

@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
 from rollgrad.adapters.weights.disk import Disk
+from rollgrad.adapters.weights.shared_buckets import Run
 from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter
 from rollgrad.adapters.weights.transfer import Send, WeightStream
 from rollgrad.application.engines.fleet import EngineFleet
@@ -378,6 +380,12 @@ class ShardedPolicy(CountedPolicy):
         for message in send(super().weights(), *arguments):
             yield [message]
 
+    def parts(self) -> int:
+        return 0
+
+    def sent_parts(self, send: Send, *arguments: Any) -> Iterator[list[Any]]:
+        raise AssertionError("it has no parts")
+
     def address(self) -> tuple[str, int]:
         raise AssertionError("nobody has to find it")
 
@@ -391,6 +399,37 @@ async def test_a_policy_that_sends_its_weights_itself_is_let_to() -> None:
     moved = await channel.push(policy, 1)
     whole = CountedPolicy()
     assert moved["bytes"] == sum(tensor.nbytes for _, tensor in whole.weights())
+    assert all(has_all(member, whole) for member in members)
+    await fleet.aclose()
+
+
+class PartedPolicy(ShardedPolicy):
+    """Three processes have a part each; those of the last are smaller, so that it has sent all of its own earlier."""
+
+    def parts(self) -> int:
+        return 3
+
+    def sent_parts(self, send: Send, *arguments: Any) -> Iterator[list[Any]]:
+        ways = [send(self.runs(rank), rank, 3, *arguments) for rank in range(3)]
+        yield from map(list, zip_longest(*ways))
+
+    def runs(self, rank: int) -> Iterator[Run]:
+        for name, tensor in CountedPolicy.weights(self):
+            begin, end = (int(len(tensor) * share) for share in ((0, 0.45, 0.9, 1)[rank], (0, 0.45, 0.9, 1)[rank + 1]))
+            yield Run(name, tuple(tensor.shape), begin, tensor[begin:end])
+
+
+async def test_processes_that_have_parts_of_the_weights_each_write_their_own() -> None:
+    channel, fleet, members = channel_of(2)
+    policy = PartedPolicy()
+    whole = CountedPolicy()
+    for version in (1, 2):
+        moved = await channel.push(policy, version)
+        assert moved["bytes"] == sum(tensor.nbytes for _, tensor in whole.weights())
+        assert all(has_all(member, whole) for member in members)
+    members[1].die_at = "take"
+    await channel.push(policy, 3)
+    await until(lambda: fleet.health.serving == [0, 1])
     assert all(has_all(member, whole) for member in members)
     await fleet.aclose()
 

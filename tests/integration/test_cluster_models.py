@@ -26,7 +26,7 @@ from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.rewards.model import ModelReward
-from rollgrad.adapters.weights.shared_buckets import SharedMemory, fill_at
+from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory, fill_at, fill_part_at
 from rollgrad.application.learning.microbatch import split
 from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.application.settings.memory_plan import Machine, memory_plan
@@ -358,6 +358,46 @@ def test_weights_that_nobody_reads_to_the_end_hold_nobody_up(group: WorkerGroup,
     policy = ShardedPolicy(group)
     memory = SharedMemory(bucket_bytes=4096)
     buckets = policy.sent(fill_at, memory.path, memory.bucket_bytes)
+    next(buckets)
+    buckets.close()
+    memory.unlink()
+    assert cluster.trained(policy, 1)["lr"] > 0
+
+
+@pytest.mark.parametrize(
+    ("group", "stage", "offload"),
+    [(2, 2, False), (2, 3, False), (2, FSDP, False), (3, 3, True), (3, FSDP, True), (2, 0, False)],
+    indirect=["group"],
+)
+def test_each_process_sends_the_part_of_the_weights_that_it_has(
+    group: WorkerGroup, stage: int | str, offload: bool, tiny_model_dir: Path
+) -> None:
+    group.build(cluster.rank_policy, str(tiny_model_dir), stage, offload)
+    policy = ShardedPolicy(group)
+    cluster.trained(policy, 1)
+    assert policy.parts() == group.size
+    memory = SharedMemory(bucket_bytes=4096)
+    assembler = Assembler(torch.device("cpu"))
+    arrived: dict[str, torch.Tensor] = {}
+    sizes = [0] * group.size
+    for messages in policy.sent_parts(fill_part_at, memory.path, memory.bucket_bytes):
+        for rank, message in enumerate(messages):
+            index, pieces = message or (0, [])
+            sizes[rank] += sum(piece["size"] for piece in pieces)
+            arrived |= dict(assembler.take(memory.bucket(index), pieces))
+    memory.unlink()
+    assert assembler.whole()
+    expected = cluster.weights(policy)
+    assert arrived.keys() == expected.keys()
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in expected.items())
+    assert max(sizes) < 1.2 * sum(sizes) / group.size, "each writes its share"
+
+
+def test_parts_that_nobody_reads_to_the_end_hold_nobody_up(group: WorkerGroup, tiny_model_dir: Path) -> None:
+    group.build(cluster.rank_policy, str(tiny_model_dir), 3)
+    policy = ShardedPolicy(group)
+    memory = SharedMemory(bucket_bytes=4096)
+    buckets = policy.sent_parts(fill_part_at, memory.path, memory.bucket_bytes)
     next(buckets)
     buckets.close()
     memory.unlink()

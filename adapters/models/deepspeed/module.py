@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rollgrad.adapters.models.deepspeed import tensor_parallel
-from rollgrad.adapters.models.deepspeed.partition import fetch_heads, partition
+from rollgrad.adapters.models.deepspeed.partition import fetch_heads, own_run, partition
 from rollgrad.adapters.models.deepspeed.processes import deepspeed_library
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, engine_config, make_adam
 from rollgrad.adapters.models.torch.ema import MovingAverage
@@ -191,6 +191,10 @@ class DeepSpeedModule(TrainedModule):
         zero = deepspeed_library().zero.GatheredParameters(list(parameters), enabled=self._stage == PARAMETERS)
         with zero, tensor_parallel.gathered(parameters):
             yield as_it_is
+
+    def part(self, parameter: nn.Parameter) -> tuple[int, Tensor] | None:
+        """Implements `TrainedModule.part`."""
+        return None if tensor_parallel.is_divided(parameter) else own_run(parameter)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Implements `TrainedModule.averaged`."""

@@ -6,7 +6,7 @@ Does not own: how a model is loaded, nor what ZeRO does with it.
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, distributed, nn
 
 from rollgrad.adapters.models.torch.forward import Scorer
 from rollgrad.adapters.models.torch.weight_shards import is_sharded, parameter_places, replace_parameter, together
@@ -46,3 +46,17 @@ def partition(module: nn.Module, config: Mapping[str, Any]) -> None:
             zero.Init(module=nn.ParameterList([whole]), config_dict_or_path=dict(config))
         else:
             first.convert_to_zero_parameters([whole])
+
+
+def own_run(parameter: Any) -> tuple[int, Tensor] | None:
+    """Returns what this process has of a flattened parameter, and the index of its first element: what ZeRO-3 keeps of
+    it here, or an equal share of a parameter that all processes have. None if several processes keep the same."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    if not hasattr(parameter, "ds_tensor"):
+        most = -(-parameter.numel() // size)
+        return min(rank * most, parameter.numel()), parameter.detach().reshape(-1)[rank * most : (rank + 1) * most]
+    if parameter.ds_zero_partition_world_size != size:
+        return None
+    kept = parameter.ds_tensor.detach()
+    begin = parameter.ds_zero_partition_rank * kept.numel()
+    return begin, kept[: max(0, parameter.ds_numel - begin)]  # the last processes' parts end with memory that pads them

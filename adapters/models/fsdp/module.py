@@ -79,6 +79,11 @@ class FSDPTrainedModule(MasterOptimizer):
         """Implements `TrainedModule.gathered`: each parameter is gathered when it is asked for."""
         return nullcontext(self._division.whole)
 
+    def part(self, parameter: nn.Parameter) -> tuple[int, Tensor]:
+        """Implements `TrainedModule.part`: rows."""
+        rows = rows_of(parameter).to(self._division.formats[parameter])
+        return self._division.place(len(parameter))[0] * math.prod(parameter.shape[1:]), rows.reshape(-1)
+
     def averaged(self) -> AbstractContextManager[None]:
         """Implements `TrainedModule.averaged`: FSDP gathers the masters themselves, and knows where they lie."""
         assert self._average is not None

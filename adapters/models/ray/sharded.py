@@ -57,6 +57,16 @@ class RankPolicy:
         """Starts to send only the adapters' weights by `send`."""
         self._open(self.policy.adapter(), send, *arguments)
 
+    def has_parts(self) -> bool:
+        """Returns whether this process can send its part of all weights as it is."""
+        return self.policy.own_parts() is not None
+
+    def open_parts(self, send: Send, *arguments: Any) -> None:
+        """Starts to send this process's part of the weights by `send`."""
+        self._weights = iter(())
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._updates = send(self.policy.own_parts(), rank, size, *arguments)
+
     def next_update(self) -> Any:
         """Returns the description of the next update; None after the last."""
         return next(self._updates, None)
@@ -146,6 +156,26 @@ class ShardedPolicy(_Trained, PolicyModel):
             following="next_update",
             rest="skip_weights",
             others=f"gather_{what}",
+        )
+
+    def parts(self) -> int:
+        """Implements `DividedPolicy.parts`."""
+        return self._group.size if self._has_parts else 0
+
+    @cached_property
+    def _has_parts(self) -> bool:
+        return self._group.size > 1 and self._group.on_this_machine() and all(self._group.all("has_parts"))
+
+    def sent_parts(self, send: Send, *arguments: Any) -> Iterator[list[Any]]:
+        """Implements `DividedPolicy.sent_parts`."""
+        yield from self._group.read(
+            "open_parts",
+            send,
+            *arguments,
+            ranks=range(self._group.size),
+            following="next_update",
+            rest="skip_weights",
+            others="gather_weights",
         )
 
     def address(self) -> tuple[str, int]:

@@ -70,6 +70,10 @@ class RankWorker:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, int(self._store.port)
 
+    def machine(self) -> str:
+        """Returns Ray's id of this process's machine."""
+        return machine()
+
     def pid(self) -> int:
         """Returns the id of this process."""
         return os.getpid()
@@ -188,6 +192,10 @@ class WorkerGroup:
         """Returns the ids of the processes, by rank."""
         return [int(pid) for pid in self._call_all("answering", lambda worker: worker.pid.remote())]
 
+    def on_this_machine(self) -> bool:
+        """Returns whether all processes are on the machine of this one."""
+        return set(self._call_all("answering", lambda worker: worker.machine.remote())) == {machine()}
+
     def address(self) -> tuple[str, int]:
         """Returns the host and a free port of the first process."""
         host, port = self._gather({0: self._workers[0].address.remote()}, "answering")[0]
@@ -225,7 +233,7 @@ class WorkerGroup:
     def read(
         self, begin: str, *arguments: Any, ranks: Sequence[int], following: str, rest: str, others: str
     ) -> Iterator[list[Any]]:
-        """Yields the results of `following` in the processes `ranks` until they are None.
+        """Yields the results of `following` in the processes `ranks` until all are None.
 
         `begin` is called first, with its arguments; the other processes take part by one long call, `others`. Closing
         the iterator, or a call of all processes, ends the reading: `ranks` then call `rest`.
@@ -251,7 +259,7 @@ class WorkerGroup:
                             "ends the transfer: push again."
                         )
                     items = self.begin(following, ranks)()
-                if items[0] is None:
+                if all(item is None for item in items):
                     return
                 yield items
         finally:
@@ -350,6 +358,11 @@ class WorkerGroup:
         self._reading, self._participants = None, {}
         self.close()
         return WorkerError(self._broken)
+
+
+def machine() -> str:
+    """Returns Ray's id of this process's machine."""
+    return str(ray_module().get_runtime_context().get_node_id())
 
 
 def _is_death(error: Exception) -> bool:

@@ -40,7 +40,9 @@ from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
 from rollgrad.adapters.models.torch.state_copy import CopiesState
 from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.adapters.models.torch.trained_module import TrainedModule
+from rollgrad.adapters.models.torch.weight_parts import weight_parts
 from rollgrad.adapters.models.torch.weight_shards import whole_layers
+from rollgrad.adapters.weights.shared_buckets import Run
 from rollgrad.domain.batches.metrics import Total
 from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.ports.models import (
@@ -279,6 +281,10 @@ class TorchPolicy(CopiesState, PolicyModel):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Implements `PolicyModel.weights`."""
         return weight_values(plain_weights(self.module), self._trained)
+
+    def own_parts(self) -> Iterator[Run] | None:
+        """Returns what this process has of each weight (`weight_parts`)."""
+        return weight_parts(plain_weights(self.module), self._trained)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the adapters' own weights, by their names in peft's files; nothing without adapters."""

@@ -104,6 +104,12 @@ class TrainedModule(Protocol):
         processes ask for the same ones in the same order."""
         ...
 
+    def part(self, parameter: nn.Parameter) -> tuple[int, Tensor] | None:
+        """Returns the run of a flattened parameter that this process has, in the number format in which it computes,
+        and the index of its first element; the parts of all processes are the parameter. None if what a process has is
+        no run, or the parameter is that of one process."""
+        return None
+
     def averaged(self) -> AbstractContextManager[None]:
         """Makes the module compute with the moving averages of its weights inside the block."""
         ...

@@ -1,11 +1,22 @@
 import os
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from rollgrad.adapters.weights import shared_buckets as buckets
-from rollgrad.adapters.weights.shared_buckets import ALIGNMENT, BUCKETS, Assembler, Piece, SharedMemory, fill
+from rollgrad.adapters.weights.shared_buckets import (
+    ALIGNMENT,
+    BUCKETS,
+    Assembler,
+    Piece,
+    Run,
+    SharedMemory,
+    fill,
+    fill_part_at,
+)
 from rollgrad.domain.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -52,15 +63,44 @@ def test_the_bucket_that_is_being_read_is_not_written() -> None:
     assert next(filled)[0] == first
 
 
-@pytest.mark.parametrize(("name", "begin"), [("b", 8), ("a", 0), ("a", 4), ("a", 12)])
-def test_a_piece_that_does_not_come_next_is_refused(name: str, begin: int) -> None:
+@pytest.mark.parametrize(("begin", "size"), [(12, 8), (16, 4), (0, 12)])
+def test_a_piece_that_its_tensor_lacks_no_bytes_for_is_refused(begin: int, size: int) -> None:
     piece = Piece(name="a", dtype="float32", shape=[4], begin=0, offset=0, size=8)
     assembler = Assembler(CPU)
     assert list(assembler.take(torch.zeros(64, dtype=torch.uint8), [piece])) == []
     assert not assembler.whole()
-    wrong = Piece(name=name, dtype="float32", shape=[4], begin=begin, offset=0, size=4)
-    with pytest.raises(ValueError, match=f"A piece of {name}"):
+    wrong = Piece(name="a", dtype="float32", shape=[4], begin=begin, offset=0, size=size)
+    with pytest.raises(ValueError, match="A piece of a"):
         list(assembler.take(torch.zeros(64, dtype=torch.uint8), [wrong]))
+
+
+def parts(writer: int, writers: int) -> Iterator[Run]:
+    """Shares that one of several processes has of each tensor, the last ones smaller or empty."""
+    for name, tensor in tensors():
+        flat = tensor.contiguous().view(-1)
+        most = -(-len(flat) // writers)
+        yield Run(name, tuple(tensor.shape), min(writer * most, len(flat)), flat[writer * most : (writer + 1) * most])
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 5])
+@pytest.mark.parametrize("bucket_bytes", [5 * ALIGNMENT, 2**20])
+def test_processes_that_write_their_parts_write_all_tensors(writers: int, bucket_bytes: int) -> None:
+    memory = SharedMemory(bucket_bytes=bucket_bytes)
+    ways = [fill_part_at(parts(w, writers), w, writers, memory.path, bucket_bytes) for w in range(writers)]
+    assembler = Assembler(CPU)
+    arrived = {}
+    while written := [message for message in [next(way, None) for way in ways] if message is not None]:
+        (index,) = {index for index, _ in written}
+        pieces = [piece for _, pieces in written for piece in pieces]
+        runs = sorted((piece["offset"], piece["offset"] + piece["size"]) for piece in pieces)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(runs)), "no process writes where another does"
+        assert runs[-1][1] <= bucket_bytes
+        arrived.update(dict(assembler.take(memory.bucket(index), pieces)))
+    memory.unlink()
+    assert assembler.whole()
+    sent = {name: tensor for name, tensor in tensors() if tensor.numel()}
+    assert arrived.keys() == sent.keys()
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in sent.items())
 
 
 def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

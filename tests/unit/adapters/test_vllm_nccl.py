@@ -23,6 +23,12 @@ class DividedFake(FakePolicy):
         self.port = 0
         self.rendezvous: Rendezvous | None = None
 
+    def parts(self) -> int:
+        return 0
+
+    def sent_parts(self, send: Send, *arguments: Any) -> Iterator[list[Any]]:
+        raise AssertionError("it has no parts")
+
     def address(self) -> tuple[str, int]:
         self.port += 1
         return "10.0.0.1", self.port

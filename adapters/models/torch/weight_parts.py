@@ -1,0 +1,31 @@
+"""Runs of weights, as one process of a group has them, to be sent without putting a weight together.
+
+Invariants: the runs of all processes are all weights, each element once.
+Does not own: how a module divides its parameters (`TrainedModule.part`).
+"""
+
+from collections.abc import Iterator, Sequence
+
+from rollgrad.adapters.models.torch.lora import NamedWeight
+from rollgrad.adapters.models.torch.quantised import is_quantised
+from rollgrad.adapters.models.torch.trained_module import TrainedModule
+from rollgrad.adapters.models.torch.weight_shards import whole_shape
+from rollgrad.adapters.weights.shared_buckets import Run
+
+
+def weight_parts(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[Run] | None:
+    """Returns an iterator of this process's run of each weight, which may be empty; None if a weight has no parts as it
+    is sent: it has an adapter to be merged, or is in 4 bits, or its processes have other parts than runs."""
+    if any(
+        weight.layer is not None or is_quantised(weight.parameter) or trained.part(weight.parameter) is None
+        for weight in weights
+    ):
+        return None
+    return _runs(weights, trained)
+
+
+def _runs(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[Run]:
+    for weight in weights:
+        part = trained.part(weight.parameter)
+        assert part is not None
+        yield Run(weight.name, tuple(whole_shape(weight.parameter)), *part)
