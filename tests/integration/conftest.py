@@ -25,6 +25,7 @@ NEEDS = {
     "test_expert_parallel.py": ("deepspeed", "ray"),
     "test_sequence_parallel.py": ("deepspeed", "ray"),
     "test_weight_backends.py": ("vllm",),
+    "test_weight_loading.py": ("vllm",),
     "test_tensor_parallel.py": ("deepspeed", "ray"),
 }
 

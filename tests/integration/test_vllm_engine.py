@@ -430,7 +430,7 @@ async def test_weights_through_files_are_the_trainer_s(
 
 def test_files_that_the_engine_does_not_see_are_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is not on the engine's machine"):
-        read_shard(str(tmp_path / "00000.safetensors"), "cpu")
+        read_shard(str(tmp_path / "00000.safetensors"))
 
 
 async def test_keys_and_values_sleep_until_new_weights_have_come(

@@ -1,17 +1,20 @@
-"""The end of the weight channel in vLLM's workers: it copies tensors from shared memory, or reads them from files, and
-loads them.
+"""The end of the weight channel in vLLM's workers: it reads tensors in shared memory, or in files, and loads them
+(`layer_loading.py`).
 
-vLLM fuses layers (query, key and value into one), and keeps the tensors of a fused layer until all its parts are there.
-So a tensor is copied out of its bucket, which the next one overwrites: a part that vLLM still kept would change.
+A worker reads of each tensor what its share of the model has of it: with tensor parallelism, a part.
 """
 
-from collections.abc import Iterable
+import json
+import mmap
 from typing import Any
 
+import torch
 from attrs import define, field
 from torch import Tensor
 
-from rollgrad.adapters.weights.shared_buckets import Assembler, Piece, SharedMemory
+from rollgrad.adapters.engines.vllm.layer_loading import LayerLoading
+from rollgrad.adapters.weights.gpu_buckets import dtype_name
+from rollgrad.adapters.weights.shared_buckets import Piece, SharedMemory
 
 
 @define
@@ -37,7 +40,7 @@ def receiver_class() -> type:
     """Returns the class of which vLLM's factory makes an object in each worker. It is made in a function because the
     base class needs vLLM's import."""
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     class Receiver(WeightTransferEngine):  # type: ignore[misc]
         """Takes buckets of shared memory, or files, in one worker."""
@@ -46,6 +49,7 @@ def receiver_class() -> type:
         update_info_cls = FullBucket
 
         _begun = False
+        _loading: Any = None
 
         def init_transfer_engine(self, init_info: ReceiverSettings) -> None:
             """Maps the trainer's memory."""
@@ -55,32 +59,37 @@ def receiver_class() -> type:
             """Makes the layers ready to be loaded as from a checkpoint: they hold repacked weights otherwise."""
             if self._begun:  # a transfer that broke off
                 self.finish_weight_update()
-            self._assembler = Assembler(self.device)
+            if self._loading is None or self._loading.model is not self.model:
+                # Quantised layers are made from whole tensors; balanced experts move, and a plan would not know.
+                planned = self.model_config.quantization is None and not self.parallel_config.enable_eplb
+                self._loading = LayerLoading(self.model, self.device, planned=planned)
             self._lacking = {name for name, _ in self.model.named_parameters()}
-            self._begun = True
-            initialize_layerwise_reload(self.model)
+            self._begun, self._complete = True, False
+            self._loading.begin()
 
         def receive_weights(self, update_info: FullBucket) -> None:
-            """Loads the tensors that a bucket completes.
+            """Loads the contents of a bucket or a file.
 
             Raises:
                 ValueError: it was the last, and a parameter did not come or was cut short.
             """
-            loaded = self.model.load_weights(self._tensors(update_info))
+            memory, pieces = self._contents(update_info)
+            loaded = self._loading.take(memory, pieces)
             self._lacking -= self._lacking if loaded is None else loaded  # a model that names nothing checks for itself
             quantized = self.model_config.quantization is not None  # its scales are made here, not sent
-            if update_info.last and ((self._lacking and not quantized) or not self._assembler.whole()):
-                raise ValueError(f"these parameters did not come from the trainer: {sorted(self._lacking)[:8]}")
+            if update_info.last:
+                if (self._lacking and not quantized) or not self._loading.whole():
+                    raise ValueError(f"these parameters did not come from the trainer: {sorted(self._lacking)[:8]}")
+                self._complete = True
 
-        def _tensors(self, update: FullBucket) -> Iterable[tuple[str, Tensor]]:
+        def _contents(self, update: FullBucket) -> tuple[Tensor, list[Piece]]:
             if update.shard is not None:
-                return read_shard(update.shard, str(self.device))
-            if not update.pieces:
-                return ()
-            return self._assembler.take(self._memory.bucket(update.bucket), update.pieces)
+                return read_shard(update.shard)
+            return self._memory.bucket(update.bucket) if update.pieces else torch.empty(0), update.pieces
 
         def finish_weight_update(self) -> None:
             """Repacks the loaded layers."""
+            self._loading.end(well=self._complete)
             finalize_layerwise_reload(self.model, self.model_config)
             _repack_tied(self.model)
             self._begun = False
@@ -91,30 +100,46 @@ def receiver_class() -> type:
     return Receiver
 
 
-def read_shard(path: str, device: str) -> Iterable[tuple[str, Tensor]]:
-    """Returns the tensors of a file.
+def read_shard(path: str) -> tuple[Tensor, list[Piece]]:
+    """Returns the bytes of a file of safetensors, which are read when they are used, and the tensors in it.
 
     Raises:
         FileNotFoundError: it is not on this machine.
     """
-    from safetensors.torch import load_file
+    from safetensors.torch import _TYPES  # number formats by their names in files
 
     try:
-        return load_file(path, device=device).items()
+        with open(path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{path} is not on the engine's machine: with --vllm.sync_backend disk, --ckpt.output_dir is on a file "
             "system that all machines share"
         ) from error
+    data = 8 + int.from_bytes(memory[:8], "little")  # a number of 8 bytes, so many of JSON, and then the tensors
+    pieces = []
+    for name, entry in json.loads(memory[8:data]).items():
+        if name != "__metadata__":
+            first, end = entry["data_offsets"]
+            dtype = dtype_name(_TYPES[entry["dtype"]])
+            pieces.append(
+                Piece(name=name, dtype=dtype, shape=entry["shape"], begin=0, offset=data + first, size=end - first)
+            )
+    return torch.frombuffer(memory, dtype=torch.uint8), pieces
 
 
 def _repack_tied(model: Any) -> None:
-    """Repacks layers whose weight is another layer's. They load no weights, so vLLM does not repack them, and on a CPU
-    their product would still use the packed copy of the old weights."""
-    seen: set[int] = set()
+    """Lets layers whose weight is another layer's compute with it. They load no weights, so vLLM does not repack them,
+    and on a CPU their product would still use the packed copy of the old weights."""
+    owners: dict[int, Any] = {}
     for layer in model.modules():
         weight, method = layer._parameters.get("weight"), getattr(layer, "quant_method", None)
-        if weight is not None and method is not None:
-            if id(weight) in seen:
-                method.process_weights_after_loading(layer)
-            seen.add(id(weight))
+        if weight is None or method is None:
+            continue
+        owner = owners.setdefault(id(weight), layer)
+        if owner is layer:
+            continue
+        if type(owner.quant_method) is type(method) and hasattr(owner, "cpu_linear"):
+            layer.cpu_linear = owner.cpu_linear  # the product with the packed weight, which needs no second copy
+        else:
+            method.process_weights_after_loading(layer)

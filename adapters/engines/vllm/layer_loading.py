@@ -1,0 +1,217 @@
+"""Loads the layers of a model of vLLM from runs of the trainer's tensors, each of which is read as far as this worker
+wants it.
+
+vLLM's layers hold what their kernels read, which may be repacked weights. Its own reloading (`model_loader.reload`)
+gives a layer the tensors of a checkpoint again, repacks them when all have come, and copies the result to where the
+kernels expect it. This does the same, with two differences: what a plan knows (`loading_plan.py`) is copied from where
+it lies, once, and layers that nothing repacks are written where they are.
+Invariants: each element that this worker holds is written by one copy; no tensor of the trainer is put together, but
+for those without a plan, which take vLLM's own way.
+Does not own: where the runs come from, nor whether the engine may serve (`engine.py`): a transfer that broke off leaves
+layers of two versions.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from rollgrad.adapters.engines.vllm.loading_plan import Copy, Loading, LoadingPlan
+from rollgrad.adapters.weights.regions import Region, parts_within
+from rollgrad.adapters.weights.shared_buckets import Assembler, Piece
+
+
+@define
+class LayerLoading:
+    """The layers of `model` between `begin` and `end`.
+
+    Args:
+        model: vLLM's.
+        device: where it computes.
+        planned: whether tensors may have plans; otherwise all take vLLM's own way.
+    """
+
+    model: Any
+    device: torch.device
+    planned: bool
+    _plan: LoadingPlan = field(init=False)
+    _assembler: Assembler = field(init=False)
+    _missing: dict[str, int] = field(factory=dict, init=False)
+    """Bytes of each incomplete tensor with a plan that have not come."""
+    _open: dict[Any, bool] = field(factory=dict, init=False)
+    """Layers that have been written to and are not complete; whether they are written where their kernels read."""
+
+    def __attrs_post_init__(self) -> None:
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+        self._plan = LoadingPlan(self.model, is_deferred_attention_layer)
+        self._assembler = Assembler(self.device)
+
+    def begin(self) -> None:
+        """Gives all layers the shapes of a checkpoint."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._assembler = Assembler(self.device)
+        self._missing, self._open = {}, {}
+        initialize_layerwise_reload(self.model)
+
+    def whole(self) -> bool:
+        """Returns whether no tensor is incomplete."""
+        return self._assembler.whole() and not any(self._missing.values())
+
+    def take(self, memory: Tensor, pieces: list[Piece]) -> set[str] | None:
+        """Loads the pieces in `memory`, bytes that may be overwritten afterwards.
+
+        Returns:
+            Names of the parameters that are loaded now; None if the model does not name them.
+        """
+        if not self.planned:
+            return self._take_whole(memory, pieces)
+        kinds = ((piece["name"], getattr(torch, piece["dtype"]), tuple(piece["shape"])) for piece in pieces)
+        if unknown := self._plan.unknown(kinds):
+            with _original_loaders(self.model):
+                self._plan.learn(unknown)
+        loaded: set[str] | None = set()
+        unplanned = []
+        for piece in pieces:
+            loading = self._plan.loading(piece["name"], piece["shape"])
+            if loading.copies is None:
+                unplanned.append(piece)
+                continue
+            self._take_parts(memory, piece, loading)
+            loaded = _together(loaded, loading.loaded)
+        return _together(loaded, self._take_whole(memory, unplanned)) if unplanned else loaded
+
+    def end(self, *, well: bool) -> None:
+        """Ends the loading of layers of which not all elements have come, before vLLM's own reloading ends: those that
+        lack padding alone are repacked; if the transfer broke off, they keep what their kernels had."""
+        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+        for layer in list(self._open):
+            info = get_layerwise_info(layer)
+            if not info.can_load():
+                continue
+            if well:
+                self._complete(layer, info)
+            else:
+                _place_kernel_tensors(layer, info)
+                info.reset()
+        self._open = {}
+
+    def _take_whole(self, memory: Tensor, pieces: list[Piece]) -> set[str] | None:
+        """Loads the tensors that pieces complete by vLLM's own loaders."""
+        loaded: set[str] | None = self.model.load_weights(self._assembler.take(memory, pieces))
+        return loaded
+
+    def _take_parts(self, memory: Tensor, piece: Piece, loading: Loading) -> None:
+        """Copies what this worker wants of a piece."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+
+        dtype = getattr(torch, piece["dtype"])
+        run = memory[piece["offset"] : piece["offset"] + piece["size"]].view(dtype)
+        begin = piece["begin"] // dtype.itemsize
+        missing = self._missing.setdefault(piece["name"], prod(piece["shape"]) * dtype.itemsize)
+        self._missing[piece["name"]] = missing - piece["size"]
+        for copy in loading.copies or ():
+            layer, name = copy.place
+            info = get_layerwise_info(layer)
+            parts = list(_parts(copy, begin, begin + len(run)))
+            if not parts or not info.can_load():  # vLLM, too, leaves out what comes after all of a layer has come
+                continue
+            if layer not in self._open:
+                self._open[layer] = self._prepare(layer, info)
+            tensor = getattr(layer, name).data
+            for source, target in parts:
+                if source is None:
+                    target.view(tensor).fill_(copy.value)
+                else:
+                    target.view(tensor).copy_(source.view(run, begin))
+            if name not in SKIP_LOAD_TENSORS:
+                info.load_numel += sum(prod(target.shape) for _, target in parts)
+            if info.load_numel >= info.load_numel_total:
+                self._complete(layer, info)
+
+    def _prepare(self, layer: Any, info: Any) -> bool:
+        """Gives a layer memory to be loaded into; returns whether it is where its kernels read."""
+        from vllm.model_executor.model_loader.reload.meta import materialize_layer
+
+        in_place = _stays_as_loaded(layer, info)
+        if in_place:
+            layer._parameters.update(info.kernel_tensors[0])
+        materialize_layer(layer, info)
+        return in_place
+
+    def _complete(self, layer: Any, info: Any) -> None:
+        """Repacks a layer that is loaded."""
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            _get_original_loader,
+            _layerwise_process,
+            _place_kernel_tensors,
+        )
+
+        if not self._open.pop(layer):
+            _layerwise_process(layer, info)
+            return
+        for tensor in layer._parameters.values():
+            if hasattr(tensor, "weight_loader"):  # that of a bias was wrapped
+                tensor.weight_loader = _get_original_loader(tensor)
+        _place_kernel_tensors(layer, info)
+        info.reset()
+        if isinstance(method := getattr(layer, "quant_method", None), QuantizeMethodBase):
+            method.process_weights_after_loading(layer)
+
+
+def _parts(copy: Copy, begin: int, end: int) -> Iterator[tuple[Region | None, Region]]:
+    """Yields what the elements of a tensor from `begin` to before `end` have of a copy: regions of source and target; a
+    part that becomes a number does with the tensor's first element."""
+    if copy.source is not None:
+        yield from parts_within(copy.source, copy.target, begin, end)
+    elif not begin:
+        yield None, copy.target
+
+
+def _stays_as_loaded(layer: Any, info: Any) -> bool:
+    """Returns whether what a layer's kernels read is what is loaded: its method is one that changes nothing, unless it
+    changes the shape, and the memory is there."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    method = getattr(layer, "quant_method", None)
+    if type(method) not in (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        return False
+    loaded = {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}
+    kept: Mapping[str, Tensor] = info.kernel_tensors[0]
+    return loaded.keys() == kept.keys() and all(_alike(tensor, kept[name]) for name, tensor in loaded.items())
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+@contextmanager
+def _original_loaders(model: Any) -> Iterator[None]:
+    """Lets the layers' loaders load inside the block, instead of keeping what they get until a layer is complete."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+
+    tensors = [
+        tensor for layer in model.modules() for tensor in (*layer._parameters.values(), *layer._buffers.values())
+    ]
+    wrapped = [(tensor, tensor.weight_loader) for tensor in tensors if hasattr(tensor, "weight_loader")]
+    for tensor, _ in wrapped:
+        tensor.weight_loader = _get_original_loader(tensor)
+    try:
+        yield
+    finally:
+        for tensor, loader in wrapped:
+            tensor.weight_loader = loader
+
+
+def _together(one: Iterable[str] | None, other: Iterable[str] | None) -> set[str] | None:
+    """Returns all names; None if there are none to be known."""
+    return None if one is None or other is None else {*one, *other}

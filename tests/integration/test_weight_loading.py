@@ -1,0 +1,230 @@
+"""A worker of vLLM loads what its share of a model needs, from where the trainer has written it: vLLM's own models and
+layers, without its processes; a share is that of one of two ranks of tensor parallelism."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attrs import define
+from torch import Tensor
+
+from rollgrad.adapters.engines.vllm.weight_receiver import FullBucket, ReceiverSettings, receiver_class
+from rollgrad.adapters.weights.disk import write
+from rollgrad.adapters.weights.shared_buckets import Run, SharedMemory, fill_part_at
+from tests.tiny_models import make_tiny_tokenizer, saved, tiny_model
+
+pytestmark = [pytest.mark.slow]
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied": ("LlamaForCausalLM", {"tie_word_embeddings": False, "head_dim": 32, "attention_bias": True}),
+    "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "head_dim": 32, "vocab_size": 301}),
+    "turned": ("GPT2LMHeadModel", {"n_positions": 64, "hidden_size": 128}),
+}
+"""One class of transformers and its settings; a vocabulary of 301 is padded, and the matrices of GPT-2 are turned."""
+
+CPU = torch.device("cpu")
+SHARES = [(0, 1), (0, 2), (1, 2)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name, settings = MODELS[request.param]
+    tokenizer = make_tiny_tokenizer()
+    return saved(tiny_model(name, tokenizer, **settings), tokenizer, tmp_path_factory.mktemp(request.param))
+
+
+def trained(directory: Path, seed: int) -> dict[str, Tensor]:
+    """Weights of the trainer, by the names in its files."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator) * 0.1 for name, p in model.named_parameters()}
+
+
+@define
+class Worker:
+    """One rank of an engine: vLLM's model, and what takes weights into it."""
+
+    config: Any
+    model: Any
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """vLLM's settings, as its worker has them in the calls of a transfer."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.config):
+            yield
+
+    def load(self, weights: dict[str, Tensor]) -> "Worker":
+        """As from a checkpoint, by vLLM itself."""
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        with self.within():
+            self.model.load_weights(iter(weights.items()))
+            process_weights_after_loading(self.model, self.config.model_config, CPU)
+        return self
+
+    def receiver(self) -> Any:
+        return receiver_class()(None, self.config, CPU, self.model)
+
+    def computed(self) -> dict[str, Tensor]:
+        """Returns all that its kernels read: weights, and products with those that are packed."""
+        found = {name: tensor.clone() for name, tensor in self.model.named_parameters() if tensor.numel()}
+        for name, layer in self.model.named_modules():
+            if (product := getattr(layer, "cpu_linear", None)) is not None:
+                width = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
+                inputs = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+                found[f"{name}()"] = product(inputs, layer.weight, None)
+        return found
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Any:
+    """Returns a function that makes the worker of a rank."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    def made(rank: int, size: int) -> Worker:
+        group = SimpleNamespace(rank_in_group=rank, world_size=size, rank=rank)
+        lone = SimpleNamespace(rank_in_group=0, world_size=1, is_first_rank=True, is_last_rank=True)
+        monkeypatch.setattr(parallel_state, "_TP", group)
+        monkeypatch.setattr(parallel_state, "_PP", lone)
+        config = EngineArgs(model=str(directory), dtype="float32", enforce_eager=True).create_engine_config()
+        with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+            return Worker(config, initialize_model(config))
+
+    return made
+
+
+def messages(weights: dict[str, Tensor], memory: SharedMemory, writers: int) -> Iterator[FullBucket]:
+    """The buckets of a push by several processes of the trainer, each of which has a part of each tensor."""
+
+    def runs(writer: int) -> Iterator[Run]:
+        for name, tensor in weights.items():
+            flat = tensor.reshape(-1)
+            most = -(-len(flat) // writers)
+            part = flat[writer * most : (writer + 1) * most]
+            yield Run(name, tuple(tensor.shape), min(writer * most, len(flat)), part)
+
+    ways = [fill_part_at(runs(w), w, writers, memory.path, memory.bucket_bytes) for w in range(writers)]
+    while written := [message for message in [next(way, None) for way in ways] if message is not None]:
+        yield FullBucket(bucket=written[0][0], pieces=[piece for _, pieces in written for piece in pieces])
+        memory.bucket(written[0][0]).fill_(0xFF)  # what has been taken does not lie in the bucket
+    yield FullBucket(last=True)
+
+
+def push(
+    worker: Worker, receiver: Any, weights: dict[str, Tensor], *, writers: int = 1, buckets: int = 10**9, cut: str = ""
+) -> None:
+    """Pushes weights, the tensor `cut` without its end; after so many `buckets` the push breaks off."""
+    memory = SharedMemory(bucket_bytes=8192)
+    try:
+        with worker.within():
+            receiver.init_transfer_engine(ReceiverSettings(memory.path, memory.bucket_bytes))
+            receiver.start_weight_update()
+            for number, message in enumerate(messages(weights, memory, writers)):
+                if number == buckets:
+                    break
+                for piece in message.pieces:
+                    piece["size"] -= 4 * (piece["name"] == cut)
+                receiver.receive_weights(message)
+            receiver.finish_weight_update()
+    finally:
+        memory.unlink()
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(("rank", "size"), SHARES)
+def test_a_push_makes_the_engine_that_vllm_makes_of_the_files(
+    directory: Path, worker: Any, rank: int, size: int
+) -> None:
+    expected = worker(rank, size).load(trained(directory, 2)).computed()
+    pushed = worker(rank, size).load(trained(directory, 1))
+    receiver = pushed.receiver()
+    for writers in (1, 2, 3):
+        push(pushed, receiver, trained(directory, 1), writers=writers)
+        push(pushed, receiver, trained(directory, 2), writers=writers)
+        assert_same(pushed.computed(), expected)
+
+
+@pytest.mark.parametrize(("rank", "size"), SHARES[1:])
+def test_a_rank_reads_what_its_share_of_a_model_has(directory: Path, worker: Any, rank: int, size: int) -> None:
+    weights = trained(directory, 1)
+    pushed = worker(rank, size).load(weights)
+    receiver = pushed.receiver()
+    push(pushed, receiver, weights)
+    plan = receiver._loading._plan
+    for name, tensor in weights.items():
+        copies = plan.loading(name, tensor.shape).copies
+        assert copies is not None, name
+        read = sum(torch.Size(copy.source.shape).numel() for copy in copies if copy.source is not None)
+        whole = any(part in name for part in ("norm", "ln_", "wpe", "o_proj.bias", "c_proj.bias"))
+        if "embed_tokens" in name or "lm_head" in name or "wte" in name:  # padded vocabularies are divided unequally
+            assert read < 0.7 * tensor.numel(), name
+        else:
+            assert read == tensor.numel() // (1 if whole else size), name
+
+
+@pytest.mark.parametrize("buckets", [1, 4, 9])
+def test_a_push_that_breaks_off_leaves_an_engine_that_the_next_one_makes_whole(
+    directory: Path, worker: Any, buckets: int
+) -> None:
+    expected = worker(1, 2).load(trained(directory, 2)).computed()
+    pushed = worker(1, 2).load(trained(directory, 1))
+    receiver = pushed.receiver()
+    push(pushed, receiver, trained(directory, 3), buckets=buckets)
+    pushed.computed()
+    with pushed.within():
+        receiver.start_weight_update()  # and is left there by a trainer that died
+    push(pushed, receiver, trained(directory, 2), writers=2)
+    assert_same(pushed.computed(), expected)
+
+
+@pytest.mark.parametrize("lacks", ["a tensor", "the end of one"])
+def test_what_does_not_come_is_noticed(directory: Path, worker: Any, lacks: str) -> None:
+    weights = trained(directory, 1)
+    pushed = worker(0, 1).load(weights)
+    receiver = pushed.receiver()
+    push(pushed, receiver, weights)
+    name = next(name for name in weights if "norm" in name or "ln_1" in name)
+    if lacks == "a tensor":
+        del weights[name]
+    with pytest.raises(ValueError, match="did not come from the trainer"):
+        push(pushed, receiver, weights, cut=name)
+
+
+def test_quantised_layers_are_made_by_vllm_from_whole_tensors(directory: Path, worker: Any) -> None:
+    expected = worker(0, 2).load(trained(directory, 2)).computed()
+    pushed = worker(0, 2).load(trained(directory, 1))
+    pushed.config.model_config.quantization = "so to speak"
+    receiver = pushed.receiver()
+    push(pushed, receiver, trained(directory, 2), writers=2)
+    assert not receiver._loading._plan._known
+    assert_same(pushed.computed(), expected)
+
+
+def test_files_are_read_as_far_as_a_share_needs(directory: Path, worker: Any, tmp_path: Path) -> None:
+    expected = worker(1, 2).load(trained(directory, 2)).computed()
+    pushed = worker(1, 2).load(trained(directory, 1))
+    receiver = pushed.receiver()
+    with pushed.within():
+        receiver.start_weight_update()
+        for update in write(iter(trained(directory, 2).items()), str(tmp_path / "weights"), 2**15):
+            receiver.receive_weights(FullBucket(**update.info))
+        receiver.receive_weights(FullBucket(last=True))
+        receiver.finish_weight_update()
+    assert_same(pushed.computed(), expected)
