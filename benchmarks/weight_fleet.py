@@ -120,7 +120,7 @@ def make_model(work: Work, path: Path) -> Path:
 
 def changed(path: str, seed: int) -> torch.nn.Module:
     """Returns the model with changed weights, in float32."""
-    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="--model")
+    model: torch.nn.Module = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="--model")
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -142,7 +142,7 @@ def one_process(path: str, seed: int) -> Iterator[PolicyModel]:
 @contextmanager
 def merged_lora(path: str, seed: int) -> Iterator[PolicyModel]:
     """Gives a policy of this process with adapters, which are merged on their way."""
-    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="--model")
+    model: torch.nn.Module = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="--model")
     add_lora(model, LoraConfig(rank=16), seed=seed)
     policy = policy_of(model, path)
     for name, tensor in policy.adapter():

@@ -22,7 +22,7 @@ class Region:
     @classmethod
     def of(cls, tensor: Tensor) -> "Region":
         """Returns the region that a tensor has of its storage."""
-        return cls(tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def view(self, memory: Tensor, begin: int = 0) -> Tensor:
         """Returns this region of a tensor of which `memory` has the elements from `begin` on."""

@@ -93,11 +93,11 @@ class LoadingPlan:
         return notes.result(loaded)
 
 
-class _Notes(TorchDispatchMode):
+class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes of all copies from stand-ins to tensors of a model's layers; none of them is made."""
 
     def __init__(self, model: Any, kinds: Sequence[Kind], deferred: Callable[[Any], bool]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._stand_ins = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in kinds}
         self._names = {_memory(tensor): name for name, tensor in self._stand_ins.items()}
         self._owned: dict[int, _Owned | None] = {}

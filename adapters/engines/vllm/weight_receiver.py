@@ -6,6 +6,7 @@ A worker reads of each tensor what its share of the model has of it: with tensor
 
 import json
 import mmap
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -106,7 +107,9 @@ def read_shard(path: str) -> tuple[Tensor, list[Piece]]:
     Raises:
         FileNotFoundError: it is not on this machine.
     """
-    from safetensors.torch import _TYPES  # number formats by their names in files
+    from safetensors.torch import _TYPES
+
+    formats: Mapping[str, Any] = _TYPES  # number formats by their names in files
 
     try:
         with open(path, "rb") as file:
@@ -121,7 +124,7 @@ def read_shard(path: str) -> tuple[Tensor, list[Piece]]:
     for name, entry in json.loads(memory[8:data]).items():
         if name != "__metadata__":
             first, end = entry["data_offsets"]
-            dtype = dtype_name(_TYPES[entry["dtype"]])
+            dtype = dtype_name(formats[entry["dtype"]])
             pieces.append(
                 Piece(name=name, dtype=dtype, shape=entry["shape"], begin=0, offset=data + first, size=end - first)
             )

@@ -82,7 +82,8 @@ class FSDPTrainedModule(MasterOptimizer):
     def part(self, parameter: nn.Parameter) -> tuple[int, Tensor]:
         """Implements `TrainedModule.part`: rows."""
         rows = rows_of(parameter).to(self._division.formats[parameter])
-        return self._division.place(len(parameter))[0] * math.prod(parameter.shape[1:]), rows.reshape(-1)
+        first, _ = self._division.place(parameter)
+        return first * math.prod(whole_shape(parameter)[1:]), rows.reshape(-1)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Implements `TrainedModule.averaged`: FSDP gathers the masters themselves, and knows where they lie."""
