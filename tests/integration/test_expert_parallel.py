@@ -26,9 +26,10 @@ FAMILIES: Mapping[str, dict[str, int]] = {
     "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 24},
     "GptOss": {"num_local_experts": EXPERTS, "head_dim": 8},
     "Olmoe": {"num_experts": 6},
+    "Qwen2Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
 }
 """Settings of each: gpt-oss has biases, matrices that are turned, and is computed with padding; of the six experts of
-OLMoE two processes that hold the same three have two and one."""
+OLMoE two processes that hold the same three have two and one; Qwen 2 adds to what experts return in place."""
 
 
 @pytest.fixture
@@ -77,6 +78,7 @@ WIDE = pytest.mark.wide
         pytest.param(4, 4, "Qwen3Moe", False, marks=WIDE),
         pytest.param(4, 2, "GptOss", False, marks=WIDE),
         pytest.param(4, 2, "Olmoe", False, marks=WIDE),
+        pytest.param(4, 2, "Qwen2Moe", False, marks=WIDE),
     ],
     indirect=["group"],
 )
