@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import reduce
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,23 @@ def compiled(model: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_as_it_is")
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "cohere2", "gpt2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("model_type", "recomputes"),
+    [
+        ("llama", True),
+        ("gemma3_text", False),
+        ("qwen3_moe", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide)
+            for case in [
+                ("llama", False),
+                ("gemma3_text", True),
+                ("qwen3_moe", False),
+                *product(("cohere2", "gpt2", "deepseek_v3"), (False, True)),
+            ]
+        ),
+    ],
+)
 def test_packs_of_all_sizes_share_the_graphs_of_the_first(model_type: str, recomputes: bool) -> None:
     plain, module = (PackedLM(installed(model_type, recomputes=recomputes)) for _ in range(2))
     compile_layers(module.model)
