@@ -73,11 +73,11 @@ def test_a_plan_has_the_parts_that_are_copied_and_where_they_go(collects: bool) 
     assert model.calls == 1, "all are noted together"
     assert plan.unknown(kinds("second", "rows", "first")) == kinds("rows")
 
-    def found(name: str) -> tuple[list[Copy], frozenset[str]]:
+    def found(name: str) -> tuple[list[Copy], set[str]]:
         loading = plan.loading(name, SHAPES[name])
         assert loading.copies is not None
         assert loading.loaded is not None
-        return list(loading.copies), loading.loaded
+        return list(loading.copies), set(loading.loaded)
 
     half = Region(12, (3, 4), (4, 1))
     fused, narrow = (model.fused, "weight"), (model.narrow, "weight")
