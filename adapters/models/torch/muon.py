@@ -28,10 +28,12 @@ class MuonSettings:
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the trainable matrices of `module` that lie between embeddings and head."""
+    """Returns the trainable matrices of `module` that lie between embeddings and head; a stack of biases, one of each
+    expert, is none."""
     outer = {part.weight for part in module.modules() if isinstance(part, nn.Embedding)}
     outer |= {part.head.weight for part in module.modules() if isinstance(part, Scorer)}
-    inner = (p for p in module.parameters() if p.requires_grad and p not in outer)
+    named = (p for name, p in module.named_parameters() if not name.endswith("bias"))
+    inner = (p for p in named if p.requires_grad and p not in outer)
     return [p for p in inner if len(whole_shape(p)) == 2 and min(whole_shape(p)) > 1]
 
 

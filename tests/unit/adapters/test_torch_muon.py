@@ -12,6 +12,7 @@ from rollgrad.adapters.models.torch.muon import MuonSettings, hidden_matrices, o
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError
+from tests.tiny_architectures import tiny_model as tiny_architecture
 from tests.tiny_models import tiny_model
 
 SETTINGS = OptimizerSettings(
@@ -157,6 +158,15 @@ def test_what_muon_steps_are_the_matrices_between_embeddings_and_head(tiny_token
     add_lora(model, LoraConfig(rank=2), seed=0)
     found = set(hidden_matrices(PackedLM(model)))
     assert found == {p for name, p in model.named_parameters() if "lora_" in name}
+
+
+def test_what_experts_have_one_each_of_is_no_matrix() -> None:
+    model = tiny_architecture("gpt_oss", vocab_size=8)
+    found = {
+        name.rpartition("layers.0.")[2] for name, p in model.named_parameters() if p in set(hidden_matrices(model))
+    }
+    assert found >= {"self_attn.q_proj.weight", "mlp.router.weight"}
+    assert not any("experts" in name for name in found)  # weights of three dimensions, biases of two
 
 
 def test_a_model_of_matrices_alone_needs_no_adam() -> None:
