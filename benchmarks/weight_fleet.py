@@ -29,8 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.machine import OtherProcesses, best_of
+from benchmarks.machine import OtherProcesses
 from benchmarks.results import keep
+from benchmarks.weight_sync import COPIES, difference, memcpy_bytes_per_second
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
@@ -49,17 +50,11 @@ from rollgrad.adapters.weights.disk import Disk
 from rollgrad.adapters.weights.shared_memory import shared_memory
 from rollgrad.adapters.weights.transfer import Backend
 from rollgrad.application.settings.sections.actor import LoraConfig
-from rollgrad.domain.batches.packed import pack
-from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
-from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
 from rollgrad.domain.ports.models import PolicyModel
 from tests.tiny_models import make_tiny_tokenizer, saved, tiny_model
 
-COPIES = 3
 ENGINES, RANKS = 2, 2
-COPIED_BYTES = 256 * 2**20
-PROMPT = tuple(range(100, 140))
-SAMPLES, NEW_TOKENS = 8, 16
+NEW_TOKENS = 16
 CHANGE = 0.01
 """Largest relative change of a weight: engines without it score tokens differently, and none becomes nonsense."""
 SECONDS = 900.0
@@ -197,26 +192,8 @@ async def pushed(way: str, policy: PolicyModel, engines: list[VLLMEngine], backe
         await transfer.prove(await transfer.probe(policy, 1.0))
         for error in transfer.failed.values():
             raise error
-    nats = [await difference(engine, policy) for engine in engines]
+    nats = [await difference(engine, policy, NEW_TOKENS) for engine in engines]
     return Pushed(way, size, statistics.median(seconds[1:]), statistics.median(busy[1:]), nats)
-
-
-async def difference(engine: VLLMEngine, policy: PolicyModel) -> float:
-    """Returns the mean difference of a sampled token's log-prob, nats."""
-    requests = [
-        GenerationRequest(prompt_token_ids=PROMPT, params=SamplingParams(max_new_tokens=NEW_TOKENS, seed=row))
-        for row in range(SAMPLES)
-    ]
-    replies = await asyncio.gather(*(engine.generate(request) for request in requests))
-    trajectories = []
-    for row, reply in enumerate(replies):
-        builder = TrajectoryBuilder(PROMPT, group_id=0, sample_id=row)
-        builder.add_action(reply)
-        trajectories.append(builder.build(stop_reason=reply.stop_reason))
-    batch = pack(trajectories)
-    scores = policy.score(batch).logprobs_N[batch.action_mask_N]
-    sampled = torch.tensor([logprob for reply in replies for logprob in reply.logprobs])
-    return float((scores - sampled).abs().mean())
 
 
 def copy_seconds(threads: int) -> float:
@@ -224,10 +201,7 @@ def copy_seconds(threads: int) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        source = torch.ones(COPIED_BYTES // 4)
-        target = torch.empty_like(source)
-        seconds: float = best_of(lambda: target.copy_(source))
-        return seconds / COPIED_BYTES
+        return 1 / memcpy_bytes_per_second()
     finally:
         torch.set_num_threads(before)
 

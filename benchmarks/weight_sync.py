@@ -40,6 +40,7 @@ from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
+from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -122,10 +123,10 @@ def policy_of(work: Work, dtype: torch.dtype) -> TorchPolicy:
     return TorchPolicy(model, load_tokenizer(str(work.model), flag=flag), OptimizerSettings(lr=1e-6))
 
 
-async def difference(engine: RolloutEngine, policy: TorchPolicy, work: Work) -> float:
-    """Mean of how much trainer and engine differ in the log-prob of a sampled token, nats."""
+async def difference(engine: RolloutEngine, policy: PolicyModel, new_tokens: int) -> float:
+    """Returns how much trainer and engine differ in the log-prob of a sampled token on average, nats."""
     requests = [
-        GenerationRequest(prompt_token_ids=PROMPT, params=SamplingParams(max_new_tokens=work.new_tokens, seed=row))
+        GenerationRequest(prompt_token_ids=PROMPT, params=SamplingParams(max_new_tokens=new_tokens, seed=row))
         for row in range(SAMPLES)
     ]
     replies = await asyncio.gather(*(engine.generate(request) for request in requests))
@@ -182,7 +183,7 @@ def of_vllm(
     async def measured() -> Measured:
         pushes = [await seconds_of_a_push(EngineWeights(engine, backend=backend), policy, work) for backend in backends]
         rates = [await tokens_per_second(engine, rows, work) for rows in work.rows]
-        return Measured(start, rates, pushes, await difference(engine, policy, work))
+        return Measured(start, rates, pushes, await difference(engine, policy, work.new_tokens))
 
     try:
         return asyncio.run(measured())

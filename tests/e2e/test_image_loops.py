@@ -24,8 +24,9 @@ from rollgrad.entrypoints.composition.rewards import make_reward_model
 from rollgrad.entrypoints.loop import _as_sampled
 from tests.example_runs import logged, small, weights, written
 from tests.fakes.images import processor as processor_of
+from tests.image_runs import enter_picture_folder
 from tests.judged_replies import judged_replies
-from tests.tiny_vision import ask, codec_of, picture, save_tiny_reward, save_tiny_vlm
+from tests.tiny_vision import ask, codec_of, save_tiny_reward, save_tiny_vlm
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with two files of images."""
-    for name, color in {"red": (200, 0, 0), "blue": (0, 0, 200)}.items():
-        (tmp_path / f"{name}.png").write_bytes(picture(color))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return enter_picture_folder(tmp_path, monkeypatch)
 
 
 def prompts() -> str:

@@ -21,6 +21,7 @@ from rollgrad.entrypoints.cli.main import main
 from tests.example_runs import logged, small, weights, written
 from tests.fakes.image_server import RED, ImageServer
 from tests.fakes.images import processor as processor_of
+from tests.image_runs import enter_picture_folder
 from tests.moved_models import moved_copy
 from tests.tiny_vision import picture, save_tiny_vlm
 
@@ -44,12 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with images; prepared data stay out of the user's home."""
-    for name, color in {"red": (200, 0, 0), "blue": (0, 0, 200)}.items():
-        (tmp_path / f"{name}.png").write_bytes(picture(color))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return enter_picture_folder(tmp_path, monkeypatch)
 
 
 def logprobs_of(path: Path, row: dict[str, Any], reply: str) -> tuple[Tensor, int, int]:

@@ -57,7 +57,7 @@ from tests.example_runs import logged, weights
 from tests.fakes.images import processor as processor_of
 from tests.fakes.model_server import ModelServer
 from tests.fakes.recording_engine import RecordingEngine
-from tests.image_runs import Gallery
+from tests.image_runs import Gallery, enter_picture_folder
 from tests.judged_replies import judged_replies
 from tests.tiny_vision import ask, codec_of, picture, save_tiny_reward, save_tiny_vlm
 
@@ -76,8 +76,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def workspace(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with rows of one, two and no images, a reward and a configuration of two steps."""
-    for name, color in {"red": (200, 0, 0), "blue": (0, 0, 200)}.items():
-        (tmp_path / f"{name}.png").write_bytes(picture(color))
+    enter_picture_folder(tmp_path, monkeypatch)
     red = base64.b64encode((tmp_path / "red.png").read_bytes()).decode()
     rows = [
         {"prompt": "What is <image>?", "images": ["red.png"], "label": "red"},
@@ -98,7 +97,6 @@ def workspace(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
         "ckpt": {"output_dir": "out"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 

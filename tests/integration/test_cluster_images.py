@@ -19,8 +19,8 @@ from rollgrad.application.settings.sections.rollout import Engine
 from tests.example_runs import logged, small, weights, written
 from tests.fakes import cluster, images
 from tests.fakes.cluster import FSDP
-from tests.image_runs import Gallery
-from tests.tiny_vision import picture, save_tiny_reward, save_tiny_vlm
+from tests.image_runs import Gallery, enter_picture_folder
+from tests.tiny_vision import save_tiny_reward, save_tiny_vlm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -112,9 +112,7 @@ def test_a_reward_model_learns_from_images_in_processes_as_in_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, color in {"red": (200, 0, 0), "blue": (0, 0, 200)}.items():
-        Path(f"{name}.png").write_bytes(picture(color))
+    enter_picture_folder(tmp_path, monkeypatch)
     rows = written(Path("pairs.jsonl"), PAIRS)
     runs = []
     for output in (Path("one"), Path("two")):
@@ -146,9 +144,7 @@ def test_a_run_on_vllm_in_a_cluster_learns_from_images(
     """Prompts with images, without, and with those that an environment answers with; the tower learns, or adapters of
     the language model alone, which vLLM gets without weights; and the second step's images are those of the first."""
     path = save_tiny_vlm("idefics3", tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
-    for name, color in {"red": (200, 0, 0), "blue": (0, 0, 200)}.items():
-        Path(f"{name}.png").write_bytes(picture(color))
+    enter_picture_folder(tmp_path, monkeypatch)
     rows = [
         {"prompt": "What is <image>?", "images": ["red.png"]},
         {"prompt": "Are they alike?", "images": ["blue.png", "red.png"]},

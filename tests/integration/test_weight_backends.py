@@ -187,6 +187,12 @@ def test_every_worker_of_an_engine_has_a_handle_for_its_gpu(
         def address(self) -> tuple[str, int]:
             raise AssertionError("nobody has to find it")
 
+        def parts(self) -> int:
+            return 0
+
+        def sent_parts(self, send: Any, *arguments: Any) -> Iterator[list[Any]]:
+            raise AssertionError("each GPU gets all weights")
+
     stream = cuda_ipc(cast(PolicyModel, Policy()), [(number, 0) for number in engines], 1, workers=workers)
     assert stream.infos == [{"packed": True}] * len(engines)
     (update,) = stream.updates

@@ -315,7 +315,7 @@ class VLLMEngine(CoreEngine):
             multiplies.
         max_tokens: tokens of a prompt and its reply at most; None, like more than the model has positions for, is as
             many as it has.
-        max_batch_size: sequences decoded together; None is what vLLM finds best for the GPU.
+        max_batch_size: sequences decoded together; None is what vLLM finds best for a GPU, and 128 on a CPU.
         tensor_parallel_size: devices that share each layer of the model.
         pipeline_parallel_size: parts that its layers are divided into, each on as many devices.
         threads: of torch on a CPU, for all processes that share the model; None is what OMP_NUM_THREADS says for each,

@@ -12,6 +12,7 @@ from rollgrad.adapters.engines.vllm.profile import WORKER
 from rollgrad.adapters.system.printing import printing_to_stderr
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.channel import PROBE_TOKENS
+from rollgrad.application.settings.derived import SEQUENCES_AT_ONCE
 from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES, SyncBackend
 from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtraError, raise_together
 
@@ -97,6 +98,8 @@ def start(
             # As for `vllm.LLM`: by itself AsyncLLM computes 2,048 tokens a step at most, on any GPU.
             with printing_to_stderr():
                 return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        if arguments.max_num_seqs is None:
+            arguments.max_num_seqs = SEQUENCES_AT_ONCE
         choose(
             max_num_batched_tokens=max(model.max_model_len, PREFILL_TOKENS),
             kv_cache_memory_bytes=_cache_bytes(model, arguments.max_num_seqs),

@@ -43,12 +43,17 @@ def end_with_parent() -> None:
 
 
 def register() -> None:
-    """Makes the backend known to this process, and lets one that vLLM started for an engine end with the process that
-    started it; may be called again."""
+    """Makes the backend known to this process, which may use a processor's AMX from now on, and lets one that vLLM
+    started for an engine end with the process that started it; may be called again."""
     global _registered
     if _registered:
         return
     end_with_parent()
+    import torch
+
+    # Linux lets a process use tiles once it has asked for them. oneDNN asks where it multiplies large matrices, vLLM's
+    # attention never: in a process of small products alone it would end with SIGILL. Without AMX nothing happens.
+    torch.cpu._init_amx()  # type: ignore[no-untyped-call]
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from rollgrad.adapters.engines.vllm.weight_receiver import receiver_class

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from attrs import evolve
 
-from rollgrad.adapters.chat import pictures
+from rollgrad.adapters.chat import image_files
 from rollgrad.adapters.chat.image_files import opened, portable
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.engines.vllm_server.core import ServedCore
@@ -190,6 +190,6 @@ def test_a_file_that_others_might_read_otherwise_is_written_anew(mode: str, monk
         assert (found.format, found.mode) == ("PNG", "RGB")
         assert found.tobytes() == opened(data).tobytes()
     assert portable(sent) == sent
-    monkeypatch.setattr(pictures, "MOST_BYTES", 50)
+    monkeypatch.setattr(image_files, "MOST_BYTES", 50)
     with pytest.raises(ImageError, match="is too large"):
         portable(data)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.engines.embedded import decoding
+from rollgrad.adapters.engines.embedded import decoding, plans
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.models.torch import attention
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
@@ -62,18 +62,18 @@ def test_attention_that_sees_other_tokens_is_found(
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize(("plan", "kind"), [("_Prefill", "prefill"), ("_Decode", "decoding"), ("_Extend", "extension")])
+@pytest.mark.parametrize(("plan", "kind"), [("Prefill", "prefill"), ("Decode", "decoding"), ("Extend", "extension")])
 def test_an_engine_that_sees_other_tokens_is_found(
     windowed: Path, plan: str, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(windowed, dtype)
     check_decoding(model, FLAG)
-    right = getattr(decoding, plan).attend
+    right = getattr(plans, plan).attend
 
     def wrong(self: Any, layer: int, query: Any, key: Any, value: Any, scaling: float, window: int | None) -> Any:
         return right(self, layer, query, key, value, scaling, 1)
 
-    monkeypatch.setattr(getattr(decoding, plan), "attend", wrong)
+    monkeypatch.setattr(getattr(plans, plan), "attend", wrong)
     with pytest.raises(
         ConfigurationError, match=rf"{kind} differ.*choose another --critic.*, or set --an\.engine vllm"
     ):

@@ -87,7 +87,7 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return placement
 
     monkeypatch.setattr(composition, "RaySession", create_autospec(composition.RaySession))
-    monkeypatch.setattr(composition, "cluster_has_gpus", lambda: True)
+    monkeypatch.setattr(composition, "cluster_gpus", lambda: 8.0)
     monkeypatch.setattr(composition, "Placement", reserve)
     return made
 

@@ -59,6 +59,7 @@ FOREIGN = {
         "generate",
         "max-num-seqs",
         "max-logprobs",
+        "structured-outputs-config",
     ),  # vLLM
     *("no-enable-chunked-prefill", "max-num-batched-tokens", "kv-cache-memory-bytes"),
     *("query-gpu", "format"),  # nvidia-smi
