@@ -53,7 +53,7 @@ def register() -> None:
 
     # Linux lets a process use tiles once it has asked for them. oneDNN asks where it multiplies large matrices, vLLM's
     # attention never: in a process of small products alone it would end with SIGILL. Without AMX nothing happens.
-    torch.cpu._init_amx()  # type: ignore[no-untyped-call]
+    torch.cpu._init_amx()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from rollgrad.adapters.engines.vllm.weight_receiver import receiver_class
