@@ -1,12 +1,11 @@
 """Mixtures whose experts several processes divide: importable there."""
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from rollgrad.adapters.models.ray.sharded import RankPolicy
 from rollgrad.adapters.models.torch.expert_parallel import (
@@ -21,6 +20,7 @@ from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.models.torch.weight_shards import shard_rows
 from tests.fakes import cluster, lora
 from tests.fakes.cluster import FSDP
+from tests.meeting_processes import met
 from tests.tiny_architectures import VOCABULARY, tiny_model
 
 TIMEOUT = 300.0
@@ -58,22 +58,14 @@ def keep_own_experts(model: Any) -> None:
 
 def work(folder: Path, timeout: float, rank: int, processes: int, families: list[str]) -> None:
     """One of the processes: its results go to the file `<rank>` of `folder`."""
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=processes,
-        timeout=timedelta(seconds=timeout),
-    )
-    join_expert_groups(2, timeout=timeout)
-    results = {}
-    for family in families:
-        model = tiny_model(family)
-        keep_own_experts(model)
-        results[family] = passed(model, sequence(rank))
-    torch.save(results, folder / str(rank))
-    distributed.destroy_process_group()
+    with met(folder, timeout, rank, processes):
+        join_expert_groups(2, timeout=timeout)
+        results = {}
+        for family in families:
+            model = tiny_model(family)
+            keep_own_experts(model)
+            results[family] = passed(model, sequence(rank))
+        torch.save(results, folder / str(rank))
 
 
 def rank_policy(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from attrs import Factory, evolve, fields, frozen
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from rollgrad.adapters.models.ray.sharded import RankPolicy
 from rollgrad.adapters.models.torch.allowed_tokens import follow_grammars
@@ -28,6 +28,7 @@ from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.compiled_layers import AS_IT_IS, compiler
 from tests.fakes import cluster, grammars
+from tests.meeting_processes import met
 
 TIMEOUT = 300.0
 VOCABULARY = 97
@@ -222,19 +223,9 @@ def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 @contextmanager
 def joined(folder: Path, timeout: float, rank: int, processes: int) -> Iterator[None]:
     """Makes this process one of those that share batches, inside the block; they meet in `folder`."""
-    from datetime import timedelta
-
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=processes,
-        timeout=timedelta(seconds=timeout),
-    )
-    join_sequence_group(processes, timeout=timeout)
-    yield
-    distributed.destroy_process_group()
+    with met(folder, timeout, rank, processes):
+        join_sequence_group(processes, timeout=timeout)
+        yield
 
 
 def work(folder: Path, timeout: float, rank: int, processes: int, names: list[str]) -> None:

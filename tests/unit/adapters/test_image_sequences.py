@@ -1,6 +1,5 @@
 """Processes that share sequences with images compute what one process does, the tower's gradients too."""
 
-import subprocess
 from typing import Any
 
 import pytest
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.fakes import image_sequences
-from tests.scripts import ROOT, ScriptHost
+from tests.meeting_processes import results_of
+from tests.scripts import ScriptHost
 from tests.tiny_vision import FAMILIES
 
 TIMEOUT = 300.0
@@ -20,16 +20,7 @@ PROCESSES = 3
 def shares(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of each process."""
     folder = tmp_path_factory.mktemp("processes")
-    command = [*script_host.python(), "-m", "tests.fakes.image_sequences", str(folder), str(TIMEOUT)]
-    started = [
-        subprocess.Popen([*command, str(rank), str(PROCESSES), *FAMILIES], cwd=ROOT) for rank in range(PROCESSES)
-    ]
-    try:
-        assert [process.wait(TIMEOUT) for process in started] == [0] * PROCESSES
-    finally:
-        for process in started:
-            process.kill()
-    return [torch.load(folder / str(rank)) for rank in range(PROCESSES)]
+    return results_of(script_host.python(), "tests.fakes.image_sequences", folder, TIMEOUT, PROCESSES, FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

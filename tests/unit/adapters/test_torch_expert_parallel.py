@@ -1,6 +1,5 @@
 """Experts that processes divide compute what all of them in one process do, values and gradients."""
 
-import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,8 @@ from rollgrad.adapters.models.torch.expert_parallel import expert_stacks
 from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.domain.errors import ConfigurationError
 from tests.fakes import expert_parallel
-from tests.scripts import ROOT, ScriptHost
+from tests.meeting_processes import results_of
+from tests.scripts import ScriptHost
 from tests.tiny_architectures import tiny_config, tiny_model
 
 TIMEOUT = 300.0
@@ -45,16 +45,7 @@ def results(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -
     @cache
     def computed(processes: int, families: tuple[str, ...]) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("processes")
-        command = [*script_host.python(), "-m", "tests.fakes.expert_parallel", str(folder), str(TIMEOUT)]
-        started = [
-            subprocess.Popen([*command, str(rank), str(processes), *families], cwd=ROOT) for rank in range(processes)
-        ]
-        try:
-            assert [process.wait(TIMEOUT) for process in started] == [0] * processes
-        finally:
-            for process in started:
-                process.kill()
-        return [torch.load(folder / str(rank)) for rank in range(processes)]
+        return results_of(script_host.python(), "tests.fakes.expert_parallel", folder, TIMEOUT, processes, families)
 
     return computed
 

@@ -1,6 +1,5 @@
 """A batch that is divided over processes gives what one process computes, values and gradients."""
 
-import subprocess
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,7 +13,8 @@ from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
 from rollgrad.domain.errors import ConfigurationError
 from tests.fakes import sequence_parallel
 from tests.fakes.sequence_parallel import CASES
-from tests.scripts import ROOT, ScriptHost
+from tests.meeting_processes import results_of
+from tests.scripts import ScriptHost
 
 TIMEOUT = 300.0
 
@@ -37,17 +37,9 @@ def results(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -
     @cache
     def computed(processes: int) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("processes")
-        command = [*script_host.python(), "-m", "tests.fakes.sequence_parallel", str(folder), str(TIMEOUT)]
-        started = [
-            subprocess.Popen([*command, str(rank), str(processes), *NAMES[processes]], cwd=ROOT)
-            for rank in range(processes)
-        ]
-        try:
-            assert [process.wait(TIMEOUT) for process in started] == [0] * processes
-        finally:
-            for process in started:
-                process.kill()
-        return [torch.load(folder / str(rank)) for rank in range(processes)]
+        return results_of(
+            script_host.python(), "tests.fakes.sequence_parallel", folder, TIMEOUT, processes, NAMES[processes]
+        )
 
     return computed
 
