@@ -22,7 +22,7 @@ from rollgrad.application.settings.memory_plan_passes import MIB
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import AdapterConfig
+from rollgrad.application.settings.sections.actor import AdapterConfig, RouterReplay
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.time_floor import least_seconds, step_work
@@ -115,10 +115,18 @@ def example_file_problems(run: Any) -> list[RollgradError]:
 
 
 def _vllm_problems(config: RLConfig) -> dict[str, RollgradError]:
-    """Returns what is wrong with the names in `vllm.extra`."""
+    """Returns what is wrong with the names in `vllm.extra`, and with what vLLM is to do on this machine."""
     from rollgrad.adapters.engines.vllm.arguments import argument_problems
 
-    return {problem: ConfigurationError(problem) for problem in argument_problems(config.vllm.extra or {})}
+    problems: dict[str, RollgradError] = {
+        problem: ConfigurationError(problem) for problem in argument_problems(config.vllm.extra or {})
+    }
+    if config.actor.router_replay is RouterReplay.ENGINE and not config.cluster.enable:
+        from rollgrad.entrypoints.composition.engines import check_experts_are_recorded
+        from rollgrad.entrypoints.composition.models import has_gpu
+
+        _note(problems, "actor.router_replay", lambda: check_experts_are_recorded(config, gpus=has_gpu()))
+    return problems
 
 
 def _ds_problems(run: Any) -> dict[str, RollgradError]:

@@ -39,6 +39,7 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.control.engine_health import FleetBounds
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.base import BaseContainer, trainer_kind
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.models import has_gpu, make_actor_model
@@ -102,10 +103,12 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) 
     it has any, `plays` whether episodes have several turns.
 
     Raises:
-        ConfigurationError: weights cannot reach it as the settings want, or it computes the model's images otherwise.
+        ConfigurationError: weights cannot reach it as the settings want, it computes the model's images otherwise, or
+            it is to record experts on a CPU.
         MissingExtraError: it cannot read the images of prompts.
     """
     name = config.actor.model_name_or_path
+    check_experts_are_recorded(config, gpus=gpus)
     lora = config.actor.lora if config.actor.lora.sync is LoraSync.ADAPTER else None
     if config.data.image_key is not None:
         check_vllm_images(name, adapters=lora is not None)
@@ -121,8 +124,22 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) 
         "sync_backend": sync_backend(config, gpus=gpus),
         "lora": lora,
         "sleep_level": sleep_level(config),
+        "records_experts": config.actor.router_replay is RouterReplay.ENGINE,
         "extra": config.vllm.extra or {},
     }
+
+
+def check_experts_are_recorded(config: RLConfig, *, gpus: bool) -> None:
+    """Checks that vLLM says to which experts it sent tokens, if that is asked for.
+
+    Raises:
+        ConfigurationError: there are no GPUs, without which vLLM has an older model runner that does not.
+    """
+    if config.actor.router_replay is RouterReplay.ENGINE and config.rollout.engine is Engine.VLLM and not gpus:
+        raise ConfigurationError(
+            "actor.router_replay is engine with rollout.engine vllm and without a GPU, where vLLM does not say to "
+            "which experts it sent tokens: set --actor.router_replay trainer, or --rollout.engine embedded."
+        )
 
 
 def sleep_level(config: RLConfig) -> int:

@@ -11,6 +11,7 @@ CLASSES = ("EngineArgs", "AsyncEngineArgs")
 """Classes in vLLM's `engine/arg_utils.py` whose fields are its engine arguments."""
 
 LORA = "set --actor.lora.rank and --actor.lora.sync"
+EXPERTS = "set --actor.router_replay engine"
 
 OWN: Mapping[str, str] = {
     "model": "set --actor.model_name_or_path",
@@ -29,6 +30,7 @@ OWN: Mapping[str, str] = {
     "logprobs_mode": "the log-probs that training needs are those of the distribution that is sampled from",
     "structured_outputs_config": "its backend is guidance, for which grammars are written here",
     "reasoning_parser": "the grammars that are written here have a place for thinking",
+    **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), EXPERTS),
     **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"), LORA),
 }
 """Engine arguments that rollgrad sets itself, and what to do instead."""

@@ -7,12 +7,16 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
+
 from rollgrad.adapters.engines.vllm.core import LIVENESS_SECONDS, Core
 from rollgrad.adapters.engines.vllm.images import engine_input
 from rollgrad.adapters.engines.vllm.sampling_params import parameters
 from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.episodes.images import PlacedImages
+from rollgrad.domain.episodes.routed import RoutedTokens, experts_type
 from rollgrad.domain.errors import EngineError, RollgradError
 
 T = TypeVar("T")
@@ -82,7 +86,13 @@ class LocalCore(Core):
             versions=versions,
             stop_reason=STOP_REASONS[last.finish_reason],
             top_logprobs=likeliest,
+            routed=() if last.routed_experts is None else (self._routed(last.routed_experts),),
         )
+
+    def _routed(self, experts_RLK: np.ndarray) -> RoutedTokens:
+        """Returns what vLLM says of the tokens of prompt and reply but the last, in the type that holds its experts."""
+        kind = experts_type(self._llm.model_config.get_num_experts())
+        return RoutedTokens(start=0, experts_RLK=torch.from_numpy(experts_RLK.astype(np.int32)).to(kind))
 
     async def next_logprob(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> float:
         """Implements `Core.next_logprob`."""

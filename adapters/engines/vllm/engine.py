@@ -325,6 +325,7 @@ class VLLMEngine(CoreEngine):
         lora: of the adapter that transfers bring, and no weights.
         sleep_level: vLLM's, of `sleep`: 0 frees no memory, 1 moves the weights to the CPU's, 2 gives them up, so that
             after `wake` a transfer of all weights comes before anything else; with an adapter at most 1.
+        records_experts: whether generations say to which experts of a mixture their tokens went; vLLM does so on GPUs.
         extra: further engine arguments of vLLM, by its own names.
 
     Raises:
@@ -348,6 +349,7 @@ class VLLMEngine(CoreEngine):
         sync_backend: SyncBackend = SyncBackend.SHARED_MEMORY,
         lora: LoraConfig | None = None,
         sleep_level: int = 1,
+        records_experts: bool = False,
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         device = default_device()
@@ -363,6 +365,7 @@ class VLLMEngine(CoreEngine):
             pipeline_parallel_size=pipeline_parallel_size,
             gpu_memory_utilization=memory_fraction,
             sleeps=sleep_level > 0,
+            records_experts=records_experts,
             extra=extra,
             **({} if lora is None else lora_settings(lora, number_format, device)),
         )

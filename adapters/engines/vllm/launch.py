@@ -31,6 +31,7 @@ def start(
     longest: int | None = None,
     threads: int | None = None,
     sleeps: bool = True,
+    records_experts: bool = False,
     extra: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> Any:
@@ -38,8 +39,9 @@ def start(
     more than the model has positions for, which None stands for. Log-probs are of the distribution that is sampled
     from; prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
     `threads` of the processes that share a model on a CPU; None leaves it to OMP_NUM_THREADS how many each has.
-    `sleeps`: whether it can give its memory to others, which it then allocates in a way of its own. `extra`: further
-    engine arguments, which count more than what is chosen for them here.
+    `sleeps`: whether it can give its memory to others, which it then allocates in a way of its own. `records_experts`:
+    whether it says to which experts of a mixture it sent tokens. `extra`: further engine arguments, which count more
+    than what is chosen for them here.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -71,6 +73,7 @@ def start(
             "enable_chunked_prefill": not cpu,
             "enable_sleep_mode": sleeps and current_platform.is_sleep_mode_available(),
             "enable_prefix_caching": True,
+            "enable_return_routed_experts": records_experts,
             "generation_config": "vllm",
             "limit_mm_per_prompt": {"video": 0},  # no prompt has one, for which it would set memory aside
             "logprobs_mode": "processed_logprobs",

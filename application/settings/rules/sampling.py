@@ -68,10 +68,16 @@ def replay_problems(config: RLConfig) -> Iterator[str]:
     replay, ds, engine = config.actor.router_replay, config.ds, config.rollout.engine
     if replay is RouterReplay.NONE:
         return
-    if replay is RouterReplay.ENGINE and engine is not Engine.EMBEDDED:
+    if replay is RouterReplay.ENGINE and engine is Engine.SERVER:
         yield (
-            f"actor.router_replay is engine with rollout.engine {engine}, which does not say to which experts it sent "
-            "tokens: set --actor.router_replay trainer, or --rollout.engine embedded."
+            f"actor.router_replay is engine with rollout.engine {engine}, which is not asked to which experts it sent "
+            "tokens: set --actor.router_replay trainer, or --rollout.engine vllm or embedded."
+        )
+    if replay is RouterReplay.ENGINE and engine is Engine.VLLM and (stages := config.vllm.pipeline_parallel_size) > 1:
+        yield (
+            f"actor.router_replay is engine with vllm.pipeline_parallel_size {stages}, but vLLM says to which experts "
+            "it sent tokens only where every process has all layers: set --vllm.tensor_parallel_size instead, or "
+            "--actor.router_replay trainer."
         )
     if replay is RouterReplay.TRAINER and config.algo.old_logprobs is not OldLogprobs.RECOMPUTE:
         yield (

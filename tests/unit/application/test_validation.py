@@ -232,8 +232,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "leave one of --algo.old_logprobs and --actor.lora.dropout out",
     ),
     (
-        {"actor.router_replay": RouterReplay.ENGINE, "rollout.engine": Engine.VLLM},
-        "set --actor.router_replay trainer, or --rollout.engine embedded",
+        {
+            "actor.router_replay": RouterReplay.ENGINE,
+            "rollout.engine": Engine.SERVER,
+            "rollout.server_urls": ("http://127.0.0.1:8000",),
+        },
+        "set --actor.router_replay trainer, or --rollout.engine vllm",
+    ),
+    (
+        {
+            "actor.router_replay": RouterReplay.ENGINE,
+            "rollout.engine": Engine.VLLM,
+            "vllm.pipeline_parallel_size": 2,
+        },
+        "set --vllm.tensor_parallel_size instead",
     ),
     (
         {"actor.router_replay": RouterReplay.TRAINER, "algo.old_logprobs": OldLogprobs.ROLLOUT},

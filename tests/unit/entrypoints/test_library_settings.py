@@ -210,3 +210,16 @@ def test_all_problems_are_said_before_anything_is_loaded(tiny_model_dir: Path, t
     said = "\n".join(map(str, file_problems(config).values()))
     for fix in ("--actor.dtype", "--vllm.extra.block_size", "--ds.extra.dump_state"):
         assert fix in said
+
+
+def test_on_a_cpu_vllm_is_not_asked_for_experts(tiny_model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model = ("--actor.model_name_or_path", str(tiny_model_dir))
+    config, _ = read(*model, "--actor.router_replay", "engine", "--rollout.engine", "vllm")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    assert vllm_settings(config, tokenizer, gpus=True, plays=False)["records_experts"]
+    with pytest.raises(ConfigurationError, match=r"without a GPU.*--actor\.router_replay trainer"):
+        vllm_settings(config, tokenizer, gpus=False, plays=False)
+    other, _ = read(*model)
+    assert not vllm_settings(other, tokenizer, gpus=False, plays=False)["records_experts"]
