@@ -3,6 +3,7 @@ real one refuses. Whole code paths run on it, so that a tensor that somebody for
 Does not pretend: kernels' rounding, memory, streams, several GPUs, nor activations that are computed again.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -237,40 +238,36 @@ def dense_attention(
     return ToGPU.apply(out)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-) -> Tensor:
-    """Computes what torch's `varlen_attn` does, with FlashAttention's demands."""
-    assert {x.dtype for x in (query, key, value)} <= {query.dtype} & {torch.float16, torch.bfloat16}
-    assert {x.dtype for x in (cu_seq_q, cu_seq_k)} == {torch.int32}
-    assert {x.device for x in (query, key, value, cu_seq_q, cu_seq_k)} == {CUDA}
-    assert all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 for x in (query, key, value))
-    assert enable_gqa is (query.shape[1] != key.shape[1])
-    q, k, v = (moved(x, CPU, copy=False).float() for x in (query, key, value))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    left, right = window_size
-    assert right == 0
-    outputs = []
-    ends = zip(*(pairwise(on_cpu(cu).tolist()) for cu in (cu_seq_q, cu_seq_k)), strict=True)
-    for (q0, q1), (k0, k1) in ends:
-        assert q1 - q0 <= max_q
-        assert k1 - k0 <= max_k
-        last = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
-        place = torch.arange(k1 - k0)
-        hidden = (place > last) | ((place < last - left) if left >= 0 else torch.tensor(False))
-        scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1]) * scale
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[k0:k1]))
-    return moved(torch.cat(outputs).to(query.dtype), CUDA, copy=False)
+def varlen_attention(library: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Returns what computes as torch's `varlen_attn` does, with its signature and FlashAttention's demands."""
+    signature = inspect.signature(library)
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        query, key, value, cu_seq_q, cu_seq_k = (given[n] for n in ("query", "key", "value", "cu_seq_q", "cu_seq_k"))
+        assert {x.dtype for x in (query, key, value)} <= {query.dtype} & {torch.float16, torch.bfloat16}
+        assert {x.dtype for x in (cu_seq_q, cu_seq_k)} == {torch.int32}
+        assert {x.device for x in (query, key, value, cu_seq_q, cu_seq_k)} == {CUDA}
+        assert all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 for x in (query, key, value))
+        shares = query.shape[1] != key.shape[1]
+        assert given.get("enable_gqa", shares) is shares  # which torch 2.11 sees without being told
+        q, k, v = (moved(x, CPU, copy=False).float() for x in (query, key, value))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        left, right = given["window_size"]
+        assert right == 0
+        outputs = []
+        ends = zip(*(pairwise(on_cpu(cu).tolist()) for cu in (cu_seq_q, cu_seq_k)), strict=True)
+        for (q0, q1), (k0, k1) in ends:
+            assert q1 - q0 <= given["max_q"]
+            assert k1 - k0 <= given["max_k"]
+            last = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
+            place = torch.arange(k1 - k0)
+            hidden = (place > last) | ((place < last - left) if left >= 0 else torch.tensor(False))
+            scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1]) * given["scale"]
+            outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[k0:k1]))
+        return moved(torch.cat(outputs).to(query.dtype), CUDA, copy=False)
+
+    return attend
 
 
 class PretendingWorker(ThreadPoolExecutor):
@@ -325,7 +322,7 @@ def pretended_gpu() -> Iterator[Counter[str]]:
             patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
         patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         patch.setattr(kernels, "_installed", lambda package: False)
-        patch.setattr(library, "varlen_attn", varlen_attention)
+        patch.setattr(library, "varlen_attn", varlen_attention(library.varlen_attn))
         patch.setattr(step_graphs, "CudaCapture", Captured)
         yield WAITED
     torch.backends.cuda.enable_cudnn_sdp(cudnn)

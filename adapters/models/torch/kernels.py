@@ -32,6 +32,10 @@ head at most, of those that have them for heads of any width and windows."""
 HEAD_STEP = 8
 """FlashAttention's heads have a multiple of this many numbers."""
 
+SINCE_2_12 = torch.__version__ >= "2.12"
+"""Whether torch wants to be told where queries share keys, and computes with flash-attn-4 where there are windows, as
+`varlen` has them. Before, it sees the first for itself, and has no gradients by the second."""
+
 WITHOUT_CUDNN = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of scaled dot-product attention on a GPU, beside FlashAttention's. cuDNN's, which torch prefers on Hopper,
 builds an execution plan of tens of milliseconds for each new shape, and its gradients can be NaN where there is a mask
@@ -62,6 +66,8 @@ def _widest_head(device: torch.device) -> int:
         from torch.nn.attention import activate_flash_attention_impl
 
         try:
+            if not SINCE_2_12:
+                raise RuntimeError(f"torch {torch.__version__} has no gradients by it, 2.12 has")
             activate_flash_attention_impl("FA4")
             widest = FASTER[capability]
         except Exception as error:  # the package fails in many ways where it does not fit torch or the machine
@@ -121,7 +127,7 @@ def varlen(
         max_k,
         scale=scaling,
         window_size=(left, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **({"enable_gqa": query.shape[1] != key.shape[1]} if SINCE_2_12 else {}),
     )
     assert isinstance(out, Tensor)
     return out.narrow(2, 0, width)

@@ -51,7 +51,8 @@ def strict_varlen(seen: list[Any]) -> Callable[..., Tensor]:
             assert x.shape[2] <= 256
         assert key.shape == value.shape
         assert query.shape[1] % key.shape[1] == 0
-        assert given["enable_gqa"] is (query.shape[1] != key.shape[1])
+        shares = query.shape[1] != key.shape[1]
+        assert given.get("enable_gqa", shares) is shares  # which torch 2.11 sees without being told
         for cu, x, longest in ((cu_q, query, given["max_q"]), (cu_k, key, given["max_k"])):
             assert cu.dtype == torch.int32
             assert cu.is_contiguous()
@@ -65,7 +66,7 @@ def strict_varlen(seen: list[Any]) -> Callable[..., Tensor]:
         assert right == 0
         assert left >= -1
         assert isinstance(given["scale"], float)
-        assert all(given[name] is None for name in ("return_aux", "seqused_k", "block_table", "num_splits"))
+        assert all(given.get(name) is None for name in ("return_aux", "seqused_k", "block_table", "num_splits"))
         seen.append(given)
         if isinstance(query, torch._subclasses.FakeTensor):
             return torch.empty_like(query)
@@ -265,13 +266,18 @@ def test_flash_attention_is_for_half_precision_and_heads_of_up_to_256_numbers(
     kernels._widest_head.cache_clear()
 
 
-@pytest.mark.parametrize(("capability", "installed"), [(HOPPER, True), (HOPPER, False), (AMPERE, True)], ids=str)
+@pytest.mark.parametrize(
+    ("capability", "installed", "since_2_12"),
+    [(HOPPER, True, True), (HOPPER, False, True), (AMPERE, True, True), (HOPPER, True, False)],
+    ids=str,
+)
 def test_flash_attention_4_is_taken_into_use_where_it_is_installed_and_has_kernels(
-    capability: tuple[int, int], installed: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], installed: bool, since_2_12: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.nn import attention as library
 
     used: list[str] = []
+    monkeypatch.setattr(kernels, "SINCE_2_12", since_2_12)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     if installed:
@@ -280,7 +286,7 @@ def test_flash_attention_4_is_taken_into_use_where_it_is_installed_and_has_kerne
     kernels._widest_head.cache_clear()
     assert kernels._widest_head(CUDA) == 256
     kernels._widest_head.cache_clear()
-    assert used == (["FA4"] if installed and capability == HOPPER else [])
+    assert used == (["FA4"] if installed and capability == HOPPER and since_2_12 else [])
     assert "FA4" in library.list_flash_attention_impls()
 
 
@@ -305,6 +311,7 @@ def test_heads_that_flash_attention_4_does_not_compute_are_left_to_the_other_ker
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(kernels, "_installed", lambda package: True)
+    monkeypatch.setattr(kernels, "SINCE_2_12", True)
     monkeypatch.setattr(library, "activate_flash_attention_impl", lambda name: None)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
     kernels._widest_head.cache_clear()
@@ -327,6 +334,7 @@ def test_a_flash_attention_4_that_does_not_fit_leaves_the_kernels_of_torch(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(kernels, "_installed", lambda package: True)
+    monkeypatch.setattr(kernels, "SINCE_2_12", True)
     monkeypatch.setattr(kernels.log, "warning", warnings.append)
     monkeypatch.setattr(library, "activate_flash_attention_impl", fail)
     kernels._widest_head.cache_clear()
