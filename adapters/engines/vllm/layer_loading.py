@@ -11,8 +11,9 @@ Does not own: where the runs come from, nor whether the engine may serve (`engin
 layers of two versions.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -50,6 +51,8 @@ class LayerLoading:
 
         self._plan = LoadingPlan(self.model, is_deferred_attention_layer)
         self._assembler = Assembler(self.device)
+        if self.device.type == "cpu":
+            _repack_experts(self.model)
 
     def begin(self) -> None:
         """Gives all layers the shapes of a checkpoint."""
@@ -174,6 +177,23 @@ def _parts(copy: Copy, begin: int, end: int) -> Iterator[tuple[Region | None, Re
         yield from parts_within(copy.source, copy.target, begin, end)
     elif not begin:
         yield None, copy.target
+
+
+def _repack_experts(model: Any) -> None:
+    """Has the experts of a mixture packed for a CPU's kernel each time that they are loaded: vLLM packs those that are
+    not quantised only when it makes the kernel, and would have it read later weights as if they were packed."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.process_weights_after_loading = partial(_pack_anew, method, method.process_weights_after_loading)
+
+
+def _pack_anew(method: Any, process: Callable[[Any], None], layer: Any) -> None:
+    """Does what vLLM does with the loaded experts of a layer for which there is no kernel."""
+    method.moe_kernel = None
+    process(layer)
 
 
 def _stays_as_loaded(layer: Any, info: Any) -> bool:
