@@ -22,7 +22,7 @@ NEEDS = {
     "test_cluster_places.py": ("vllm", "deepspeed", "ray"),
     "test_engine_fleet.py": ("vllm", "ray"),
     "test_lora_cluster.py": ("vllm", "deepspeed", "ray"),
-    "test_expert_parallel.py": ("deepspeed", "ray"),
+    "test_expert_parallel.py": ("vllm", "deepspeed", "ray"),
     "test_sequence_parallel.py": ("deepspeed", "ray"),
     "test_weight_backends.py": ("vllm",),
     "test_weight_loading.py": ("vllm",),

@@ -1,6 +1,8 @@
 """Processes that divide the experts of a mixture among them train as one process does, whatever FSDP2 divides
 besides."""
 
+import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,20 @@ import pytest
 import torch
 from attrs import evolve
 
+import rollgrad
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.ckpt import Resume
+from rollgrad.application.settings.sections.cluster import Strategy
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.testing.reward_source import FakeRewardSource
 from tests.fakes import cluster, expert_parallel, lora
+from tests.fakes.controller import letters
 from tests.integration.test_cluster_models import assert_alike, training_state
 from tests.tiny_models import saved, tiny_model
 
@@ -228,3 +238,54 @@ def test_a_reference_scores_what_one_process_scores(
 def test_an_actor_without_experts_is_refused(group: WorkerGroup, tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"is 2, but LlamaForCausalLM has no experts: leave"):
         group.build(expert_parallel.rank_policy, str(tiny_model_dir), 2)
+
+
+def ppo(path: Path, folder: Path) -> RLConfig:
+    """A run of three steps that samples with vLLM, of which each model's two processes divide the experts."""
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"input": f"Say {number}"}) for number in range(8)))
+    config = RLConfig()
+    config.actor.model_name_or_path, config.actor.dtype = str(path), DType.FLOAT32
+    config.actor.adam.lr = config.critic.adam.lr = 1e-3
+    config.algo.advantage.estimator, config.algo.kl.init_coef = "gae", 0.01
+    config.data.prompt_dataset = str(folder / "prompts.jsonl")
+    config.rollout.engine = Engine.VLLM
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens = 2, 2, 8
+    config.train.max_steps, config.train.seed, config.ckpt.state_steps = 3, 5, 1
+    config.cluster.enable, config.cluster.strategy, config.cluster.timeout = True, Strategy.FSDP2, 300
+    config.cluster.expert_parallel_size = config.actor.num_gpus_per_node = 2
+    config.ckpt.output_dir, config.logger.console = str(folder / "run"), False
+    return config
+
+
+def steps(config: RLConfig) -> list[dict[str, float]]:
+    lines = (Path(config.ckpt.output_dir) / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "reward/mean" in line]
+
+
+@pytest.mark.usefixtures("runs_share_processes")
+def test_a_run_with_critic_reference_and_engine_continues_as_if_never_interrupted(
+    tiny_mixture_dir: Path, tmp_path: Path
+) -> None:
+    config, killed = ppo(tiny_mixture_dir, tmp_path), tmp_path / "killed"
+
+    def keep(step: int, *_: object) -> None:
+        """Copies what the run would leave if it was killed in its second step."""
+        if step == 2:
+            shutil.copytree(config.ckpt.output_dir, killed)
+
+    rollgrad.train(config, reward=FakeRewardSource(letters), on_step=keep)
+    found = steps(config)
+    assert len(found) == 3
+    assert all(step["policy/mismatch_kl"] < 1e-8 for step in found), "engine and trainer agree on what they sample"
+    assert all(step["sync/bytes"] > 0 and step["critic/loss"] > 0 for step in found)
+    resumed = ppo(tiny_mixture_dir, tmp_path)
+    resumed.ckpt.output_dir, resumed.ckpt.resume = str(killed), Resume.ALWAYS
+    rollgrad.train(resumed, reward=FakeRewardSource(letters))
+    for one, other in zip(found, steps(resumed), strict=True):
+        for key in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/ref_kl", "critic/loss"):
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-7)
+    one, other = (cluster.policy(str(Path(each.ckpt.output_dir) / "model")) for each in (config, resumed))
+    start = cluster.weights(cluster.policy(str(tiny_mixture_dir)))
+    for (name, tensor), (_, wanted) in zip(other.weights(), one.weights(), strict=True):
+        torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-5)
+        assert not torch.allclose(tensor, start[name], rtol=0, atol=1e-4)
