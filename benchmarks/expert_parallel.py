@@ -1,5 +1,6 @@
 """Bytes that a process receives, and memory that it takes, in a forward and backward pass of a mixture of experts under
-FSDP2: with the experts of each layer gathered in every process, and with experts divided, to which tokens are sent.
+FSDP2: with the experts of each layer gathered in every process, and with experts divided, to which tokens are sent;
+beside the least that divided experts need, if each token went once to each other process.
 
 The mixture has layers like those of Qwen3-30B-A3B at half the width, with half the experts, of which a token goes to
 eight; its weights are noise in float32. Memory is the process's own, above what it held before the pass. Processes are
@@ -29,6 +30,8 @@ from benchmarks.load_memory import Growth
 from benchmarks.results import keep
 
 SECONDS = 1200.0
+CHOSEN = 8
+"""Experts of a token."""
 
 
 @define(kw_only=True)
@@ -72,14 +75,30 @@ def main(work: Work) -> None:
     for name, each in (("gathered in each process", gathered), ("divided", divided)):
         table.add_row(name, f"{each.received / 1e6:,.1f} MB", f"{each.grown / 1e6:,.1f} MB")
     Console(width=100).print(table)
+    floor = least(work)
     print(f"gathered over divided: {gathered.received / divided.received:.1f} times the bytes")
+    print(f"divided over the least, {floor / 1e6:,.1f} MB: {divided.received / floor:.1f} times")
     if not work.smoke:
         figures = {
             name: getattr(work, name) for name in ("hidden", "inner", "experts", "layers", "tokens", "processes")
         }
+        figures["least_received"] = floor
         for name, each in (("gathered", gathered), ("divided", divided)):
             figures |= {f"{name}_received": each.received, f"{name}_grown": each.grown}
         print(f"kept in {keep('expert_parallel', figures)}")
+
+
+def least(work: Work) -> int:
+    """Returns the bytes that a process receives at least: of the parameters beside the experts what the others have, as
+    FSDP2 gathers those of the layers in both passes, the others in one, and of gradients in one; and a row of each
+    token that the others have, and of each of its own tokens, for each other process and layer, in both passes."""
+    with torch.device("meta"):
+        model = mixture(work)
+    beside = [(name, p.nbytes) for name, p in model.named_parameters() if ".experts." not in name]
+    passes = sum(size * (3 if ".layers." in name else 2) for name, size in beside)
+    others = work.processes - 1
+    rows = 4 * min(others, CHOSEN) * work.tokens * work.layers
+    return passes * others // work.processes + rows * work.hidden * torch.float32.itemsize
 
 
 def measured(work: Work, size: int) -> Pass:
@@ -94,6 +113,8 @@ def measured(work: Work, size: int) -> Pass:
         process.start()
     try:
         found = [passes.get(timeout=SECONDS) for _ in started]
+        for process in started:
+            process.join(SECONDS)
     finally:
         for process in started:
             process.terminate()
@@ -140,7 +161,7 @@ def mixture(work: Work) -> Any:
         hidden_size=work.hidden,
         moe_intermediate_size=work.inner,
         num_experts=work.experts,
-        num_experts_per_tok=8,
+        num_experts_per_tok=CHOSEN,
         num_hidden_layers=work.layers,
         num_attention_heads=work.hidden // 32,
         num_key_value_heads=2,

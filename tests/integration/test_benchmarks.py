@@ -25,7 +25,8 @@ RESULTS = {
     "cluster_learns.py": r"colocated │ \d+%",
     "controller.py": r"^growth \d+\.\d+$",
     "data_plane.py": r"^idle \d+ ns, \d+\.\d bytes$",
-    "expert_parallel.py": r"^gathered over divided: \d+\.\d times the bytes$",
+    "expert_parallel.py": r"(?s:^gathered over divided: \d+\.\d times the bytes$.)"
+    r"^divided over the least, .*: \d+\.\d times$",
     "first_light.py": r"(?s:gpu_equals_cpu +ok$.*attention_is_right +ok$.*deepspeed +ok$)",
     "judges.py": r"^reasoning-gym: \d+ verdicts/s, without walls \d+: \d+\.\d+ times$",
     "learning_curves.py": r"on_policy_distill │\s+\d+%",
