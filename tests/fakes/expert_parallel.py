@@ -1,6 +1,7 @@
 """Mixtures whose experts several processes divide: importable there."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rollgrad.adapters.models.torch.models import TorchReference
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.models.torch.weight_shards import shard_rows
+from tests.compiled_layers import AS_IT_IS, compiler
 from tests.fakes import cluster, lora
 from tests.fakes.cluster import FSDP
 from tests.meeting_processes import met
@@ -103,6 +105,14 @@ def rank_replaying(path: str, size: int) -> RankPolicy:
 def rank_adapted(path: str, size: int) -> RankPolicy:
     join_expert_groups(size, timeout=TIMEOUT)
     return lora.rank_policy(path, FSDP)
+
+
+def rank_compiled(path: str, stage: int | str, size: int, adapted: bool) -> cluster.CompiledPolicy:
+    """`size` processes divide the experts."""
+    join_expert_groups(size, timeout=TIMEOUT)
+    make = partial(lora.policy, lora=lora.WITHOUT_DROPOUT) if adapted else cluster.policy
+    with compiler(AS_IT_IS):
+        return cluster.CompiledPolicy(make(path, cluster.divided(stage), shard=cluster.loading(stage), compiles=True))
 
 
 def rank_reference(path: str, size: int) -> TorchReference:

@@ -6,6 +6,7 @@ import torch
 from attrs import evolve
 
 from rollgrad.adapters.models.ray.sharded import RankPolicy
+from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
@@ -16,6 +17,7 @@ from tests.fakes.cluster import FLAG, SETTINGS, divided, loading
 
 LORA = LoraConfig(rank=4, alpha=8, dropout=0.1)
 
+WITHOUT_DROPOUT = evolve(LORA, dropout=0.0)
 QLORA = evolve(LORA, load_in_4bit=True)
 
 
@@ -27,11 +29,14 @@ def policy(
     settings: OptimizerSettings = SETTINGS,
     device: str = "cpu",
     shard: Shard | None = None,
+    compiles: bool = False,
     **options: Any,
 ) -> TorchPolicy:
     place = torch.device(device)
     model = load_causal_lm(path, dtype=dtype, device=place, flag=FLAG, load_in_4bit=lora.load_in_4bit, shard=shard)
     add_lora(model, lora, seed=1)
+    if compiles:
+        compile_layers(model)
     return TorchPolicy(model, load_tokenizer(path, flag=FLAG), settings, optimize=optimize, **options)
 
 

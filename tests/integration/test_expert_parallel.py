@@ -240,6 +240,41 @@ def test_an_actor_without_experts_is_refused(group: WorkerGroup, tiny_model_dir:
         group.build(expert_parallel.rank_policy, str(tiny_model_dir), 2)
 
 
+@pytest.mark.parametrize(
+    ("stage", "size", "adapted"),
+    [
+        (cluster.FSDP, 2, False),
+        pytest.param(cluster.FSDP, 2, True, marks=WIDE),
+        pytest.param(2, 1, True, marks=WIDE),
+    ],
+)
+def test_compiled_layers_with_experts_train_as_without_and_compile_nothing_anew(
+    group: WorkerGroup, stage: int | str, size: int, adapted: bool, mixtures: dict[str, str]
+) -> None:
+    """Also of packs of other sizes, and where a process has no sample."""
+    path = mixtures["Qwen3Moe"]
+    lone = lora.policy(path, lora=lora.WITHOUT_DROPOUT) if adapted else cluster.policy(path)
+    group.build(expert_parallel.rank_compiled, path, stage, size, adapted)
+    policy = ShardedPolicy(group)
+
+    def assert_same_scores(samples: int) -> None:
+        batch = cluster.batch(samples)
+        wanted, found = lone.score(batch), policy.score(batch)
+        torch.testing.assert_close(found.logprobs_N, wanted.logprobs_N, rtol=0, atol=1e-5)
+
+    assert_same_scores(5)
+    assert cluster.trained(policy, 1) == pytest.approx(cluster.trained(lone, 1), rel=1e-5)
+    lone.load_state_dict(policy.state_dict().whole())
+    compiled = group.all("graphs")
+    assert min(compiled) > 0
+    for samples in (1, 2, 3, 7):
+        assert_same_scores(samples)
+        parts = [cluster.batch(samples)]
+        found, wanted = (each.update(parts, cluster.likelihood) for each in (policy, lone))
+        assert found == pytest.approx(wanted, rel=1e-4)
+    assert group.all("graphs") == compiled
+
+
 def ppo(path: Path, folder: Path) -> RLConfig:
     """A run of three steps that samples with vLLM, of which each model's two processes divide the experts."""
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"input": f"Say {number}"}) for number in range(8)))
