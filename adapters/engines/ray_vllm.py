@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from rollgrad.adapters.engines.token_streams import News, TokenStreams, ToldTokens
 from rollgrad.adapters.ray.session import ray_module, show_gpus
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver
@@ -34,6 +35,9 @@ class EngineHost:
     _engine: Any = None
     _memory: SharedMemory
 
+    def __init__(self) -> None:
+        self._told = ToldTokens()
+
     async def start(self, settings: Mapping[str, Any], devices: Sequence[str]) -> tuple[int | None, str]:
         """Starts vLLM on the GPUs `devices`, or those that Ray gave the actor, which it blocks; returns its largest
         number of tokens, and Ray's id of the machine."""
@@ -51,6 +55,18 @@ class EngineHost:
     async def call(self, method: str, *arguments: Any) -> Any:
         """Returns the result of one of the engine's coroutine methods."""
         return await getattr(self._engine, method)(*arguments)
+
+    async def stream(self, number: int, request: GenerationRequest) -> Generation:
+        """Samples a reply whose tokens `fetched` tells by `number` while they come."""
+        try:
+            reply: Generation = await self._engine.generate(request, on_token=self._told.listener(number))
+            return reply
+        finally:
+            self._told.end(number)
+
+    async def fetched(self) -> News:
+        """Runs `ToldTokens.fetched`."""
+        return await self._told.fetched()
 
     async def begin_copied(self, bucket_bytes: int) -> EngineModel:
         """Runs `begin_weights` with memory of this machine."""
@@ -90,8 +106,6 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
     """A `VLLMEngine` behind a Ray actor, named `rollgrad-engine-K` (its n-th replacement `rollgrad-engine-K.n`).
     `ready` has to be called before anything else.
 
-    `on_token` hears the tokens of a reply all at once when it ends: they cross the process boundary together.
-
     Args:
         number: K.
         settings: arguments of `VLLMEngine`.
@@ -118,6 +132,7 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
         self.max_tokens: int | None = None
         """Tokens of a prompt and its reply at most, once it is ready."""
         self._actor = self._new_actor(0)
+        self._streams = TokenStreams(self._fetched)
         self._near = True
         self._source: SharedMemory | None = None
 
@@ -140,11 +155,13 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
         """Implements `RolloutEngine.generate`."""
-        generation: Generation = await self._call("generating", "generate", _with_files_alone(request))
-        if on_token is not None:
-            for token in generation.token_ids:
-                on_token(token)
-        return generation
+        request = _with_files_alone(request)
+        if on_token is None:
+            generation: Generation = await self._call("generating", "generate", request)
+            return generation
+        return await self._streams.generate(
+            lambda number: self._await("generating", self._actor.handle.stream.remote(number, request)), on_token
+        )
 
     async def pause(self, mode: PauseMode) -> None:
         """Implements `RolloutEngine.pause`."""
@@ -211,6 +228,7 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
         """Implements `FleetMember.restart`; the new actor has the same options."""
         await self.close()
         self._actor = self._new_actor(self._actor.restarts + 1)
+        self._streams = TokenStreams(self._fetched)
         with waiting_for(f"engine {self._actor.name} to start"):
             await self.ready()
 
@@ -233,6 +251,10 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
             ray_module().remote(EngineHost).options(name=name, max_restarts=0, max_concurrency=CALLS, **self._options)
         )
         return _Actor(actor.remote(), name, restarts)
+
+    async def _fetched(self) -> News:
+        news: News = await self._await("streaming", self._actor.handle.fetched.remote())
+        return news
 
     async def _call(self, doing: str, method: str, *arguments: Any) -> Any:
         return await self._await(doing, self._actor.handle.call.remote(method, *arguments))

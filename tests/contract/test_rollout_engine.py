@@ -263,3 +263,67 @@ async def test_an_abort_spares_requests_that_come_after_it(make: Callable[[], An
     assert not late.done()
     await engine.resume()
     assert (await late).stop_reason is StopReason.LENGTH
+
+
+class Ear:
+    """Hears the tokens of a reply; `second` is set with its second."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.second = asyncio.Event()
+
+    def hear(self, token: int) -> None:
+        self.tokens.append(token)
+        if len(self.tokens) == 2:
+            self.second.set()
+
+
+async def test_tokens_are_heard_while_they_are_sampled(make: Callable[[], Any]) -> None:
+    """An abort at the second token comes before the reply's end, unless tokens are told in one piece."""
+    engine = make()
+    for _ in range(5):  # this process may be kept from working
+        ear = Ear()
+        task = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG), on_token=ear.hear))
+        await ear.second.wait()
+        await engine.pause(PauseMode.ABORT)
+        generation = await task
+        await engine.resume()
+        assert ear.tokens == list(generation.token_ids)
+        if len(ear.tokens) < LONG:
+            return
+    raise AssertionError("each reply was whole when its second token was heard")
+
+
+async def test_a_frozen_reply_repeats_no_token_when_it_goes_on(make: Callable[[], Any]) -> None:
+    engine, ear = make(), Ear()
+    task = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG), on_token=ear.hear))
+    await ear.second.wait()
+    await engine.pause(PauseMode.KEEP)
+    await engine.resume()
+    generation = await task
+    assert ear.tokens == list(generation.token_ids)
+    assert len(generation.logprobs) == len(generation.versions) == len(ear.tokens) == LONG
+
+
+async def test_replies_are_streamed_side_by_side_and_a_cancelled_one_frees_its_place(make: Callable[[], Any]) -> None:
+    engine = make()
+    ears = [Ear() for _ in range(8)]
+    tasks = [
+        asyncio.create_task(engine.generate(ask(seed, max_new_tokens=LONG), on_token=ear.hear))
+        for seed, ear in enumerate(ears)
+    ]
+    for ear in ears:
+        await ear.second.wait()
+    for task in tasks[::2]:
+        task.cancel()
+    await asyncio.gather(*tasks[::2], return_exceptions=True)
+    told = [len(ear.tokens) for ear in ears]
+    for task, ear, count in zip(tasks, ears, told, strict=True):
+        if task.cancelled():
+            assert len(ear.tokens) == count, "nothing is heard of what was given up"
+        else:
+            assert ear.tokens == list((await task).token_ids)
+    await engine.pause(PauseMode.WAIT)
+    await engine.sleep()
+    await engine.wake()
+    await engine.resume()

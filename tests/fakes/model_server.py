@@ -1,7 +1,9 @@
 """A server that answers as vLLM 0.32 does, with tokens that it makes up; what it lacks is a test's to choose."""
 
 import base64
+import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ CONTROLS = frozenset(
 
 class ModelServer(JsonServer):
     """Counts tokens up from 100. `fails`: statuses of the next answers to requests for replies, before any is given.
-    `hold`: replies wait until it is set. `renderer` is that of the images that it sees, None if it overlooks them."""
+    `hold`: replies wait until it is set, streamed ones after their first token. `breaks`: numbers of tokens after which
+    the next streams end, None for a whole one. `shift` is added to all tokens. `renderer` is that of the images that it
+    sees, None if it overlooks them."""
 
     def __init__(
         self,
@@ -45,6 +49,8 @@ class ModelServer(JsonServer):
         self.version = "default"
         self.hold = threading.Event()
         self.hold.set()
+        self.breaks: list[int | None] = []
+        self.shift = 0
         self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
         self._tokens, self._token_ids, self._processed = tokens, token_ids, processed
@@ -92,13 +98,14 @@ class ModelServer(JsonServer):
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
             fails = self.fails.pop(0) if self.fails else None
-        self.hold.wait(300)
+        if not body.get("stream"):
+            self.hold.wait(300)
         with self._lock:
-            self.in_flight -= 1
+            self.in_flight -= not body.get("stream") or fails is not None
         if fails is not None:
             return fails, {"error": {"message": "not now"}}
         params = body.get("sampling_params", body)
-        ids = [100 + index for index in range(params["max_tokens"])]
+        ids = [100 + self.shift + index for index in range(params["max_tokens"])]
         logprobs = [0.0 if params["top_k"] == 1 and self._processed else -0.5 for _ in ids]
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
         if path == "/v1/completions":
@@ -109,7 +116,28 @@ class ModelServer(JsonServer):
             content = [{"token_id": one, "logprob": logprob} for one, logprob in zip(ids, logprobs, strict=True)]
             span = {"version": self.version, "start": 0, "end": len(ids)}
             choice |= {"token_ids": ids, "logprobs": {"content": content}, "weight_versions": [span]}
-        return 200, {"choices": [choice], **self._seen(body)}
+        answer = {"choices": [choice], **self._seen(body)}
+        return 200, self._streamed(answer) if body.get("stream") else answer
+
+    def _streamed(self, answer: dict[str, Any]) -> Iterator[str]:
+        """A token a part; the last one says how it ended, with which weights."""
+        whole = answer["choices"][0]
+        ends = {name: None for name in ("finish_reason", "weight_versions") if name in whole}
+        broken = self.breaks.pop(0) if self.breaks else None
+        try:
+            for place, token in enumerate(whole["token_ids"]):
+                if place == broken:
+                    raise ConnectionError
+                if place == 1:
+                    self.hold.wait(300)
+                logprobs = {name: values[place : place + 1] for name, values in whole["logprobs"].items()}
+                last = place + 1 == len(whole["token_ids"])
+                part = {**whole, **({} if last else ends), "token_ids": [token], "logprobs": logprobs}
+                yield f"data: {json.dumps({**(answer if place == 0 else {}), 'choices': [part]})}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            with self._lock:
+                self.in_flight -= 1
 
     def _seen(self, body: Any) -> dict[str, Any]:
         """Each image is in the place of the next placeholder, as with vLLM."""

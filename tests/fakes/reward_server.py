@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -16,8 +16,9 @@ class _Server(ThreadingHTTPServer):
 
 
 class JsonServer:
-    """Answers with `answer(path, body) -> (status, JSON or text)`, a GET having no body; keeps what it was asked. Port
-    0 is any that is free."""
+    """Answers with `answer(path, body) -> (status, JSON or text)`, a GET having no body; an iterator of texts is an
+    answer in events, which ends where it raises `ConnectionError`. Keeps what it was asked. Port 0 is any that is
+    free."""
 
     def __init__(self, answer: Callable[[str, Any], tuple[int, Any]], *, port: int = 0) -> None:
         self.paths: list[str] = []
@@ -45,6 +46,15 @@ class JsonServer:
                 outer.paths.append(self.path)
                 outer.headers.append(dict(self.headers))
                 status, reply = answer(self.path, body)
+                if isinstance(reply, Iterator):
+                    self.close_connection = True  # its end is the answer's
+                    self.send_response(status)
+                    self.send_header("Content-Type", "text/event-stream")
+                    self.end_headers()
+                    with suppress(ConnectionError):
+                        for event in reply:
+                            self.wfile.write(event.encode())
+                    return
                 data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))

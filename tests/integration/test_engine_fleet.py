@@ -30,6 +30,7 @@ from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition import cluster as composition
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.caught_requests import caught
+from tests.contract import test_rollout_engine
 from tests.fakes import cluster
 from tests.kept_scores import kept_scores
 from tests.tiny_models import LONG
@@ -210,6 +211,73 @@ def test_tokens_are_heard_and_errors_cross_the_process(world: World) -> None:
     with pytest.raises(EngineError, match="no prompt tokens"):
         world.run(world.fleet.generate(ask(prompt=())))
     assert world.fleet.health.serving == [0, 1]
+
+
+@pytest.mark.parametrize("one", [True, False], ids=["engine", "fleet"])
+@pytest.mark.parametrize(
+    "promise",
+    [
+        test_rollout_engine.test_tokens_are_heard_while_they_are_sampled,
+        test_rollout_engine.test_a_frozen_reply_repeats_no_token_when_it_goes_on,
+        test_rollout_engine.test_replies_are_streamed_side_by_side_and_a_cancelled_one_frees_its_place,
+    ],
+    ids=lambda promise: promise.__name__.removeprefix("test_"),
+)
+def test_streams_keep_the_promises_of_every_engine(
+    world: World, promise: Callable[[Callable[[], Any]], Awaitable[None]], one: bool
+) -> None:
+    world.run(promise(lambda: world.members[0] if one else world.fleet))
+
+
+def test_an_error_of_a_listener_ends_its_reply_alone(world: World) -> None:
+    heard: list[int] = []
+
+    def broken(token: int) -> None:
+        raise ValueError("no ear")
+
+    async def scenario() -> list[Any]:
+        member = world.members[0]
+        asked = [ask(seed, max_new_tokens=LONG) for seed in range(2)]
+        replies = (member.generate(asked[0], on_token=broken), member.generate(asked[1], on_token=heard.append))
+        return await asyncio.gather(*replies, return_exceptions=True)
+
+    failed, whole = world.run(scenario())
+    assert isinstance(failed, ValueError)
+    assert list(whole.token_ids) == heard
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("doomed_of", [lambda member: [host_of(member)], vllm_of], ids=["actor", "vllm"])
+def test_streams_go_on_elsewhere_and_repeat_no_token_when_their_engine_is_killed(
+    world: World, doomed_of: Callable[[RayVLLMEngine], list[psutil.Process]]
+) -> None:
+    ears = [test_rollout_engine.Ear() for _ in range(40)]
+
+    async def scenario() -> list[Any]:
+        tasks = [
+            asyncio.create_task(
+                world.fleet.generate(ask(seed, prompt=(*PROMPT, seed), max_new_tokens=LONG), on_token=ear.hear)
+            )
+            for seed, ear in enumerate(ears)
+        ]
+        for ear in ears:
+            await ear.second.wait()
+        cluster.kill(doomed_of(world.members[0]))
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    replayed = world.fleet.replayed
+    replies = world.run(scenario())
+    assert world.fleet.replayed - replayed >= len(ears) // 2
+    whole = 0
+    for number, reply in enumerate(replies):
+        if isinstance(reply, EngineError):
+            assert "sampled other tokens: ask again" in str(reply)
+            continue
+        assert ears[number].tokens == list(reply.token_ids)
+        agrees(world, reply, (*PROMPT, number))
+        whole += 1
+    assert whole >= len(ears) - 1, "rounding, which goes by who is computed together, may turn a draw"
+    world.run(world.both_serve())
 
 
 def test_a_cancelled_call_frees_its_place_in_the_other_process(world: World) -> None:

@@ -1,15 +1,19 @@
 """Calls to a model server: JSON over HTTP, with a token, a deadline, and errors of one sentence."""
 
 import asyncio
+import json
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import EngineError
 
 if TYPE_CHECKING:
     import httpx2
+
+T = TypeVar("T")
 
 TOKEN_VARIABLE = "ROLLGRAD_ENGINE_TOKEN"
 """Environment variable whose value, if set, is sent as a bearer token."""
@@ -28,6 +32,9 @@ BACKOFF = 0.2
 
 PASSING = frozenset({429, 502, 503, 504})
 """Statuses of servers and proxies that may be temporary."""
+
+EVENT_STREAM, END_OF_EVENTS = "text/event-stream", "[DONE]"
+"""Media type of an answer in events, and the data of the last one."""
 
 QUOTED = 300
 """Characters of an answer that an error quotes."""
@@ -67,18 +74,38 @@ class ServerClient:
         Raises:
             EngineError: there was no answer.
         """
+        return await self._attempts(repeat, lambda last: self._once(path, body, seconds, last=last))
+
+    async def stream(self, path: str, body: Mapping[str, Any], listen: Callable[[], Callable[[Any], None]]) -> None:
+        """Makes a POST, and tells the JSON of each event of the answer as it comes; an answer in one piece is one
+        event. The call is made again, with another listener, where it fails in passing.
+
+        Raises:
+            EngineError: there was no answer, it broke off, or it is an error.
+        """
+
+        async def attempt(last: bool) -> None:
+            hear = listen()
+            async with aclosing(self._events(path, body, last=last)) as events:
+                async for event in events:
+                    hear(event)
+
+        await self._attempts(True, attempt)
+
+    async def _attempts(self, repeat: bool, attempt: Callable[[bool], Awaitable[T]]) -> T:
+        """Returns what one of the attempts returns; each is told whether it is the last."""
         import stamina
 
         try:
-            async for attempt in stamina.retry_context(
+            async for again in stamina.retry_context(
                 on=_PassingError,
                 attempts=ATTEMPTS if repeat else 1,
                 timeout=None,
                 wait_initial=BACKOFF,
                 wait_jitter=BACKOFF,
             ):
-                with attempt:
-                    return await self._once(path, body, seconds, last=not repeat or attempt.num == ATTEMPTS)
+                with again:
+                    return await attempt(not repeat or again.num == ATTEMPTS)
         except _PassingError as failure:
             raise EngineError(f"The server {self.url} does not answer: {failure}.") from failure.__cause__
         raise AssertionError("an attempt returns or raises")
@@ -101,7 +128,7 @@ class ServerClient:
             raise EngineError(self.refusal(path, status, answer))
         return answer
 
-    def refusal(self, path: str, status: int, answer: Any) -> str:
+    def refusal(self, path: str, status: int | str, answer: Any) -> str:
         """Returns one sentence about an answer other than 200."""
         if status in (401, 403):
             return (
@@ -130,12 +157,30 @@ class ServerClient:
             raise EngineError(
                 f"The server {self.url} took more than {seconds:g} s for {method} {path.partition('?')[0]}."
             ) from None
-        if response.status_code in PASSING and not last:
-            raise _PassingError(f"it is busy or ending ({response.status_code})")
-        try:
-            return response.status_code, response.json()
-        except (ValueError, RecursionError):  # no JSON, or so deep that nobody reads it
-            return response.status_code, response.text
+        return _read(response, last)
+
+    async def _events(self, path: str, body: Mapping[str, Any], *, last: bool) -> AsyncGenerator[Any]:
+        # No deadline: a frozen reply takes as long as the pause. Who waits looks after the server.
+        whole = None
+        with foreign_code(_PassingError):
+            async with self._http().stream("POST", self.url + path, json=body) as response:
+                if response.headers.get("content-type", "").startswith(EVENT_STREAM) and response.is_success:
+                    async for line in response.aiter_lines():
+                        name, _, data = line.partition(":")
+                        if name == "data" and data.strip() == END_OF_EVENTS:
+                            return
+                        if name == "data":
+                            yield self._checked(path, 200, json.loads(data))
+                    raise ConnectionError("the answer broke off")
+                await response.aread()
+                whole = response
+        yield self._checked(path, *_read(whole, last))
+
+    def _checked(self, path: str, status: int, answer: Any) -> Any:
+        failed = isinstance(answer, dict) and bool(answer.get("error"))  # told after the status
+        if status != 200 or failed:
+            raise EngineError(self.refusal(path, "an error" if status == 200 else status, answer))
+        return answer
 
     def _http(self) -> "httpx2.AsyncClient":
         import httpx2
@@ -150,3 +195,13 @@ class ServerClient:
                 headers={"Authorization": f"Bearer {token}"} if token else None,
             )
         return self._client
+
+
+def _read(response: "httpx2.Response", last: bool) -> tuple[int, Any]:
+    """Returns the status of an answer, and its JSON or text."""
+    if response.status_code in PASSING and not last:
+        raise _PassingError(f"it is busy or ending ({response.status_code})")
+    try:
+        return response.status_code, response.json()
+    except (ValueError, RecursionError):  # no JSON, or so deep that nobody reads it
+        return response.status_code, response.text

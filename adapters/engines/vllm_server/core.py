@@ -20,10 +20,11 @@ from rollgrad.adapters.engines.vllm.async_llm import cache_salt
 from rollgrad.adapters.engines.vllm.core import Core
 from rollgrad.adapters.engines.vllm.plugin import BACKEND
 from rollgrad.adapters.engines.vllm_server.client import ServerClient
-from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire, TokensWire, Wire
+from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire, JoinedAnswer, TokensWire, Wire
 from rollgrad.adapters.engines.vllm_server.images import check_expanded, data_uris, image_fields
 from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.adapters.weights.shared_buckets import ALIGNMENT, DIRECTORY, SharedMemory
+from rollgrad.application.engines.fleet_member import Listener
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
@@ -228,7 +229,7 @@ class ServedCore(Core):
         eos_token_ids: frozenset[int],
         on_token: Callable[[int], None] | None,
     ) -> Generation:
-        """Implements `Core.sample`; `on_token` is called for all tokens when the reply ends.
+        """Implements `Core.sample`.
 
         Raises:
             DataError: the server follows the request's grammar otherwise than the trainer would.
@@ -245,19 +246,41 @@ class ServedCore(Core):
             if aborts != self._aborts:
                 return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
             body = self._wire.body(name, request, eos_token_ids) | self._shared_fields(name, request, uris)
-            # No deadline: a frozen reply takes as long as the pause. Who waits looks after the server (`ping`).
-            answer = await self.http.call(self._wire.path, body, seconds=None, repeat=True)
+            if on_token is None:
+                # No deadline: a frozen reply takes as long as the pause. Who waits looks after the server (`ping`).
+                answer = await self.http.call(self._wire.path, body, seconds=None, repeat=True)
+            else:
+                answer = await self._streamed(body, on_token)
         if request.images:
             self._check_expanded(answer, request)
         generation = self._read(self._wire, answer, self._version)
         count = request.params.top_logprobs
-        generation = evolve(
-            generation, top_logprobs=[each[:count] for each in generation.top_logprobs] if count else ()
-        )
-        if on_token is not None:
-            for token in generation.token_ids:
-                on_token(token)
-        return generation
+        return evolve(generation, top_logprobs=[each[:count] for each in generation.top_logprobs] if count else ())
+
+    async def _streamed(self, body: Mapping[str, Any], on_token: Callable[[int], None]) -> Any:
+        """Returns the answer to a request for one reply, whose tokens it tells as they come; if a connection breaks,
+        the reply is sampled again with the same seed."""
+        listener = Listener(on_token)
+        joined = JoinedAnswer()
+
+        def listen() -> Callable[[Any], None]:
+            nonlocal joined
+            listener.over()
+            joined, tell = JoinedAnswer(), listener.attempt()
+            assert tell is not None
+
+            def hear(part: Any) -> None:
+                with foreign_code(self._no_answer):
+                    tokens = joined.take(part)
+                for token in tokens:
+                    tell(token)
+
+            return hear
+
+        await self.http.stream(self._wire.path, {**body, "stream": True}, listen)
+        if not listener.accepts(self._read(self._wire, joined.whole, self._version)):
+            raise EngineError(f"The server {self.http.url} broke off a reply that was streamed: ask again.")
+        return joined.whole
 
     def _shared_fields(self, name: str, request: GenerationRequest, uris: list[str]) -> dict[str, Any]:
         """Returns the fields that say with which other requests this one shares what the server keeps."""

@@ -7,7 +7,7 @@ field `return_token_ids`, which vLLM and others know. Neither side makes tokens 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from attrs import frozen
+from attrs import define, field, frozen
 
 from rollgrad.adapters.engines.vllm.async_llm import STOP_REASONS
 from rollgrad.adapters.engines.vllm.sampling_params import plain_parameters
@@ -16,6 +16,8 @@ from rollgrad.domain.errors import DataError, EngineError
 
 MOST_LOGPROBS = 20
 """Log-probs of a place that vLLM's server gives at most, unless it is started with another --max-logprobs."""
+SPANS = "weight_versions"
+"""Field of the versions of a reply's tokens; of a streamed reply the last part has it for all."""
 IMPOSSIBLE = -9999.0
 """Log-prob that vLLM's server writes for minus infinity."""
 
@@ -66,7 +68,7 @@ class TokensWire(Wire):
         choice = _choice(answer)
         content = (choice.get("logprobs") or {}).get("content") or ()
         logprobs = [one["logprob"] for one in content]
-        spans = choice.get("weight_versions") or ()
+        spans = choice.get(SPANS) or ()
         versions = [_version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         return _generation(choice, logprobs, versions, [_likeliest(one.get("top_logprobs") or ()) for one in content])
 
@@ -126,6 +128,36 @@ class CompletionsWire(Wire):
         choice = _choice(answer)
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
         return _generation(choice, logprobs, [version] * len(choice.get("token_ids") or ()))
+
+
+@define
+class JoinedAnswer:
+    """The answer of either endpoint, joined of the parts that a server streams, for `Wire.read`."""
+
+    whole: dict[str, Any] = field(factory=dict)
+    _choice: dict[str, Any] = field(factory=dict)
+
+    def take(self, part: Any) -> Sequence[int]:
+        """Adds a part; returns its token ids.
+
+        Raises:
+            EngineError: it is none of a completion.
+        """
+        if isinstance(part, dict) and part.get("choices") == []:  # counts of tokens, after the last
+            return []
+        choice = _choice(part)
+        self.whole = {**part, **self.whole, "choices": [self._choice]}
+        for name, value in choice.items():
+            if isinstance(value, list) and name != SPANS:
+                self._choice.setdefault(name, []).extend(value)
+            elif isinstance(value, dict):
+                lists = self._choice.setdefault(name, {})
+                for one in (key for key in value if isinstance(value[key], list)):
+                    lists.setdefault(one, []).extend(value[one])
+            elif value is not None:
+                self._choice[name] = value
+        tokens: Sequence[int] = choice.get("token_ids") or []
+        return tokens
 
 
 def _choice(answer: Any) -> Mapping[str, Any]:

@@ -24,8 +24,6 @@ RETRY_SECONDS = 1.0
 class ServedEngine(CoreEngine, FleetMember):
     """A `CoreEngine` over a server. `ready` has to be called before anything else.
 
-    `on_token` hears the tokens of a reply all at once when it ends.
-
     Args:
         url: of the server.
         eos_token_ids: tokens that end every reply.

@@ -198,6 +198,69 @@ async def test_what_fails_in_passing_is_asked_again_and_the_rest_is_not(serve: S
     await using(engine_of(server.url), work)
 
 
+@pytest.mark.parametrize("tokens", [True, False], ids=["token ids", "completions"])
+async def test_a_streamed_reply_is_heard_while_it_is_sampled_and_is_the_whole_one(serve: Serve, tokens: bool) -> None:
+    server = serve(tokens=tokens)
+    heard: list[int] = []
+
+    async def work(engine: ServedEngine) -> tuple[Generation, Generation]:
+        silent = await engine.generate(ask(top_k=5))
+        server.hold.clear()
+        task = asyncio.create_task(engine.generate(ask(top_k=5), on_token=heard.append))
+        await until(lambda: heard == [100])
+        assert not task.done()
+        server.hold.set()
+        return silent, await task
+
+    silent, streamed = await using(engine_of(server.url), work)
+    assert list(streamed.token_ids) == heard == [100, 101, 102, 103]
+    for field in ("token_ids", "logprobs", "versions", "stop_reason"):
+        assert getattr(streamed, field) == getattr(silent, field)
+
+
+async def test_a_stream_that_breaks_is_asked_again_and_repeats_no_token(serve: Serve) -> None:
+    server = serve()
+    heard: list[int] = []
+
+    async def work(engine: ServedEngine) -> None:
+        server.breaks = [3, 1]
+        assert list((await engine.generate(ask(), on_token=heard.append)).token_ids) == heard == [100, 101, 102, 103]
+        server.breaks = [0, 0, 0]
+        with pytest.raises(EngineError, match=r"does not answer: .*broke off"):
+            await engine.generate(ask(), on_token=heard.append)
+        server.fails = [400]
+        with pytest.raises(EngineError, match="400: not now"):
+            await engine.generate(ask(), on_token=heard.append)
+        assert len(heard) == 4
+
+        def hear(token: int) -> None:
+            heard.append(token)
+            server.shift = 7  # what it samples from now on
+
+        server.breaks = [2]
+        with pytest.raises(EngineError, match="sampled other tokens: ask again"):
+            await engine.generate(ask(), on_token=hear)
+        assert heard[4:] == [100, 101]
+
+    await using(engine_of(server.url), work)
+    assert server.in_flight == 0
+
+
+async def test_a_stream_may_end_with_an_error_or_be_no_stream(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve()
+    heard: list[int] = []
+
+    async def work(engine: ServedEngine) -> Generation:
+        error = 'data: {"error": {"message": "out of memory", "code": 500}}\n\ndata: [DONE]\n\n'
+        monkeypatch.setattr(server, "_streamed", lambda answer: iter([error]))
+        with pytest.raises(EngineError, match="answered /inference/v1/generate with an error: out of memory"):
+            await engine.generate(ask(), on_token=heard.append)
+        monkeypatch.setattr(server, "_streamed", lambda answer: answer)
+        return await engine.generate(ask(), on_token=heard.append)
+
+    assert list((await using(engine_of(server.url), work)).token_ids) == heard == [100, 101, 102, 103]
+
+
 async def test_no_more_requests_at_once_than_the_server_takes(serve: Serve) -> None:
     server = serve()
 
