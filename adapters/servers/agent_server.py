@@ -8,49 +8,40 @@ unless its session records the reply, which a retry then gets.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-import structlog
 from attrs import evolve, frozen
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
 from rollgrad.adapters.servers.completions_wire import CompletionsWire
-from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError, given_keys, internal_error, read_json
+from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError, given_keys, read_json
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
-from rollgrad.adapters.servers.operation import Operation
+from rollgrad.adapters.servers.operation import CLIENT_LEFT, Operation
 from rollgrad.adapters.servers.responses_wire import ResponsesWire
 from rollgrad.adapters.servers.server import create_app, health_route
+from rollgrad.adapters.servers.streamed_answer import (
+    KEEP_ALIVE_SECONDS,
+    Pieces,
+    StreamedAnswer,
+    client_left,
+    refusals,
+)
 from rollgrad.adapters.servers.wire import Call, Wire
-from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError
+from rollgrad.application.episodes.chat_request import ChatRequest, Origin
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.reply import ChatReply, OnPiece
 from rollgrad.application.foreign import foreign_code
-from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, ForeignError
+from rollgrad.domain.errors import ForeignError
 from rollgrad.domain.ports.chat_codec import ChatCodec
-
-KEEP_ALIVE_SECONDS = 3.0
-"""Seconds of silence after which a stream sends a keep-alive: clients give up on silent streams, and retry."""
-STATUS: Mapping[str, int] = {
-    "sealed": 410,
-    "turn_limit": 400,
-    "context_length": 400,
-    "conflict": 400,
-    "busy": 429,
-    "unsupported": 400,
-}
-CODES: Mapping[str, str] = {"context_length": "context_length_exceeded"}
-
-_log = structlog.get_logger()
 
 BYTES_PER_TOKEN = 64
 """Largest number of bytes of JSON for a token of a conversation: text has 3 to 4, up to 24 if escaped to ASCII, and
@@ -63,8 +54,6 @@ KEPT_TEXTS = 2**16
 
 Answer = Callable[[ChatRequest, OnPiece | None], Awaitable[ChatReply]]
 """Function that answers a request outside of any session."""
-_Pieces = asyncio.Queue[tuple[str, str, int] | None]
-"""Pieces of replies, in order: field, text and number of the reply; None is the end of all."""
 
 
 def max_body_bytes(max_tokens: int | None) -> int:
@@ -154,7 +143,7 @@ class AgentServer:
 
     async def _count(self, wire: Wire, asked: _Asked, request: Request) -> Response:
         chat = asked.call.request
-        with _refusals():
+        with refusals():
             tokens = await self._service.count_tokens(chat)
         return JSONResponse({"input_tokens": tokens})
 
@@ -197,18 +186,18 @@ class AgentServer:
 
     async def _replies(self, asked: _Asked, request: Request) -> Sequence[ChatReply]:
         task = asyncio.ensure_future(self._sampled(asked))
-        gone = asyncio.ensure_future(_gone(request))
+        gone = asyncio.ensure_future(client_left(request.receive))
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise HttpError(499, "The client went away.")
-            with _refusals():
+                raise HttpError(CLIENT_LEFT, "The client went away.")
+            with refusals():
                 return task.result()
         finally:
             task.cancel()
             gone.cancel()
 
-    async def _sampled(self, asked: _Asked, pieces: "_Pieces | None" = None) -> Sequence[ChatReply]:
+    async def _sampled(self, asked: _Asked, pieces: "Pieces | None" = None) -> Sequence[ChatReply]:
         """Samples all replies to a request at once; if one fails, the others are given up."""
         tasks = [
             asyncio.ensure_future(self._sample(asked, choice, _teller(pieces, choice)))
@@ -236,16 +225,16 @@ class AgentServer:
         """Streams a reply. An error before the first piece is an HTTP status, as without streaming, to which clients
         react.
         """
-        pieces = _HeardPieces()
+        pieces = Pieces()
         task = asyncio.ensure_future(self._sampled(asked, pieces))
         task.add_done_callback(lambda task: pieces.put_nowait(None))
-        waits = [asyncio.ensure_future(pieces.begun.wait()), asyncio.ensure_future(_gone(request))]
+        waits = [asyncio.ensure_future(pieces.begun.wait()), asyncio.ensure_future(client_left(request.receive))]
         try:
             await asyncio.wait(waits, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if waits[1].done():
-                raise HttpError(499, "The client went away.")
+                raise HttpError(CLIENT_LEFT, "The client went away.")
             if task.done():
-                with _refusals():
+                with refusals():
                     task.result()
         except BaseException:  # also when this request is cancelled
             task.cancel()
@@ -253,95 +242,15 @@ class AgentServer:
         finally:
             for wait in waits:
                 wait.cancel()
-        return StreamingResponse(self._stream(wire, asked, task, pieces), media_type="text/event-stream")
-
-    async def _stream(
-        self, wire: Wire, asked: _Asked, task: "asyncio.Future[Sequence[ChatReply]]", pieces: "_Pieces"
-    ) -> AsyncIterator[str]:
-        events = wire.events(asked.call, secrets.token_hex(12))
-        heard = set()
-        try:
-            for event in events.start():
-                yield event
-            while True:
-                try:
-                    piece = await asyncio.wait_for(pieces.get(), KEEP_ALIVE_SECONDS)
-                except TimeoutError:
-                    yield events.keep_alive()
-                    continue
-                if piece is None:
-                    break
-                heard.add(piece[2])
-                for event in events.piece(*piece):
-                    yield event
-            try:
-                with _refusals():
-                    replies = task.result()
-            except HttpError as error:
-                for event in events.failed(error):
-                    yield event
-                return
-            for choice, reply in enumerate(replies):
-                if choice in heard:
-                    continue  # only a retry gets the whole reply, which an earlier request got in pieces
-                for field in ("reasoning_content", "content"):
-                    if reply.parsed.message.get(field):
-                        for event in events.piece(field, reply.parsed.message[field], choice):
-                            yield event
-            for event in await asyncio.to_thread(lambda: [*events.finish(replies, self._decode)]):
-                yield event
-        finally:
-            task.cancel()
+        return StreamedAnswer(wire.events(asked.call, secrets.token_hex(12)), task, pieces, self._decode)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._texts(tuple(token_ids))
 
 
-class _HeardPieces(_Pieces):
-    """A queue whose `begun` is set with the first item."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = asyncio.Event()
-
-    def put_nowait(self, item: tuple[str, str, int] | None) -> None:
-        super().put_nowait(item)
-        self.begun.set()
-
-
-def _teller(pieces: "_Pieces | None", choice: int) -> OnPiece | None:
+def _teller(pieces: "Pieces | None", choice: int) -> OnPiece | None:
     """Returns the function that puts the pieces of one reply into the queue."""
     return None if pieces is None else lambda field, text: pieces.put_nowait((field, text, choice))
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """Turns errors of a call into errors for the client."""
-    try:
-        yield
-    except RefusedError as error:
-        headers = {"Retry-After": "1"} if error.kind == "busy" else None
-        code = CODES.get(error.kind, error.kind)
-        raise HttpError(STATUS[error.kind], str(error), code=code, headers=headers) from error
-    except asyncio.CancelledError as error:
-        raise HttpError(410, "The session was closed while the reply was sampled.", code="sealed") from error
-    except ConfigurationError as error:  # the engine: the conversation is too long for the model
-        raise HttpError(400, str(error), code="context_length_exceeded") from error
-    except DataError as error:
-        raise HttpError(400, str(error), code="invalid_messages") from error
-    except EngineError as error:
-        raise HttpError(503, str(error), code="engine_error") from error
-    except Exception as error:  # a defect: it is logged, and not shown to the client
-        _log.exception("reply_failed")
-        raise internal_error() from error
-
-
-async def _gone(request: Request) -> None:
-    """Waits until the client has closed the connection."""
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            return
 
 
 def _origin(request: Request, body: Mapping[str, Any]) -> Origin:

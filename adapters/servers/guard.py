@@ -126,6 +126,11 @@ def internal_error() -> HttpError:
     return HttpError(500, "The server failed to answer; its log says why.", code="internal_error")
 
 
+def stopping() -> HttpError:
+    """Returns the error for the client of an answer that a server ends, because it stops, before it is whole."""
+    return HttpError(503, "The server is stopping: ask again.", code="stopping", headers={"Retry-After": "1"})
+
+
 class Guard:
     """ASGI middleware around every app: checks authorisation and size, and hides defects from clients.
 
@@ -173,10 +178,7 @@ class Guard:
             response = error_response(error)
         except asyncio.CancelledError:  # the server ends, and has waited for the answer as long as it may
             if not started:
-                told = HttpError(
-                    503, "The server is stopping: ask again.", code="stopping", headers={"Retry-After": "1"}
-                )
-                await error_response(told)(scope, receive, send)
+                await error_response(stopping())(scope, receive, send)
             raise
         except KeyboardInterrupt:
             raise

@@ -12,12 +12,12 @@ from typing import Any
 
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollgrad.adapters.servers.guard import HEALTH_PATH, HttpError, error_response
+from rollgrad.adapters.servers.guard import HEALTH_PATH, HttpError, error_response, internal_error, stopping
 from rollgrad.application.episodes.chat_service import ChatService
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.errors import EngineError, RollgradError
@@ -27,6 +27,10 @@ Reload = Callable[[], Awaitable[Mapping[str, Any]]]
 Check = Callable[[], Awaitable[None]]
 CHECK_SECONDS = 5.0
 """Longest time of an engine to say that it lives; one that computes a long prompt answers between two steps."""
+CLIENT_LEFT = 499
+"""Status of an answer whose client went away before its end."""
+OUTCOME = "rollgrad.outcome"
+"""Key of an ASGI scope with the status of the error with which an answer ended that had begun well."""
 PROBES = (HEALTH_PATH, METRICS_PATH, READY_PATH)
 """Paths that are asked all the time, and neither logged nor counted."""
 
@@ -133,12 +137,13 @@ class Operation:
             if scope["type"] != "http" or scope["path"] in PROBES:
                 await app(scope, receive, send)
                 return
-            status = 499  # of a client that went away before its answer began
+            status, whole = 200, False
 
             async def heard(message: Message) -> None:
-                nonlocal status
+                nonlocal status, whole
                 if message["type"] == "http.response.start":
                     status = message["status"]
+                whole = message["type"] == "http.response.body" and not message.get("more_body")
                 await send(message)
 
             client, begun = (scope.get("client") or ("",))[0], time.monotonic()
@@ -149,6 +154,16 @@ class Operation:
                     await error_response(self._busy())(scope, receive, heard)
                 else:
                     await app(scope, receive, heard)
+                status = scope.get(OUTCOME, status) if whole else CLIENT_LEFT
+            except ClientDisconnect:
+                status = CLIENT_LEFT
+                raise
+            except asyncio.CancelledError:
+                status = stopping().status_code
+                raise
+            except BaseException:  # which the guard turns into an answer
+                status = internal_error().status_code
+                raise
             finally:
                 self._clients -= Tally([client])  # which forgets a client without requests
                 path = scope["path"] if scope["path"] in paths else "other"

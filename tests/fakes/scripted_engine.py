@@ -27,8 +27,9 @@ Script = Sequence[str] | Callable[[str], str]
 class ScriptedEngine(RolloutEngine):
     """Answers with the script's texts, as `codec` encodes them, and `eos`; a token a turn of the event loop.
 
-    Replies wait for `free`. `waiting` counts the requests in flight, `failures` the next ones that fail. `said` has
-    prompt and reply of each request that ended, `cancelled` counts those that were given up.
+    Replies wait for `free` after their first token, and fail there if it is `dead`. `waiting` counts the requests in
+    flight, `failures` the next ones that fail. `said` has prompt and reply of each request that ended, `cancelled`
+    counts those that were given up.
     """
 
     def __init__(self, codec: ChatCodec, eos: int, script: Script = ()) -> None:
@@ -39,6 +40,7 @@ class ScriptedEngine(RolloutEngine):
         self.waiting = 0
         self.cancelled = 0
         self.failures = 0
+        self.dead = False
         self.requests: list[GenerationRequest] = []
         self.said: list[tuple[tuple[int, ...], Generation]] = []
 
@@ -75,6 +77,8 @@ class ScriptedEngine(RolloutEngine):
             await asyncio.sleep(0)
             if tokens:
                 await self.free.wait()
+                if self.dead:
+                    raise EngineError("The engine has died.")
             tokens.append(token)
             if on_token is not None:
                 on_token(token)

@@ -210,6 +210,32 @@ def test_stop_texts_end_a_reply_and_are_no_part_of_it(play: Play, streams: bool)
     play(scenario, ["Action: look\nObservation: nothing", "It is 7 END and STOP"])
 
 
+def test_the_sdks_see_that_a_stream_has_failed(play: Play) -> None:
+    import anthropic
+    import openai
+
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        engine.dead = True  # after a first token
+        one = client(served, base_url=f"{served.url}/v1")
+        chat = await one.chat.completions.create(model=MODEL, messages=GO, stream=True)
+        with pytest.raises(openai.APIError, match="The engine has died"):
+            [chunk async for chunk in chat]
+        completed = await one.completions.create(model=MODEL, prompt="go", stream=True)
+        with pytest.raises(openai.APIError, match="The engine has died"):
+            [chunk async for chunk in completed]
+        responded = await one.responses.create(model=MODEL, input="go", stream=True)
+        last = [event async for event in responded][-1]
+        assert last.type == "response.failed"
+        assert "The engine has died" in last.response.error.message
+        told = await claude(served, base_url=served.url).messages.create(
+            model=MODEL, messages=GO[1:], max_tokens=20, stream=True
+        )
+        with pytest.raises(anthropic.APIStatusError, match="The engine has died"):
+            [event async for event in told]
+
+    play(scenario, lambda prompt: "a reply that is never whole", recorded=False, stateless=True)
+
+
 def test_max_tokens_only_lowers(play: Play) -> None:
     async def scenario(served: Served, engine: ScriptedEngine) -> None:
         chat = client(served).chat.completions

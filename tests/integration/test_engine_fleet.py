@@ -239,7 +239,7 @@ def test_an_error_of_a_listener_ends_its_reply_alone(world: World) -> None:
         member = world.members[0]
         asked = [ask(seed, max_new_tokens=LONG) for seed in range(2)]
         replies = (member.generate(asked[0], on_token=broken), member.generate(asked[1], on_token=heard.append))
-        return await asyncio.gather(*replies, return_exceptions=True)
+        return list(await asyncio.gather(*replies, return_exceptions=True))
 
     failed, whole = world.run(scenario())
     assert isinstance(failed, ValueError)

@@ -20,6 +20,22 @@ from tests.fakes.scripted_engine import ScriptedEngine
 
 TOKEN = "secret-token"
 CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "my private words"}]
+WIRES: dict[str, tuple[dict[str, Any], Callable[[str], str]]] = {
+    CHAT: ({"messages": MESSAGES}, lambda told: f'data: {{"error": {{"message": "{told}", "type": '),
+    "/v1/completions": ({"prompt": "go"}, lambda told: f'data: {{"error": {{"message": "{told}", "type": '),
+    "/v1/responses": (
+        {"input": "go"},
+        lambda told: f'"error": {{"code": "server_error", "message": "overloaded_error: {told}"}}',
+    ),
+    "/v1/messages": (
+        {"messages": MESSAGES, "max_tokens": 20},
+        lambda told: (
+            f'event: error\ndata: {{"type": "error", "error": {{"type": "overloaded_error", "message": "{told}"}}}}\n\n'
+        ),
+    ),
+}
+"""A body for each wire, and the error that ends its stream."""
 SECONDS = 60.0
 
 
@@ -34,13 +50,14 @@ class Operated:
         async def answer(request: Any, on_piece: Any) -> Any:
             return await service.reply(request, SamplingParams(), on_piece=on_piece)
 
+        seconds = limits.pop("stop_seconds", SECONDS)
         operated = Operation(service, **limits)
         app = AgentServer(service, codec, model="m", answer=answer, operation=operated).app()
-        self.server = Server(app, token=TOKEN, name="agent server", guarded=needs_token, stop_seconds=SECONDS)
+        self.server = Server(app, token=TOKEN, name="agent server", guarded=needs_token, stop_seconds=seconds)
         self.http: httpx2.AsyncClient
 
     async def ask(self, **more: Any) -> Any:
-        body = {"messages": [{"role": "user", "content": "my private words"}], **more}
+        body = {"messages": MESSAGES, **more}
         return await self.http.post(CHAT, json=body)
 
     async def waiting(self, count: int) -> None:
@@ -171,3 +188,82 @@ async def test_answers_in_flight_are_finished_when_the_server_stops() -> None:
         await stopping
 
     await play(scenario)
+
+
+async def streams(operated: Operated) -> list["asyncio.Task[str]"]:
+    """A stream of each wire, of which a first piece has come."""
+    operated.engine.free.clear()
+
+    async def read(path: str, begun: asyncio.Event) -> str:
+        text = ""
+        async with operated.http.stream("POST", path, json={**WIRES[path][0], "stream": True}) as answer:
+            assert answer.status_code == 200
+            async for chunk in answer.aiter_text():
+                text += chunk
+                begun.set()
+        return text
+
+    begun = {path: asyncio.Event() for path in WIRES}
+    tasks = [asyncio.create_task(read(path, begun[path])) for path in WIRES]
+    for each in begun.values():
+        await asyncio.wait_for(each.wait(), SECONDS)
+    return tasks
+
+
+@pytest.mark.parametrize(
+    ("stop_seconds", "told"),
+    [(SECONDS, "The engine has died."), (0, "The server is stopping: ask again.")],
+    ids=["engine dies", "server stops"],
+)
+async def test_a_stream_that_fails_says_so_in_its_protocol_and_is_counted_as_failed(
+    stop_seconds: float, told: str
+) -> None:
+    async def scenario(operated: Operated) -> None:
+        tasks = await streams(operated)
+        with structlog.testing.capture_logs() as logs:
+            if stop_seconds:
+                operated.engine.dead = True
+                operated.engine.free.set()
+            else:
+                await operated.server.stop()
+            for (_, error), task in zip(WIRES.values(), tasks, strict=True):
+                text = await task
+                assert error(told) in text
+                assert "[DONE]" not in text
+                assert "message_stop" not in text
+        if stop_seconds:
+            counted = (await operated.http.get("/metrics")).text
+            for path in WIRES:
+                assert f'rollgrad_requests_total{{path="{path}",status="503"}} 1.0' in counted
+        assert {log["path"]: log["status"] for log in logs if log["event"] == "request"} == dict.fromkeys(WIRES, 503)
+
+    await play(scenario, stop_seconds=stop_seconds)
+
+
+async def test_a_client_that_leaves_a_stream_is_counted_as_one_that_left() -> None:
+    async def scenario(operated: Operated) -> None:
+        tasks = await streams(operated)
+        with structlog.testing.capture_logs() as logs:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            async with asyncio.timeout(SECONDS):
+                while len(logs) < len(WIRES):
+                    await asyncio.sleep(0.005)
+        assert operated.engine.cancelled == len(WIRES)
+        assert {log["path"]: log["status"] for log in logs} == dict.fromkeys(WIRES, 499)
+
+    await play(scenario)
+
+
+async def test_an_answer_that_has_not_begun_when_the_server_stops_is_a_503_in_counts_too() -> None:
+    async def scenario(operated: Operated) -> None:
+        operated.engine.free.clear()
+        with structlog.testing.capture_logs() as logs:
+            held = asyncio.create_task(operated.ask())
+            await operated.waiting(1)
+            await operated.server.stop()
+            assert (await held).status_code == 503
+        assert [log["status"] for log in logs if log["event"] == "request"] == [503]
+
+    await play(scenario, stop_seconds=0)
