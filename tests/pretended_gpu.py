@@ -3,11 +3,11 @@ real one refuses. Whole code paths run on it, so that a tensor that somebody for
 Does not pretend: kernels' rounding, memory, streams, several GPUs, nor activations that are computed again.
 """
 
-import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -112,20 +112,45 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
         return a.to(dtype) @ b.to(dtype)
     if func is aten.histc.default and not args[0].is_floating_point():  # which a CPU does not count
         return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
-    if func is aten._scaled_dot_product_efficient_attention.default:
-        return efficient_attention(*args, **kwargs)
+    if func in kernels_of_a_gpu():
+        return kernels_of_a_gpu()[func](*args, **kwargs)
     return func(*args, **kwargs)
 
 
 def efficient_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, compute_log_sumexp: bool, *, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     """Computes what the memory-efficient kernel does, with the demands that it makes of its mask."""
+    assert dropout == 0
+    scores = efficient_scores(query, key, value, bias, is_causal, scale)
+    sums = scores.logsumexp(3)
+    out = ((scores - sums[..., None]).exp() @ value.float()).to(query.dtype)
+    rows = -(-query.shape[2] // 32) * 32 - query.shape[2]
+    padded = functional.pad(sums, (0, rows), value=torch.inf) if compute_log_sumexp else sums.new_empty(0)
+    # The kernel lays its result out by tokens, then heads.
+    return out.transpose(1, 2).contiguous().transpose(1, 2), padded, torch.tensor(0), torch.tensor(0)
+
+
+def efficient_scores(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
     assert query.dtype == key.dtype == value.dtype
     assert query.dtype in (torch.float32, torch.float16, torch.bfloat16)
     assert query.shape[1] == key.shape[1] == value.shape[1]
-    assert all(x.stride(-1) == 1 for x in (query, key, value))
+    assert all(x.stride(-1) == 1 and x.shape[3] % 8 == 0 for x in (query, key, value))
     scores = query.float() @ key.float().transpose(2, 3) * scale
+    if is_causal:
+        assert bias is None
+        assert query.shape[2] == key.shape[2]
+        return scores.masked_fill(~torch.ones(scores.shape[2:], dtype=torch.bool).tril(), -torch.inf)
     if bias is not None:
         assert bias.dtype == query.dtype
         assert bias.shape == scores.shape
@@ -135,12 +160,154 @@ def efficient_attention(
             stride % step == 0 for stride, size in zip(bias.stride()[:3], bias.shape[:3], strict=True) if size > 1
         )
         scores = scores + bias
-    sums = scores.logsumexp(3)
-    out = ((scores - sums[..., None]).exp() @ value.float()).to(query.dtype)
-    rows = -(-query.shape[2] // 32) * 32
-    padded = functional.pad(sums, (0, rows - query.shape[2])) if compute_log_sumexp else sums.new_empty(0)
-    # The kernel lays its result out by tokens, then heads.
-    return out.transpose(1, 2).contiguous().transpose(1, 2), padded, torch.tensor(0), torch.tensor(0)
+    return scores
+
+
+def efficient_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    sums: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    dropout: float,
+    wanted: Sequence[bool],
+    is_causal: bool = False,
+    *,
+    scale: float,
+) -> tuple[Tensor | None, ...]:
+    assert dropout == 0
+    assert (*wanted,) == (True, True, True, False)
+    scores = efficient_scores(query, key, value, bias, is_causal, scale)
+    count = query.shape[2]
+    assert sums.shape == (*query.shape[:2], -(-count // 32) * 32)
+    assert sums.is_contiguous()
+    assert bool(sums[..., count:].isposinf().all()), "keys of queries that are not there would have gradients"
+    assert all(x.stride(-1) == 1 for x in (gradient, out))
+    return *recomputed_gradients(gradient, query, key, value, out, scores, sums[..., :count], scale), None
+
+
+def recomputed_gradients(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, scores: Tensor, sums: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    """The gradients as the kernels compute them: from scores, and the sums and the result that they are given."""
+    assert gradient.dtype == out.dtype == query.dtype
+    assert gradient.shape == out.shape
+    g, q, k, v, o = (x.float() for x in (gradient, query, key, value, out))
+    weights = (scores - sums[..., None]).exp()
+    of_scores = weights * (g @ v.transpose(-2, -1) - (g * o).sum(-1, keepdim=True)) * scale
+    found = of_scores @ k, of_scores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ g
+    return tuple(x.to(query.dtype) for x in found)
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    scale: float,
+    window: Sequence[int],
+    grouped: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes what the operation below torch's `varlen_attn` does, with FlashAttention's demands."""
+    from rollgrad.adapters.models.torch.kernels import SINCE_2_12
+
+    assert grouped is (SINCE_2_12 and query.shape[1] != key.shape[1])  # torch 2.11 is not told
+    outputs, sums = [], []
+    for _, _, v, scores, _ in flash_sequences(query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window):
+        sums.append(scores.logsumexp(2))
+        outputs.append(((scores - sums[-1][..., None]).exp() @ v).transpose(0, 1))
+    return torch.cat(outputs).to(query.dtype), torch.cat(sums, 1), torch.zeros(2, dtype=torch.uint64)
+
+
+def flash_sequences(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    scale: float,
+    window: Sequence[int],
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, tuple[slice, slice]]]:
+    """Yields q [H, Q, D], k and v [H, K, D] and scores [H, Q, K] of each sequence, and its places."""
+    for x in (query, key, value):
+        assert x.ndim == 3
+        assert x.stride(-1) == 1
+        assert x.dtype == query.dtype
+        assert x.dtype in (torch.float16, torch.bfloat16)
+        assert x.shape[2] == query.shape[2]
+        assert x.shape[2] % 8 == 0
+        assert x.shape[2] <= 256
+    assert query.shape[1] % key.shape[1] == 0
+    left, right = window
+    assert right == 0
+    assert is_causal is (left == -1)
+    ends = []
+    for cu, x, longest in ((cu_q, query, max_q), (cu_k, key, max_k)):
+        assert cu.dtype == torch.int32
+        assert cu.is_contiguous()
+        assert (int(cu[0]), int(cu[-1]), int(cu.diff().max())) == (0, len(x), longest)
+        ends.append([slice(*pair) for pair in pairwise(cu.tolist())])
+    for of_q, of_k in zip(*ends, strict=True):
+        q = query[of_q].float().transpose(0, 1)
+        k, v = (x[of_k].float().transpose(0, 1).repeat_interleave(len(q) // x.shape[1], 0) for x in (key, value))
+        last = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+        place = torch.arange(k.shape[1])
+        hidden = (place > last) | ((place < last - left) if left >= 0 else torch.tensor(False))
+        yield q, k, v, (q @ k.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf), (of_q, of_k)
+
+
+def flash_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums_HQ: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    state: Tensor,
+    scale: float,
+    window: Sequence[int],
+) -> tuple[Tensor, ...]:
+    assert state.dtype == torch.uint64
+    assert (sums_HQ.dtype, sums_HQ.shape) == (torch.float32, (query.shape[1], query.shape[0]))
+    assert all(x.is_contiguous() for x in (gradient, out, sums_HQ))
+    found: list[list[Tensor]] = [[], [], []]
+    for q, k, v, scores, (of_q, _) in flash_sequences(
+        query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window
+    ):
+        g, o = (x[of_q].float().transpose(0, 1) for x in (gradient, out))
+        parts = recomputed_gradients(g, q, k, v, o, scores, sums_HQ[:, of_q], scale)
+        for kept, part, heads in zip(found, parts, (len(q), key.shape[1], key.shape[1]), strict=True):
+            kept.append(part.unflatten(0, (heads, -1)).sum(1).transpose(0, 1))
+    return tuple(torch.cat(kept).to(query.dtype) for kept in found)
+
+
+@cache
+def kernels_of_a_gpu() -> dict[Any, Callable[..., Any]]:
+    """Returns doubles of operations that only a GPU has."""
+    import torch.nn.attention.varlen  # which registers the operations
+
+    return {
+        aten._scaled_dot_product_efficient_attention.default: efficient_attention,
+        aten._scaled_dot_product_efficient_attention_backward.default: efficient_attention_backward,
+        torch.ops.torch_attn._varlen_attn.default: flash_attention,
+        torch.ops.torch_attn._varlen_attn_backward.default: flash_attention_backward,
+    }
 
 
 class ToGPU(torch.autograd.Function):
@@ -180,6 +347,9 @@ ANSWERS = {Tensor.device.__get__: CUDA, Tensor.is_cuda.__get__: True, Tensor.is_
 """Answers of a tensor of the pretended GPU about itself, by the getter of the attribute."""
 
 
+VIEWS = {Tensor.__getitem__, Tensor.expand, Tensor.expand_as, Tensor.view}
+
+
 class Pretending(TorchFunctionMode):
     """Lets the functions of torch find the pretended GPU inside the block, in this thread."""
 
@@ -202,6 +372,10 @@ class Pretending(TorchFunctionMode):
             return first.numbers.tolist()
         if func is Tensor.numpy and isinstance(first, OnGPU):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        if func in VIEWS and isinstance(first, OnGPU) and torch.is_inference_mode_enabled():
+            # A wrapper that was made outside, such as a parameter, has no views in inference mode.
+            with torch.inference_mode(first.is_inference()), torch.no_grad():
+                return func(*args, **kwargs)
         device = kwargs.pop("device", None)
         kwargs.pop("pin_memory", None)
         if device is None:
@@ -238,38 +412,6 @@ def dense_attention(
     return ToGPU.apply(out)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def varlen_attention(library: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Returns what computes as torch's `varlen_attn` does, with its signature and FlashAttention's demands."""
-    signature = inspect.signature(library)
-
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
-        given = signature.bind(*args, **kwargs).arguments
-        query, key, value, cu_seq_q, cu_seq_k = (given[n] for n in ("query", "key", "value", "cu_seq_q", "cu_seq_k"))
-        assert {x.dtype for x in (query, key, value)} <= {query.dtype} & {torch.float16, torch.bfloat16}
-        assert {x.dtype for x in (cu_seq_q, cu_seq_k)} == {torch.int32}
-        assert {x.device for x in (query, key, value, cu_seq_q, cu_seq_k)} == {CUDA}
-        assert all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 for x in (query, key, value))
-        shares = query.shape[1] != key.shape[1]
-        assert given.get("enable_gqa", shares) is shares  # which torch 2.11 sees without being told
-        q, k, v = (moved(x, CPU, copy=False).float() for x in (query, key, value))
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        left, right = given["window_size"]
-        assert right == 0
-        outputs = []
-        ends = zip(*(pairwise(on_cpu(cu).tolist()) for cu in (cu_seq_q, cu_seq_k)), strict=True)
-        for (q0, q1), (k0, k1) in ends:
-            assert q1 - q0 <= given["max_q"]
-            assert k1 - k0 <= given["max_k"]
-            last = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
-            place = torch.arange(k1 - k0)
-            hidden = (place > last) | ((place < last - left) if left >= 0 else torch.tensor(False))
-            scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1]) * given["scale"]
-            outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[k0:k1]))
-        return moved(torch.cat(outputs).to(query.dtype), CUDA, copy=False)
-
-    return attend
-
-
 class PretendingWorker(ThreadPoolExecutor):
     """A thread that finds the pretended GPU, too."""
 
@@ -303,8 +445,6 @@ class Captured:
 @contextmanager
 def pretended_gpu() -> Iterator[Counter[str]]:
     """Pretends that there is a GPU inside the block; yields how often the CPU has waited for it."""
-    import torch.nn.attention.varlen as library
-
     from rollgrad.adapters.engines.embedded import step_graphs
     from rollgrad.adapters.models.torch import kernels
 
@@ -322,7 +462,6 @@ def pretended_gpu() -> Iterator[Counter[str]]:
             patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
         patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         patch.setattr(kernels, "_installed", lambda package: False)
-        patch.setattr(library, "varlen_attn", varlen_attention(library.varlen_attn))
         patch.setattr(step_graphs, "CudaCapture", Captured)
         yield WAITED
     torch.backends.cuda.enable_cudnn_sdp(cudnn)

@@ -76,6 +76,7 @@ CASES = {
         family="Qwen3", settings={"num_key_value_heads": 3, "tie_word_embeddings": True}, seed=5
     ),
     "window": Case(family="Mistral", settings={"num_key_value_heads": 3, "sliding_window": 5}, seed=6),
+    "sinks": Case(family="GraniteSWA", settings={"num_key_value_heads": 3, "sliding_window": 5}, seed=12),
     "checkpointing": Case(settings={"num_key_value_heads": 3}, seed=7, checkpointing=True),
     "adapters": Case(settings={"num_key_value_heads": 3}, seed=9, lora=True),
     "prescribed_replies": Case(settings={"num_key_value_heads": 3}, seed=11, prescribed=True),

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place, table
-from rollgrad.adapters.models.torch.attention import AttentionPlan
+from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ScoreForm
 from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp
+from rollgrad.adapters.models.torch.sinks import with_sinks
 
 NEVER = 2**62
 """Position after every token."""
@@ -43,13 +44,20 @@ class Prefill(Cached):
         self._block, self._offset, self._token = index
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        form: ScoreForm = PLAIN,
     ) -> Tensor:
         """Implements `AttentionPlan.attend`."""
         keys, values = self._stored(key, value)
         keys[self._block, :, self._offset] = key[0].transpose(0, 1)[self._token]
         values[self._block, :, self._offset] = value[0].transpose(0, 1)[self._token]
-        return self._plan.attend(layer, query, key, value, scaling, window)
+        return self._plan.attend(layer, query, key, value, scaling, window, form)
 
 
 class DecodeInputs(NamedTuple):
@@ -138,7 +146,14 @@ class Decode(Cached):
         self._masks: dict[tuple[int | None, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        form: ScoreForm = PLAIN,
     ) -> Tensor:
         """Implements `AttentionPlan.attend`."""
         keys, values = self._stored(key, value)
@@ -153,13 +168,15 @@ class Decode(Cached):
             grouped[self._inputs.row_B], keys[self._blocks], values[self._blocks], mask=mask, scaling=scaling
         )
         if self._inputs.table_AK.shape[1] == 1:
-            out = out_B[self._inputs.table_AK[:, 0]]
+            out, sums = (part[self._inputs.table_AK[:, 0]] for part in (out_B, logsumexp_B))
         else:
             unseen = unseen_AK[:, :, None, None]
-            shares_AK = logsumexp_B[self._inputs.table_AK].masked_fill(unseen, float("-inf")).softmax(1)
+            sums_AK = logsumexp_B[self._inputs.table_AK].masked_fill(unseen, float("-inf"))
             parts_AK = out_B[self._inputs.table_AK].masked_fill(unseen[..., None], 0.0)
-            out = (parts_AK * shares_AK[..., None]).sum(1).to(query.dtype)
-        return out.reshape(count, 1, heads, values.shape[3])
+            out, sums = (parts_AK * sums_AK.softmax(1)[..., None]).sum(1), sums_AK.logsumexp(1)
+        if form.sinks_H is not None:
+            out, _ = with_sinks(out, sums, form.sinks_H.view(grouped.shape[1:3]))
+        return out.to(query.dtype).reshape(count, 1, heads, values.shape[3])
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns the additive mask [blocks, 1, 1, W], and which of its blocks a row sees nothing of, [A, K]."""
@@ -197,14 +214,22 @@ class Extend(Cached):
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        form: ScoreForm = PLAIN,
     ) -> Tensor:
         """Implements `AttentionPlan.attend`."""
         keys, values = self._stored(key, value)
         keys[self._block, :, self._offset] = key[self._row, :, self._step]
         values[self._block, :, self._offset] = value[self._row, :, self._step]
         joined = (part[self._table_AK].transpose(1, 2).flatten(2, 3)[:, :, : self._time] for part in (keys, values))
-        return dense(query, *joined, mask=self._mask(window), scaling=scaling).transpose(1, 2)
+        sinks = None if form.sinks_H is None else form.sinks_H[:, None].expand(-1, query.shape[2])
+        return dense(query, *joined, mask=self._mask(window), scaling=scaling, sinks=sinks).transpose(1, 2)
 
     def _mask(self, window: int | None) -> Tensor:
         """Returns the additive mask [A, 1, T, time]."""

@@ -165,6 +165,8 @@ def _require_divisible(model: Any, size: int) -> None:
     except ValueError as error:
         styles, _, _ = str(error).partition(". ")
         reason = f"in transformers' plan DeepSpeed does not know the style {styles.rpartition(': ')[2]}"
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        plan, reason = None, "its heads have sinks, which DeepSpeed does not divide with them"
     if not plan:
         raise ConfigurationError(
             f"ds.tensor_parallel_size is {size}, but {type(model).__name__} cannot be divided so ({reason}): leave "

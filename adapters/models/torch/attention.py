@@ -23,9 +23,9 @@ from rollgrad.domain.errors import ConfigurationError
 ATTENTION = "rollgrad"
 """Name under which the attention is registered."""
 
-RESULT_CHANGING = ("softcap", "s_aux", "position_bias", "indices", "cache")
-"""Keywords of transformers' attention interface that change the result when set: capped scores, attention sinks,
-biases (ALiBi among them), sparse key selection, paged caches."""
+RESULT_CHANGING = ("softcap", "position_bias", "indices", "cache")
+"""Keywords of transformers' attention interface that change the result when set and that no plan computes: capped
+scores, biases, sparse key selection, paged caches."""
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Types of layers in which tokens interact through attention alone, over all of the past or a window of it."""
@@ -46,6 +46,17 @@ def layer_mask(*, local_size: int | None = None, **kwargs: Any) -> LayerMask:
     return LayerMask(local_size)
 
 
+@frozen(eq=False)
+class ScoreForm:
+    """What the attention of a layer has beside scaled products of queries and keys, and a softmax of them."""
+
+    sinks_H: Tensor | None = None
+    """For each query head the score of one more key, which all queries see and whose value is 0 (`sinks.py`)."""
+
+
+PLAIN = ScoreForm()
+
+
 def backbone(model: Any) -> Any:
     """Returns the part of a causal language model that computes the last hidden states; given that part, it itself."""
     base = model.base_model
@@ -59,7 +70,14 @@ class AttentionPlan(Protocol):
     """Whether compiled layers (`compiling.py`) are used in the pass, where there are any."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        form: ScoreForm = PLAIN,
     ) -> Tensor:
         """Attends with query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, E]; returns [B, T, Hq, E]."""
         ...
@@ -75,6 +93,7 @@ def attention_forward(
     attention_plan: AttentionPlan | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface by an `AttentionPlan`. Some models pass a layer's window to its
@@ -89,16 +108,17 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     masked = None if attention_mask is None else attention_mask.window
     window = masked if sliding_window is None else min(sliding_window, masked or sliding_window)
-    return attention_plan.attend(int(module.layer_idx), query, key, value, scale, window), None  # type: ignore[arg-type]
+    form = PLAIN if s_aux is None else ScoreForm(sinks_H=s_aux)
+    return attention_plan.attend(int(module.layer_idx), query, key, value, scale, window, form), None  # type: ignore[arg-type]
 
 
-def check_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
+def check_keywords(module: nn.Module, keywords: Mapping[str, Any], others: Sequence[str] = ()) -> None:
     """Checks what a model hands to transformers' attention interface beside queries, keys and values.
 
     Raises:
-        ConfigurationError: it sets a keyword that changes the result.
+        ConfigurationError: it sets a keyword that changes the result, `RESULT_CHANGING` or one of the `others`.
     """
-    unknown = [name for name in RESULT_CHANGING if keywords.get(name) is not None]
+    unknown = [name for name in (*RESULT_CHANGING, *others) if keywords.get(name) is not None]
     if keywords.get("is_causal") is False:
         unknown.append("is_causal=False")
     if unknown:
@@ -190,14 +210,21 @@ class ForestAttention:
         return buckets, inverse_M
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        form: ScoreForm = PLAIN,
     ) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout."""
         q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         if self.has_varlen(query):
-            return self._flat.attend(self.varlen, q_M, k_M, v_M, scaling, window).unsqueeze(0)
+            return self._flat.attend(self.varlen, q_M, k_M, v_M, scaling, window, form.sinks_H).unsqueeze(0)
         buckets, inverse_M = self._padded
-        outputs = [bucket.attend(self.dense, q_M, k_M, v_M, scaling, window) for bucket in buckets]
+        outputs = [bucket.attend(self.dense, q_M, k_M, v_M, scaling, window, form.sinks_H) for bucket in buckets]
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return flat.index_select(0, inverse_M)[None]
 
@@ -230,7 +257,14 @@ class _Bucket:
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def attend(
-        self, kernel: Kernel, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None
+        self,
+        kernel: Kernel,
+        q_M: Tensor,
+        k_M: Tensor,
+        v_M: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         """Returns [rows * queries, Hq, E], padding rows included."""
         heads, dim = q_M.shape[1:]
@@ -242,12 +276,16 @@ class _Bucket:
         v = v_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, width).transpose(1, 2)
         if self._causal and window is None:
             q = q.view(self.rows, self.queries, heads, dim).transpose(1, 2)
-            out = kernel(q, k, v, scaling=scaling)
+            out = kernel(q, k, v, scaling=scaling, sinks=self._sinks(sinks_H, 1))
             return out.transpose(1, 2).reshape(self.rows * self.queries, heads, width)
         q = q.permute(0, 2, 3, 1, 4).reshape(self.rows, heads // fold, fold * self.queries, dim)
-        out = kernel(q, k, v, scaling=scaling, mask=self._mask(window, fold))
+        out = kernel(q, k, v, scaling=scaling, mask=self._mask(window, fold), sinks=self._sinks(sinks_H, fold))
         out = out.view(self.rows, heads // fold, fold, self.queries, width).permute(0, 3, 1, 2, 4)
         return out.reshape(self.rows * self.queries, heads, width)
+
+    def _sinks(self, sinks_H: Tensor | None, fold: int) -> Tensor | None:
+        """Returns the scores of the sinks [Hq / fold, fold * queries]."""
+        return None if sinks_H is None else sinks_H.repeat_interleave(self.queries).view(-1, fold * self.queries)
 
     def _mask(self, window: int | None, fold: int) -> Tensor:
         """Returns the additive mask [rows, 1, fold * queries, keys], made once for all layers."""
@@ -299,11 +337,19 @@ class _FlatIndex:
         self.cu_k = _cumulative([n.keys for n in nodes], device)
 
     def attend(
-        self, kernel: Kernel, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None
+        self,
+        kernel: Kernel,
+        q_M: Tensor,
+        k_M: Tensor,
+        v_M: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         """Returns [M, Hq, E]."""
         k, v = (x.index_select(0, self.key_token) for x in (k_M, v_M))
-        return kernel(q_M, k, v, self.cu_q, self.cu_k, self.max_q, self.max_k, scaling=scaling, window=window)
+        place = (self.cu_q, self.cu_k, self.max_q, self.max_k)
+        return kernel(q_M, k, v, *place, scaling=scaling, window=window, sinks_H=sinks_H)
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.attention import AttentionPlan, ForestAttention, backbone
+from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ForestAttention, ScoreForm, backbone
 from rollgrad.adapters.models.torch.kernels import dense
 from rollgrad.adapters.models.torch.layout import Layout, Node
 
@@ -53,13 +53,16 @@ class ImageRun:
         self._position_Q = torch.arange(first, last, device=device)
         self._first, self._dtype = first, dtype
 
-    def attend(self, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(
+        self, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None, form: ScoreForm
+    ) -> Tensor:
         """Returns [Q, Hq, E]."""
         q, k, v = (
             x.index_select(0, index).transpose(0, 1)[None]
             for x, index in ((q_M, self.token_Q), (k_M, self._key_token_K), (v_M, self._key_token_K))
         )
-        return dense(q, k, v, scaling=scaling, mask=self._mask(window))[0].transpose(0, 1)
+        sinks = None if form.sinks_H is None else form.sinks_H[:, None].expand(-1, len(self.token_Q))
+        return dense(q, k, v, scaling=scaling, mask=self._mask(window), sinks=sinks)[0].transpose(0, 1)
 
     def _mask(self, window: int | None) -> Tensor:
         """Returns the additive mask [1, 1, Q, K]."""
@@ -79,11 +82,18 @@ class ImageAttention(AttentionPlan):
         self._forest, self._runs = forest, runs
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        form: ScoreForm = PLAIN,
     ) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout."""
-        attended = self._forest.attend(layer, query, key, value, scaling, window)
+        attended = self._forest.attend(layer, query, key, value, scaling, window, form)
         q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        seen = [run.attend(q_M, k_M, v_M, scaling, window) for run in self._runs]
+        seen = [run.attend(q_M, k_M, v_M, scaling, window, form) for run in self._runs]
         tokens = torch.cat([run.token_Q for run in self._runs])
         return attended.index_copy(1, tokens, torch.cat(seen)[None])

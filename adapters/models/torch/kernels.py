@@ -7,12 +7,15 @@ dot-product attention, for everything else.
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import structlog
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rollgrad.adapters.models.torch.sinks import HEAD_STEP, dense_with_sinks, varlen_with_sinks
 
 log = structlog.get_logger(__name__)
 
@@ -28,9 +31,6 @@ WIDEST_HEAD = 256
 FASTER = {(9, 0): WIDEST_HEAD, (10, 0): 128}
 """Compute capabilities for which the package flash-attn-4 has kernels, Hopper's and Blackwell's, and the numbers in a
 head at most, of those that have them for heads of any width and windows."""
-
-HEAD_STEP = 8
-"""FlashAttention's heads have a multiple of this many numbers."""
 
 SINCE_2_12 = torch.__version__ >= "2.12"
 """Whether torch wants to be told where queries share keys, and computes with flash-attn-4 where there are windows, as
@@ -96,6 +96,7 @@ def varlen(
     *,
     scaling: float,
     window: int | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Returns attention [Q, H, E] of sequences laid end to end, each query to the keys of its own sequence up to
     itself: the last query of a sequence sees its last key.
@@ -110,6 +111,7 @@ def varlen(
         max_k: keys of the longest.
         scaling: of the scores.
         window: keys that a query sees at most, itself included; None is all.
+        sinks_H: scores of the sinks (`sinks.py`).
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -117,6 +119,12 @@ def varlen(
     common = -(-key_KGD.shape[2] // HEAD_STEP) * HEAD_STEP
     query, key, value = (_widened(x, common) for x in (query_QHD, key_KGD, value_KGE))
     left = -1 if window is None else window - 1
+    sharing: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if SINCE_2_12 else {}
+    if sinks_H is not None:
+        place = (cu_q, cu_k, max_q, max_k)
+        return varlen_with_sinks(
+            query, key, value, sinks_H, *place, scaling=scaling, left=left, sharing=sharing
+        ).narrow(2, 0, width)
     out = varlen_attn(
         query,
         key,
@@ -127,7 +135,7 @@ def varlen(
         max_k,
         scale=scaling,
         window_size=(left, 0),
-        **({"enable_gqa": query.shape[1] != key.shape[1]} if SINCE_2_12 else {}),
+        **sharing,
     )
     assert isinstance(out, Tensor)
     return out.narrow(2, 0, width)
@@ -138,12 +146,23 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[2] == width else functional.pad(x, (0, width - x.shape[2]))
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor | None = None) -> Tensor:
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Returns attention [B, H, Q, E] of query [B, H, Q, D] to key [B, G, K, D] and value [B, G, K, E], where G divides
-    H, with an additive mask that broadcasts to [B, H, Q, K]; without one each query sees the keys up to its own."""
+    H, with an additive mask that broadcasts to [B, H, Q, K]; without one each query sees the keys up to its own.
+    `sinks` [H, Q] are the scores of each query's sink (`sinks.py`)."""
     shared = query.shape[1] // key.shape[1]
     if query.is_cuda and shared > 1:  # of the kernels that take a mask, or float32, none shares heads by itself
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    if sinks is not None:
+        return dense_with_sinks(query, key, value, sinks, scaling=scaling, mask=mask)
     with sdpa_on(query):
         return functional.scaled_dot_product_attention(
             query,

@@ -1,7 +1,7 @@
 """The forward pass of models that cannot be packed: sequences side by side, shorter ones padded on the right.
 
 In a causal model no token sees those after it, so padding on the right changes nothing and needs no mask, whatever the
-layers compute: linear attention, state spaces, convolutions, capped scores, attention sinks. Sequences share no prompt.
+layers compute: linear attention, state spaces, convolutions. Sequences share no prompt.
 Does not own: the check that padding changes nothing (`compatibility.py`).
 """
 
@@ -57,7 +57,7 @@ def attention_forward(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    check_keywords(module, kwargs)
+    check_keywords(module, kwargs, ("s_aux", "softcap"))
     with sdpa_on(query):
         out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **(kwargs | {"dropout": 0.0}))[
             0

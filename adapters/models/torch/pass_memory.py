@@ -226,7 +226,7 @@ class _UncomputedAttention(ForestAttention):
         """Implements `ForestAttention.has_varlen`."""
         return has_varlen(self._computing, query.dtype, query.shape[-1])
 
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor | None = None) -> Tensor:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, **_: Any) -> Tensor:
         """Returns a tensor in the place of the kernel's result, [B, H, Q, E]."""
         if self._computing.type == "cuda":
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))

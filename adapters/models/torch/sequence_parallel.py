@@ -18,7 +18,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, distributed
 
-from rollgrad.adapters.models.torch.attention import AttentionPlan
+from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ScoreForm
 from rollgrad.adapters.models.torch.layout import Layout, Node
 from rollgrad.adapters.models.torch.padded import is_padded, require_undivided
 from rollgrad.domain.errors import ConfigurationError
@@ -137,7 +137,14 @@ class _ExchangedAttention(AttentionPlan):
         self._exchange = exchange
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        form: ScoreForm = PLAIN,
     ) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is this process's share of M."""
         tokens, heads, dim = query.shape[2], query.shape[1], key.shape[3]
@@ -150,7 +157,10 @@ class _ExchangedAttention(AttentionPlan):
         rows_MGW = _ToHeads.apply(torch.cat([q, k, v], dim=-1), self._exchange)  # type: ignore[no-untyped-call]
         q, k, v = rows_MGW.split([q.shape[-1], dim, v.shape[-1]], dim=-1)
         q, k, v = (x.transpose(0, 1)[None] for x in (q.reshape(len(q), -1, dim), k, v))
-        out = self._plan.attend(layer, q, k, v, scaling, window)[0]
+        if form.sinks_H is not None:
+            first = sum(self._group.heads(groups)[: self._group.rank]) * (heads // groups)
+            form = evolve(form, sinks_H=form.sinks_H.narrow(0, first, q.shape[1]))
+        out = self._plan.attend(layer, q, k, v, scaling, window, form)[0]
         out = _ToTokens.apply(out.reshape(len(out), k.shape[1], -1), self._exchange, groups)  # type: ignore[no-untyped-call]
         shared: Tensor = out.reshape(1, tokens, heads, -1)
         return shared

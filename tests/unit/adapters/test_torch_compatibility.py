@@ -70,8 +70,10 @@ def test_an_engine_that_sees_other_tokens_is_found(
     check_decoding(model, FLAG)
     right = getattr(plans, plan).attend
 
-    def wrong(self: Any, layer: int, query: Any, key: Any, value: Any, scaling: float, window: int | None) -> Any:
-        return right(self, layer, query, key, value, scaling, 1)
+    def wrong(
+        self: Any, layer: int, query: Any, key: Any, value: Any, scaling: float, window: int | None, form: Any
+    ) -> Any:
+        return right(self, layer, query, key, value, scaling, 1, form)
 
     monkeypatch.setattr(getattr(plans, plan), "attend", wrong)
     with pytest.raises(

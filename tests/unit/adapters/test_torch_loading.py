@@ -110,12 +110,6 @@ def gemma2_softcap() -> Any:
     return Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16, attn_logit_softcapping=50.0))
 
 
-def gpt_oss_sinks() -> Any:
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    return GptOssForCausalLM(GptOssConfig(**SIZES, head_dim=16, num_local_experts=2, num_experts_per_tok=1))
-
-
 def bloom_alibi() -> Any:
     from transformers import BloomConfig, BloomForCausalLM
 
@@ -157,7 +151,6 @@ def gpt2_learned_positions() -> Any:
     ("family", "message"),
     [
         (gemma2_softcap, "softcap"),
-        (gpt_oss_sinks, "s_aux"),
         (bloom_alibi, "attention interface"),
         (mamba_recurrence, "linear_attention"),
         (qwen3_next_linear_attention, "linear_attention"),
@@ -304,9 +297,7 @@ def test_chunked_attention_is_refused() -> None:
         install_attention(model)
 
 
-@pytest.mark.parametrize(
-    "keyword", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}, {"is_causal": False}]
-)
+@pytest.mark.parametrize("keyword", [{"softcap": 30.0}, {"position_bias": torch.zeros(1)}, {"is_causal": False}])
 def test_a_keyword_that_changes_the_result_is_refused(keyword: dict[str, Any]) -> None:
     module = torch.nn.Module()
     with pytest.raises(ConfigurationError, match=next(iter(keyword))):

@@ -28,8 +28,8 @@ FLAG = cluster.FLAG
 CPU = torch.device("cpu")
 WAITS_A_STEP = 6
 """Times at most that a step of decoding waits for the GPU."""
-KINDS = ("llama", "gemma3_text", "qwen3_moe", "gpt2", "bloom")
-"""Grouped heads; windows; experts; biases and learned positions; a model that is computed padded."""
+KINDS = ("llama", "gemma3_text", "qwen3_moe", "gpt2", "gpt_oss", "bloom")
+"""Grouped heads; windows; experts; biases and learned positions; sinks; a model that is computed padded."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -142,7 +142,7 @@ async def sampled(model: Any) -> list[Generation]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("path", ["llama", "gemma3_text", "bloom"], indirect=True)
+@pytest.mark.parametrize("path", ["llama", "gemma3_text", "gpt_oss", "bloom"], indirect=True)
 async def test_an_engine_samples_on_a_gpu_what_it_does_on_the_cpu(path: Path, dtype: torch.dtype) -> None:
     expected = await sampled(loaded(path, CPU, dtype))
     with pretended_gpu() as waited:

@@ -51,9 +51,9 @@ def gradients_dropped(module: torch.nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-# With experts; with layers that look back a little alone, and all; with queries, keys and values from one product, in
-# whose memory they lie; with biases and learned positions.
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma3_text", "phi3", "gpt2"])
+# With experts; with sinks; with layers that look back a little alone, and all; with queries, keys and values from one
+# product, in whose memory they lie; with biases and learned positions.
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "granite_swa", "gemma3_text", "phi3", "gpt2"])
 def test_passes_hold_what_is_measured_without_weights(path: str) -> None:
     without, model = measured(path), load_causal_lm(path, dtype=torch.float32, device=CPU, flag="--model")
     value = PackedValue(model, {})

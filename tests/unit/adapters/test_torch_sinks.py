@@ -1,0 +1,169 @@
+"""Attention with sinks is what float64 computes from all scores, by each kernel, values and gradients."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place
+from rollgrad.adapters.engines.embedded.plans import Decode, DecodeInputs, Extend
+from rollgrad.adapters.models.torch.attention import ForestAttention, ScoreForm
+from rollgrad.adapters.models.torch.layout import Node
+from tests.pretended_gpu import CUDA, pretended_gpu
+
+CPU = torch.device("cpu")
+SCALE = 0.3
+NODES = [
+    Node(0, 37),
+    Node(37, 50, ((0, 37),)),
+    Node(87, 1, ((0, 37),)),
+    Node(88, 20, ((0, 30), (37, 25))),
+    Node(108, 29),
+    Node(137, 3, ((0, 30), (37, 25), (88, 11))),
+]
+TOKENS = 140
+HEADS = {"grouped": (8, 2, 16, 16), "alone": (4, 4, 24, 24), "odd": (6, 3, 20, 20), "narrow values": (4, 4, 24, 16)}
+"""Query heads, key heads, and the widths of keys and of values."""
+
+
+def inputs(kind: str, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys, values and sinks: one of these is far above all scores, one far below."""
+    heads, key_heads, width, value_width = HEADS[kind]
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((heads, width), (key_heads, width), (key_heads, value_width))
+    made = [torch.randn(1, h, TOKENS, w, generator=generator) for h, w in shapes]
+    sinks_H = torch.randn(heads, generator=generator) * 2
+    sinks_H[:2] = torch.tensor([30.0, -30.0])
+    return [x.to(dtype) for x in (*made, sinks_H)]
+
+
+def whole_scores(
+    query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, seen: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Attention [Q, H, E] of query [H, Q, D], the last of the keys [G, K, D], to those that `seen` says."""
+    shared = len(query) // len(key)
+    key, value = (x.repeat_interleave(shared, 0) for x in (key, value))
+    place_Q = torch.arange(key.shape[1] - query.shape[1], key.shape[1])[:, None]
+    hidden = ~seen(place_Q, torch.arange(key.shape[1]))
+    scores = (query @ key.transpose(1, 2) * SCALE).masked_fill(hidden, -torch.inf)
+    with_sink = torch.cat([scores, sinks_H[:, None, None].expand(-1, query.shape[1], 1)], dim=2)
+    return (with_sink.softmax(2)[..., :-1] @ value).transpose(0, 1)
+
+
+def looking_back(window: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda q, k: (k <= q) & (k > q - (len(k) if window is None else window))
+
+
+def expected(kind: str, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+    """The result [T, H, E] and the gradients, in float64, of numbers that are rounded to a format."""
+    leaves = [x.double().requires_grad_() for x in inputs(kind, dtype)]
+    query, key, value, sinks_H = leaves
+    parts = []
+    for node in NODES:
+        path = node.path()
+        own = slice(node.start, node.start + node.length)
+        q, k, v = query[0, :, own], key[0, :, path], value[0, :, path]
+        parts.append(whole_scores(q, k, v, sinks_H, looking_back(window)))
+    return results(torch.cat(parts), leaves)
+
+
+def results(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.device)
+    gradients = torch.autograd.grad((out.to(weights.dtype) * weights).sum(), leaves)
+    return [x.to(CPU) for x in (out.detach(), *gradients)]
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    with pretended_gpu():
+        yield
+
+
+MACHINES: dict[str, tuple[torch.device, Callable[[], AbstractContextManager[None]]]] = {
+    "cpu": (CPU, nullcontext),
+    "pretended gpu": (CUDA, pretended),
+    "gpu": (CUDA, nullcontext),
+}
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+ON_EACH = pytest.mark.parametrize(
+    ("machine", "dtype"),
+    [
+        *(("cpu", dtype) for dtype in ROUNDING),
+        *(("pretended gpu", dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *(pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in ROUNDING if dtype != torch.float64),
+    ],
+    ids=str,
+)
+
+
+def assert_close(found: list[Tensor], exact: list[Tensor], dtype: torch.dtype) -> None:
+    for mine, theirs in zip(found, exact, strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - theirs).norm() <= ROUNDING[dtype] * theirs.norm()
+
+
+@ON_EACH
+@pytest.mark.parametrize("window", [None, 7], ids=str)
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_forest_with_sinks_is_what_float64_computes(
+    kind: str, window: int | None, machine: str, dtype: torch.dtype
+) -> None:
+    exact = expected(kind, dtype, window)
+    device, entered = MACHINES[machine]
+    with entered():
+        query, key, value, sinks_H = leaves = [x.to(device).requires_grad_() for x in inputs(kind, dtype)]
+        plan = ForestAttention(NODES, device=device, dtype=dtype)
+        out = plan.attend(0, query, key, value, SCALE, window, ScoreForm(sinks_H=sinks_H))[0]
+        found = results(out, leaves)
+    assert_close(found, exact, dtype)
+
+
+@ON_EACH
+@pytest.mark.parametrize("window", [None, 100], ids=str)
+def test_decoding_with_sinks_is_what_float64_computes(window: int | None, machine: str, dtype: torch.dtype) -> None:
+    """Sequences of one block and of several, steps of one token and of more."""
+    heads, key_heads, width, value_width = HEADS["narrow values"]
+    lengths, added = [5, 3 * BLOCK - 1, BLOCK + 17], [3, 1, 2]
+    generator = torch.Generator().manual_seed(1)
+    past = [
+        [torch.randn(key_heads, n, w, generator=generator).to(dtype) for w in (width, value_width)] for n in lengths
+    ]
+    sinks_H = inputs("narrow values", dtype)[3]
+    device, entered = MACHINES[machine]
+
+    def new(tokens: int) -> list[Tensor]:
+        shapes = ((heads, width), (key_heads, width), (key_heads, value_width))
+        return [torch.randn(len(lengths), h, tokens, w, generator=generator).to(dtype) for h, w in shapes]
+
+    def exact(row: int, news: list[Tensor], tokens: int) -> Tensor:
+        query, key, value = (x[row, :, :tokens].double() for x in news)
+        k, v = (torch.cat([p.double(), x], 1) for p, x in zip(past[row], (key, value), strict=True))
+        return whole_scores(query, k, v, sinks_H.double(), looking_back(window))
+
+    with entered():
+        cache, places = KVCache(), [Place() for _ in lengths]
+        cache.capacity = 8
+        for place, length in zip(places, lengths, strict=True):
+            cache.reserve(place, length + 4)
+        stored = cache.pair(0, *(x[None].to(device) for x in past[0]))
+        for place, kept in zip(places, past, strict=True):
+            for room, part in zip(stored, kept, strict=True):
+                for index, number in enumerate(place.blocks):
+                    tokens = part[:, index * BLOCK : (index + 1) * BLOCK]
+                    room[number, :, : tokens.shape[1]] = tokens.to(device)
+        step, more = new(1), new(max(added))
+        ends = torch.tensor(lengths, device=device)
+        shifts = torch.zeros(len(lengths), dtype=torch.int64)
+        plans: list[tuple[Any, list[Tensor], list[int]]] = [
+            (Extend(cache, places, ends, torch.tensor(added, device=device), dtype), more, added),
+            (Decode(cache, DecodeInputs.of(cache, [0] * 3, places, lengths, shifts).to(device)), step, [1] * 3),
+        ]
+        for plan, news, counts in plans:
+            query, key, value = (x.to(device) for x in news)
+            form = ScoreForm(sinks_H=sinks_H.to(device))
+            out = plan.attend(0, query, key, value, SCALE, window, form).to(CPU)
+            for row, count in enumerate(counts):
+                assert_close([out[row, :count]], [exact(row, news, count)], dtype)
