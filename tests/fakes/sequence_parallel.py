@@ -23,7 +23,6 @@ from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.examples import DemonstrationBatch
 from rollgrad.domain.batches.packed import PackedBatch, pack
-from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.compiled_layers import AS_IT_IS, compiler
@@ -48,14 +47,30 @@ SIZES = {
 }
 
 
+LATENT = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "head_dim": 4,
+    "first_k_dense_replace": 2,
+}
+"""Latent attention, with keys of 12 numbers and values of 10."""
+
+
 @frozen(kw_only=True)
 class Case:
-    """A model and the batch of `seed`; `samples` None: two tokens, fewer than there may be processes."""
+    """A model and the batch of `seed`; `samples` None: two tokens, fewer than there may be processes; `branches`: its
+    samples part from each other again and again."""
 
     family: str = "Llama"
     settings: dict[str, Any] = Factory(dict)
     seed: int = 0
     samples: int | None = 5
+    branches: bool = False
     checkpointing: bool = False
     lora: bool = False
     prescribed: bool = False
@@ -83,6 +98,34 @@ CASES = {
     "compiled": Case(settings={"num_key_value_heads": 3}, seed=11, compiles=True),
     "bfloat16": Case(settings={"num_key_value_heads": 3}, seed=8, dtype=torch.bfloat16),
     "fewer_tokens_than_processes": Case(settings={"num_key_value_heads": 3}, samples=None),
+    "fewer_query_heads_than_processes": Case(settings={"num_attention_heads": 2, "num_key_value_heads": 1}, seed=12),
+    "four_heads": Case(
+        family="Qwen3", settings={"num_attention_heads": 4, "num_key_value_heads": 4}, seed=13, branches=True
+    ),
+    "branches": Case(
+        family="Mistral",
+        settings={"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 7},
+        seed=14,
+        samples=8,
+        branches=True,
+        checkpointing=True,
+    ),
+    "latent": Case(family="DeepseekV3", settings=LATENT, seed=15, branches=True, lora=True),
+    "layers_with_unlike_heads": Case(
+        family="Gemma4Text",
+        settings={
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "global_head_dim": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 6,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+        },
+        seed=16,
+    ),
 }
 
 
@@ -91,7 +134,7 @@ def model(case: Case) -> Any:
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{case.family}Config")(**{**SIZES, **case.settings})
-    made = getattr(transformers, f"{case.family}ForCausalLM")(config).eval().to(case.dtype)
+    made = getattr(transformers, f"{case.family.removesuffix('Text')}ForCausalLM")(config).eval().to(case.dtype)
     install_attention(made)
     follow_grammars(made, grammars.chance_masks(VOCABULARY))
     if case.lora:
@@ -107,8 +150,9 @@ def model(case: Case) -> Any:
     return made
 
 
-def batch(seed: int, samples: int | None) -> PackedBatch:
-    """Samples of one to three turns; those of a group share a prompt, which may be one token or most of the batch."""
+def batch(seed: int, samples: int | None, *, branches: bool = False) -> PackedBatch:
+    """Samples of one to three turns; those of a group share a prompt, which may be one token or most of the batch, and
+    with `branches` their first turns besides: each begins as the one before it does, up to half of that."""
     generator = torch.Generator().manual_seed(seed)
 
     def count(most: int) -> int:
@@ -130,6 +174,12 @@ def batch(seed: int, samples: int | None) -> PackedBatch:
             )
             for sample in sorted(range(samples), key=lambda sample: sample % 2)
         ]
+    if branches:
+        replies = tokens(40)
+        for sample in range(4):
+            replies = replies[: len(replies) // 2 + 4] + tokens(count(15))
+            reply = make_trajectory(prompts[0], replies, group_id=0, sample_id=samples + sample)
+            trajectories.append(reply)
     packed = pack(trajectories)
     weights_N = torch.where(packed.action_mask_N, torch.rand(packed.token_count, generator=generator), 0.0)
     advantages_N = torch.randn(len(packed), generator=generator)[packed.sequence_ids_N]
@@ -168,7 +218,7 @@ OBJECTIVES: dict[str, Callable[[TokenScores, PackedBatch], LossOutput]] = {
 
 def passes(case: Case) -> dict[str, Any]:
     """Returns this process's part of a case: columns of the action tokens, losses, and its gradients by objective."""
-    packed = batch(case.seed, case.samples)
+    packed = batch(case.seed, case.samples, branches=case.branches)
     packed = grammars.prescribed(packed) if case.prescribed else packed
     lm = PackedLM(model(case), temperature=0.7)
     logprobs_A, entropy_A = lm(packed)
@@ -235,10 +285,6 @@ def work(folder: Path, timeout: float, rank: int, processes: int, names: list[st
         # Several gradients of one pass are taken here, as no trainer does.
         with compiler(AS_IT_IS), torch._functorch.config.patch(donated_buffer=False):
             results: dict[str, Any] = {name: passes(CASES[name]) for name in names}
-        try:
-            PackedLM(model(Case(settings={"num_attention_heads": 1, "num_key_value_heads": 1})))
-        except ConfigurationError as error:
-            results["refusal"] = str(error)
         join_sequence_group(1, timeout=timeout)
         results["apart"] = passes(CASES["two_heads"])
         torch.save(results, folder / str(rank))

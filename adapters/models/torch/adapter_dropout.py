@@ -19,7 +19,7 @@ from torch.nn import functional
 from rollgrad.adapters.models.torch.layout import build_layout
 from rollgrad.adapters.models.torch.lora import ADAPTER
 from rollgrad.adapters.models.torch.padded import is_padded, padded_layout
-from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
+from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
 from rollgrad.adapters.models.torch.step_tokens import StepTokens
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
@@ -46,6 +46,7 @@ class AdapterDropout:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._tokens = StepTokens()
+        self._group = SequenceGroup()
         self._keys_T: Tensor | None = None
         """A number for each token of the pass that is computed; None where nothing is left out."""
         self._there = False
@@ -57,9 +58,11 @@ class AdapterDropout:
                 self._there = True
                 part.forward = _DroppedLinear(self, part, name, share)
 
-    def of(self, module: nn.Module) -> None:
-        """Follows the batches of `module`, which computes the model; its first argument is the batch."""
+    def of(self, module: nn.Module, group: SequenceGroup) -> None:
+        """Follows the batches of `module`, which computes the model; its first argument is the batch, whose tokens the
+        processes of `group` share."""
         if self._there:
+            self._group = group
             self._tokens.follow(module)
             self._model.get_input_embeddings().register_forward_hook(self._begin)
 
@@ -97,12 +100,11 @@ class AdapterDropout:
 
     def _keys(self, batch: PackedBatch, step: int) -> Tensor:
         """Returns the numbers of the tokens that this process computes, pass by pass."""
-        group = sequence_group(self._model)
-        padded = is_padded(self._model)
-        layout = padded_layout(self._model, batch) if padded else group.padded(build_layout(batch))
-        keys_M = torch.zeros(len(layout.tokens_M), dtype=torch.int32)
-        keys_M[layout.index_N] = token_keys(batch, step)
-        return keys_M if padded else group.share(keys_M)
+        layout = padded_layout(self._model, batch) if is_padded(self._model) else build_layout(batch)
+        share = self._group.share(layout)
+        keys_M = torch.zeros(len(share.layout.tokens_M), dtype=torch.int32)
+        keys_M[share.layout.index_N] = token_keys(batch, step)
+        return share.of(keys_M)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Returns the contexts in which a layer is computed, and later computed again: another pass may have begun."""

@@ -28,12 +28,11 @@ from rollgrad.adapters.models.torch.distillation import (
     distilled_logprobs,
 )
 from rollgrad.adapters.models.torch.expert_balance import chosen_experts, routed, token_counts
-from rollgrad.adapters.models.torch.image_attention import make_plan
 from rollgrad.adapters.models.torch.images import batch_positions, run_body
-from rollgrad.adapters.models.torch.layout import Layout, build_layout
+from rollgrad.adapters.models.torch.layout import build_layout
 from rollgrad.adapters.models.torch.padded import is_padded, padded_layout, padded_outputs
 from rollgrad.adapters.models.torch.router_replay import router_replay
-from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, sequence_group
+from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, SequenceShare, sequence_group
 from rollgrad.domain.batches.packed import PackedBatch
 
 
@@ -66,20 +65,19 @@ def action_hidden(
     """
     check_positions(model, int(batch.lengths_S.max()))
     padded = is_padded(model)
-    layout = padded_layout(model, batch) if padded else group.padded(build_layout(batch))
+    share = group.share(padded_layout(model, batch) if padded else build_layout(batch))
+    layout = share.layout
     recorded: AbstractContextManager[list[Tensor]] = chosen_experts(model) if routing else nullcontext([])
     replay = router_replay(model)
-    replayed = nullcontext() if replay is None else replay.replaying(replay.column(batch, layout, group))
+    replayed = nullcontext() if replay is None else replay.replaying(replay.column(batch, share))
     settings = {"output_router_logits": True} if routing else {}
     with recorded as chosen, replayed:
         outputs = (
-            [*padded_outputs(model, layout, **settings)]
-            if padded
-            else [_packed_output(model, batch, layout, group, settings)]
+            [*padded_outputs(model, layout, **settings)] if padded else [_packed_output(model, batch, share, settings)]
         )
     hidden_CH = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])
     action_A = batch.action_mask_N.nonzero()[:, 0]
-    actions_B, rows_B = group.actions(layout.index_N[action_A - back])
+    actions_B, rows_B = share.actions(layout.index_N[action_A - back])
     return ActionRows(
         hidden_BH=hidden_CH.index_select(0, rows_B.to(hidden_CH.device)),
         targets_B=batch.predicted_N[action_A[actions_B]].to(hidden_CH.device),
@@ -96,18 +94,17 @@ def _routing(outputs: Sequence[Any], chosen: Sequence[Tensor], counts_M: Tensor)
     return routed(logits, [torch.cat([*chosen[layer::layers]]) for layer in range(layers)], counts_M)
 
 
-def _packed_output(
-    model: Any, batch: PackedBatch, layout: Layout, group: SequenceGroup, settings: Mapping[str, Any]
-) -> Any:
+def _packed_output(model: Any, batch: PackedBatch, share: SequenceShare, settings: Mapping[str, Any]) -> Any:
     """Returns the output of the model's backbone for this process's tokens of a layout, as one row."""
+    layout = share.layout
     positions = batch_positions(model, batch, layout)
     return run_body(
         model,
         layout.tokens_M[None],
         layout.positions_M[None] if positions is None else positions,
-        group.plan(make_plan(model, layout), len(layout.tokens_M), next(model.parameters()).device),
+        share.plan(model),
         layout.images,
-        group,
+        share,
         **settings,
     )
 
@@ -144,9 +141,7 @@ class PackedLM(nn.Module):
         self._back = 1 if outcomes is None else 0
         self.model = model
         self._teacher = teacher
-        self._group = sequence_group(model)
-        if isinstance(teacher, Teacher):
-            sequence_group(teacher.model)  # refuses one with too few heads
+        self.group = sequence_group(model, *([teacher.model] if isinstance(teacher, Teacher) else []))
         head, form = model.get_output_embeddings(), logit_form(model)
         self.scorer = (
             Scorer(head, temperature, form, correct=correct, mean=mean, collision=collision)
@@ -156,17 +151,17 @@ class PackedLM(nn.Module):
 
     def forward(self, batch: PackedBatch, routing: bool = False) -> tuple[Tensor, ...]:
         """Returns the log-probs and entropies of the action tokens, with `routing` also the routers' counts."""
-        rows = action_hidden(self.model, batch, self._group, routing=routing, back=self._back)
+        rows = action_hidden(self.model, batch, self.group, routing=routing, back=self._back)
         taught = () if self._teacher is None else (self._targets(batch, rows, self._teacher), self._teacher.settings)
         allowed = allowed_tokens(self.model, batch, rows.actions_B)
         columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught, allowed=allowed)
-        return *self._group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
+        return *self.group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
 
     def _targets(self, batch: PackedBatch, rows: ActionRows, teacher: Teacher | KeptTeacher) -> Targets:
         """Returns what the teacher says at the action tokens that this process computes."""
         if isinstance(teacher, KeptTeacher):
             return teacher.targets(batch, rows.actions_B)
-        return live_targets(teacher, batch, self._group, self.model.config.get_text_config().vocab_size)
+        return live_targets(teacher, batch, self.group, self.model.config.get_text_config().vocab_size)
 
 
 @torch.no_grad()
@@ -292,7 +287,7 @@ class PackedValue(nn.Module):
         self.model = backbone(model)
         if hasattr(model, "peft_config"):  # by which `lora.plain_weights` knows that there are adapters
             self.peft_config = model.peft_config
-        self._group = sequence_group(model)
+        self.group = sequence_group(model)
         self.value_head = nn.Linear(
             model.config.get_text_config().hidden_size,
             1,
@@ -307,9 +302,9 @@ class PackedValue(nn.Module):
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Returns the values of the action tokens."""
-        rows = action_hidden(self.model, batch, self._group, back=self.back)
+        rows = action_hidden(self.model, batch, self.group, back=self.back)
         values_B: Tensor = self.value_head(rows.hidden_BH.to(self.value_head.weight.dtype))[:, 0]
-        (values_A,) = self._group.gathered(rows.actions_B, rows.count, values_B.float())
+        (values_A,) = self.group.gathered(rows.actions_B, rows.count, values_B.float())
         return values_A
 
 

@@ -14,15 +14,19 @@ from torch import Tensor
 from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ForestAttention, ScoreForm, backbone
 from rollgrad.adapters.models.torch.kernels import dense
 from rollgrad.adapters.models.torch.layout import Layout, Node
+from rollgrad.adapters.models.torch.queries import Queries, all_queries
 
 
-def make_plan(model: Any, layout: Layout) -> AttentionPlan:
-    """Returns the plan of a model's pass over a layout."""
-    weight = next(model.parameters())
-    forest = ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype)
+def make_plan(model: Any, layout: Layout, queries: Queries | None = None) -> AttentionPlan:
+    """Returns the plan of a model's pass over a layout, with some of its `queries` alone: keys and values are then in
+    the order of their numbers."""
+    weight, queries = next(model.parameters()), queries or all_queries(layout)
+    forest = ForestAttention(queries.nodes, device=weight.device, dtype=weight.dtype)
     if not layout.images or not sees_whole_images(model):
         return forest
-    return ImageAttention(forest, [ImageRun(*each, weight.device, weight.dtype) for each in image_runs(model, layout)])
+    every = [ImageRun(*each, queries, weight.device, weight.dtype) for each in image_runs(model, layout)]
+    runs = [run for run in every if len(run.token_Q)]
+    return ImageAttention(forest, runs) if runs else forest
 
 
 def sees_whole_images(model: Any) -> bool:
@@ -44,13 +48,18 @@ def image_runs(model: Any, layout: Layout) -> Iterator[tuple[Node, int, int]]:
 
 
 class ImageRun:
-    """The tokens `start` to `stop` (half-open) of a layout, which are in `node`, and all that they see."""
+    """Those of the tokens `start` to `stop` (half-open) of a layout, which are in `node`, that have `queries`, and all
+    that they see."""
 
-    def __init__(self, node: Node, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, node: Node, start: int, stop: int, queries: Queries, device: torch.device, dtype: torch.dtype
+    ) -> None:
         first, last = (node.prefix_length + place - node.start for place in (start, stop))
-        self.token_Q = torch.arange(start, stop, device=device)
-        self._key_token_K = node.path()[:last].to(device)
-        self._position_Q = torch.arange(first, last, device=device)
+        place_Q = queries.place_M[start:stop]
+        asking_Q = place_Q < queries.count
+        self.token_Q = place_Q[asking_Q].to(device)
+        self._key_token_K = queries.place_M[node.path()[:last]].to(device)
+        self._position_Q = torch.arange(first, last)[asking_Q].to(device)
         self._first, self._dtype = first, dtype
 
     def attend(
@@ -91,7 +100,7 @@ class ImageAttention(AttentionPlan):
         window: int | None,
         form: ScoreForm = PLAIN,
     ) -> Tensor:
-        """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout."""
+        """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout, or of the queries their number."""
         attended = self._forest.attend(layer, query, key, value, scaling, window, form)
         q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         seen = [run.attend(q_M, k_M, v_M, scaling, window, form) for run in self._runs]

@@ -19,12 +19,9 @@ from torch.nn import functional
 from rollgrad.adapters.models.torch.attention import AttentionPlan, backbone
 from rollgrad.adapters.models.torch.classifier import is_vision_language
 from rollgrad.adapters.models.torch.layout import Layout
-from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
+from rollgrad.adapters.models.torch.sequence_parallel import SequenceShare
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.images import PlacedImages
-
-ALONE = SequenceGroup()
-"""The group of a process that shares its tokens with no other."""
 
 
 def run_body(
@@ -33,29 +30,29 @@ def run_body(
     positions: Tensor,
     plan: AttentionPlan,
     images: PlacedImages = (),
-    group: SequenceGroup = ALONE,
+    share: SequenceShare | None = None,
     **settings: Any,
 ) -> Any:
     """Returns the output of a language model's body for tokens [B, T], which may be on another device.
 
     Args:
         model: with packed attention installed.
-        tokens_BT: the tokens; with images, or in a `group` of several processes, B is 1.
+        tokens_BT: the tokens; with images, or a `share` of them, B is 1.
         positions: position ids [B, T], or [K, B, T] of a model with K numbers a position.
         plan: decides which tokens each token attends to.
         images: the images among the tokens of the only row.
-        group: the processes that share the tokens; the output is of this one's.
+        share: the tokens that this process computes; None is all.
         settings: other arguments of the model.
     """
     body, weight = backbone(model), next(model.parameters())
     tokens, places = tokens_BT.to(weight.device), positions.to(weight.device)
     arguments = {"use_cache": False, "attention_plan": plan, **settings}
     if not images:
-        return body(input_ids=_share(tokens, group), position_ids=_share(places, group), **arguments)
+        return body(input_ids=_share(tokens, share), position_ids=_share(places, share), **arguments)
     real = tokens.clone()
     real[~placeholders(model, tokens[0], images)[None] & (tokens == body.config.image_token_id)] = 0
     tensors = joined_tensors(images, weight.device, weight.dtype)
-    with _embedded_as(body, tokens), _divided(body, group):
+    with _embedded_as(body, tokens), _divided(body, share):
         return body(input_ids=real, position_ids=places, **tensors, **arguments)
 
 
@@ -80,16 +77,20 @@ def _embedded_as(body: Any, tokens: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def _divided(body: Any, group: SequenceGroup) -> Iterator[None]:
+def _divided(body: Any, share: SequenceShare | None) -> Iterator[None]:
     """Makes the language model of `body` compute this process's tokens alone inside the block, given all."""
 
+    if share is None:
+        yield
+        return
+
     def shared(module: Any, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        own: dict[str, Any] = {"position_ids": _share(given["position_ids"], group)}
-        own["inputs_embeds"] = group.share(given["inputs_embeds"][0])[None]
+        own: dict[str, Any] = {"position_ids": _share(given["position_ids"], share)}
+        own["inputs_embeds"] = share.of(given["inputs_embeds"][0])[None]
         if given.get("deepstack_visual_embeds") is not None:  # Qwen3-VL adds features of images to its first layers too
             seen_M = given["visual_pos_masks"][0]
-            features, _ = group.actions(seen_M.nonzero()[:, 0])
-            own["visual_pos_masks"] = group.share(seen_M)[None]
+            features, _ = share.actions(seen_M.nonzero()[:, 0])
+            own["visual_pos_masks"] = share.of(seen_M)[None]
             own["deepstack_visual_embeds"] = [layer[features] for layer in given["deepstack_visual_embeds"]]
         return arguments, {**given, **own}
 
@@ -100,9 +101,9 @@ def _divided(body: Any, group: SequenceGroup) -> Iterator[None]:
         handle.remove()
 
 
-def _share(column: Tensor, group: SequenceGroup) -> Tensor:
+def _share(column: Tensor, share: SequenceShare | None) -> Tensor:
     """Returns this process's tokens of a column [..., T]."""
-    return group.share(column.movedim(-1, 0)).movedim(0, -1)
+    return column if share is None else share.of(column.movedim(-1, 0)).movedim(0, -1)
 
 
 def joined_tensors(images: PlacedImages, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

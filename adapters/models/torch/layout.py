@@ -72,7 +72,7 @@ def build_layout(batch: PackedBatch) -> Layout:
     size = 0
     for sequence, shared in zip(prefixes.order, prefixes.shared, strict=True):
         start, stop = starts[sequence], starts[sequence] + lengths[sequence]
-        path = _beginning(path, shared)
+        path = beginning(path, shared)
         if own := lengths[sequence] - shared:
             nodes.append(Node(size, own, path))
             tokens.append(batch.tokens_N[start + shared : stop])
@@ -90,7 +90,7 @@ def build_layout(batch: PackedBatch) -> Layout:
     )
 
 
-def _beginning(path: Sequence[Span], tokens: int) -> tuple[Span, ...]:
+def beginning(path: Sequence[Span], tokens: int) -> tuple[Span, ...]:
     """Returns the first `tokens` of a path."""
     spans: list[Span] = []
     for start, length in path:

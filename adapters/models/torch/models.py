@@ -220,7 +220,7 @@ class TorchPolicy(CopiesState, PolicyModel):
             teacher=teacher,
             outcomes=outcomes,
         )
-        self._dropout.of(packed)
+        self._dropout.of(packed, packed.group)
         self._noise = EmbeddingNoise(packed, model, neftune_alpha) if neftune_alpha else None
         self._trained = optimize(packed, settings)
         self._taught = teacher is not None

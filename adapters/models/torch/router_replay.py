@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
 from rollgrad.adapters.models.torch.attention import backbone
 from rollgrad.adapters.models.torch.expert_balance import two_token_pass
-from rollgrad.adapters.models.torch.layout import Layout, build_layout
+from rollgrad.adapters.models.torch.layout import build_layout
 from rollgrad.adapters.models.torch.padded import is_padded, padded_layout
-from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
+from rollgrad.adapters.models.torch.sequence_parallel import SequenceShare
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.routed import experts_type, unrecorded
 from rollgrad.domain.errors import ConfigurationError
@@ -118,20 +118,20 @@ class RouterReplay:
                 del block.forward
             raise
 
-    def column(self, batch: PackedBatch, layout: Layout, group: SequenceGroup) -> Tensor | None:
-        """Returns the experts of the tokens of `layout` that this process of `group` computes, None where `batch` has
-        none. A token that sequences share has those that were recorded for the first of them."""
+    def column(self, batch: PackedBatch, share: SequenceShare) -> Tensor | None:
+        """Returns the experts of the tokens that this process computes of a batch, None where it has none. A token that
+        sequences share has those that were recorded for the first of them."""
         experts_NLK = batch.experts_NLK
         if experts_NLK is None:
             return None
-        none = unrecorded(experts_NLK)
+        none, layout = unrecorded(experts_NLK), share.layout
         column_M = experts_NLK.new_full((len(layout.tokens_M), *experts_NLK.shape[1:]), none)
         recorded = (experts_NLK[:, 0, 0] != none).nonzero()[:, 0]
         first_M = torch.full((len(column_M),), batch.token_count)
         first_M.scatter_reduce_(0, layout.index_N[recorded], recorded, "amin")
         known = first_M < batch.token_count
         column_M[known] = experts_NLK[first_M[known]]
-        return group.share(column_M)
+        return share.of(column_M)
 
     @contextmanager
     def replaying(self, column_M: Tensor | None) -> Iterator[None]:

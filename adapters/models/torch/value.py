@@ -56,7 +56,7 @@ class TorchValue(CopiesState, ValueModel):
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(self._dropout.checkpointing)
         self._module = self.packed(model, dict(head or {}))
-        self._dropout.of(self._module)
+        self._dropout.of(self._module, self._module.group)
         self._trained = optimize(self._module, settings)
 
     def padded(self) -> bool:

@@ -9,8 +9,6 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
-from rollgrad.domain.errors import ConfigurationError
 from tests.fakes import sequence_parallel
 from tests.fakes.sequence_parallel import CASES
 from tests.meeting_processes import results_of
@@ -27,7 +25,23 @@ Results = Callable[[int], list[dict[str, Any]]]
 OBJECTIVES = (*sequence_parallel.OBJECTIVES, "of_teacher", "of_kept_teacher", "of_values")
 
 
-NAMES = {2: list(CASES), 3: [name for name in CASES if name != "another_batch"]}
+NAMES = {
+    2: list(CASES),
+    3: [name for name in CASES if name != "another_batch"],
+    4: [
+        "another_batch",
+        "two_heads",
+        "one_head_for_all_queries",
+        "tied_and_query_norms",
+        "fewer_tokens_than_processes",
+        "fewer_query_heads_than_processes",
+        "four_heads",
+        "branches",
+        "latent",
+        "layers_with_unlike_heads",
+    ],
+}
+"""Two teams of two divide the queries of two heads among four processes, four of one process those of one head."""
 
 
 @pytest.fixture(scope="module")
@@ -80,36 +94,7 @@ def test_every_process_has_a_part_of_the_work(results: Results, processes: int) 
 
 
 @pytest.mark.parametrize("processes", NAMES)
-def test_a_model_with_fewer_heads_than_processes_is_refused(results: Results, processes: int) -> None:
-    for result in results(processes):
-        assert result["refusal"] == (
-            f"ds.sequence_parallel_size is {processes}, but the model has 1 query heads, and every process needs "
-            "one: set --ds.sequence_parallel_size to 1 at most."
-        )
-
-
-@pytest.mark.parametrize("processes", NAMES)
 def test_a_process_that_leaves_its_group_computes_alone(results: Results, processes: int) -> None:
     expected = sequence_parallel.passes(CASES["two_heads"])
     for result in results(processes):
         assert_same_gradients(result["apart"]["by_token"], expected["by_token"], 1e-6)
-
-
-@pytest.mark.parametrize(("count", "size", "dealt"), [(2, 2, [1, 1]), (3, 2, [2, 1]), (8, 3, [3, 3, 2])])
-def test_heads_are_dealt_evenly(count: int, size: int, dealt: list[int]) -> None:
-    assert SequenceGroup(size=size).heads(count) == dealt
-
-
-@pytest.mark.parametrize(
-    ("size", "key_heads", "query_heads", "copies"),
-    [(2, 2, 6, 1), (3, 2, 6, 3), (4, 1, 6, 6), (3, 2, 8, 2), (3, 3, 3, 1)],
-)
-def test_key_heads_are_repeated_until_every_process_has_one(
-    size: int, key_heads: int, query_heads: int, copies: int
-) -> None:
-    assert SequenceGroup(size=size).copies(key_heads, query_heads) == copies
-
-
-def test_a_layer_with_fewer_query_heads_than_processes_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="is 4, but the model has 3 query heads"):
-        SequenceGroup(size=4).copies(1, 3)
