@@ -290,19 +290,19 @@ def work(folder: Path, timeout: float, rank: int, processes: int, names: list[st
         torch.save(results, folder / str(rank))
 
 
-def rank_policy(path: str, stage: int) -> RankPolicy:
-    """In a group of two, like those that follow."""
-    join_sequence_group(2, timeout=TIMEOUT)
+def rank_policy(path: str, stage: int | str, width: int) -> RankPolicy:
+    """In a group of so many, like those that follow."""
+    join_sequence_group(width, timeout=TIMEOUT)
     return cluster.rank_policy(path, stage)
 
 
-def rank_value(path: str, stage: int) -> TorchValue:
-    join_sequence_group(2, timeout=TIMEOUT)
+def rank_value(path: str, stage: int | str, width: int) -> TorchValue:
+    join_sequence_group(width, timeout=TIMEOUT)
     return cluster.rank_value(path, stage)
 
 
-def rank_reference(path: str) -> TorchReference:
-    join_sequence_group(2, timeout=TIMEOUT)
+def rank_reference(path: str, width: int) -> TorchReference:
+    join_sequence_group(width, timeout=TIMEOUT)
     return cluster.rank_reference(path)
 
 

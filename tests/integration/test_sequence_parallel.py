@@ -1,7 +1,6 @@
 """Processes that divide the tokens of a batch among them train as one process does, whatever ZeRO divides besides."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +8,9 @@ import torch
 
 from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference, ShardedValue
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
-from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
+from rollgrad.domain.errors import NonFiniteUpdateError
 from tests.fakes import cluster, sequence_parallel
+from tests.fakes.cluster import FSDP
 from tests.tiny_models import saved, tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -22,17 +22,21 @@ summed in another order, and AdamW, which divides them by their size, makes much
 
 
 EVERYWHERE = pytest.mark.parametrize(
-    ("group", "model_dir"), [(2, "Llama"), (2, "Mistral"), (4, "Mistral")], indirect=True
+    ("group", "model_dir", "width"),
+    [(2, "Llama", 2), (2, "Mistral", 2), (4, "Mistral", 2), (4, "Qwen3", 4)],
+    indirect=["group", "model_dir"],
 )
 AT_ITS_STAGES = pytest.mark.parametrize(
-    ("group", "model_dir", "stage"),
+    ("group", "model_dir", "stage", "width"),
     [
-        pytest.param(2, "Llama", 2, marks=pytest.mark.wide),
-        (2, "Llama", 3),
-        (2, "Mistral", 2),
-        pytest.param(2, "Mistral", 3, marks=pytest.mark.wide),
-        pytest.param(4, "Mistral", 2, marks=pytest.mark.wide),
-        (4, "Mistral", 3),
+        pytest.param(2, "Llama", 2, 2, marks=pytest.mark.wide),
+        (2, "Llama", 3, 2),
+        (2, "Mistral", 2, 2),
+        pytest.param(2, "Mistral", 3, 2, marks=pytest.mark.wide),
+        pytest.param(4, "Mistral", 2, 2, marks=pytest.mark.wide),
+        (4, "Mistral", 3, 2),
+        pytest.param(4, "Llama", 3, 4, marks=pytest.mark.wide),
+        (4, "Qwen3", FSDP, 4),
     ],
     indirect=["group", "model_dir"],
 )
@@ -48,14 +52,16 @@ def group(ray: None, kept_groups: Any, request: pytest.FixtureRequest) -> Iterat
 
 @pytest.fixture(scope="module")
 def model_dir(request: pytest.FixtureRequest, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three key/value heads, which two processes share unevenly; Mistral sees a window of five tokens."""
+    """Three key/value heads, of which two or four processes have all, or two, which pairs of them divide; Mistral sees
+    a window of five tokens."""
     window = {"sliding_window": 5} if request.param == "Mistral" else {}
+    query_heads, key_heads = (4, 2) if request.param == "Qwen3" else (6, 3)
     model = tiny_model(
         f"{request.param}ForCausalLM",
         tiny_tokenizer,
         hidden_size=48,
-        num_attention_heads=6,
-        num_key_value_heads=3,
+        num_attention_heads=query_heads,
+        num_key_value_heads=key_heads,
         **window,
     )
     return str(saved(model, tiny_tokenizer, tmp_path_factory.mktemp("models") / request.param))
@@ -73,9 +79,9 @@ def stepped(model: Any, objective: Any) -> dict[str, float]:
 
 
 @AT_ITS_STAGES
-def test_a_policy_trains_as_one_process(group: WorkerGroup, stage: int, model_dir: str) -> None:
-    group.build(sequence_parallel.rank_policy, model_dir, stage)
-    policy, lone = ShardedPolicy(group, width=2), cluster.policy(model_dir)
+def test_a_policy_trains_as_one_process(group: WorkerGroup, stage: int | str, width: int, model_dir: str) -> None:
+    group.build(sequence_parallel.rank_policy, model_dir, stage, width)
+    policy, lone = ShardedPolicy(group, width=width), cluster.policy(model_dir)
     before = cluster.weights(lone)
     with pytest.raises(NonFiniteUpdateError):  # every process's error, which leaves no trace
         policy.update(PARTS, cluster.steep)
@@ -95,9 +101,9 @@ def test_a_policy_trains_as_one_process(group: WorkerGroup, stage: int, model_di
 
 
 @AT_ITS_STAGES
-def test_a_critic_trains_as_one_process(group: WorkerGroup, stage: int, model_dir: str) -> None:
-    group.build(sequence_parallel.rank_value, model_dir, stage)
-    critic, lone = ShardedValue(group, width=2), cluster.value(model_dir)
+def test_a_critic_trains_as_one_process(group: WorkerGroup, stage: int | str, width: int, model_dir: str) -> None:
+    group.build(sequence_parallel.rank_value, model_dir, stage, width)
+    critic, lone = ShardedValue(group, width=width), cluster.value(model_dir)
     found, wanted = (stepped(model, sequence_parallel.of_values) for model in (critic, lone))
     assert found == pytest.approx(wanted, rel=1e-3)
     torch.testing.assert_close(critic.values(BATCH), lone.values(BATCH), rtol=1e-3, atol=1e-4)
@@ -105,20 +111,10 @@ def test_a_critic_trains_as_one_process(group: WorkerGroup, stage: int, model_di
 
 
 @EVERYWHERE
-def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, model_dir: str) -> None:
-    group.build(sequence_parallel.rank_reference, model_dir)
-    reference, lone = ShardedReference(group, width=2), cluster.rank_reference(model_dir)
-    for batch in (BATCH, BATCH.select([2])):  # of one sample, a second pair has nothing to do
+def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, width: int, model_dir: str) -> None:
+    group.build(sequence_parallel.rank_reference, model_dir, width)
+    reference, lone = ShardedReference(group, width=width), cluster.rank_reference(model_dir)
+    for batch in (BATCH, BATCH.select([2])):  # of one sample, a second group has nothing to do
         found, wanted = reference.score(batch), lone.score(batch)
         torch.testing.assert_close(found.logprobs_N, wanted.logprobs_N, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.entropy_N, wanted.entropy_N, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("group", [4], ids=["two_pairs"], indirect=True)
-def test_a_model_with_fewer_heads_than_processes_is_refused(
-    group: WorkerGroup, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
-    narrow = saved(tiny_model("LlamaForCausalLM", tiny_tokenizer, **heads), tiny_tokenizer, tmp_path)
-    with pytest.raises(ConfigurationError, match="sequence_parallel_size is 2, but the model has 1 query heads"):
-        group.build(sequence_parallel.rank_reference, str(narrow))
