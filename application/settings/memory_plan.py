@@ -19,6 +19,7 @@ from rollgrad.application.settings.memory_plan_passes import (
     head_bytes,
     pass_tokens,
     scoring_bytes,
+    shared_keys_bytes,
     training_bytes,
 )
 from rollgrad.application.settings.model_shape import ModelShape
@@ -202,6 +203,7 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     masters = trained * FLOAT32_BYTES
     average = trained * FLOAT32_BYTES if role == "actor" and config.train.enable_ema else 0  # in the machine's memory
     passes = training_bytes(config, shape, tokens, compute_bytes, head) + shape.dequantised(compute_bytes)
+    passes += shared_keys_bytes(config, shape, tokens, compute_bytes, trained=True)
     if config.cluster.enable and config.cluster.strategy is Strategy.FSDP2:
         size = where.processes
         row = evolve(
@@ -301,7 +303,9 @@ def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int, machine:
     weights = (_share(config, "reference", shape) if apart else shape).weights(compute_bytes)
     # The logits come after the layers, from what the last of them returns.
     last = tokens * shape.hidden * compute_bytes + head_bytes(config, shape, tokens, compute_bytes, machine.gpu)
-    passes = max(scoring_bytes(config, shape, tokens, compute_bytes), last) + shape.dequantised(compute_bytes)
+    scoring = scoring_bytes(config, shape, tokens, compute_bytes)
+    scoring += shared_keys_bytes(config, shape, tokens, compute_bytes)
+    passes = max(scoring, last) + shape.dequantised(compute_bytes)
     ds, offloaded = config.ds, 0
     fsdp2 = config.cluster.strategy is Strategy.FSDP2
     by_zero = (ds.zero_stage == PARAMETERS or config.ref.offload) and ds.tensor_parallel_size == 1

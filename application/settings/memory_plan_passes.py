@@ -68,6 +68,20 @@ def scoring_bytes(config: RLConfig, shape: ModelShape, tokens: int, compute_byte
     return bytes_of_pass(shape.passes.scored, tokens * of_layer / ACTIVATIONS_PER_HIDDEN)
 
 
+def shared_keys_bytes(
+    config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, *, trained: bool = False
+) -> int:
+    """Returns what a pass over so many of a process's own tokens holds besides where teams of processes share a
+    sequence (`adapters.models.torch.sequence_parallel`): the keys and values of the other teams' tokens. There are
+    three copies of them in the layer that computes; those of the keys that queries see are kept for the backward pass,
+    unless that computes the layer again."""
+    size = config.ds.sequence_parallel_size
+    teams = size // math.gcd(size, shape.kv_heads)
+    own = tokens * 2 * shape.kv_heads * shape.head_dim * compute_bytes
+    kept = shape.layers - 1 if trained and not config.actor.gradient_checkpointing else 0
+    return math.ceil(own * (3 * (teams - 1) + kept * (teams - 0.5))) if teams > 1 else 0
+
+
 def head_bytes(
     config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, gpu: int, *, gradients: bool = False
 ) -> int:

@@ -38,6 +38,7 @@ RESULTS = {
     "real_clients.py": re.escape(documented("agents.md", "| client |")),
     "run_page.py": r"(?s:^one of \d+ tokens .*^memory of the server +\d+ MB$.*^50 trajectories$.*^1 steps .* 1 have "
     r"the same$.*^on the clock .*: undecided$.*^directly: .* of a step: (under|over) 1%$)",
+    "sequence_parallel.py": r"^copies over queries: 3\.0 times the bytes$",
     "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",
     "state_save.py": r"^│ \d+\.\d\d GB .*│ \d+\.\d+%",

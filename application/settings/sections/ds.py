@@ -51,8 +51,8 @@ class DeepSpeedConfig:
     sequence_parallel_size: int = setting(
         1,
         "Processes that share each forward and backward pass, dividing its tokens and, in the attention, its heads "
-        "(Ulysses): for sequences that do not fit into one process. Divides the processes of every model; at most "
-        "its query heads.",
+        "(Ulysses) and beyond them its queries (context parallelism): for sequences that do not fit into one process. "
+        "Divides the processes of every model.",
         COUNT,
         only_if=IN_CLUSTER,
     )

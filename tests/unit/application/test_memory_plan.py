@@ -362,6 +362,18 @@ def test_processes_that_share_a_sequence_divide_its_tokens() -> None:
     assert plan(config, compute_bytes=4)["actor"].passes == 8 * 3 * LAYER * 4
 
 
+@pytest.mark.parametrize(("checkpointing", "layers"), [(False, 3), (True, 1)])
+def test_teams_that_share_a_sequence_have_keys_of_all_its_tokens(checkpointing: bool, layers: int) -> None:
+    config = cluster_config(0)
+    config.train.max_tokens_per_micro_batch, config.algo.kl.init_coef = 1, 0.1
+    config.actor.gradient_checkpointing = checkpointing
+    config.ds.sequence_parallel_size = 4
+    own = 4 * (2 * 2 * 4) * 4  # of the four tokens of a process
+    divided, teams = (plan(config, compute_bytes=4, shape=evolve(SHAPE, kv_heads=heads)) for heads in (4, 2))
+    for role, kept in (("actor", (layers - 1) * 1.5), ("reference", 0)):
+        assert teams[role].passes - divided[role].passes == own * (3 + kept)
+
+
 @pytest.mark.parametrize(("tied", "share"), [(False, 200 + 400), (True, 500)])
 def test_processes_that_share_layers_have_the_same_tokens(tied: bool, share: int) -> None:
     config = cluster_config(2)

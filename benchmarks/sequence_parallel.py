@@ -1,0 +1,164 @@
+"""Time of an attention layer, forward and backward, and bytes that a process receives for it, where two processes share
+one sequence: divided by heads, by copies of too few heads, and by queries.
+
+Beside the time stands the least that the layer's products can take: those of the scores that a causal sequence has, at
+the speed of one large product of matrices. Processes are on this machine's CPU, one thread each, where sending is
+copying.
+
+    python benchmarks/sequence_parallel.py
+"""
+
+import multiprocessing
+import statistics
+import sys
+import time
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import torch
+import tyro
+from attrs import define, evolve, frozen
+from rich.console import Console
+from rich.table import Table
+from torch import distributed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.expert_parallel import received
+from benchmarks.results import keep
+
+SECONDS = 1200.0
+PROCESSES = 2
+FORWARD_BACKWARD = 3.5
+"""Products of matrices of both passes, as a multiple of those of the forward pass, with scores computed again (Dao
+2023, "FlashAttention-2", section 4.1)."""
+
+
+@define(kw_only=True)
+class Work:
+    """Settings of the measurement."""
+
+    tokens: int = 8192
+    """Tokens of the sequence."""
+    query_heads: int = 8
+    """Query heads."""
+    width: int = 64
+    """Numbers of a head."""
+    rounds: int = 5
+    """Passes, of which the median counts."""
+    smoke: bool = False
+    """Smallest work, to see that the script runs; its figures mean nothing."""
+
+
+SMALL = Work(tokens=64, query_heads=4, width=8, rounds=1, smoke=True)
+"""Sizes of the smallest work."""
+
+
+@frozen
+class Way:
+    """How two processes share a layer with `key_heads`: teams of `heads` processes divide heads, each of which is
+    there `copies` times."""
+
+    name: str
+    key_heads: int
+    heads: int
+    copies: int = 1
+
+
+WAYS = (
+    Way("2 key heads, divided by heads", 2, heads=2),
+    Way("2 key heads, divided by queries", 2, heads=1),
+    Way("1 key head, divided by copies of it", 1, heads=2, copies=2),
+    Way("1 key head, divided by queries", 1, heads=1),
+)
+
+
+@frozen
+class Found:
+    """Seconds of a layer, bytes that a process received for it, and floating-point operations a second of one large
+    product."""
+
+    seconds: float
+    received: int
+    speed: float
+
+
+def main(work: Work) -> None:
+    """Measures each way."""
+    if work.smoke:
+        work = SMALL
+    results = measured(work)
+    flops = FORWARD_BACKWARD * 4 * work.query_heads * work.width * work.tokens**2 / 2 / PROCESSES
+    bound = flops / max(each.speed for each in results)
+    table = Table("a layer with", "forward and backward", "least", "bytes received a token of the process")
+    for way, each in zip(WAYS, results, strict=True):
+        own = each.received / (work.tokens / PROCESSES)
+        table.add_row(way.name, f"{1e3 * each.seconds:,.0f} ms", f"{1e3 * bound:,.0f} ms", f"{own:,.0f}")
+    Console(width=120).print(table)
+    *_, copies, alone = results
+    print(f"copies over queries: {copies.received / alone.received:.1f} times the bytes")
+    if not work.smoke:
+        figures = {name: getattr(work, name) for name in ("tokens", "query_heads", "width")} | {"bound_seconds": bound}
+        for way, each in zip(WAYS, results, strict=True):
+            figures |= {f"{way.name}: seconds": each.seconds, f"{way.name}: received": each.received}
+        print(f"kept in {keep('sequence_parallel', figures)}")
+
+
+def measured(work: Work) -> list[Found]:
+    """Returns what new processes find, of each way the slowest's."""
+    context = multiprocessing.get_context("spawn")
+    passes: Queue[list[Found]] = context.Queue()
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    started = [context.Process(target=share, args=(rank, work, store.port, passes)) for rank in range(PROCESSES)]
+    for process in started:
+        process.start()
+    try:
+        found = [passes.get(timeout=SECONDS) for _ in started]
+    finally:
+        for process in started:
+            process.terminate()
+            process.join()
+    return [max(of_way, key=lambda each: each.seconds) for of_way in zip(*found, strict=True)]
+
+
+def share(rank: int, work: Work, port: int, passes: "Queue[list[Found]]") -> None:
+    """Makes the passes as the process `rank`."""
+    from rollgrad.adapters.models.fsdp.division import start_process_group
+    from rollgrad.adapters.models.torch.product_speed import product_speed
+
+    torch.set_num_threads(1)
+    start_process_group(rank=rank, size=PROCESSES, host="127.0.0.1", port=port, local_rank=rank, timeout=SECONDS)
+    speed = product_speed(torch.device("cpu"), torch.float32)
+    found = [Found(*attended(work, way), speed) for way in WAYS]
+    passes.put(found)
+    distributed.barrier()  # nobody leaves while another still computes
+
+
+def attended(work: Work, way: Way) -> tuple[float, int]:
+    """Returns the median seconds of a layer's passes, and the bytes that this process received for the last of them."""
+    from rollgrad.adapters.models.torch import sequence_parallel
+    from rollgrad.adapters.models.torch.layout import build_layout
+    from rollgrad.domain.batches.packed import pack
+    from rollgrad.testing.agent_executor import make_trajectory
+
+    sequence_parallel.join_sequence_group(PROCESSES, timeout=SECONDS)
+    group = evolve(sequence_parallel._joined, heads=way.heads)
+    tokens = [3] * work.tokens
+    mine = group.share(build_layout(pack([make_trajectory(tokens[: work.tokens // 2], tokens[work.tokens // 2 :])])))
+    plan = mine.plan(torch.nn.Linear(1, 1))
+    count = len(mine.of(mine.layout.tokens_M))
+    chance = torch.Generator().manual_seed(group.rank)
+    shapes = [(1, heads, count, work.width) for heads in (work.query_heads, way.key_heads, way.key_heads)]
+    query, key, value = (torch.randn(shape, generator=chance).requires_grad_() for shape in shapes)
+    seconds = []
+    for _ in range(work.rounds + 1):  # the first makes what is kept between layers
+        distributed.barrier()
+        with received() as total:
+            began = time.perf_counter()
+            k, v = (x.repeat_interleave(way.copies, dim=1) for x in (key, value))
+            plan.attend(0, query, k, v, work.width**-0.5, None).sum().backward()
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:]), round(sum(total))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Work, description=__doc__))
