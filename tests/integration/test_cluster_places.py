@@ -159,15 +159,19 @@ def test_room_on_this_machine_is_waited_for(machines: list[str], placed: Callabl
         assert {seen[0] for seen in seen_by_workers(second.result(60), 2)} == {machines[0]}
 
 
+@pytest.mark.parametrize(
+    "divided", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.wide)]
+)
 def test_a_run_trains_on_the_gpus_of_an_engine(
-    machines: list[str], wide_headed_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machines: list[str], divided: str, wide_headed_model_dir: Path, tmp_path: Path
 ) -> None:
     """The engine's two processes, real ones on a CPU, share the places of the model's two."""
     rows = [{"input": f"Say {number}"} for number in range(4)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = RLConfig()
     config.actor.model_name_or_path, config.actor.dtype = str(wide_headed_model_dir), DType.FLOAT32
-    config.actor.num_gpus_per_node = config.vllm.tensor_parallel_size = 2
+    config.actor.num_gpus_per_node = 2
+    setattr(config.vllm, divided, 2)
     config.algo.advantage.estimator = "group_norm"
     config.data.prompt_dataset = str(tmp_path / "prompts.jsonl")
     config.rollout.engine, config.vllm.sync_backend = Engine.VLLM, SyncBackend.SHARED_MEMORY
