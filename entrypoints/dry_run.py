@@ -25,6 +25,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import AdapterConfig, RouterReplay
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.time_floor import least_seconds, step_work
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
 from rollgrad.entrypoints.run_directory import check_output
@@ -115,18 +116,36 @@ def example_file_problems(run: Any) -> list[RollgradError]:
 
 
 def _vllm_problems(config: RLConfig) -> dict[str, RollgradError]:
-    """Returns what is wrong with the names in `vllm.extra`, and with what vLLM is to do on this machine."""
+    """Returns what is wrong with the names in `vllm.extra`, with the sizes by which vLLM divides the model, and with
+    what it is to do on this machine."""
     from rollgrad.adapters.engines.vllm.arguments import argument_problems
 
-    problems: dict[str, RollgradError] = {
-        problem: ConfigurationError(problem) for problem in argument_problems(config.vllm.extra or {})
-    }
+    extra = config.vllm.extra or {}
+    found = [*argument_problems(extra)]
+    if config.rollout.engine is Engine.VLLM and config.vllm.gpus_per_engine > 1 and config.actor.model_name_or_path:
+        found += _division_problems(config)
+    problems: dict[str, RollgradError] = {problem: ConfigurationError(problem) for problem in found}
     if config.actor.router_replay is RouterReplay.ENGINE and not config.cluster.enable:
         from rollgrad.entrypoints.composition.engines import check_experts_are_recorded
         from rollgrad.entrypoints.composition.models import has_gpu
 
         _note(problems, "actor.router_replay", lambda: check_experts_are_recorded(config, gpus=has_gpu()))
     return problems
+
+
+def _division_problems(config: RLConfig) -> list[str]:
+    import torch
+
+    from rollgrad.adapters.engines.vllm.division import division_problems
+    from rollgrad.adapters.models.torch.loading import load_model_config
+
+    try:
+        model = load_model_config(config.actor.model_name_or_path, flag="--actor.model_name_or_path")
+    except RollgradError:  # which is said when the model is looked for
+        return []
+    sizes = config.vllm.tensor_parallel_size, config.vllm.pipeline_parallel_size
+    here = None if config.cluster.enable else torch.cuda.device_count() or None
+    return [*division_problems(model, *sizes, extra=config.vllm.extra or {}, gpus=here)]
 
 
 def _ds_problems(run: Any) -> dict[str, RollgradError]:

@@ -22,6 +22,7 @@ from rollgrad.adapters.chat.tool_images import tool_image_reader
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.grammars import Grammars
+from rollgrad.adapters.engines.vllm.division import division_problems
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.models.torch.image_check import check_images
@@ -29,6 +30,7 @@ from rollgrad.adapters.models.torch.loading import (
     default_device,
     load_causal_lm,
     load_generation_settings,
+    load_model_config,
     load_tokenizer,
     resolve_dtype,
 )
@@ -41,7 +43,14 @@ from rollgrad.application.episodes.assistant import Assistant
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, EngineError, MissingExtraError
+from rollgrad.domain.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    EngineError,
+    MissingExtraError,
+    raise_together,
+)
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 from rollgrad.entrypoints.composition.engines import eos_token_ids
@@ -235,16 +244,23 @@ def _vllm(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCodec) -
 
 
 def _vllm_settings(arguments: AssistantArguments, tokenizer: Any) -> dict[str, Any]:
+    sizes = arguments.tensor_parallel_size or 1, arguments.pipeline_parallel_size or 1
+    here = None if arguments.num_engines is not None else torch.cuda.device_count() or None
+    extra = arguments.vllm_extra or {}
+    if max(sizes) > 1:
+        config = load_model_config(arguments.model, flag=FLAG)
+        problems = division_problems(config, *sizes, section="", extra=extra, gpus=here)
+        raise_together([ConfigurationError(problem) for problem in problems])
     return {
         "model": arguments.model,
         "eos_token_ids": eos_token_ids(load_generation_settings(arguments.model), tokenizer),
         "dtype": str(arguments.dtype),
         "max_tokens": arguments.max_model_len,
-        "tensor_parallel_size": arguments.tensor_parallel_size or 1,
-        "pipeline_parallel_size": arguments.pipeline_parallel_size or 1,
+        "tensor_parallel_size": sizes[0],
+        "pipeline_parallel_size": sizes[1],
         "memory_fraction": arguments.gpu_memory_utilization or VLLM_MEMORY,
         "sleep_level": 0,
-        "extra": arguments.vllm_extra or {},
+        "extra": extra,
         **_batch_size(arguments),
     }
 

@@ -113,10 +113,10 @@ def load_causal_lm(
 
 def _factory(name_or_path: str, flag: str) -> Any:
     """Returns the class of transformers that loads a model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
-        return model_factory(_from_pretrained(AutoConfig, name_or_path, flag))
+        return model_factory(load_model_config(name_or_path, flag=flag))
     except CheckpointError:  # adapters have no settings of their own; others are refused when they are loaded
         return AutoModelForCausalLM
 
@@ -225,15 +225,24 @@ def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
     return _from_pretrained(AutoTokenizer, name_or_path, flag)
 
 
+def load_model_config(name_or_path: str, *, flag: str) -> Any:
+    """Returns the configuration of a model.
+
+    Raises:
+        CheckpointError: there is no such model; `flag` names it.
+    """
+    from transformers import AutoConfig
+
+    return _from_pretrained(AutoConfig, name_or_path, flag)
+
+
 def load_vocabulary_size(name_or_path: str) -> int:
     """Returns the number of tokens that a model predicts, which may be more than its tokenizer has.
 
     Raises:
         CheckpointError: there is no such model.
     """
-    from transformers import AutoConfig
-
-    config = _from_pretrained(AutoConfig, name_or_path, "--actor.model_name_or_path")
+    config = load_model_config(name_or_path, flag="--actor.model_name_or_path")
     return int(config.get_text_config().vocab_size)
 
 
@@ -243,9 +252,7 @@ def load_reward_tokens(name_or_path: str, *, flag: str) -> tuple[str, str] | Non
     Raises:
         CheckpointError: the model cannot be found; `flag` names it.
     """
-    from transformers import AutoConfig
-
-    tokens = getattr(_from_pretrained(AutoConfig, name_or_path, flag), "reward_tokens", None)
+    tokens = getattr(load_model_config(name_or_path, flag=flag), "reward_tokens", None)
     return None if tokens is None else tuple(tokens)
 
 
@@ -255,19 +262,17 @@ def load_positions(name_or_path: str) -> int | None:
     Raises:
         CheckpointError: there is no such model.
     """
-    from transformers import AutoConfig
-
-    return usable_positions(_from_pretrained(AutoConfig, name_or_path, "--actor.model_name_or_path"))
+    return usable_positions(load_model_config(name_or_path, flag="--actor.model_name_or_path"))
 
 
 def load_generation_settings(name_or_path: str) -> Any:
     """Returns the checkpoint's `GenerationConfig`, or one made from its model's settings."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     try:
         return GenerationConfig.from_pretrained(name_or_path)
     except OSError:
-        config = _from_pretrained(AutoConfig, name_or_path, "--actor.model_name_or_path")
+        config = load_model_config(name_or_path, flag="--actor.model_name_or_path")
         return GenerationConfig.from_model_config(config)
 
 

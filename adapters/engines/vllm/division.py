@@ -1,0 +1,80 @@
+"""The sizes by which vLLM divides a model, by its own rules, before anything is loaded.
+
+The rules are those of vLLM's layers (`model_executor/layers/linear.py`, `vocab_parallel_embedding.py`,
+`fused_moe/config.py`) and of its `ModelConfig.verify_with_parallel_config`; vLLM itself breaks most of them with a bare
+assertion in each of its processes, after the start. Limits: encoders of images are not looked at, and which classes
+support pipelines vLLM says itself when it starts.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+VOCABULARY_STEP = 64
+"""Rows of embeddings are filled up to a multiple of it (`DEFAULT_VOCAB_PADDING_SIZE`)."""
+KEY_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+"""Names of a number in configurations, in vLLM's order (`model_arch_config_convertor.py`)."""
+
+
+def division_problems(
+    config: Any,
+    tensor: int,
+    pipeline: int,
+    *,
+    section: str = "vllm.",
+    extra: Mapping[str, Any] = MappingProxyType({}),
+    gpus: int | None = None,
+) -> Iterator[str]:
+    """Yields a sentence for each rule of vLLM that a division of a model breaks.
+
+    Args:
+        config: of the model, transformers'.
+        tensor: processes that share each layer, `tensor_parallel_size`.
+        pipeline: stages of layers, `pipeline_parallel_size`.
+        section: of the flags that set them.
+        extra: other engine arguments.
+        gpus: that vLLM has here; None where it is on CPUs or elsewhere.
+    """
+    if gpus is not None and tensor * pipeline > gpus:
+        yield (
+            f"{section}tensor_parallel_size {tensor} times {section}pipeline_parallel_size {pipeline} is "
+            f"{tensor * pipeline} processes, each with a GPU of its own, but this machine has {gpus}: lower them."
+        )
+    text = config.get_text_config(decoder=True)
+    told = f"{section}tensor_parallel_size is {tensor}, but "
+    fix = f": change --{section}tensor_parallel_size."
+    heads = _number(text, "num_attention_heads")
+    if heads and heads % tensor:
+        yield f"{told}vLLM gives each process as many of the model's {heads} attention heads{fix}"
+    keys = _number(text, *KEY_HEADS) or heads
+    if keys and not _number(text, "kv_lora_rank") and max(keys, tensor) % min(keys, tensor):
+        yield (
+            f"{told}vLLM divides the model's {keys} heads of keys and values over the processes, or the processes over "
+            f"these heads, without a remainder{fix}"
+        )
+    vocabulary = _number(text, "vocab_size")
+    rows = -(-vocabulary // VOCABULARY_STEP) * VOCABULARY_STEP
+    if rows % tensor:
+        yield (
+            f"{told}vLLM gives each process as many of the {rows} rows of embeddings (a vocabulary of {vocabulary} in "
+            f"steps of {VOCABULARY_STEP}){fix}"
+        )
+    mixture = bool(_number(text, *EXPERTS))
+    names = ("moe_intermediate_size", "intermediate_size") if mixture else ("intermediate_size",)
+    width = _number(text, *names)
+    if width % tensor and not (mixture and extra.get("enable_expert_parallel")):
+        whose = "an expert's" if mixture else "a layer's"
+        yield f"{told}vLLM gives each process as much of {whose} {width} inner values{fix}"
+    layers = _number(text, "num_hidden_layers")
+    if layers and pipeline > layers:
+        yield (
+            f"{section}pipeline_parallel_size is {pipeline}, but the model has {layers} layers, and every stage needs "
+            f"one: set --{section}pipeline_parallel_size to {layers} at most."
+        )
+
+
+def _number(config: Any, *names: str) -> int:
+    """Returns the first of these numbers that a configuration has; 0 if it has none, or one for each layer."""
+    value = next((found for name in names if (found := getattr(config, name, None)) is not None), 0)
+    return value if isinstance(value, int) else 0
