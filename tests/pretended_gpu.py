@@ -79,7 +79,8 @@ class OnGPU(Tensor):
         result = computed(func, plain, named)
         if func._schema.is_mutable and isinstance(result, Tensor):
             return kwargs.get("out", args[0])
-        return tree_map(lambda x: OnGPU(x) if isinstance(x, Tensor) else x, result)
+        with torch.inference_mode(False):  # torch 2.11 takes no wrapper made in it for a view of a tensor that was not
+            return tree_map(lambda x: OnGPU(x) if isinstance(x, Tensor) else x, result)
 
 
 WAITED: Counter[str] = Counter()
@@ -96,6 +97,8 @@ def check_devices(func: Any, args: Any, kwargs: Any) -> None:
     others = [x for x in given if not isinstance(x, OnGPU) and x.ndim]
     if func in INDEXING and isinstance(args[0], OnGPU):
         others = [x for x in others if x.dtype == torch.bool or x.is_floating_point()]
+    if func is aten.scatter.src and not isinstance(args[0], OnGPU) and not args[0].any():
+        others = [x for x in others if x is not args[0]]  # zeros that torch 2.11 makes in C++ for a gradient of topk
     if others and func not in ACROSS:
         raise AssertionError(f"{func} got tensors of the CPU beside those of the GPU: {[x.shape for x in others]}")
     if func in PRODUCTS and any(not x.is_floating_point() for x in given):
