@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,17 +17,13 @@ AS_IT_IS = "aot_eager"
 def compiler(name: str | Callable[..., Any]) -> Iterator[None]:
     """Has `torch.compile` begin anew inside the block, with the compiler of that name, or a function, also where the
     tests of clusters have turned it off."""
-    from torch._dynamo.backends.registry import set_default_backend
-
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    set_default_backend(name)
     try:
-        with patch.dict(os.environ):
+        with patch.dict(os.environ), patch.object(torch, "compile", partial(torch.compile, backend=name)):
             os.environ.pop("TORCHDYNAMO_DISABLE", None)
             yield
     finally:
-        set_default_backend(None)
         torch._dynamo.reset()
 
 

@@ -16,4 +16,4 @@ def test_a_result_says_on_what_machine_it_was_measured(tmp_path: Path) -> None:
     assert machine["processor"]
     assert machine["cores"] == os.cpu_count()
     assert machine["memory_gib"] >= 1
-    assert machine["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(machine["versions"]["torch"])  # which may leave out the build: +cu130

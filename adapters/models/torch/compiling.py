@@ -58,8 +58,11 @@ class _CompiledForward:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._plain = forward
-        # An argument that its annotations have forgotten.
-        self._compiled = torch.compile(forward, dynamic=True, recompile_limit=GRAPHS)  # type: ignore[call-overload]
+        if torch.__version__ >= "2.12":  # the argument that its annotations have forgotten
+            self._compiled = torch.compile(forward, dynamic=True, recompile_limit=GRAPHS)  # type: ignore[call-overload]
+        else:  # whose settings are those of all threads
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+            self._compiled = torch.compile(forward, dynamic=True)
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         """Returns what the layer computes."""
