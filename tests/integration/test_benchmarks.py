@@ -41,6 +41,7 @@ RESULTS = {
     "sequence_parallel.py": r"^copies over queries: 3\.0 times the bytes$",
     "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",
+    "states.py": r"^packed \d+\.\d times, states \d+\.\d times$",
     "state_save.py": r"^│ \d+\.\d\d GB .*│ \d+\.\d+%",
     "tinker_recipes.py": r"(?s:^\| chat_sl \| .* \| \d+\.\d\d \|$.)^\| math_rl \| .* \| -?\d\.\d\d \|$",
     "trainers_learn.py": r"kd +│ tokens right +│ \d\.\d+ +│ \d\.\d+",

@@ -38,6 +38,7 @@ from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_comparisons, pack_preferences
+from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.episodes.generation import StopReason
@@ -55,8 +56,11 @@ from rollgrad.domain.errors import (
 from rollgrad.domain.ports.checkpoint_store import STORED_IN, TrainingState
 from rollgrad.entrypoints.composition.cluster import rank_model
 from rollgrad.entrypoints.composition.rm import rm_container
+from rollgrad.testing.agent_executor import make_trajectory
 from tests.fakes import cluster
 from tests.fakes.cluster import FSDP
+from tests.tiny_architectures import tiny_model
+from tests.tiny_models import saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -163,6 +167,25 @@ def test_compiled_layers_are_divided_and_train_as_one_process(
     scores = policy.score(cluster.batch())
     torch.testing.assert_close(scores.logprobs_N, expected["scores"].logprobs_N, rtol=1e-3, atol=1e-3)
     assert min(group.all("graphs")) > 0
+
+
+@pytest.mark.parametrize("stage", [3, FSDP])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2_moe"])
+def test_processes_hand_states_on_along_paths_of_their_own(
+    group: WorkerGroup, model_type: str, stage: int | str, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """Their forests differ in depth and number of nodes, and a wait for a collective that the other does not make would
+    have no end."""
+    path = str(saved(tiny_model(model_type, vocab_size=len(tiny_tokenizer)), tiny_tokenizer, tmp_path))
+    lone = cluster.policy(path)
+    group.build(cluster.rank_policy, path, stage)
+    policy = ShardedPolicy(group)
+    assert cluster.trained(policy) == pytest.approx(cluster.trained(lone), rel=1e-3)
+    wanted, found = (torch.cat([w.flatten() for w in cluster.weights(each).values()]) for each in (lone, policy))
+    assert_alike(found, wanted)
+    replies = [[20] * 9, [20, 21], [20, 20, 22, 23], [20, 20, 22], [24] * 30]
+    batch = pack([make_trajectory([5, 6, 7], reply, group_id=i // 4) for i, reply in enumerate(replies)])
+    torch.testing.assert_close(policy.score(batch).logprobs_N, lone.score(batch).logprobs_N, rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.gpu

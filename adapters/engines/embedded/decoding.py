@@ -3,6 +3,7 @@ step."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import structlog
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place, blocks_of, table
 from rollgrad.adapters.engines.embedded.plans import Decode, DecodeInputs, Extend, Prefill
 from rollgrad.adapters.engines.embedded.recomputing import RecomputingDecoder
+from rollgrad.adapters.engines.embedded.states import PrefillRecurrence, RowRecurrence
 from rollgrad.adapters.engines.embedded.step_graphs import step_graphs
 from rollgrad.adapters.models.torch.compatibility import (
     allowed_gap,
@@ -28,6 +30,8 @@ from rollgrad.adapters.models.torch.image_attention import make_plan
 from rollgrad.adapters.models.torch.images import has_own_positions, own_positions, run_body
 from rollgrad.adapters.models.torch.layout import Node, prefill_layout
 from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.recurrence import ForestRecurrence, Recurrence
+from rollgrad.adapters.models.torch.recurrent_layers import recurrent_types
 from rollgrad.adapters.models.torch.router_replay import RouterReplay
 from rollgrad.adapters.models.torch.shape import cache_numbers
 from rollgrad.adapters.system.memory import available_memory
@@ -124,9 +128,24 @@ class Decoder:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         self.cache = KVCache()
-        self._graphs = step_graphs(model, self.device) if replay is None else None
+        self._recurrent = bool(recurrent_types(model))
+        self._graphs = step_graphs(model, self.device) if replay is None and not self._recurrent else None
         self.token_bytes = cache_numbers(model.config) * self.dtype.itemsize
         """Bytes that a token has in the cache."""
+
+    @cached_property
+    def sequence_bytes(self) -> int:
+        """Bytes that a sequence has in the cache beside those of its tokens, found by a pass over one token."""
+        if not self._recurrent:
+            return 0
+        kept, self.cache, place = self.cache, KVCache(), Place()
+        self.cache.capacity = 1
+        self.cache.reserve(place, 1)
+        try:
+            self.prefill([(0,)], [[place]])
+            return self.cache.states.nbytes
+        finally:
+            self.cache = kept
 
     def free_memory(self) -> int:
         """Returns the bytes of the device's memory that are free, what torch keeps of it given back."""
@@ -164,7 +183,13 @@ class Decoder:
                 offset.append(position % BLOCK)
                 token.append(path)
         index = (torch.cat(block).to(self.device), torch.cat(offset).to(self.device), torch.cat(token).to(self.device))
-        plan = Prefill(self.cache, make_plan(self._model, layout), index)
+        attention = make_plan(self._model, layout)
+        recurrence: Recurrence | None = None
+        if self._recurrent:
+            states = self.cache.states.begin([place for members in places for place in members])
+            forest = ForestRecurrence(layout.nodes, device=self.device)
+            recurrence = PrefillRecurrence(forest, leaves, [len(members) for members in places], states)
+        plan = Prefill(self.cache, attention, index, recurrence)
         hidden_MH = self._hidden(layout.tokens_M[None], positions, plan, layout.images)
         self.routed = [self._experts_M[leaf.path()] for leaf in leaves] if self._replay is not None else []
         last = torch.tensor([leaf.start + leaf.length - 1 for leaf in leaves], device=self.device)
@@ -203,7 +228,8 @@ class Decoder:
         width = int(added.max())
         tokens_AT = torch.tensor([[*suffix, *[0] * (width - len(suffix))] for suffix in suffixes])
         lengths_A = torch.tensor(lengths, device=self.device)
-        plan = Extend(self.cache, places, lengths_A, added, self.dtype)
+        recurrence = RowRecurrence(self.cache.states.of(places), added) if self._recurrent else None
+        plan = Extend(self.cache, places, lengths_A, added, self.dtype, recurrence)
         hidden_ATH = self._hidden(tokens_AT, lengths_A[:, None] + torch.arange(width, device=self.device), plan)
         if self._replay is not None:
             begins = range(0, len(self._experts_M), width)
@@ -234,13 +260,14 @@ class Decoder:
         width = max(lengths) + 1 if on_cpu and inputs.table_AK.shape[1] == 1 else BLOCK
         few_on_cpu = on_cpu and self.dtype == torch.float32 and len(tokens) <= FEW_ROWS
         with _WeightsFirst() if few_on_cpu else nullcontext():
-            hidden_A1H = self._decoded(inputs.to(self.device), width)
+            recurrence = RowRecurrence(self.cache.states.of(places)) if self._recurrent else None
+            hidden_A1H = self._decoded(inputs.to(self.device), width, recurrence)
             self.routed = [*self._experts_M[:, None]] if self._replay is not None else []
             return self._logits(hidden_A1H[:, 0])
 
-    def _decoded(self, inputs: DecodeInputs, width: int = BLOCK) -> Tensor:
+    def _decoded(self, inputs: DecodeInputs, width: int = BLOCK, recurrence: Recurrence | None = None) -> Tensor:
         """Returns the last hidden states [A, 1, H] of a step."""
-        return self._hidden(inputs.token_A1, inputs.position_A1, Decode(self.cache, inputs, width))
+        return self._hidden(inputs.token_A1, inputs.position_A1, Decode(self.cache, inputs, width, recurrence))
 
     def release(self) -> None:
         """Ends all sequences and frees the memory of what is stored and captured."""

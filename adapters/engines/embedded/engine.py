@@ -71,7 +71,7 @@ class EmbeddedEngine(RolloutEngine):
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._parameters = dict(model.named_parameters())
         self._eos = frozenset(eos_token_ids)
-        self._max_batch_size = max_batch_size
+        self._max_batch_size = self._most_rows = max_batch_size
         self._decode = decode
         self._grammars = grammars
         self.max_tokens: int | None = usable_positions(model.config)
@@ -274,8 +274,10 @@ class EmbeddedEngine(RolloutEngine):
         cache = self._decoder.cache
         if cache.nbytes:
             return
-        free = self._decoder.free_memory()
-        cache.capacity = int(self._memory_share * free) // self._block_bytes
+        room, each = int(self._memory_share * self._decoder.free_memory()), self._decoder.sequence_bytes
+        # States of as many sequences as half of the room is enough for; keys and values have the rest.
+        self._most_rows = max(1, min(self._max_batch_size, room // (2 * each))) if each else self._max_batch_size
+        cache.capacity = max(0, room - self._most_rows * each) // max(1, self._block_bytes)
         if self.max_tokens is not None:
             cache.capacity = min(cache.capacity, self._max_batch_size * blocks_of(self.max_tokens))
 
@@ -288,7 +290,7 @@ class EmbeddedEngine(RolloutEngine):
         if self._waiting:
             self._set_capacity()
         blocks = sum(row.blocks for row in self._active)
-        while self._waiting and self._flow.may_begin and len(self._active) + taken < self._max_batch_size:
+        while self._waiting and self._flow.may_begin and len(self._active) + taken < self._most_rows:
             row = self._waiting[0]
             if row.future.cancelled():
                 self._waiting.popleft()

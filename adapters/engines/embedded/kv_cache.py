@@ -1,4 +1,4 @@
-"""Keys and values of the sequences being decoded, in blocks of a fixed number of tokens.
+"""Keys and values of the sequences being decoded, in blocks of a fixed number of tokens; and states (`states.py`).
 
 Invariants: the blocks in use are always the first ones, because those of a sequence that ends are filled with the last
 ones, so decoding reads no hole; a sequence's blocks may lie anywhere among them. What is stored is never copied to make
@@ -7,11 +7,13 @@ are used. `release` gives everything back.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from rollgrad.adapters.engines.embedded.states import SequenceStates
 from rollgrad.domain.errors import EngineError
 
 BLOCK = 128
@@ -32,15 +34,17 @@ class Place:
 
 @frozen(eq=False)
 class StoredKeys:
-    """Keys and values of one sequence's first `length` tokens: a pair of [heads, length, width] for each attention."""
+    """What is stored of one sequence's first `length` tokens: keys and values [heads, length, width] for each
+    attention, and the `states` after them."""
 
     pairs: tuple[tuple[Tensor, Tensor], ...]
     length: int
+    states: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(part.nbytes for pair in self.pairs for part in pair)
+        return sum(part.nbytes for part in (*chain.from_iterable(self.pairs), *self.states))
 
 
 class KVCache:
@@ -51,6 +55,7 @@ class KVCache:
     def __init__(self) -> None:
         self.capacity = 0
         """Blocks at most; may change while there are no pairs."""
+        self.states = SequenceStates()
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._owners: list[tuple[Place, int]] = []
         """The sequence of each block in use, and the index of the block in it."""
@@ -93,8 +98,9 @@ class KVCache:
 
         For example, blocks [a0, b0, a1, c0, b1] lose those of a: b1 is copied to block 0, and c0 to block 2.
         """
-        holes = set()
-        for place in places:
+        ended, holes = [*places], set()
+        self.states.free(ended)
+        for place in ended:
             holes.update(place.blocks)
             place.blocks = []
         left = self.used - len(holes)
@@ -113,17 +119,19 @@ class KVCache:
         for place, _ in self._owners:
             place.blocks = []
         self._owners.clear()
+        self.states.clear()
 
     def copy_out(self, place: Place, length: int) -> StoredKeys:
-        """Returns a copy of the first `length` tokens of a sequence."""
+        """Returns a copy of the first `length` tokens of a sequence; states are those after all that it stores."""
         numbers = place.blocks[: blocks_of(length)]
         pairs = tuple(
             (_joined(keys, numbers, length), _joined(values, numbers, length)) for keys, values in self._pairs
         )
-        return StoredKeys(pairs, length)
+        return StoredKeys(pairs, length, self.states.copy_out(place))
 
     def copy_in(self, place: Place, stored: StoredKeys) -> None:
         """Copies the result of `copy_out` to the beginning of a sequence, which has room for it."""
+        self.states.copy_in(place, stored.states)
         for call, pair in enumerate(stored.pairs):
             for room, part in zip(self.pair(call, *(part[None] for part in pair)), pair, strict=True):
                 for index, number in enumerate(place.blocks[: blocks_of(stored.length)]):
@@ -138,7 +146,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes allocated, on a CPU more than are held."""
-        return sum(part.nbytes for pair in self._pairs for part in pair)
+        return sum(part.nbytes for pair in self._pairs for part in pair) + self.states.nbytes
 
 
 def table(places: Sequence[Place]) -> Tensor:

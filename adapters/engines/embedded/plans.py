@@ -13,6 +13,7 @@ from torch.nn import functional
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place, table
 from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ScoreForm
 from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp
+from rollgrad.adapters.models.torch.recurrence import Recurrence
 from rollgrad.adapters.models.torch.sinks import with_sinks
 
 NEVER = 2**62
@@ -24,8 +25,8 @@ class Cached:
 
     compiles = False
 
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: KVCache, recurrence: Recurrence | None) -> None:
+        self._cache, self.recurrence = cache, recurrence
         self._calls = 0
 
     def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,8 +39,14 @@ class Cached:
 class Prefill(Cached):
     """Attends within prompts; `index` has block, token of the block, and token of the pass of each key to store."""
 
-    def __init__(self, cache: KVCache, plan: AttentionPlan, index: tuple[Tensor, Tensor, Tensor]) -> None:
-        super().__init__(cache)
+    def __init__(
+        self,
+        cache: KVCache,
+        plan: AttentionPlan,
+        index: tuple[Tensor, Tensor, Tensor],
+        recurrence: Recurrence | None = None,
+    ) -> None:
+        super().__init__(cache, recurrence)
         self._plan = plan
         self._block, self._offset, self._token = index
 
@@ -137,8 +144,10 @@ class Decode(Cached):
     once and never copied (Dao et al. 2023, Flash-Decoding). `width`: tokens of a block that are read.
     """
 
-    def __init__(self, cache: KVCache, inputs: DecodeInputs, width: int = BLOCK) -> None:
-        super().__init__(cache)
+    def __init__(
+        self, cache: KVCache, inputs: DecodeInputs, width: int = BLOCK, recurrence: Recurrence | None = None
+    ) -> None:
+        super().__init__(cache, recurrence)
         self._inputs = inputs
         self._blocks = (slice(len(inputs.row_B)), slice(None), slice(width))
         self._position_BW = inputs.begin_B[:, None] + torch.arange(width, device=inputs.begin_B.device)
@@ -200,8 +209,9 @@ class Extend(Cached):
         lengths_A: Tensor,
         added_A: Tensor,
         dtype: torch.dtype,
+        recurrence: Recurrence | None = None,
     ) -> None:
-        super().__init__(cache)
+        super().__init__(cache, recurrence)
         self._dtype = dtype
         self._table_AK = table(places).to(lengths_A.device)
         steps = torch.arange(int(added_A.max()), device=lengths_A.device)

@@ -19,6 +19,8 @@ class RecomputingDecoder:
 
     token_bytes = 2 * torch.int64.itemsize
     """Bytes that a token has in the cache."""
+    sequence_bytes = 0
+    """Bytes that a sequence has in the cache beside those of its tokens."""
     routed: Sequence[Tensor] = ()
     """Experts are not recorded."""
 

@@ -18,6 +18,14 @@ from torch.nn import functional
 
 from rollgrad.adapters.models.torch.kernels import dense, has_varlen, varlen
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.recurrence import ForestRecurrence
+from rollgrad.adapters.models.torch.recurrent_layers import (
+    RECURRENT,
+    TOKENWISE,
+    check_recurrent_layers,
+    install_recurrence,
+)
+from rollgrad.adapters.models.torch.row_widths import PADDING_TOLERANCE
 from rollgrad.domain.errors import ConfigurationError
 
 ATTENTION = "rollgrad"
@@ -29,9 +37,6 @@ scores, biases, sparse key selection, paged caches."""
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Types of layers in which tokens interact through attention alone, over all of the past or a window of it."""
-
-PADDING_TOLERANCE = 1.3
-"""Factor up to which padding may enlarge a bucket's score matrix for nodes to share it."""
 
 
 @frozen
@@ -136,11 +141,11 @@ def check_layers(model: Any) -> None:
             through which packed sequences would see each other.
     """
     others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
-    if others:
+    if others - RECURRENT - TOKENWISE:
         raise ConfigurationError(
-            f"it has layers of type {', '.join(sorted(others))}, and packed training knows full_attention and "
-            "sliding_attention alone."
+            f"it has layers of type {', '.join(sorted(others))}, which packed training does not know."
         )
+    check_recurrent_layers(model)
     if not model._can_set_attn_implementation():
         raise ConfigurationError(
             "its code does not use transformers' attention interface, which packed training needs."
@@ -159,6 +164,7 @@ def install_attention(model: Any) -> None:
     outside_of_graphs = torch.compiler.disable(attention_forward)  # type: ignore[no-untyped-call]
     AttentionInterface.register(ATTENTION, outside_of_graphs)
     AttentionMaskInterface.register(ATTENTION, layer_mask)
+    install_recurrence(model)
     use_attention(model, ATTENTION)
 
 
@@ -190,6 +196,7 @@ class ForestAttention:
 
     def __init__(self, nodes: Sequence[Node], *, device: torch.device, dtype: torch.dtype) -> None:
         self._nodes, self._device, self._dtype = nodes, device, dtype
+        self.recurrence = ForestRecurrence(nodes, device=device)
 
     def has_varlen(self, query: Tensor) -> bool:
         """Returns whether one variable-length call computes these queries."""

@@ -26,6 +26,7 @@ from rollgrad.adapters.models.torch.padded import (
     use_fast_attention,
     use_own_attention,
 )
+from rollgrad.adapters.models.torch.recurrent_layers import check_planned
 from rollgrad.adapters.models.torch.weight_shards import together
 from rollgrad.domain.errors import ConfigurationError
 
@@ -175,12 +176,14 @@ def joint_logits(model: Any, sequences: Sequence[tuple[int, ...]]) -> list[Tenso
         return [form.logits(hidden[index], together(head.weight), head.bias) for index in range(len(sequences))]
     layout, leaves = prefill_layout(sequences)
     weight = next(model.parameters())
+    plan = ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype)
     hidden_MH = backbone(model)(
         input_ids=layout.tokens_M[None].to(weight.device),
         position_ids=layout.positions_M[None].to(weight.device),
         use_cache=False,
-        attention_plan=ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype),
+        attention_plan=plan,
     ).last_hidden_state[0]
+    check_planned(model, plan.recurrence.calls)
     logits_MV = form.logits(hidden_MH, together(head.weight), head.bias)
     beginning = range(SHARED)
     return [logits_MV[[*beginning, *range(leaf.start, leaf.start + leaf.length)]] for leaf in leaves]

@@ -14,9 +14,11 @@ import torch
 from attrs import evolve
 from torch import Tensor, nn
 
-from rollgrad.adapters.models.torch.attention import PADDING_TOLERANCE, backbone, check_keywords
+from rollgrad.adapters.models.torch.attention import backbone, check_keywords
 from rollgrad.adapters.models.torch.kernels import sdpa_on
 from rollgrad.adapters.models.torch.layout import Layout, Node
+from rollgrad.adapters.models.torch.recurrent_layers import recurrent_types
+from rollgrad.adapters.models.torch.row_widths import row_widths
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
 
@@ -24,10 +26,6 @@ log = structlog.get_logger(__name__)
 
 ATTENTION = "rollgrad_padded"
 """Name under which the attention of padded sequences is registered."""
-
-SMALL_PASS = 2048
-"""Tokens of a pass, padding included, up to which padding costs less than another pass."""
-
 
 MOST_TOKENS = 8192
 """Tokens of a pass without gradients at most, padding included: bounds its memory."""
@@ -139,7 +137,7 @@ def _rows(sequences: Sequence[Tensor], *, one_pass: bool = False) -> tuple[Layou
         one_pass: whether all rows have one width.
     """
     order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]), reverse=True)
-    widths = [*_widths([len(sequences[index]) for index in order], one_pass=one_pass)]
+    widths = [*row_widths([len(sequences[index]) for index in order], one_pass=one_pass)]
     tokens: list[Tensor] = []
     for index, width in zip(order, widths, strict=True):
         own = sequences[index]
@@ -153,17 +151,6 @@ def _rows(sequences: Sequence[Tensor], *, one_pass: bool = False) -> tuple[Layou
         nodes=tuple(Node(end - width, width) for end, width in zip(ends, widths, strict=True)),
     )
     return layout, order
-
-
-def _widths(lengths: Sequence[int], *, one_pass: bool) -> Iterator[int]:
-    """Yields the width of the row of each sequence; their lengths are sorted, the longest first."""
-    width, rows, real = lengths[0], 0, 0
-    for length in lengths:
-        padded = (rows + 1) * width
-        if rows and not one_pass and padded > SMALL_PASS and padded > PADDING_TOLERANCE * (real + length):
-            width, rows, real = length, 0, 0
-        rows, real = rows + 1, real + length
-        yield width
 
 
 def padded_outputs(model: Any, layout: Layout, *, most: int | None = None, **settings: Any) -> Iterator[Any]:
@@ -198,13 +185,16 @@ def padded_hidden(model: Any, sequences: Sequence[Tensor]) -> Iterator[tuple[int
 
 
 def require_undivided(model: Any, setting: str, size: int) -> None:
-    """Refuses a padded model where processes would divide its sequences or heads.
+    """Refuses a model where processes would divide its sequences or heads, and it is computed padded or has layers that
+    hand a state from token to token.
 
     Raises:
         ConfigurationError: they would.
     """
-    if size > 1 and is_padded(model):
-        raise ConfigurationError(
-            f"{setting} is {size}, but {type(model).__name__} is computed with padding, which processes do not divide "
-            f"so: leave --{setting} out."
-        )
+    if size == 1 or not (is_padded(model) or recurrent_types(model)):
+        return
+    how = "is computed with padding" if is_padded(model) else "hands a state from token to token"
+    raise ConfigurationError(
+        f"{setting} is {size}, but {type(model).__name__} {how}, which processes do not divide so: leave --{setting} "
+        "out."
+    )

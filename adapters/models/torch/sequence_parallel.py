@@ -138,7 +138,7 @@ def sequence_group(*models: Any) -> SequenceGroup:
     """Returns the group over which batches are divided that all `models` compute, a student and its teacher alike.
 
     Raises:
-        ConfigurationError: one is computed padded.
+        ConfigurationError: one is computed padded, or hands a state from token to token.
     """
     for model in models:
         require_undivided(model, "ds.sequence_parallel_size", _joined.size)

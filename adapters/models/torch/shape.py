@@ -11,6 +11,7 @@ from rollgrad.adapters.models.torch.expert_parallel import expert_stacks
 from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.lora import adapter_numbers
 from rollgrad.adapters.models.torch.quantised import quantised_numbers
+from rollgrad.adapters.models.torch.recurrent_layers import STATE_ALONE
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.sections.actor import AdapterConfig, LoraConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
@@ -32,7 +33,8 @@ def model_shape(key: str, name: str, lora: AdapterConfig | None = None, *, exper
         with torch.device("meta"):
             model = model_factory(settings).from_config(settings)
         text = settings.get_text_config()
-        kv_heads, head_dim = max(_cache_shapes(settings), key=math.prod) if _keeps_keys(model) else (0, 0)
+        shapes = _cache_shapes(settings) if _keeps_keys(model) else []
+        kv_heads, head_dim = max(shapes, key=math.prod, default=(0, 0))
     except Exception as error:  # the code of a model's class and its settings may raise anything
         raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
     section = key.partition(".")[0]
@@ -73,7 +75,9 @@ def cache_numbers(settings: Any) -> int:
 def _cache_shapes(settings: Any) -> list[tuple[int, int]]:
     """Returns `_cache_shape` of each layer."""
     text = settings.get_text_config()
-    return [_cache_shape(text.per_layer_config[index]) for index in range(text.num_hidden_layers)]  # some are unlike
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    attends = [index for index, kind in enumerate(kinds) if kind not in STATE_ALONE]
+    return [_cache_shape(text.per_layer_config[index]) for index in attends]  # some are unlike
 
 
 def _cache_shape(text: Any) -> tuple[int, int]:

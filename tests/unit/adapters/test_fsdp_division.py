@@ -11,7 +11,7 @@ from torch import distributed, nn
 
 from rollgrad.adapters.models.fsdp.division import divide
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
-from rollgrad.adapters.models.torch import padded
+from rollgrad.adapters.models.torch import row_widths
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
@@ -86,7 +86,7 @@ def test_what_rests_in_the_cpu_s_memory_is_not_moved_while_it_is_divided(
 def test_a_padded_model_makes_one_pass_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes gather the layers together, and one that made fewer passes would keep the others waiting."""
     tiny_model("bloom").save_pretrained(tmp_path)
-    monkeypatch.setattr(padded, "SMALL_PASS", 0)
+    monkeypatch.setattr(row_widths, "SMALL_PASS", 0)
     batch = pack([make_trajectory([5, 6], [7] * length) for length in (2, 40)])
     module = PackedLM(load_causal_lm(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), flag=cluster.FLAG))
     passes: list[int] = []

@@ -122,25 +122,6 @@ def mamba_recurrence() -> Any:
     return MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, state_size=4, num_hidden_layers=2))
 
 
-def qwen3_next_linear_attention() -> Any:
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    config = Qwen3NextConfig(
-        **SIZES,
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_value_heads=2,
-        linear_num_key_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    )
-    return Qwen3NextForCausalLM(config)
-
-
 def gpt2_learned_positions() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -153,7 +134,6 @@ def gpt2_learned_positions() -> Any:
         (gemma2_softcap, "softcap"),
         (bloom_alibi, "attention interface"),
         (mamba_recurrence, "linear_attention"),
-        (qwen3_next_linear_attention, "linear_attention"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

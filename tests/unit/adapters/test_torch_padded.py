@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollgrad.adapters.models.deepspeed.tensor_parallel import divided
-from rollgrad.adapters.models.torch import padded, sequence_parallel
+from rollgrad.adapters.models.torch import row_widths, sequence_parallel
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import (
@@ -35,11 +35,11 @@ def load(path: Path, *, pads: bool = True) -> Any:
     return model
 
 
-@pytest.fixture(params=[1, padded.SMALL_PASS], ids=["several passes", "one pass"])
+@pytest.fixture(params=[1, row_widths.SMALL_PASS], ids=["several passes", "one pass"])
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(padded, "SMALL_PASS", request.param)
+    monkeypatch.setattr(row_widths, "SMALL_PASS", request.param)
     if request.param == 1:
-        monkeypatch.setattr(padded, "PADDING_TOLERANCE", 1.0)
+        monkeypatch.setattr(row_widths, "PADDING_TOLERANCE", 1.0)
     return int(request.param)
 
 
@@ -81,8 +81,8 @@ def test_rows_are_as_wide_as_the_tolerance_lets_them_be(tiny_model_dir: Path, pa
 
 
 def test_processes_that_share_weights_make_one_pass_each(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padded, "SMALL_PASS", 1)
-    monkeypatch.setattr(padded, "PADDING_TOLERANCE", 1.0)
+    monkeypatch.setattr(row_widths, "SMALL_PASS", 1)
+    monkeypatch.setattr(row_widths, "PADDING_TOLERANCE", 1.0)
     model, batch = load(tiny_model_dir), episodes(60)
     next(model.parameters()).ds_id = 0  # of a parameter that ZeRO divides
     assert {node.length for node in padded_layout(model, batch).nodes} == {int(batch.lengths_S.max())}

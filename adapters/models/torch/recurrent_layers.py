@@ -1,0 +1,233 @@
+"""The layers of transformers that hand a state from token to token, computed by the plan of a pass.
+
+Such a layer computes each token on its own but for functions of its module: a causal convolution, and a recurrence (the
+gated delta rule of Qwen3-Next, Qwen3.5 and OLMo-Hybrid, Kimi's delta attention, the scan of Mamba 2). Where a pass has
+a plan (keyword `attention_plan`), these functions are called for rows that its `Recurrence` makes; without one they are
+transformers' own. What they call, kernels for GPUs among it, stays as transformers chose it.
+Does not own: which token comes after which (`recurrence.py`).
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rollgrad.adapters.models.torch.recurrence import Recurrence
+from rollgrad.domain.errors import ConfigurationError
+
+CONVOLUTION = "conv"
+"""Type of layers whose tokens interact through a convolution alone."""
+
+RECURRENT = frozenset({"linear_attention", "hybrid", CONVOLUTION})
+"""Types of layers that hand a state on; those of type hybrid attend as well."""
+
+TOKENWISE = frozenset({"mlp", "moe"})
+"""Types of layers in which tokens do not interact."""
+
+STATE_ALONE = RECURRENT - {"hybrid"} | TOKENWISE
+"""Types of layers that keep no keys."""
+
+SHORTEST_CHUNK = 16
+"""Tokens of a chunk of Mamba 2's scan at least, which kernels need."""
+
+
+def recurrent_types(model: Any) -> list[str]:
+    """Returns the type of each layer of a transformers model that hands a state on."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return [kind for kind in kinds if kind in RECURRENT]
+
+
+def check_recurrent_layers(model: Any) -> None:
+    """Checks that a plan can compute the layers of a transformers model that hand a state on.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    kinds = set(recurrent_types(model))
+    names = {name for module in _modules(model) for name in vars(module)}
+    known = names & {*_RECURRENCES} if kinds - {CONVOLUTION} else names & {_CONVOLVED}
+    if kinds and not known:
+        raise ConfigurationError(
+            f"it has layers of type {', '.join(sorted(kinds))}, whose recurrence packed training does not know."
+        )
+
+
+def install_recurrence(model: Any) -> None:
+    """Has the layers of a transformers model that hand a state on computed by the plan of a pass, where it has one."""
+    if not recurrent_types(model):
+        return
+    for module in _modules(model):
+        for name, planned in ({_CONVOLVED: _convolved} | _RECURRENCES).items():
+            own = vars(module).get(name)
+            if own is not None and not isinstance(own, _Planned):
+                setattr(module, name, _Planned(own, planned, module))
+    for part in model.modules():
+        conv = getattr(part, "conv", None)
+        # LFM2 hands this keyword alone on to its convolution.
+        if isinstance(conv, nn.Module) and "seq_idx" in inspect.signature(conv.forward).parameters:
+            part._forward_pre_hooks.pop(_HOOK, None)
+            part._forward_pre_hooks[_HOOK] = _plan_as_seq_idx
+            part._forward_pre_hooks_with_kwargs[_HOOK] = True
+
+
+def check_planned(model: Any, calls: int) -> None:
+    """Checks that a pass called its plan as often as the layers that hand a state on need.
+
+    Raises:
+        ConfigurationError: it did not.
+    """
+    expected = sum(1 if kind == CONVOLUTION else 2 for kind in recurrent_types(model))
+    if calls != expected:
+        raise ConfigurationError(
+            "its code does not hand keywords on to all layers that hand a state on, which packed training needs."
+        )
+
+
+def _modules(model: Any) -> list[ModuleType]:
+    """Returns the modules of transformers that define the parts of a model."""
+    names = {type(part).__module__ for part in model.modules()}
+    return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
+
+
+class _Planned:
+    """A function of a module of transformers, which the plan of a pass computes where it has one."""
+
+    def __init__(self, own: Callable[..., Any], planned: Callable[..., Any], module: ModuleType) -> None:
+        self._own, self._module = own, module
+        self._planned = torch.compiler.disable(planned)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        """Returns what transformers' own function does, over the rows of the plan."""
+        given = named.pop("attention_plan", None)
+        if given is None and isinstance(named.get("seq_idx"), _HandedOn):
+            given = named.pop("seq_idx").plan
+        if given is None:
+            return self._own(*positional, **named)
+        return self._planned(given.recurrence, self._own, self._module, *positional, **named)
+
+
+def _convolved(
+    recurrence: Recurrence,
+    own: Callable[..., Tensor],
+    module: ModuleType,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    return recurrence.convolve(
+        lambda rows: own(rows, weight=weight, bias=bias, activation=activation), x, weight.shape[-1]
+    )
+
+
+def _delta_rule(step_name: str) -> Callable[..., Any]:
+    """Returns the plan's form of a delta rule, of which a single token is computed by another function."""
+
+    def planned(
+        recurrence: Recurrence,
+        own: Callable[..., Any],
+        module: ModuleType,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        step = vars(module)[step_name]
+
+        def scan(rows: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+            q, k, v, decay, rate = rows
+            single = q.shape[1] == 1 and state is not None and not torch.is_grad_enabled()
+            result: tuple[Tensor, Tensor] = (step if single else own)(
+                q,
+                k,
+                v,
+                g=decay,
+                beta=rate,
+                initial_state=state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            )
+            return result
+
+        return recurrence.scan(scan, [query, key, value, g, beta]), None
+
+    return planned
+
+
+def _mamba_2(
+    recurrence: Recurrence,
+    own: Callable[..., Any],
+    module: ModuleType,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int,
+    dt_bias: Tensor,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    return_final_states: bool,
+    initial_states: None,
+    **named: Any,
+) -> Tensor:
+    # A time step of 0 leaves the state as it is, but its softplus never is 0, nor need its limit be.
+    step = dt.float() + dt_bias.float()
+    step = (functional.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+
+    def scan(rows: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, step, B, C = rows
+        result: tuple[Tensor, Tensor] = own(
+            x,
+            step,
+            A,
+            B,
+            C,
+            chunk_size=min(chunk_size, max(SHORTEST_CHUNK, 1 << (x.shape[1] - 1).bit_length())),
+            initial_states=state,
+            return_final_states=True,
+            **named,
+        )
+        return result
+
+    return recurrence.scan(scan, [x, step, B, C])
+
+
+def _unfused(*_: Any, **__: Any) -> None:
+    """Answers as transformers does where there is no kernel for convolution and scan together."""
+
+
+class _HandedOn:
+    """A plan under the name of another keyword."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+
+
+def _plan_as_seq_idx(module: nn.Module, positional: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    plan = named.get("attention_plan")
+    return None if plan is None else (positional, {**named, "seq_idx": _HandedOn(plan)})
+
+
+_HOOK = -1
+"""Number of the hook among those of a layer."""
+
+_CONVOLVED = "causal_conv1d_fn"
+_RECURRENCES: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _delta_rule("torch_recurrent_gated_delta_rule"),
+    "chunk_kimi_delta_attention": _delta_rule("recurrent_kimi_delta_attention"),
+    "mamba2_chunk_scan": _mamba_2,
+    "mamba2_split_conv1d_scan_combined": _unfused,
+}
+"""The plan's form of each function of transformers, by its name."""

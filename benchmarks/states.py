@@ -1,0 +1,131 @@
+"""What packing and cached states are worth to a model with linear attention, on this machine.
+
+`python benchmarks/states.py` makes a model of Qwen3.5's kind with random weights (6 layers, of which every third
+attends), and measures the forward and backward pass of 8 replies to a long prompt, packed and padded; then the embedded
+engine, with the states of its sequences and computing each sequence anew. It prints the median of the rounds. The last
+line is `packed P times, states S times`, the gain of each.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.results import keep
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.models.torch.compatibility import install_and_compare
+from rollgrad.adapters.models.torch.forward import PackedLM
+from rollgrad.adapters.models.torch.padded import mark_padded, use_fast_attention
+from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
+from rollgrad.testing.agent_executor import make_trajectory
+
+SAMPLES, PROMPT, REPLY, NEW_TOKENS, HIDDEN, ROUNDS = 8, 1024, 128, 64, 512, 5
+VOCABULARY = 4096
+
+
+def model(hidden: int, *, pads: bool) -> Any:
+    """Returns a packed or padded model."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=6,
+        layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=8,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+    )
+    made = Qwen3_5ForCausalLM(config).eval()
+    install_and_compare(made)
+    if pads:
+        use_fast_attention(made)
+        mark_padded(made, "a benchmark says so")
+    return made
+
+
+def tokens(count: int, seed: int) -> tuple[int, ...]:
+    """Returns tokens of nobody."""
+    drawn = torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
+    return tuple(drawn.tolist())
+
+
+def group(prompt: int, reply: int) -> PackedBatch:
+    """Returns replies of half to three halves of the mean length, after one prompt."""
+    lengths = torch.linspace(reply / 2, reply * 3 / 2, SAMPLES).int().tolist()
+    return pack([make_trajectory(tokens(prompt, 0), tokens(n, i + 1), sample_id=i) for i, n in enumerate(lengths)])
+
+
+def learned(made: Any, batch: PackedBatch) -> Callable[[], None]:
+    """Returns a forward and backward pass."""
+    module = PackedLM(made)
+
+    def step() -> None:
+        module.zero_grad()
+        logprobs_A, _ = module(batch)
+        logprobs_A.mean().backward()
+
+    return step
+
+
+def sampled(made: Any, prompt: int, count: int) -> Callable[[], None]:
+    """Returns the generation of a group."""
+    made.requires_grad_(False)
+    engine = EmbeddedEngine(made, eos_token_ids=[])
+
+    async def generate() -> None:
+        params = [SamplingParams(max_new_tokens=count, seed=seed) for seed in range(SAMPLES)]
+        asked = [GenerationRequest(prompt_token_ids=tokens(prompt, 0), params=each) for each in params]
+        await asyncio.gather(*(engine.generate(request) for request in asked))
+
+    return lambda: asyncio.run(generate())
+
+
+def seconds(work: Callable[[], None], rounds: int) -> float:
+    """Returns the median time of a round, after one that is not counted."""
+    taken = []
+    for _ in range(rounds + 1):
+        begun = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="smallest sizes, to see that the script runs")
+    smoke = parser.parse_args().smoke
+    prompt, reply, count, hidden, rounds = (24, 8, 4, 32, 1) if smoke else (PROMPT, REPLY, NEW_TOKENS, HIDDEN, ROUNDS)
+    found: dict[bool, tuple[float, float]] = {}
+    for pads in (True, False):
+        made = model(hidden, pads=pads)
+        learning = seconds(learned(made, group(prompt, reply)), rounds)
+        found[pads] = learning, seconds(sampled(made, prompt, count), 1 if pads else rounds)
+    table = Table("", "seconds of a training pass", "sampled tokens/s")
+    for pads, name in ((True, "padded, computed anew"), (False, "packed, with states")):
+        table.add_row(name, f"{found[pads][0]:.2f}", f"{SAMPLES * count / found[pads][1]:.1f}")
+    Console(highlight=False).print(table)
+    gains = [before / after for before, after in zip(found[True], found[False], strict=True)]
+    if not smoke:
+        keep("states", {"padded": [*found[True]], "packed": [*found[False]]})
+    print(f"packed {gains[0]:.1f} times, states {gains[1]:.1f} times")
+
+
+if __name__ == "__main__":
+    main()
