@@ -133,6 +133,35 @@ def qwen3_vl() -> tuple[Any, Any]:
     return Qwen3VLForConditionalGeneration(config), _processor(Qwen3VLProcessor, images, tokenizer)
 
 
+def qwen3_5() -> tuple[Any, Any]:
+    """A Qwen3.5, of whose layers one attends and one hands a state on."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = _tokenizer(
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+    )
+    images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=256, max_pixels=2048)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    config = Qwen3_5Config(
+        text_config=_text(
+            tokenizer,
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            rope_parameters=rope | {"mrope_interleaved": True},
+        ),
+        vision_config={**QWEN_TOWER, "num_position_embeddings": 64},
+        **_qwen_tokens(tokenizer),
+        tie_word_embeddings=False,
+    )
+    return Qwen3_5ForConditionalGeneration(config), _processor(Qwen3VLProcessor, images, tokenizer)
+
+
 def idefics3() -> tuple[Any, Any]:
     """An Idefics3, whose class SmolVLM shares: images are cut into tiles."""
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor

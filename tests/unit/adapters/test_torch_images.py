@@ -34,7 +34,7 @@ from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from tests.compiled_layers import AS_IT_IS, compiler, graphs
 from tests.tiny_vision import ask, codec_of, picture, tiny_vlm
 
-EXACT = ("qwen2_5_vl", "qwen3_vl", "idefics3", "internvl", "llava_onevision", "gemma3")
+EXACT = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "internvl", "llava_onevision", "gemma3")
 RED, BLUE, WIDE = picture((200, 0, 0)), picture((0, 0, 200)), picture((0, 150, 0), width=56, height=24)
 
 
