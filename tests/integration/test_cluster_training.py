@@ -146,11 +146,13 @@ TRAINERS: dict[str, tuple[type[Any], Callable[[Any], rollgrad.TrainResult], tupl
     "sft": (rollgrad.SFTRun, rollgrad.train_sft, ()),
     "sft_of_a_mixture": (rollgrad.SFTRun, rollgrad.train_sft, ()),
     "dpo": (rollgrad.DPORun, rollgrad.train_dpo, ("train/reward_margin", "train/accuracy")),
+    "dpo_of_three": (rollgrad.DPORun, rollgrad.train_dpo, ("train/reward_margin",)),
     "dpo_streamed": (rollgrad.DPORun, rollgrad.train_dpo, ("train/reward_margin",)),
     "kto": (rollgrad.KTORun, rollgrad.train_kto, ("train/kl", "train/accuracy", "eval/kl")),
     "kd": (rollgrad.KDRun, rollgrad.train_kd, ("train/divergence", "eval/divergence")),
     "kd_served": (rollgrad.KDRun, rollgrad.train_kd, ("train/divergence", "eval/divergence")),
     "rm": (rollgrad.RMRun, rollgrad.train_rm, ("train/accuracy", "eval/calibration_error", "eval/score_std")),
+    "rm_of_three": (rollgrad.RMRun, rollgrad.train_rm, ("train/accuracy", "eval/calibration_error", "eval/score_std")),
     "prm": (rollgrad.PRMRun, rollgrad.train_prm, ("train/step_accuracy", "eval/error_f1")),
 }
 """Settings, the function that trains, and metrics of its own."""
@@ -158,10 +160,17 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "sft": {"cluster.strategy": Strategy.FSDP2},
     "sft_of_a_mixture": {"cluster.strategy": Strategy.FSDP2, "cluster.expert_parallel_size": 2},
     "dpo": {"cluster.strategy": Strategy.FSDP2, "cluster.offload": True},
+    "dpo_of_three": {"ds.zero_stage": 3, "ds.sequence_parallel_size": 3},
     "rm": {"ds.zero_stage": 2, "ds.tensor_parallel_size": 2},
+    "rm_of_three": {
+        "cluster.strategy": Strategy.FSDP2,
+        "ds.sequence_parallel_size": 3,
+        "actor.gradient_checkpointing": True,
+    },
     "prm": {"cluster.strategy": Strategy.FSDP2, "ds.sequence_parallel_size": 2},
 }
-"""How two processes share a model, where not by ZeRO alone."""
+"""How processes share a model, where not by ZeRO alone: two, or three, which divide queries, for there are two
+key/value heads."""
 
 
 @pytest.fixture
@@ -178,7 +187,9 @@ def served() -> Iterator[Callable[[Path], TeacherServer]]:
         server.close()
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    "trainer", [pytest.param(name, marks=pytest.mark.wide if name == "dpo_of_three" else ()) for name in TRAINERS]
+)
 def test_learning_from_examples_in_several_processes_is_that_in_one(
     trainer: str,
     wide_headed_model_dir: Path,
@@ -198,7 +209,8 @@ def test_learning_from_examples_in_several_processes_is_that_in_one(
         {"prompt": row["prompt"], "completions": ["It is.", row["completion"]], "labels": [1, number % 2]}
         for number, row in enumerate(rows)
     ]
-    examples = {"dpo": pairs, "dpo_streamed": pairs, "kto": pairs, "rm": pairs, "prm": solutions}.get(trainer, rows)
+    kinds = {"dpo": pairs, "kto": pairs, "rm": pairs, "prm": solutions}
+    examples = kinds.get(trainer.partition("_")[0], rows)
     model = tiny_mixture_dir if trainer == "sft_of_a_mixture" else wide_headed_model_dir
     make_run, train_on_examples, own = TRAINERS[trainer]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, examples)))
@@ -227,7 +239,10 @@ def test_learning_from_examples_in_several_processes_is_that_in_one(
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         return list(map(json.loads, lines)), load_file(result.model / "model.safetensors")
 
-    (alone, one), (divided_steps, two) = trained("alone", 1), trained("two", 2)
+    (alone, one), (divided_steps, two) = (
+        trained("alone", 1),
+        trained("divided", 3 if trainer.endswith("_of_three") else 2),
+    )
     assert len(alone) == len(divided_steps)
     keys = ("train/loss", "train/grad_norm", "train/trained_tokens", "eval/loss", *own)
     for step, other in zip(alone, divided_steps, strict=True):
