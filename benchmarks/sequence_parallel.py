@@ -9,7 +9,6 @@ copying.
 """
 
 import multiprocessing
-import statistics
 import sys
 import time
 from multiprocessing.queues import Queue
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 import tyro
-from attrs import define, evolve, frozen
+from attrs import define, frozen
 from rich.console import Console
 from rich.table import Table
 from torch import distributed
@@ -43,8 +42,8 @@ class Work:
     """Query heads."""
     width: int = 64
     """Numbers of a head."""
-    rounds: int = 5
-    """Passes, of which the median counts."""
+    rounds: int = 7
+    """Passes, of which the fastest counts."""
     smoke: bool = False
     """Smallest work, to see that the script runs; its figures mean nothing."""
 
@@ -127,37 +126,41 @@ def share(rank: int, work: Work, port: int, passes: "Queue[list[Found]]") -> Non
 
     torch.set_num_threads(1)
     start_process_group(rank=rank, size=PROCESSES, host="127.0.0.1", port=port, local_rank=rank, timeout=SECONDS)
-    speed = product_speed(torch.device("cpu"), torch.float32)
-    found = [Found(*attended(work, way), speed) for way in WAYS]
-    passes.put(found)
+    layers = [layer(work, way) for way in WAYS]
+    found: list[list[Found]] = [[] for _ in WAYS]
+    for _ in range(work.rounds + 1):  # the first makes what is kept between layers
+        speed = product_speed(torch.device("cpu"), torch.float32)
+        for of_way, passed in zip(found, layers, strict=True):
+            distributed.barrier()
+            of_way.append(Found(*passed(), speed))
+    passes.put([min(of_way[1:], key=lambda each: each.seconds) for of_way in found])
     distributed.barrier()  # nobody leaves while another still computes
 
 
-def attended(work: Work, way: Way) -> tuple[float, int]:
-    """Returns the median seconds of a layer's passes, and the bytes that this process received for the last of them."""
-    from rollgrad.adapters.models.torch import sequence_parallel
+def layer(work: Work, way: Way) -> Callable[[], tuple[float, int]]:
+    """Returns a function that makes a layer's passes, and returns their seconds and the bytes that this process
+    received for them."""
     from rollgrad.adapters.models.torch.layout import build_layout
+    from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
     from rollgrad.domain.batches.packed import pack
     from rollgrad.testing.agent_executor import make_trajectory
 
-    sequence_parallel.join_sequence_group(PROCESSES, timeout=SECONDS)
-    group = evolve(sequence_parallel._joined, heads=way.heads)
-    tokens = [3] * work.tokens
-    mine = group.share(build_layout(pack([make_trajectory(tokens[: work.tokens // 2], tokens[work.tokens // 2 :])])))
+    group = SequenceGroup(rank=distributed.get_rank(), size=PROCESSES, heads=way.heads, group=distributed.group.WORLD)
+    tokens = [3] * (work.tokens // 2)
+    mine = group.share(build_layout(pack([make_trajectory(tokens, tokens)])))
     plan = mine.plan(torch.nn.Linear(1, 1))
     count = len(mine.of(mine.layout.tokens_M))
-    chance = torch.Generator().manual_seed(group.rank)
     shapes = [(1, heads, count, work.width) for heads in (work.query_heads, way.key_heads, way.key_heads)]
-    query, key, value = (torch.randn(shape, generator=chance).requires_grad_() for shape in shapes)
-    seconds = []
-    for _ in range(work.rounds + 1):  # the first makes what is kept between layers
-        distributed.barrier()
+    query, key, value = (torch.randn(shape).requires_grad_() for shape in shapes)
+
+    def passed() -> tuple[float, int]:
         with received() as total:
             began = time.perf_counter()
             k, v = (x.repeat_interleave(way.copies, dim=1) for x in (key, value))
             plan.attend(0, query, k, v, work.width**-0.5, None).sum().backward()
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:]), round(sum(total))
+            return time.perf_counter() - began, round(sum(total))
+
+    return passed
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ of a training pass or a prefill; the decoding plan lives with the engine.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rollgrad.adapters.models.torch.kernels import dense, has_varlen, varlen
-from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.layout import Node, beginning, ending
 from rollgrad.adapters.models.torch.recurrence import ForestRecurrence
 from rollgrad.adapters.models.torch.recurrent_layers import (
     RECURRENT,
@@ -197,6 +197,7 @@ class ForestAttention:
     def __init__(self, nodes: Sequence[Node], *, device: torch.device, dtype: torch.dtype) -> None:
         self._nodes, self._device, self._dtype = nodes, device, dtype
         self.recurrence = ForestRecurrence(nodes, device=device)
+        self._padded: dict[int | None, tuple[list[_Bucket], Tensor]] = {}
 
     def has_varlen(self, query: Tensor) -> bool:
         """Returns whether one variable-length call computes these queries."""
@@ -206,15 +207,17 @@ class ForestAttention:
     def _flat(self) -> "_FlatIndex":
         return _FlatIndex(self._nodes, self._device)
 
-    @cached_property
-    def _padded(self) -> tuple[list["_Bucket"], Tensor]:
-        """Buckets, and where each token's row is when they are laid end to end."""
-        buckets = [_Bucket(members, self._device, self._dtype) for members in _bucketed(self._nodes)]
-        order = torch.cat([bucket.token_M for bucket in buckets])
-        inverse_M = torch.empty_like(order)
-        offsets = itertools.accumulate((bucket.rows * bucket.queries for bucket in buckets[:-1]), initial=0)
-        inverse_M[order] = torch.cat([b.slot_M + offset for b, offset in zip(buckets, offsets, strict=True)])
-        return buckets, inverse_M
+    def _buckets(self, window: int | None) -> tuple[list["_Bucket"], Tensor]:
+        """Returns buckets, and where each token's row is when they are laid end to end; made once for all layers."""
+        if window not in self._padded:
+            blocks = [block for node in self._nodes for block in _blocks(node, window)]
+            buckets = [_Bucket(members, self._device, self._dtype) for members in _bucketed(blocks)]
+            order = torch.cat([bucket.token_M for bucket in buckets])
+            inverse_M = torch.empty_like(order)
+            offsets = itertools.accumulate((bucket.rows * bucket.queries for bucket in buckets[:-1]), initial=0)
+            inverse_M[order] = torch.cat([b.slot_M + offset for b, offset in zip(buckets, offsets, strict=True)])
+            self._padded[window] = buckets, inverse_M
+        return self._padded[window]
 
     def attend(
         self,
@@ -230,7 +233,7 @@ class ForestAttention:
         q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         if self.has_varlen(query):
             return self._flat.attend(self.varlen, q_M, k_M, v_M, scaling, window, form.sinks_H).unsqueeze(0)
-        buckets, inverse_M = self._padded
+        buckets, inverse_M = self._buckets(window)
         outputs = [bucket.attend(self.dense, q_M, k_M, v_M, scaling, window, form.sinks_H) for bucket in buckets]
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return flat.index_select(0, inverse_M)[None]
@@ -308,26 +311,47 @@ class _Bucket:
         return self._masks[window, fold]
 
 
+def _blocks(node: Node, window: int | None) -> Iterator[Node]:
+    """Yields a node in blocks of queries with the keys that these see: a mask has scores of keys, too, that are hidden
+    from a query. Without a prefix or a window there is no mask."""
+    if node.length * node.keys <= SMALL_BUCKET or (window is None and not node.prefix):
+        yield node
+        return
+    path = (*node.prefix, (node.start, node.length))
+    for first in range(0, node.length, BLOCK):
+        before = node.prefix_length + first
+        hidden = 0 if window is None else max(0, before - window + 1)
+        prefix = ending(beginning(path, before), hidden)
+        yield Node(node.start + first, min(BLOCK, node.length - first), prefix)
+
+
 def _bucketed(nodes: Sequence[Node]) -> list[list[Node]]:
     """Returns nodes in buckets of similar shape, largest first."""
     buckets: list[list[Node]] = []
-    area = 0
+    area = longest = 0
     for node in sorted(nodes, key=lambda n: (n.prefix_length == 0, n.keys, n.length), reverse=True):
         if buckets:
-            members = [*buckets[-1], node]
-            padded = len(members) * max(n.length for n in members) * max(n.keys for n in members)
-            alike = (node.prefix_length == 0) == (buckets[-1][0].prefix_length == 0)
-            if alike and (padded <= PADDING_TOLERANCE * (area + node.length * node.keys) or padded <= SMALL_BUCKET):
+            first, rows = buckets[-1][0], len(buckets[-1]) + 1  # the first has most keys
+            padded, real = rows * max(longest, node.length) * first.keys, area + node.length * node.keys
+            alike = (node.prefix_length == 0) == (first.prefix_length == 0)
+            little = padded <= PADDING_TOLERANCE * real and padded - real <= MOST_PADDING
+            if alike and (little or padded <= SMALL_BUCKET):
                 buckets[-1].append(node)
-                area += node.length * node.keys
+                area, longest = real, max(longest, node.length)
                 continue
         buckets.append([node])
-        area = node.length * node.keys
+        area, longest = node.length * node.keys, node.length
     return buckets
 
 
 SMALL_BUCKET = 1 << 17
 """Score-matrix entries a head below which padding costs less than another call: about 0.3 ms of a CPU core."""
+
+MOST_PADDING = 1 << 20
+"""Score-matrix entries a head that padding adds to a bucket at most: a few more calls cost less."""
+
+BLOCK = 512
+"""Queries of a block."""
 
 FOLD_LIMIT = 1 << 21
 """Mask entries up to which repeating the mask for folded heads is cheaper than repeating keys for them."""

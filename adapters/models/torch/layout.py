@@ -100,6 +100,17 @@ def beginning(path: Sequence[Span], tokens: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+def ending(path: Sequence[Span], tokens: int) -> tuple[Span, ...]:
+    """Returns a path without its first `tokens`."""
+    spans: list[Span] = []
+    for start, length in path:
+        left_out = min(length, tokens)
+        tokens -= left_out
+        if left_out < length:
+            spans.append((start + left_out, length - left_out))
+    return tuple(spans)
+
+
 def prefill_layout(
     prompts: Sequence[tuple[int, ...]], images: Sequence[PlacedImages] = ()
 ) -> tuple[Layout, list[Node]]:
