@@ -20,6 +20,8 @@ from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
+from tests import tiny_architectures
+from tests.tiny_models import saved
 
 FLAG = "--actor.model_name_or_path"
 REPOSITORY = Path(__file__).parents[2]
@@ -80,6 +82,14 @@ TINY_PROMPTS = [tuple(range(10, 50)), (60,), (61, 62, 63, 64, 65, 66, 67)]
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_tiny_model_in_float32(tiny_model_dir: Path, temperature: float) -> None:
     assert (await gaps(tiny_model_dir, torch.float32, temperature, TINY_PROMPTS, 20)).max() < FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next", "kimi_linear", "lfm2", "nemotron_h"])
+async def test_layers_that_hand_a_state_on(model_type: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    made = tiny_architectures.tiny_model(model_type, vocab_size=len(tiny_tokenizer), max_position_embeddings=512)
+    path = saved(made, tiny_tokenizer, tmp_path)
+    found = await gaps(path, torch.float32, 0.7, TINY_PROMPTS, 20)
+    assert found.max() < FLOAT32_TOLERANCE
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -7,6 +7,7 @@ Does not own: keys and values (`kv_cache.py`).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -112,20 +113,25 @@ class PrefillRecurrence(Recurrence):
     def __init__(
         self, forest: ForestRecurrence, leaves: Sequence[Node], counts: Sequence[int], states: list[Tensor]
     ) -> None:
-        self._forest, self._leaves, self._counts, self._states = forest, leaves, torch.tensor(counts), states
+        self._forest, self._leaves, self._states = forest, leaves, states
+        self._row_A = torch.arange(len(leaves)).repeat_interleave(torch.tensor(counts))
+        self._last: dict[int, Tensor] = {}
 
     def convolve(self, convolution: Convolution, x: Tensor, width: int) -> Tensor:
         """Implements `Recurrence.convolve`."""
-        token_LW = torch.stack([self._forest.last_tokens(leaf, width - 1) for leaf in self._leaves])
+        if width not in self._last:
+            last = [self._forest.last_tokens(leaf, width - 1) for leaf in self._leaves]
+            self._last[width] = torch.stack(last)[self._row_A].to(x.device)
         padded_MC = functional.pad(x[0].transpose(0, 1), (0, 0, 0, 1))
-        self._keep(padded_MC[token_LW].transpose(1, 2))
+        self._states.append(padded_MC[self._last[width]].transpose(1, 2))
         return self._forest.convolve(convolution, x, width)
 
     def scan(self, scan: Scan, columns: Sequence[Tensor]) -> Tensor:
         """Implements `Recurrence.scan`."""
         result, states = self._forest.scan_to_ends(scan, columns)
-        self._keep(torch.cat(states).index_select(0, self._forest.ends(self._leaves)))
+        self._states.append(torch.cat(states).index_select(0, self._end_A))
         return result
 
-    def _keep(self, state_L: Tensor) -> None:
-        self._states.append(state_L.repeat_interleave(self._counts.to(state_L.device), dim=0))
+    @cached_property
+    def _end_A(self) -> Tensor:
+        return self._forest.ends(self._leaves)[self._row_A].to(self._forest.device)

@@ -72,7 +72,7 @@ class ForestRecurrence:
     """The recurrence of a forest; B is 1 and T is the M of the layout."""
 
     def __init__(self, nodes: Sequence[Node], *, device: torch.device) -> None:
-        self._nodes, self._device = nodes, device
+        self._nodes, self.device = nodes, device
         self._tokens = sum(node.length for node in nodes)
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.calls = 0
@@ -99,7 +99,7 @@ class ForestRecurrence:
                 end += before + node.length
             place_M = torch.empty(self._tokens, dtype=torch.int64)
             place_M[torch.cat(tokens[1::2])] = torch.cat(places)
-            self._rows[before] = torch.cat(tokens).to(self._device), place_M.to(self._device)
+            self._rows[before] = torch.cat(tokens).to(self.device), place_M.to(self.device)
         return self._rows[before]
 
     @cached_property
@@ -115,8 +115,8 @@ class ForestRecurrence:
         place_M = torch.empty(self._tokens, dtype=torch.int64)
         place_M[token_R[real]] = real.nonzero()[:, 0]
         for call in calls:
-            call.move(self._device)
-        return calls, place_M.to(self._device)
+            call.move(self.device)
+        return calls, place_M.to(self.device)
 
     def scan(self, scan: Scan, columns: Sequence[Tensor]) -> Tensor:
         """Implements `Recurrence.scan`."""
@@ -137,16 +137,16 @@ class ForestRecurrence:
         return torch.cat(results).index_select(0, place_M)[None], states
 
     def ends(self, nodes: Sequence[Node]) -> Tensor:
-        """Returns where the states after nodes are when those of `scan_to_ends` are laid end to end."""
+        """Returns where the states after nodes are when those of `scan_to_ends` are laid end to end, on the CPU."""
         calls, _ = self._calls
         stops = [self._segments[n].start + self._segments[n].length for call in calls for n in call.members]
-        return torch.tensor([stops.index(node.start + node.length) for node in nodes], device=self._device)
+        places = {stop: place for place, stop in enumerate(stops)}
+        return torch.tensor([places[node.start + node.length] for node in nodes])
 
     def last_tokens(self, node: Node, count: int) -> Tensor:
-        """Returns the last `count` tokens of a node's path, where there are fewer M before them."""
-        return torch.cat([_last(node, count, self._tokens), torch.arange(node.start, node.start + node.length)])[
-            -count:
-        ]
+        """Returns the last `count` tokens of a node's path, after M where there are fewer, on the CPU."""
+        own = torch.arange(node.start, node.start + node.length)
+        return torch.cat([_last(node, count, self._tokens), own])[node.length :]
 
 
 def _last(node: Node, count: int, none: int) -> Tensor:
