@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from rollgrad.adapters.chat.pictures import ImageRenderer, without_videos
+from rollgrad.adapters.chat.pictures import VIDEO_PART, ImageRenderer, without_videos
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.domain.ports.chat_codec import RenderedPrompt
 from tests.tiny_models import make_tiny_tokenizer
@@ -322,6 +322,8 @@ def save_tiny_vlm(family: str, path: Path, *, positions: int = 512) -> str:
     model.config.text_config.max_position_embeddings = positions  # they are rotations, of which no weight knows
     model.save_pretrained(path)
     processor.save_pretrained(path)
+    if VIDEO_PART in type(processor).__base__.get_attributes():  # published models have it, torchvision asks for it
+        (path / "video_preprocessor_config.json").write_text("{}")
     return str(path)
 
 

@@ -37,7 +37,11 @@ def check_routers(model: Any, coefs: Mapping[str, float]) -> None:
     """
     recorded = getattr(backbone(model), "_can_record_outputs", None) or {}
     problem = "has no routers to experts that a loss balances"
-    if "router_logits" in recorded and hasattr(model.config, "num_experts_per_tok"):
+    if "router_logits" not in recorded and _experts(model):
+        import transformers
+
+        problem = f"does not show its routers to experts in transformers {transformers.__version__}"
+    elif "router_logits" in recorded and hasattr(model.config, "num_experts_per_tok"):
         with torch.no_grad(), chosen_experts(model) as chosen:
             logits = two_token_pass(model, output_router_logits=True).router_logits
         if chosen and len(chosen) == len(logits):
@@ -68,13 +72,17 @@ def chosen_experts(model: Any) -> Iterator[list[Tensor]]:
                 chosen.append(argument.detach().reshape(-1, argument.shape[-1]))
                 return
 
-    experts = [part for name, part in backbone(model).named_modules() if name.rpartition(".")[2] == "experts"]
-    handles = [part.register_forward_pre_hook(note, with_kwargs=True) for part in experts]
+    handles = [part.register_forward_pre_hook(note, with_kwargs=True) for part in _experts(model)]
     try:
         yield chosen
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _experts(model: Any) -> list[torch.nn.Module]:
+    """Returns the experts of each layer that has any."""
+    return [part for name, part in backbone(model).named_modules() if name.rpartition(".")[2] == "experts"]
 
 
 def token_counts(layout: Layout, batch: PackedBatch) -> Tensor:

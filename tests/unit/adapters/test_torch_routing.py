@@ -109,6 +109,10 @@ def test_the_experts_that_were_chosen_are_counted(family: str, tiny_tokenizer: A
     model = tiny_architectures.tiny_model(family, vocab_size=len(tiny_tokenizer))
     path = str(saved(model, tiny_tokenizer, tmp_path))
     batch = cluster.batch()
+    if "router_logits" not in model.base_model._can_record_outputs:  # transformers 5.17 shows those of few
+        with pytest.raises(ConfigurationError, match="does not show its routers to experts in transformers"):
+            policy(path)
+        return
     mine = policy(path)
     tokens_E, probabilities_E, _ = mine._trained(batch, True)[2:]
 
