@@ -217,6 +217,26 @@ def test_what_does_not_come_is_noticed(directory: Path, worker: Any, lacks: str)
         push(pushed, receiver, weights, cut=name)
 
 
+@pytest.mark.parametrize(("rank", "size"), SHARES)
+@pytest.mark.parametrize("pushed_before", [True, False], ids=["later", "at first"])
+def test_the_missing_part_of_a_layer_of_several_tensors_is_named(
+    directory: Path, worker: Any, rank: int, size: int, pushed_before: bool
+) -> None:
+    weights = trained(directory, 1)
+    parts = ("k_proj.weight", "up_proj.weight")
+    missing = [name for part in parts for name in [one for one in weights if one.endswith(part)][:1]]
+    assert missing or not any("q_proj" in name for name in weights)  # of whose layers none has several tensors
+    pushed = worker(rank, size).load(weights)
+    receiver = pushed.receiver()
+    if pushed_before:
+        push(pushed, receiver, weights)
+    for name in missing:
+        lacks_one = {other: tensor for other, tensor in weights.items() if other != name}
+        with pytest.raises(ValueError, match=rf"did not come from the trainer: \['{name}'\]"):
+            push(pushed, receiver, lacks_one)
+    push(pushed, receiver, weights)
+
+
 def test_quantised_layers_are_made_by_vllm_from_whole_tensors(directory: Path, worker: Any) -> None:
     expected = worker(0, 2).load(trained(directory, 2)).computed()
     pushed = worker(0, 2).load(trained(directory, 1))

@@ -11,7 +11,7 @@ Does not own: where the runs come from, nor whether the engine may serve (`engin
 layers of two versions.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -45,6 +45,8 @@ class LayerLoading:
     """Bytes of each incomplete tensor with a plan that have not come."""
     _open: dict[Any, bool] = field(factory=dict, init=False)
     """Layers that have been written to and are not complete; whether they are written where their kernels read."""
+    _came: set[str] = field(factory=set, init=False)
+    """Names of the tensors of which a piece has come."""
 
     def __attrs_post_init__(self) -> None:
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -59,7 +61,7 @@ class LayerLoading:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._assembler = Assembler(self.device)
-        self._missing, self._open = {}, {}
+        self._missing, self._open, self._came = {}, {}, set()
         initialize_layerwise_reload(self.model)
 
     def whole(self) -> bool:
@@ -72,6 +74,7 @@ class LayerLoading:
         Returns:
             Names of the parameters that are loaded now; None if the model does not name them.
         """
+        self._came.update(piece["name"] for piece in pieces)
         if not self.planned:
             return self._take_whole(memory, pieces)
         kinds = ((piece["name"], getattr(torch, piece["dtype"]), tuple(piece["shape"])) for piece in pieces)
@@ -88,6 +91,25 @@ class LayerLoading:
             self._take_parts(memory, piece, loading)
             loaded = _together(loaded, loading.loaded)
         return _together(loaded, self._take_whole(memory, unplanned)) if unplanned else loaded
+
+    def lacking(self) -> Iterator[str]:
+        """Yields what has not come of layers of which a part has: the trainer's tensors, as far as their names follow
+        from those of the others in the layer, else the layer. Rows that fill a vocabulary up lack always."""
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        joined: Mapping[str, Sequence[str]] = getattr(self.model, "packed_modules_mapping", {})
+        for path, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            if not info.can_load() or not 0 < info.load_numel < info.load_numel_total:
+                continue
+            if isinstance(layer, VocabParallelEmbedding) or is_deferred_attention_layer(layer):
+                continue
+            parts = joined.get(path.rpartition(".")[2], ())
+            came = [name.split(".") for name in self._plan.sources(layer) if name in self._came]
+            wanted = {".".join((*words[:-2], part, words[-1])) for words in came for part in parts}
+            yield from sorted(wanted - self._came) or (f"a part of {path}",)
 
     def end(self, *, well: bool) -> None:
         """Ends the loading of layers of which not all elements have come, before vLLM's own reloading ends: those that

@@ -69,6 +69,12 @@ class LoadingPlan:
         """Returns the plan of a tensor that was learned."""
         return self._known[name, tuple(shape)]
 
+    def sources(self, layer: Any) -> Iterator[str]:
+        """Yields the names of the learned tensors that are copied into a layer."""
+        for (name, _), loading in self._known.items():
+            if any(copy.place[0] is layer for copy in loading.copies or ()):
+                yield name
+
     def unknown(self, tensors: Iterable[Kind]) -> list[Kind]:
         """Returns the tensors that are to be learned."""
         return [kind for kind in tensors if (kind[0], kind[2]) not in self._known]

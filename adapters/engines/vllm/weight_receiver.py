@@ -17,6 +17,9 @@ from rollgrad.adapters.engines.vllm.layer_loading import LayerLoading
 from rollgrad.adapters.weights.gpu_buckets import dtype_name
 from rollgrad.adapters.weights.shared_buckets import Piece, SharedMemory
 
+NAMED = 8
+"""Largest number of missing parameters that an error names."""
+
 
 @define
 class ReceiverSettings:
@@ -79,8 +82,10 @@ def receiver_class() -> type:
             self._lacking -= self._lacking if loaded is None else loaded  # a model that names nothing checks for itself
             quantized = self.model_config.quantization is not None  # its scales are made here, not sent
             if update_info.last:
-                if (self._lacking and not quantized) or not self._loading.whole():
-                    raise ValueError(f"these parameters did not come from the trainer: {sorted(self._lacking)[:8]}")
+                lacking = [] if quantized else [*sorted(self._lacking), *self._loading.lacking()]
+                if lacking or not self._loading.whole():
+                    more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
+                    raise ValueError(f"these parameters did not come from the trainer: {lacking[:NAMED]}{more}")
                 self._complete = True
 
         def _contents(self, update: FullBucket) -> tuple[Tensor, list[Piece]]:
