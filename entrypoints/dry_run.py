@@ -27,6 +27,7 @@ from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.time_floor import least_seconds, step_work
+from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
 from rollgrad.entrypoints.run_directory import check_output
 
@@ -193,9 +194,25 @@ def show_plan(config: RLConfig, console: "Console") -> list[str]:
         console.print(f"{_mib(place.held)} MiB at once in {place.name}, which has {_mib(place.available)}")
     if floor := _time_floor(config, rows, shapes, machine, dtype, device):
         console.print(floor)
+    if config.rollout.engine is Engine.VLLM:
+        console.print(_weights_way(config, device))
     for name, words in correction_summary(config).items():
         console.print(f"{'off-policy correction' if name == 'weights' else '  ' + name}: {words}")
     return list(shortages(rows, machine))
+
+
+def _weights_way(config: RLConfig, device: "torch.device") -> str:
+    """Returns a sentence about the way of weights to the engines.
+
+    Raises:
+        ConfigurationError: it needs GPUs, and there are none.
+    """
+    from rollgrad.adapters.engines.vllm.builds import cpu_builds
+
+    # A cluster that is joined may have GPUs where this machine has none.
+    without, gpus = cpu_builds(), device.type == "cuda" or config.cluster.address is not None
+    way = sync_backend(config, gpus=gpus, without=without)
+    return f"weights go to the engines by {way}" + (f": {without}" if without else "")
 
 
 def _machine() -> Machine:

@@ -20,17 +20,18 @@ def engines_without_actor(config: RLConfig) -> int:
     return max(0, config.vllm.num_engines * config.vllm.gpus_per_engine - processes)
 
 
-def sync_backend(config: RLConfig, *, gpus: bool) -> SyncBackend:
-    """The backend of a run where there are GPUs, or none; never auto.
+def sync_backend(config: RLConfig, *, gpus: bool, without: str = "") -> SyncBackend:
+    """The backend of a run where there are GPUs, or none, or where torch or vLLM computes on none, as the clause
+    `without` says; never auto.
 
     Raises:
         ConfigurationError: the one that was asked for needs GPUs.
     """
-    asked = config.vllm.sync_backend
+    asked, gpus = config.vllm.sync_backend, gpus and not without
     if asked in NEED_GPUS and not gpus:
         raise ConfigurationError(
-            f"vllm.sync_backend is {asked}, which needs GPUs, but there is none here: set --vllm.sync_backend auto or "
-            "shared_memory."
+            f"vllm.sync_backend is {asked}, which needs GPUs, but {without or 'there is none here'}: set "
+            "--vllm.sync_backend auto or shared_memory."
         )
     if asked is not SyncBackend.AUTO:
         return asked

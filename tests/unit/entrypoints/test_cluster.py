@@ -7,6 +7,7 @@ from structlog.testing import capture_logs
 
 from rollgrad.adapters.ray.placement import Placement, by_machine
 from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
+from rollgrad.adapters.weights.shared_memory import shared_memory
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import TrainConfig
@@ -126,5 +127,8 @@ def test_neighbouring_processes_are_on_one_machine() -> None:
 def test_each_process_on_the_gpus_of_an_engine_hands_its_memory_over() -> None:
     container = rl_container(sampling_config(together=True))
     container.gpus.override(providers.Object(True))
+    container.without.override(providers.Object("torch is built without GPUs"))
+    assert container.weight_backend() is shared_memory
+    container.without.override(providers.Object(""))
     backend = container.weight_backend()
     assert (backend.func, backend.keywords) == (cuda_ipc, {"workers": 2})

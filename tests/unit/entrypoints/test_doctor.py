@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rollgrad.adapters.engines.vllm.builds import cpu_builds, torch_build
 from rollgrad.entrypoints.cli import doctor
 from rollgrad.entrypoints.cli.doctor_machine import (
     Driver,
@@ -26,7 +27,7 @@ from rollgrad.entrypoints.cli.doctor_machine import (
     parse_driver,
     parse_gpus,
 )
-from rollgrad.entrypoints.cli.doctor_packages import Package, Requirements, requirements, torch_cuda
+from rollgrad.entrypoints.cli.doctor_packages import Package, Requirements, requirements
 from rollgrad.entrypoints.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -162,7 +163,7 @@ def test_what_is_not_installed_has_no_metadata() -> None:
 def test_torch_s_build_is_read_without_importing_it() -> None:
     import torch
 
-    assert torch_cuda() == torch.version.cuda
+    assert torch_build("cuda") == torch.version.cuda
 
 
 def test_disks_are_those_where_a_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +227,19 @@ def test_it_ends_with_what_can_run_here(capsys: pytest.CaptureFixture[str]) -> N
     for extra in set(asked.extras) - doctor.NOT_TRIED:
         assert f"  [{extra}]" in text
     assert "tested: " in text
+
+
+def test_it_says_how_weights_reach_engines_beside_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor.machine, "find_gpus", lambda: (None, [Gpu("H100", 80 * 2**30)]))
+    import torch
+
+    main(["doctor"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "weights to engines" in line]
+    without = cpu_builds()
+    assert line.endswith(f"by shared memory: {without}" if without else "by the GPUs (nccl, cuda_ipc)")
+    assert bool(without) == (torch.version.cuda is None)
 
 
 @pytest.mark.parametrize(
