@@ -18,6 +18,7 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
+from rollgrad.adapters.weights.gpu_buckets import dtype_name
 from rollgrad.domain.errors import ConfigurationError
 
 BUCKETS = 2
@@ -114,7 +115,7 @@ def fill_runs(
     pieces: list[Piece] = []
     for run in runs:
         source = run.elements.view(torch.uint8)
-        dtype = str(run.elements.dtype).removeprefix("torch.")
+        dtype = dtype_name(run.elements.dtype)
         first, begin = run.begin * run.elements.element_size(), 0
         while begin < source.numel():
             size = min(source.numel() - begin, room - used)

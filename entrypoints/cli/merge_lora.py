@@ -56,7 +56,7 @@ def merge(arguments: MergeLoraArguments) -> None:
         load_in_4bit=arguments.load_in_4bit,
         reward_model=arguments.reward_model,
     )
-    what = "scores" if arguments.reward_model else "log-probs"
+    what = "scores" if merged.reward_model else "log-probs"
     sys.stderr.write(
         f"{merged.layers} layers of {merged.base} merged in {merged.dtype}; {what} of {len(TEXTS)} texts differ by "
         f"{merged.difference:.2g} on average; tokenizer and template of {merged.tokenizer}\n"

@@ -60,6 +60,7 @@ class MergedModel:
     dtype: str
     difference: float
     dequantised: bool
+    reward_model: bool
     tokenizer: str
 
 
@@ -129,6 +130,7 @@ def merge_lora(
         dtype=str(own).removeprefix("torch."),
         difference=difference,
         dequantised=dequantised,
+        reward_model=reward_model,
         tokenizer=place,
     )
 

@@ -145,7 +145,7 @@ def test_a_model_in_four_bits_is_dequantised_first(base: Callable[..., tuple[Any
 
 
 def test_the_head_of_a_reward_model_comes_with_its_adapters(
-    base: Callable[..., tuple[Any, Path]], tmp_path: Path
+    base: Callable[..., tuple[Any, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, path = base()
     torch.manual_seed(3)
@@ -156,7 +156,8 @@ def test_the_head_of_a_reward_model_comes_with_its_adapters(
     adapters = str(tmp_path / "adapters")
     targets = ["q_proj", "v_proj"]
     peft_adapters(classifier, tmp_path / "adapters", task_type="SEQ_CLS", target_modules=targets)
-    merge_lora(adapters, tmp_path / "out", model=str(path))
+    assert main(["merge-lora", "--adapter", adapters, "--output", str(tmp_path / "out"), "--model", str(path)]) == 0
+    assert "; scores of " in capsys.readouterr().err
     assert torch.equal(read(tmp_path / "out", "AutoModelForSequenceClassification").score.weight, head)
 
 
