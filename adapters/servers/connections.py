@@ -1,11 +1,13 @@
 """Connections of rollgrad's HTTP servers, bounded even before a token is checked.
 
-Invariants: a connection is closed if its client sends a header or body too slowly, or if there are too many of them;
-memory for an unfinished header is bounded. Does not own: the content of requests (`guard`).
+Invariants: a connection is closed if its client sends a header or body too slowly, takes nothing of an answer for long,
+or if there are too many of them; memory for an unfinished header is bounded. Does not own: the content of requests
+(`guard`).
 """
 
 import asyncio
 import resource
+import socket
 from typing import Any
 
 import h11
@@ -18,6 +20,8 @@ HEADER_SECONDS = 20.0
 """Longest time from the connection, or a header's first byte, to the header's end."""
 BODY_SECONDS = 120.0
 """Longest time from a header's end to the body's: 16 MB at a slow line's 140 KB/s."""
+UNREAD_SECONDS = 120.0
+"""Longest time that a client may take none of an answer that waits for it, as one that is gone without a word does."""
 DISCARD_SECONDS = 0.1
 """Seconds between two reads of a refused body, which makes 2.5 MB a second."""
 MOST_CONNECTIONS = 4096
@@ -43,6 +47,9 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) > connection_limit():
             transport.abort()
             return
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            its_socket = transport.get_extra_info("socket")
+            its_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1000))
         self._watch()
 
     def data_received(self, data: bytes) -> None:

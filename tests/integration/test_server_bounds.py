@@ -2,15 +2,20 @@
 
 import asyncio
 import json
+import socket
 import ssl
 import subprocess
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from attrs import evolve
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.loading import load_dataset
@@ -77,6 +82,30 @@ async def test_slow_clients_are_hung_up_on(sent: bytes, monkeypatch: pytest.Monk
     monkeypatch.undo()  # this one may take its time
     async with httpx2.AsyncClient(timeout=WAIT_SECONDS) as http:
         assert (await http.get(f"{url}/health")).status_code == 200
+    await server.stop()
+
+
+async def test_a_client_that_reads_nothing_of_its_stream_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.5)
+    ended = asyncio.Event()
+
+    async def endless(request: Request) -> Response:
+        async def more() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b"x" * 2**16
+                    await asyncio.sleep(0)
+            finally:
+                ended.set()
+
+        return StreamingResponse(more())
+
+    server = Server(create_app([Route("/endless", endless)]), name="test server")
+    port = int((await server.start()).rpartition(":")[2])
+    silent = socket.create_connection(("127.0.0.1", port))
+    silent.sendall(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await asyncio.wait_for(ended.wait(), WAIT_SECONDS)
+    silent.close()
     await server.stop()
 
 
