@@ -88,7 +88,7 @@ def test_all_rules_are_said_at_once_before_anything_is_loaded(
     told = capsys.readouterr().err
     for words in ("attention heads", "heads of keys and values", "inner values", "has 2 layers"):
         assert words in told
-    assert "--tensor_parallel_size." in told
+    assert "--tensor_parallel_size to 1" in told
 
 
 def test_a_run_and_its_rehearsal_say_them_too(

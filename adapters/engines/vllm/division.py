@@ -6,7 +6,7 @@ assertion in each of its processes, after the start. Limits: encoders of images 
 support pipelines vLLM says itself when it starts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -42,36 +42,38 @@ def division_problems(
             f"{tensor * pipeline} processes, each with a GPU of its own, but this machine has {gpus}: lower them."
         )
     text = config.get_text_config(decoder=True)
-    told = f"{section}tensor_parallel_size is {tensor}, but "
-    fix = f": change --{section}tensor_parallel_size."
-    heads = _number(text, "num_attention_heads")
-    if heads and heads % tensor:
-        yield f"{told}vLLM gives each process as many of the model's {heads} attention heads{fix}"
-    keys = _number(text, *KEY_HEADS) or heads
-    if keys and not _number(text, "kv_lora_rank") and max(keys, tensor) % min(keys, tensor):
-        yield (
-            f"{told}vLLM divides the model's {keys} heads of keys and values over the processes, or the processes over "
-            f"these heads, without a remainder{fix}"
-        )
-    vocabulary = _number(text, "vocab_size")
-    rows = -(-vocabulary // VOCABULARY_STEP) * VOCABULARY_STEP
-    if rows % tensor:
-        yield (
-            f"{told}vLLM gives each process as many of the {rows} rows of embeddings (a vocabulary of {vocabulary} in "
-            f"steps of {VOCABULARY_STEP}){fix}"
-        )
-    mixture = bool(_number(text, *EXPERTS))
-    names = ("moe_intermediate_size", "intermediate_size") if mixture else ("intermediate_size",)
-    width = _number(text, *names)
-    if width % tensor and not (mixture and extra.get("enable_expert_parallel")):
-        whose = "an expert's" if mixture else "a layer's"
-        yield f"{told}vLLM gives each process as much of {whose} {width} inner values{fix}"
+    rules = [*_rules(text, experts_divided=not extra.get("enable_expert_parallel"))]
+    fitting = [str(size) for size in range(1, tensor) if all(holds(size) for _, holds in rules)]
+    for what, holds in rules:
+        if not holds(tensor):
+            yield (
+                f"{section}tensor_parallel_size is {tensor}, but vLLM divides the model's {what} evenly over so many "
+                f"processes: set --{section}tensor_parallel_size to {' or '.join(fitting)}."
+            )
     layers = _number(text, "num_hidden_layers")
     if layers and pipeline > layers:
         yield (
             f"{section}pipeline_parallel_size is {pipeline}, but the model has {layers} layers, and every stage needs "
             f"one: set --{section}pipeline_parallel_size to {layers} at most."
         )
+
+
+def _rules(text: Any, *, experts_divided: bool) -> Iterator[tuple[str, Callable[[int], bool]]]:
+    """Yields what vLLM divides, and whether it can be divided over so many processes; `experts_divided`: also what is
+    in each expert, not the experts alone."""
+    heads = _number(text, "num_attention_heads")
+    if heads:
+        yield f"{heads} attention heads", lambda size: heads % size == 0
+    keys = _number(text, *KEY_HEADS) or heads
+    if keys and not _number(text, "kv_lora_rank"):
+        yield f"{keys} heads of keys and values", lambda size: max(keys, size) % min(keys, size) == 0
+    vocabulary = _number(text, "vocab_size")
+    rows = -(-vocabulary // VOCABULARY_STEP) * VOCABULARY_STEP
+    yield f"{rows} rows of embeddings (a vocabulary of {vocabulary})", lambda size: rows % size == 0
+    mixture = bool(_number(text, *EXPERTS))
+    width = _number(text, *(("moe_intermediate_size", "intermediate_size") if mixture else ("intermediate_size",)))
+    if experts_divided or not mixture:
+        yield f"{width} inner values of {'an expert' if mixture else 'a layer'}", lambda size: width % size == 0
 
 
 def _number(config: Any, *names: str) -> int:
