@@ -76,11 +76,13 @@ class StreamedAnswer(Response):
             try:
                 async for event in self._told():
                     await tell(event)
-            except HttpError as failure:
+            except Exception as failure:
                 if left.done():
                     return
-                error = failure
-                for event in self._events.failed(failure):
+                if not isinstance(failure, HttpError):  # a defect: it is logged, and not shown to the client
+                    _log.exception("stream_failed")
+                error = failure if isinstance(failure, HttpError) else internal_error()
+                for event in self._events.failed(error):
                     await tell(event)
             await send({"type": "http.response.body", "body": b""})
         except asyncio.CancelledError:  # the server ends, and has waited for the answer as long as it may

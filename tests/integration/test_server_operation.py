@@ -240,6 +240,26 @@ async def test_a_stream_that_fails_says_so_in_its_protocol_and_is_counted_as_fai
     await play(scenario, stop_seconds=stop_seconds)
 
 
+async def test_a_defect_in_the_midst_of_a_stream_is_an_error_that_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise ZeroDivisionError("what nobody should read")
+
+    async def scenario(operated: Operated) -> None:
+        tasks = await streams(operated)
+        monkeypatch.setattr("rollgrad.adapters.servers.openai_wire.CompletionChunks._end", broken)
+        with structlog.testing.capture_logs() as logs:
+            operated.engine.free.set()
+            for path, task in zip(WIRES, tasks, strict=True):
+                assert ("The server failed to answer" in await task) == path.endswith("completions")
+                assert "nobody" not in await task
+        assert sorted(log["status"] for log in logs if log["event"] == "request") == [200, 200, 500, 500]
+        assert sum(log["event"] == "stream_failed" for log in logs) == 2
+
+    await play(scenario)
+
+
 async def test_a_client_that_leaves_a_stream_is_counted_as_one_that_left() -> None:
     async def scenario(operated: Operated) -> None:
         tasks = await streams(operated)
