@@ -11,6 +11,7 @@ copying.
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.queues import Queue
 from pathlib import Path
 
