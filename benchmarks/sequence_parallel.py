@@ -1,9 +1,9 @@
 """Time of an attention layer, forward and backward, and bytes that a process receives for it, where two processes share
 one sequence: divided by heads, by copies of too few heads, and by queries.
 
-Beside the time stands the least that the layer's products can take: those of the scores that a causal sequence has, at
-the speed of one large product of matrices. Processes are on this machine's CPU, one thread each, where sending is
-copying.
+Times are seconds of the processor, of the slower process. Beside them stands the least that the layer's products can
+take: those of the scores that a causal sequence has, at the speed of one large product of matrices. Processes are on
+this machine's CPU, one thread each, where sending is copying.
 
     python benchmarks/sequence_parallel.py
 """
@@ -74,7 +74,7 @@ WAYS = (
 
 @frozen
 class Found:
-    """Seconds of a layer, bytes that a process received for it, and floating-point operations a second of one large
+    """Processor's seconds of a layer, bytes that a process received for it, and floating-point operations a second of one large
     product."""
 
     seconds: float
@@ -139,7 +139,7 @@ def share(rank: int, work: Work, port: int, passes: "Queue[list[Found]]") -> Non
 
 
 def layer(work: Work, way: Way) -> Callable[[], tuple[float, int]]:
-    """Returns a function that makes a layer's passes, and returns their seconds and the bytes that this process
+    """Returns a function that makes a layer's passes, and returns their seconds of the processor and the bytes that this process
     received for them."""
     from rollgrad.adapters.models.torch.layout import build_layout
     from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
@@ -156,10 +156,10 @@ def layer(work: Work, way: Way) -> Callable[[], tuple[float, int]]:
 
     def passed() -> tuple[float, int]:
         with received() as total:
-            began = time.perf_counter()
+            began = time.process_time()
             k, v = (x.repeat_interleave(way.copies, dim=1) for x in (key, value))
             plan.attend(0, query, k, v, work.width**-0.5, None).sum().backward()
-            return time.perf_counter() - began, round(sum(total))
+            return time.process_time() - began, round(sum(total))
 
     return passed
 
