@@ -98,7 +98,7 @@ def least(work: Work) -> int:
     passes = sum(size * (3 if ".layers." in name else 2) for name, size in beside)
     others = work.processes - 1
     rows = 4 * min(others, CHOSEN) * work.tokens * work.layers
-    return passes * others // work.processes + rows * work.hidden * torch.float32.itemsize
+    return int(passes * others // work.processes + rows * work.hidden * torch.float32.itemsize)
 
 
 def measured(work: Work, size: int) -> Pass:

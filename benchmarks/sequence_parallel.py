@@ -74,8 +74,8 @@ WAYS = (
 
 @frozen
 class Found:
-    """Processor's seconds of a layer, bytes that a process received for it, and floating-point operations a second of one large
-    product."""
+    """Processor's seconds of a layer, bytes that a process received for it, and floating-point operations a second of
+    one large product."""
 
     seconds: float
     received: int
@@ -139,8 +139,8 @@ def share(rank: int, work: Work, port: int, passes: "Queue[list[Found]]") -> Non
 
 
 def layer(work: Work, way: Way) -> Callable[[], tuple[float, int]]:
-    """Returns a function that makes a layer's passes, and returns their seconds of the processor and the bytes that this process
-    received for them."""
+    """Returns a function that makes a layer's passes, and returns their seconds of the processor and the bytes that
+    this process received for them."""
     from rollgrad.adapters.models.torch.layout import build_layout
     from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
     from rollgrad.domain.batches.packed import pack
