@@ -2,8 +2,7 @@
 
 `python benchmarks/states.py` makes a model of Qwen3.5's kind with random weights (6 layers, of which every third
 attends), and measures the forward and backward pass of 8 replies to a long prompt, packed and padded; then the embedded
-engine, with the states of its sequences and computing each sequence anew. It prints the
-median of the rounds. The last
+engine, with the states of its sequences and computing each sequence anew. It prints the median of the rounds. The last
 line is `packed P times, states S times`, the gain of each.
 """
 
@@ -30,7 +29,7 @@ from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.testing.agent_executor import make_trajectory
 
-SAMPLES, PROMPT, REPLY, NEW_TOKENS, HIDDEN, ROUNDS = 8, 1024, 128, 16, 256, 3
+SAMPLES, PROMPT, REPLY, NEW_TOKENS, HIDDEN, ROUNDS = 8, 512, 64, 16, 256, 3
 VOCABULARY = 4096
 
 

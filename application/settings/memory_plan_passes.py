@@ -104,18 +104,20 @@ def head_bytes(
 
 
 def embedded_bytes(config: RLConfig, shape: ModelShape, compute_bytes: int) -> int:
-    """Returns what the embedded engine holds: keys and values in whole blocks, and a pass over prompts or a step of all
-    sequences; of a model that is computed padded, a pass over whole sequences."""
+    """Returns what the embedded engine holds: keys and values in whole blocks, states, and a pass over prompts or a
+    step of all sequences; of a model that is computed padded, a pass over whole sequences."""
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     ahead = config.train.max_staleness + 1 if config.train.async_enable else 1
     sequences = min(sequences_at_once(config), samples * ahead)
     length = math.ceil(longest_sample(config) / CACHE_BLOCK) * CACHE_BLOCK
     padded = shape.passes is not None and shape.passes.padded
-    numbers = 0 if padded else 2 * shape.layers * shape.kv_heads * shape.head_dim
+    attending = shape.layers if shape.attending is None else shape.attending
+    numbers = 0 if padded else 2 * attending * shape.kv_heads * shape.head_dim
     prompt = longest_sample(config) if padded else config.data.prompt_limit
     once = max(prompt, min(PREFILL_TOKENS, sequences * prompt))
     logits = SAMPLED_LOGITS * sequences * (shape.embedding // shape.hidden) * FLOAT32_BYTES
-    return sequences * length * numbers * compute_bytes + max(scoring_bytes(config, shape, once, compute_bytes), logits)
+    kept = sequences * (length * numbers * compute_bytes + (0 if padded else shape.state_bytes))
+    return kept + max(scoring_bytes(config, shape, once, compute_bytes), logits)
 
 
 def _activations_per_hidden(config: RLConfig) -> float:

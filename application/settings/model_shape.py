@@ -45,7 +45,8 @@ class ModelShape:
     `adapters` counts the numbers in these, which are then all that is trained; `quantised` those that are kept in 4
     bits; `embedding` those of the input embedding, which is `tied` to the output's if both are one; `experts` those of
     a mixture's experts that processes divide, each token going to `experts_per_token` of a layer's; `stored` is the
-    bytes of a number in the model's files, 0 if it is not known."""
+    bytes of a number in the model's files, 0 if it is not known; `attending` layers keep keys (None: all do), and
+    `state_bytes` are those of the states of a sequence, of any length."""
 
     parameters: int
     layers: int
@@ -59,6 +60,8 @@ class ModelShape:
     experts_per_token: int = 0
     tied: bool = False
     stored: int = 0
+    attending: int | None = None
+    state_bytes: int = 0
     passes: PassMemory | None = None
     """Result of measuring the model's own code; None takes the formula of an ordinary decoder."""
 

@@ -29,6 +29,8 @@ from rollgrad.adapters.models.torch.kernels import has_varlen
 from rollgrad.adapters.models.torch.layout import Node
 from rollgrad.adapters.models.torch.models import train_without_dropout
 from rollgrad.adapters.models.torch.padded import use_exact_attention, use_own_attention
+from rollgrad.adapters.models.torch.recurrence import Convolution, ForestRecurrence, Scan
+from rollgrad.adapters.models.torch.recurrent_layers import recurrent_types
 from rollgrad.application.settings.model_shape import PassMemory, Points
 from rollgrad.domain.errors import ConfigurationError
 
@@ -157,6 +159,36 @@ def _trained(model: Any, states: States, rows: int, length: int) -> tuple[int, i
         for handle in handles:
             handle.remove()
     return saved, alive.peak
+
+
+def state_bytes(model: Any) -> int:
+    """Returns the bytes of the states after a sequence that the layers of a model on the meta device hand on."""
+    if not recurrent_types(model):
+        return 0
+    install_attention(model)
+    plan = _UncomputedAttention(1, 1, torch.device("meta"), model.dtype)
+    plan.recurrence = counted = _CountedStates([Node(0, 1)], device=torch.device("meta"))
+    ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    with torch.no_grad(), _Alive(model):  # which answers the questions of its code
+        backbone(model)(input_ids=ids, use_cache=False, attention_plan=plan)
+    return counted.nbytes
+
+
+class _CountedStates(ForestRecurrence):
+    """Counts the states of a pass over one token."""
+
+    nbytes = 0
+
+    def convolve(self, convolution: Convolution, x: Tensor, width: int) -> Tensor:
+        """Implements `Recurrence.convolve`."""
+        self.nbytes += (width - 1) * x.nbytes
+        return super().convolve(convolution, x, width)
+
+    def scan_to_ends(self, scan: Scan, columns: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Implements `ForestRecurrence.scan_to_ends`."""
+        result, states = super().scan_to_ends(scan, columns)
+        self.nbytes += sum(state.nbytes for state in states)
+        return result, states
 
 
 def _drop(parameter: Tensor) -> None:

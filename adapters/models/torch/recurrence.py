@@ -131,7 +131,7 @@ class ForestRecurrence:
         states: list[Tensor] = []
         for call in calls:
             rows = [x.index_select(0, call.token_R).view(call.rows, -1, *x.shape[1:]) for x in padded]
-            result, after = scan(rows, call.before(states))
+            result, after = scan(rows, call.before([s for s, c in zip(states, calls, strict=False) if c.goes_on]))
             results.append(result.flatten(0, 1))
             states.append(after)
         return torch.cat(results).index_select(0, place_M)[None], states
@@ -162,9 +162,11 @@ def _last(node: Node, count: int, none: int) -> Tensor:
 class _Call:
     """Segments computed together, as rows of one width, the longest first."""
 
-    def __init__(self, members: Sequence[int], all_: Sequence[Segment], done: dict[int, int], none: int) -> None:
-        """`done`: for each segment that was computed before, its place among the states then."""
-        self.members = list(members)
+    def __init__(
+        self, members: Sequence[int], all_: Sequence[Segment], done: dict[int, int], none: int, *, goes_on: bool
+    ) -> None:
+        """`done`: for each segment that was computed before and goes on, its place among the states of these."""
+        self.members, self.goes_on = list(members), goes_on
         self.rows = len(members)
         width = all_[members[0]].length
         step = torch.arange(width)
@@ -181,7 +183,7 @@ class _Call:
         self._place_R = None if self._place_R is None else self._place_R.to(device)
 
     def before(self, states: Sequence[Tensor]) -> Tensor | None:
-        """Returns the state before each row; `states` are those after the segments of earlier calls."""
+        """Returns the state before each row; `states` are those after the segments of earlier calls that go on."""
         if self._place_R is None:
             return None
         return (states[0] if len(states) == 1 else torch.cat([*states])).index_select(0, self._place_R)
@@ -202,5 +204,5 @@ def _ordered(all_: Sequence[Segment], none: int) -> Iterator[_Call]:
             widths = row_widths([all_[n].length for n in ready])
             for _, rows in itertools.groupby(zip(widths, ready, strict=True), key=lambda pair: pair[0]):
                 members = [number for _, number in rows]
-                yield _Call(members, all_, done, none)
-                done |= {number: len(done) + row for row, number in enumerate(members)}
+                yield _Call(members, all_, done, none, goes_on=level > 0)
+                done |= {number: len(done) + row for row, number in enumerate(members) if level > 0}

@@ -68,11 +68,10 @@ def install_recurrence(model: Any) -> None:
                 setattr(module, name, _Planned(own, planned, module))
     for part in model.modules():
         conv = getattr(part, "conv", None)
+        hooked = _plan_as_seq_idx in part._forward_pre_hooks.values()
         # LFM2 hands this keyword alone on to its convolution.
-        if isinstance(conv, nn.Module) and "seq_idx" in inspect.signature(conv.forward).parameters:
-            part._forward_pre_hooks.pop(_HOOK, None)
-            part._forward_pre_hooks[_HOOK] = _plan_as_seq_idx
-            part._forward_pre_hooks_with_kwargs[_HOOK] = True
+        if not hooked and isinstance(conv, nn.Module) and "seq_idx" in inspect.signature(conv.forward).parameters:
+            part.register_forward_pre_hook(_plan_as_seq_idx, with_kwargs=True)
 
 
 def check_planned(model: Any, calls: int) -> None:
@@ -219,9 +218,6 @@ def _plan_as_seq_idx(module: nn.Module, positional: Any, named: Mapping[str, Any
     plan = named.get("attention_plan")
     return None if plan is None else (positional, {**named, "seq_idx": _HandedOn(plan)})
 
-
-_HOOK = -1
-"""Number of the hook among those of a layer."""
 
 _CONVOLVED = "causal_conv1d_fn"
 _RECURRENCES: dict[str, Callable[..., Any]] = {

@@ -10,6 +10,7 @@ from rollgrad.adapters.models.torch.attention import check_layers
 from rollgrad.adapters.models.torch.expert_parallel import expert_stacks
 from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.lora import adapter_numbers
+from rollgrad.adapters.models.torch.pass_memory import state_bytes
 from rollgrad.adapters.models.torch.quantised import quantised_numbers
 from rollgrad.adapters.models.torch.recurrent_layers import STATE_ALONE
 from rollgrad.application.settings.model_shape import ModelShape
@@ -35,6 +36,7 @@ def model_shape(key: str, name: str, lora: AdapterConfig | None = None, *, exper
         text = settings.get_text_config()
         shapes = _cache_shapes(settings) if _keeps_keys(model) else []
         kv_heads, head_dim = max(shapes, key=math.prod, default=(0, 0))
+        states = state_bytes(model) if _keeps_keys(model) else 0
     except Exception as error:  # the code of a model's class and its settings may raise anything
         raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
     section = key.partition(".")[0]
@@ -54,6 +56,8 @@ def model_shape(key: str, name: str, lora: AdapterConfig | None = None, *, exper
         experts_per_token=getattr(text, "num_experts_per_tok", stacks[0].num_experts) if stacks else 0,  # all at most
         tied=head is not None and head.weight is embedding,
         stored=0 if settings.dtype is None else settings.dtype.itemsize,
+        attending=len(shapes) if states else None,
+        state_bytes=states,
     )
 
 

@@ -49,6 +49,8 @@ from tests.tiny_architectures import tiny_model
 
 TOLERANCE = 1e-5
 """Largest difference of a log-prob, or of a gradient as a share of its parameter's largest."""
+DECAY_TOLERANCE = 3e-5
+"""The same of the gradients of a recurrence's decay, which sum over all pairs of tokens."""
 
 
 @pytest.fixture
@@ -93,7 +95,8 @@ def assert_alike(module: nn.Module, plain: nn.Module, packed: PackedBatch) -> No
     torch.testing.assert_close(found_A, wanted_A, rtol=0, atol=TOLERANCE)
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        assert (gradients[name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), name
+        bound = DECAY_TOLERANCE if name.endswith("A_log") else TOLERANCE
+        assert (gradients[name] - gradient).abs().max() <= bound * gradient.abs().max(), name
     with torch.no_grad():
         torch.testing.assert_close(module(packed)[0], found_A, rtol=0, atol=TOLERANCE)
 

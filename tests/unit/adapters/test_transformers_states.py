@@ -14,6 +14,7 @@ from rollgrad.adapters.engines.embedded.states import SequenceStates
 from rollgrad.adapters.models.torch.attention import backbone
 from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.router_replay import install_router_replay
+from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from tests.model_sweep import LOGPROB_TOLERANCE, engine_gap
 from tests.tiny_architectures import tiny_model
@@ -72,8 +73,11 @@ def test_states_of_a_pass_stay_where_they_are() -> None:
     assert states.nbytes == 0
 
 
-def test_the_size_of_states_is_what_sequences_have() -> None:
-    decoder = decoder_of(packed("qwen3_5_text"))
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2", "falcon_h1"])
+def test_the_size_of_states_is_what_sequences_have(model_type: str, tmp_path: Path) -> None:
+    """As a plan of a run's memory says."""
+    model = packed(model_type)
+    decoder = decoder_of(model)
     assert isinstance(decoder, Decoder)
     decoder.cache.capacity = 3
     places = [Place() for _ in range(3)]
@@ -82,6 +86,10 @@ def test_the_size_of_states_is_what_sequences_have() -> None:
     with torch.inference_mode():
         decoder.prefill([tuple(range(3, 3 + n)) for n in (4, 9, 2)], [[place] for place in places])
     assert decoder.cache.states.nbytes == 3 * decoder.sequence_bytes > 0
+    model.save_pretrained(tmp_path)
+    shape = model_shape("actor.model_name_or_path", str(tmp_path))
+    assert shape.state_bytes == decoder.sequence_bytes
+    assert shape.attending == (2 if model_type == "falcon_h1" else 1)
 
 
 async def test_no_more_rows_than_half_of_the_memory_has_states_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +108,7 @@ async def test_no_more_rows_than_half_of_the_memory_has_states_for(monkeypatch: 
     assert max(widths) == min(9, room // (2 * each))
 
 
-def test_experts_are_recorded_beside_states(tmp_path: Path) -> None:
+def test_experts_are_recorded_beside_states() -> None:
     model = packed("qwen3_next")
     replay = install_router_replay(model, "actor.router_replay is engine")
     decoder = decoder_of(model, replay)
