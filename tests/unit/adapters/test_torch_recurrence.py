@@ -153,7 +153,7 @@ def test_a_token_comes_after_those_of_its_path(seed: int) -> None:
 
     found_NC = both(x_MC[None], decay_MC[None], recurrence)[0][layout.index_N]
     lengths = batch.lengths_S.tolist()
-    paths = layout.index_N.split(lengths)
+    paths = torch.split(layout.index_N, lengths)
     expected_NC = torch.cat([both(x_MC[path][None], decay_MC[path][None], Alone())[0] for path in paths])
     torch.testing.assert_close(found_NC, expected_NC)
     weights_NC = torch.randn_like(found_NC)
