@@ -80,6 +80,7 @@ class RowRecurrence(Recurrence):
 
     def __init__(self, states: list[Tensor], added_A: Tensor | None = None) -> None:
         self._states, self._added_A = states, added_A
+        self.stepping = added_A is None
         self._calls = 0
 
     def convolve(self, convolution: Convolution, x: Tensor, width: int) -> Tensor:
@@ -109,6 +110,8 @@ class RowRecurrence(Recurrence):
 
 class PrefillRecurrence(Recurrence):
     """A pass over prompts, each of which is the path of one of `leaves`, for `counts` sequences each."""
+
+    stepping = False
 
     def __init__(
         self, forest: ForestRecurrence, leaves: Sequence[Node], counts: Sequence[int], states: list[Tensor]

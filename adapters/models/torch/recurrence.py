@@ -32,6 +32,9 @@ Scan = Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
 class Recurrence(Protocol):
     """Decides, for one forward pass, what each token comes after."""
 
+    stepping: bool
+    """Whether it is a step of decoding: each row has one token, and there are no gradients."""
+
     def convolve(self, convolution: Convolution, x: Tensor, width: int) -> Tensor:
         """Returns the convolution of x [B, C, T]; a token sees itself and `width` - 1 before it."""
         ...
@@ -70,6 +73,8 @@ def segments(nodes: Sequence[Node]) -> list[Segment]:
 
 class ForestRecurrence:
     """The recurrence of a forest; B is 1 and T is the M of the layout."""
+
+    stepping = False
 
     def __init__(self, nodes: Sequence[Node], *, device: torch.device) -> None:
         self._nodes, self.device = nodes, device

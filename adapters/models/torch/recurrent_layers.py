@@ -126,7 +126,7 @@ def _convolved(
 
 
 def _delta_rule(step_name: str) -> Callable[..., Any]:
-    """Returns the plan's form of a delta rule, of which a single token is computed by another function."""
+    """Returns the plan's form of a delta rule, which another function computes in steps of decoding."""
 
     def planned(
         recurrence: Recurrence,
@@ -145,8 +145,7 @@ def _delta_rule(step_name: str) -> Callable[..., Any]:
 
         def scan(rows: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
             q, k, v, decay, rate = rows
-            single = q.shape[1] == 1 and state is not None and not torch.is_grad_enabled()
-            result: tuple[Tensor, Tensor] = (step if single else own)(
+            result: tuple[Tensor, Tensor] = (step if recurrence.stepping else own)(
                 q,
                 k,
                 v,
