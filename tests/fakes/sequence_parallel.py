@@ -64,13 +64,14 @@ LATENT = {
 @frozen(kw_only=True)
 class Case:
     """A model and the batch of `seed`; `samples` None: two tokens, fewer than there may be processes; `branches`: its
-    samples part from each other again and again."""
+    samples part from each other again and again; `teacher`: settings in which its teacher differs."""
 
     family: str = "Llama"
     settings: dict[str, Any] = Factory(dict)
     seed: int = 0
     samples: int | None = 5
     branches: bool = False
+    teacher: dict[str, Any] = Factory(dict)
     checkpointing: bool = False
     lora: bool = False
     prescribed: bool = False
@@ -100,7 +101,11 @@ CASES = {
     "fewer_tokens_than_processes": Case(settings={"num_key_value_heads": 3}, samples=None),
     "fewer_query_heads_than_processes": Case(settings={"num_attention_heads": 2, "num_key_value_heads": 1}, seed=12),
     "four_heads": Case(
-        family="Qwen3", settings={"num_attention_heads": 4, "num_key_value_heads": 4}, seed=13, branches=True
+        family="Qwen3",
+        settings={"num_attention_heads": 4, "num_key_value_heads": 4},
+        seed=13,
+        branches=True,
+        teacher={"num_key_value_heads": 2},
     ),
     "branches": Case(
         family="Mistral",
@@ -240,7 +245,7 @@ def passes(case: Case) -> dict[str, Any]:
 def taught(case: Case, packed: PackedBatch, kept: bool) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of the divergence from a teacher, which predicts now or has predicted before, and that divergence."""
     settings = DistillationSettings(beta=0.5, temperature=0.7, top_k=5 if kept else None)
-    other = model(evolve(case, checkpointing=False, lora=False))
+    other = model(evolve(case, settings=case.settings | case.teacher, checkpointing=False, lora=False))
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(0.8)

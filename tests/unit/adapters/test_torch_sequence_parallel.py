@@ -9,6 +9,9 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
+from rollgrad.domain.errors import ConfigurationError
 from tests.fakes import sequence_parallel
 from tests.fakes.sequence_parallel import CASES
 from tests.meeting_processes import results_of
@@ -98,3 +101,11 @@ def test_a_process_that_leaves_its_group_computes_alone(results: Results, proces
     expected = sequence_parallel.passes(CASES["two_heads"])
     for result in results(processes):
         assert_same_gradients(result["apart"]["by_token"], expected["by_token"], 1e-6)
+
+
+def test_a_layer_with_other_heads_than_the_settings_say_is_refused() -> None:
+    group = SequenceGroup(size=2, heads=2)
+    plan = group.share(build_layout(sequence_parallel.batch(0, 5))).plan(torch.nn.Linear(1, 1))
+    query, key = torch.zeros(1, 6, 4, 8), torch.zeros(1, 3, 4, 8)
+    with pytest.raises(ConfigurationError, match=r"layer 1 has 3 key/value heads, .* leave --ds\.sequence"):
+        plan.attend(1, query, key, key, 1.0, None)
