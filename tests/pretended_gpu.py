@@ -366,6 +366,8 @@ class Pretending(TorchFunctionMode):
         if func is Tensor.backward:
             with self:  # a mode is off inside the functions that it hears of, and what they call would not find it
                 return torch.autograd.backward(first)
+        if func in (Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr) and isinstance(first, OnGPU):
+            return func(first.numbers)  # by which tensors that share memory are known
         if func in (Tensor.cpu, Tensor.cuda):
             return moved(first, CPU if func is Tensor.cpu else CUDA, copy=False)
         if func is Tensor.to:
@@ -383,6 +385,8 @@ class Pretending(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if device is None:
             return func(*args, **kwargs)
+        if func is torch.tensor:  # of numbers that may be on the GPU, each of which it waits for
+            args = (tree_map(numbers_of, first), *args[1:])
         made = func(*args, **kwargs, device=CPU if torch.device(device).type == "cuda" else device)
         return moved(made, torch.device(device), copy=False) if torch.device(device).type != "meta" else made
 
@@ -400,6 +404,17 @@ class Pretending(TorchFunctionMode):
         return result
 
 
+BACKWARD = torch.autograd.function.BackwardCFunction.apply
+
+
+def backward_with_zeros(node: Any, *gradients: Any) -> Any:
+    """Computes gradients; of an output that nothing depends on torch has made zeros on the CPU."""
+    zeros = [type(x) is Tensor and x.ndim > 0 and not bool(x.any()) for x in gradients]
+    if any(zeros) and any(isinstance(x, OnGPU) for x in (*gradients, *node.saved_tensors)):
+        gradients = tuple(OnGPU(x) if zero else x for x, zero in zip(gradients, zeros, strict=True))
+    return BACKWARD(node, *gradients)
+
+
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **settings: Any
 ) -> Tensor:
@@ -415,17 +430,17 @@ def dense_attention(
     return ToGPU.apply(out)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class PretendingWorker(ThreadPoolExecutor):
-    """A thread that finds the pretended GPU, too."""
+def submit_pretending(pool: ThreadPoolExecutor, work: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Runs `work` in a thread of `pool`, which finds the pretended GPU, too."""
 
-    def submit(self, work: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs `work` in the thread."""
+    def pretending() -> Any:
+        with Pretending():
+            return work(*args, **kwargs)
 
-        def pretending() -> Any:
-            with Pretending():
-                return work(*args, **kwargs)
+    return SUBMIT(pool, pretending)
 
-        return super().submit(pretending)
+
+SUBMIT = ThreadPoolExecutor.submit
 
 
 class Captured:
@@ -455,14 +470,19 @@ def pretended_gpu() -> Iterator[Counter[str]]:
     kernels._widest_head.cache_clear()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     with pytest.MonkeyPatch.context() as patch, Pretending():
+        patch.setattr(ThreadPoolExecutor, "submit", submit_pretending)
+        patch.setattr(torch.autograd.function.BackwardCFunction, "apply", backward_with_zeros)
         for name, answer in {
+            "is_available": True,
+            "is_bf16_supported": True,
+            "device_count": 1,
             "get_device_capability": (9, 0),
             "get_device_properties": SimpleNamespace(total_memory=MEMORY),
             "mem_get_info": (MEMORY, MEMORY),
             "empty_cache": None,
             "synchronize": None,
         }.items():
-            patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+            patch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
         patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         patch.setattr(kernels, "_installed", lambda package: False)
         patch.setattr(step_graphs, "CudaCapture", Captured)

@@ -21,7 +21,7 @@ from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from tests.fakes import cluster
-from tests.pretended_gpu import CUDA, OnGPU, PretendingWorker, pretended_gpu
+from tests.pretended_gpu import CUDA, OnGPU, pretended_gpu
 from tests.tiny_architectures import tiny_model
 
 FLAG = cluster.FLAG
@@ -123,7 +123,6 @@ def test_other_models_on_a_gpu_are_the_cpu_s(path: Path, compute: Callable[..., 
 async def sampled(model: Any) -> list[Generation]:
     """Replies of which some begin while others go on, are continued, limited or greedy."""
     engine = EmbeddedEngine(model, eos_token_ids=(), max_batch_size=3)
-    engine._worker = PretendingWorker(1)
     asked = [
         GenerationRequest(prompt_token_ids=(5, *range(7, 7 + length)), params=SamplingParams(**params), keep=True)
         for length, params in (
