@@ -192,6 +192,11 @@ def show_plan(config: RLConfig, console: "Console") -> list[str]:
     console.print(_memory_table(rows, machine))
     for place in places(rows, machine):
         console.print(f"{_mib(place.held)} MiB at once in {place.name}, which has {_mib(place.available)}")
+    for role in _padded_roles(rows, shapes):
+        console.print(
+            f"{role}: computed with padding, exactly but slower, each sequence with its whole prompt; when it is "
+            "loaded, a warning says why"
+        )
     if floor := _time_floor(config, rows, shapes, machine, dtype, device):
         console.print(floor)
     if config.rollout.engine is Engine.VLLM:
@@ -213,6 +218,12 @@ def _weights_way(config: RLConfig, device: "torch.device") -> str:
     without, gpus = cpu_builds(), device.type == "cuda" or config.cluster.address is not None
     way = sync_backend(config, gpus=gpus, without=without)
     return f"weights go to the engines by {way}" + (f": {without}" if without else "")
+
+
+def _padded_roles(rows: list[RoleMemory], shapes: dict[str, ModelShape]) -> list[str]:
+    """Returns the roles whose models are trained, or score what is, and are computed padded."""
+    passes = {row.role: shapes.get(row.role, shapes["actor"]).passes for row in rows}
+    return [role for role in ("actor", "critic", "reference") if (found := passes.get(role)) and found.padded]
 
 
 def _machine() -> Machine:

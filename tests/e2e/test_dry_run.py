@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from rollgrad.entrypoints.cli.main import main
+from tests.tiny_architectures import tiny_model
 
 VERL = [
     {
@@ -173,3 +174,14 @@ def test_a_template_of_ones_own_writes_all_prompts_and_is_saved_with_the_model(r
     from transformers import AutoTokenizer
 
     assert AutoTokenizer.from_pretrained("out/model").chat_template == template
+
+
+def test_models_that_are_computed_padded_are_named(run: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    tiny_model("bloom", vocab_size=len(tiny_tokenizer)).save_pretrained(tmp_path / "bloom")
+    tiny_tokenizer.save_pretrained(tmp_path / "bloom")
+    padded = "computed with padding, exactly but slower"
+    kl = ("--algo.kl.init_coef", "0.1", "--dry_run")
+    assert padded not in run(*kl)[1]
+    output = " ".join(run("--actor.model_name_or_path", str(tmp_path / "bloom"), *kl)[1].split())
+    assert f"actor: {padded}" in output
+    assert f"reference: {padded}" in output

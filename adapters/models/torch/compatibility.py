@@ -8,6 +8,7 @@ about 10 ms on a GPU and 1 s on a CPU.
 Does not own: decoding, which the engine compares itself.
 """
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +58,7 @@ def install_and_compare(model: Any) -> None:
         ConfigurationError: it cannot be computed padded either; the message is a reason, which names neither the model
             nor a setting.
         FloatingPointError: its own logits are not finite.
+        Exception: packed attention itself fails, which no model is to blame for.
     """
     sequences = probe_tokens(model)
     try:
@@ -211,14 +213,26 @@ def lowered_limits(model: Any) -> Iterator[None]:
 
 @contextmanager
 def foreign_code() -> Iterator[None]:
-    """Turns any exception of a model's code into a reason in one sentence; lack of memory passes unchanged."""
+    """Turns any exception of a model's code into a reason in one sentence; lack of memory passes unchanged, and so does
+    an exception of rollgrad's own code that the model's calls: a slower way around a defect would hide it."""
     try:
         yield
     except (ConfigurationError, FloatingPointError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
+        if _is_own(error):
+            error.add_note("It is rollgrad's own code that failed, not the model's: a defect, please report it.")
+            raise
         line = str(error).strip().split("\n")[0][:200]
         raise ConfigurationError(f"its code raises {type(error).__name__}: {line.rstrip('.')}.") from error
+
+
+def _is_own(error: Exception) -> bool:
+    """Returns whether the code that raised an error, or called what raised it in torch, is rollgrad's beside this
+    module, which reads what models return."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = [name for name in modules if name.partition(".")[0] != "torch"][-1]
+    return last.startswith("rollgrad.") and last != __name__
 
 
 def logit_form(model: Any) -> LogitForm:

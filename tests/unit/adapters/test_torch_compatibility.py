@@ -61,6 +61,22 @@ def test_attention_that_sees_other_tokens_is_found(
     assert "logits of packed sequences differ" in told.out + told.err
 
 
+def test_a_defect_of_packed_attention_is_no_reason_to_pad(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_bucketed", lambda nodes: [])
+    with pytest.raises(ValueError, match="non-empty") as found:
+        load(windowed)
+    assert "rollgrad's own code" in found.value.__notes__[0]
+
+
+def test_a_model_whose_code_fails_with_packed_attention_is_padded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model("doge").save_pretrained(tmp_path)
+    assert is_padded(load(tmp_path))
+    told = capsys.readouterr()
+    assert "its code raises AttributeError" in told.out + told.err
+
+
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize(("plan", "kind"), [("Prefill", "prefill"), ("Decode", "decoding"), ("Extend", "extension")])
 def test_an_engine_that_sees_other_tokens_is_found(
