@@ -95,10 +95,11 @@ def least(work: Work) -> int:
     with torch.device("meta"):
         model = mixture(work)
     beside = [(name, p.nbytes) for name, p in model.named_parameters() if ".experts." not in name]
-    passes = sum(size * (3 if ".layers." in name else 2) for name, size in beside)
+    passes: int = sum(size * (3 if ".layers." in name else 2) for name, size in beside)
     others = work.processes - 1
+    row_bytes = work.hidden * torch.float32.itemsize
     rows = 4 * min(others, CHOSEN) * work.tokens * work.layers
-    return int(passes * others // work.processes + rows * work.hidden * torch.float32.itemsize)
+    return passes * others // work.processes + rows * row_bytes
 
 
 def measured(work: Work, size: int) -> Pass:

@@ -230,7 +230,7 @@ def foreign_code() -> Iterator[None]:
 def _is_own(error: Exception) -> bool:
     """Returns whether the code that raised an error, or called what raised it in torch, is rollgrad's beside this
     module, which reads what models return."""
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules: list[str] = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = [name for name in modules if name.partition(".")[0] != "torch"][-1]
     return last.startswith("rollgrad.") and last != __name__
 
