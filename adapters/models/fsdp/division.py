@@ -148,6 +148,12 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
         divided.set_force_sum_reduction_for_comms(True)  # gloo has no other
         lacking = unit in stacks or any(may_lack_gradient(name) for name, _ in unit.named_parameters())
         if lacking and unit is not module:
+            if not hasattr(divided, "set_reduce_scatter_unused_params"):
+                raise ConfigurationError(
+                    f"cluster.strategy is fsdp2, and the model has a {type(unit).__name__} of which a process may use "
+                    f"nothing in a step, for which torch {torch.__version__} has no rule: install torch 2.13 or newer, "
+                    "or set --cluster.strategy deepspeed."
+                )
             # Tokens may reach an expert in some of the processes only, and all must send the same gradients.
             divided.set_reduce_scatter_unused_params(True, recurse=False)
     computing, meshes = {}, {}

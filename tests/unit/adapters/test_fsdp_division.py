@@ -116,3 +116,12 @@ def test_what_cannot_be_divided_is_refused_by_name(tiny_model_dir: Path) -> None
     mixed.get_submodule("model.layers.0.mlp").bias = nn.Parameter(torch.ones(4))
     with pytest.raises(ConfigurationError, match=r"LlamaMLP of the model has parameters in bfloat16 and float32"):
         divide(mixed)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_torch_that_may_forget_the_gradients_of_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)  # as torch 2.11 and 2.12 are
+    with pytest.raises(ConfigurationError, match=r"may use nothing in a step, .*: install torch 2\.13"):
+        divide(tiny_model("qwen3_moe"))
