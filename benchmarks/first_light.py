@@ -1,10 +1,12 @@
 """First light on one GPU: what is right, and what is fast, in one call of under ten minutes.
 
-    python3 first_light.py [--smoke] [--only NAME,NAME] [--out DIR]
+    python3 benchmarks/first_light.py [--smoke] [--only NAME,NAME] [--out DIR] [--seconds SECONDS]
 
-Each section is independent; a failure is printed with its traceback and the next one goes on. The last thing printed
-is a table; with --out everything is in OUT/first_light.json. `--smoke` is the same code on small shapes, for machines
-without a GPU too. Model: random weights in the shape of Qwen3-0.6B, so nothing has to be downloaded.
+Each section runs in a process of its own, which is killed when its time or that of all is over, so that none spoils or
+holds up the next; those whose answers matter most come first. What a section finds is printed at once, and with --out
+written to OUT/first_light.json; at the end comes a table. `--smoke` is the same code on small shapes, for machines
+without a GPU too. Model: random weights in the shape of Qwen3-0.6B, so nothing has to be downloaded. `ipc` unpacks by
+vLLM's own file, of the installed vLLM or --vllm-packed; `deepspeed` needs that library.
 """
 
 import argparse
@@ -12,10 +14,13 @@ import asyncio
 import importlib.util
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,15 +37,25 @@ def installed_packing() -> str:
 
 ARGS = argparse.ArgumentParser()
 ARGS.add_argument("--smoke", "--tiny", dest="tiny", action="store_true")
-ARGS.add_argument("--only", default="")
-ARGS.add_argument("--out", default=os.environ.get("OUT", ""))
+ARGS.add_argument("--only", default="", help="sections, by commas")
+ARGS.add_argument("--out", default=os.environ.get("OUT", ""), help="folder of the results")
+ARGS.add_argument("--seconds", type=float, default=570, help="of all sections together, at most")
+ARGS.add_argument("--section", default="", help="the one to run in this process; --out is then its file")
 ARGS.add_argument("--vllm-packed", default=installed_packing(), help="another packed_tensor.py than the installed one")
 A = ARGS.parse_args() if __name__ == "__main__" else ARGS.parse_args([])
 GPU = torch.cuda.is_available()
 DEV = torch.device("cuda", 0) if GPU else torch.device("cpu")
 DT = torch.bfloat16
-RESULTS: dict[str, dict] = {}
-PEAK: dict[str, float] = {}
+
+
+class Found(dict):
+    """What a section has found, which is kept as soon as it is there: it may be killed before its end."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        print(f"   {name}: {json.dumps(value, default=str)}", flush=True)
+        if A.section:
+            Path(A.out).write_text(json.dumps(self, default=str))
 
 
 def sync() -> None:
@@ -63,6 +78,13 @@ def ms(work, *, repeats: int = 5, warm: int = 2) -> float:
 
 def gib() -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
+
+
+def matmul_flops() -> float:
+    """FLOPs a second of a product of large matrices."""
+    size = 256 if A.tiny else 8192
+    a, b = (torch.randn(size, size, device=DEV, dtype=DT) for _ in range(2))
+    return 2 * size**3 / ms(lambda: a @ b) * 1e3
 
 
 def use(kind: str) -> None:
@@ -136,29 +158,25 @@ def batch(groups: int, samples: int, prompt: int, reply: int):
 
 
 # ---------------------------------------------------------------- sections
-def environment():
+def environment(out):
     import transformers
 
-    out = {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__}
+    out["versions"] = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+    }
     if GPU:
         p = torch.cuda.get_device_properties(0)
-        a, b = (torch.randn(8192, 8192, device=DEV, dtype=DT) for _ in range(2))
+        out["gpu"] = {"name": p.name, "gib": round(p.total_memory / 2**30, 1), "nccl": str(torch.cuda.nccl.version())}
         x = torch.randn(2**30, device=DEV)
         y = torch.empty_like(x)
-        PEAK["flops"] = 2 * 8192**3 / (ms(lambda: a @ b) / 1e3)
-        PEAK["bytes"] = 2 * x.nbytes / (ms(lambda: y.copy_(x)) / 1e3)
-        out |= {
-            "gpu": p.name,
-            "gib": p.total_memory / 2**30,
-            "matmul_tflops": PEAK["flops"] / 1e12,
-            "copy_tb_s": PEAK["bytes"] / 1e12,
-            "cudnn": torch.backends.cudnn.version(),
-            "nccl": str(torch.cuda.nccl.version()),
-        }
-    return out
+        out["copy_tb_s"] = round(2 * x.nbytes / ms(lambda: y.copy_(x)) / 1e9, 2)
+    out["matmul_tflops"] = round(matmul_flops() / 1e12, 1)
 
 
-def attention_is_right():
+def attention_is_right(out):
     """Forest nodes, grouped heads, windows: forward and backward against float32 with explicit masks."""
     from rollgrad.adapters.models.torch.attention import ForestAttention
     from rollgrad.adapters.models.torch.layout import Node
@@ -181,7 +199,6 @@ def attention_is_right():
         position[n.start : n.start + n.length] = n.prefix_length + own
         visible[n.start : n.start + n.length, n.path()[: n.prefix_length]] = True
         visible[n.start : n.start + n.length, n.start : n.start + n.length] = own[None] <= own[:, None]
-    out = {}
     for window in (None, 16):
         mask = visible.clone()
         if window is not None:
@@ -203,10 +220,9 @@ def attention_is_right():
             ]
             out[f"{kind}, window {window}"] = [round(e, 5) for e in error]
             assert max(error) < 0.02, (kind, window, error)
-    return out
 
 
-def attention_is_fast():
+def attention_is_fast(out):
     """One layer's attention of a group: 8 replies of 2048 behind a prompt of 1024, Qwen3's heads, in ms."""
     from rollgrad.adapters.models.torch.attention import ForestAttention
     from rollgrad.adapters.models.torch.layout import Node
@@ -218,7 +234,6 @@ def attention_is_fast():
     g = torch.randn(1, total, 16, 128, device=DEV, dtype=DT)
     pairs = p * p / 2 + n * (r * p + r * r / 2)
     flops = 3.5 * 4 * pairs * 16 * 128
-    out = {}
     for name in ("varlen", "buckets") if GPU else ("buckets",):
         use(name)
         plan = ForestAttention(nodes, device=DEV, dtype=DT)
@@ -244,11 +259,9 @@ def attention_is_fast():
             }
         except torch.OutOfMemoryError as error:
             out[name] = f"out of memory: {str(error)[:80]}"
-    use("varlen")
-    return out
 
 
-def head():
+def head(out):
     """token_logprobs forward + backward by chunk size; floor: 8 x V x H x A FLOPs."""
     from rollgrad.adapters.models.torch import chunked_logprobs as module
 
@@ -256,10 +269,11 @@ def head():
     x = torch.randn(a, h, device=DEV, dtype=DT, requires_grad=True)
     w = (torch.randn(v, h, device=DEV) * 0.02).to(DT).requires_grad_()
     t = torch.randint(0, v, (a,), device=DEV)
-    out = {"floor_ms": round(1e3 * 8 * a * h * v / PEAK.get("flops", 1e12), 1)}
-    plain = module.chunk_bytes
-    for mib in (64, 256, 1024, 2560):
-        module.chunk_bytes = lambda device, mib=mib: mib * 2**20
+    out["floor_ms"] = round(1e3 * 8 * a * h * v / matmul_flops(), 1)
+    own = module.chunk_bytes(DEV)
+    out["own_mib"] = own / 2**20
+    for size in (64 * 2**20, 256 * 2**20, 1024 * 2**20, own):
+        module.chunk_bytes = lambda device, size=size: size
 
         def work():
             x.grad = w.grad = None
@@ -268,99 +282,87 @@ def head():
 
         if GPU:
             torch.cuda.reset_peak_memory_stats()
-        out[f"{mib} MiB"] = {"ms": round(ms(work, repeats=3, warm=1), 1), "peak_gib": round(gib(), 2)}
-    module.chunk_bytes = plain
-    return out
+        out[f"{size / 2**20:.0f} MiB"] = {"ms": round(ms(work, repeats=3, warm=1), 1), "peak_gib": round(gib(), 2)}
 
 
-def update():
-    """Whole optimizer steps of one process: tokens a second, share of the matmul peak, memory, against the plan's."""
-    from rollgrad.adapters.models.torch import chunked_logprobs as module
+def update(out):
+    """Whole optimizer steps of one process: tokens a second, share of an H100's 989 TFLOP/s, memory."""
+    from rollgrad.adapters.models.torch.compiling import compile_layers
     from rollgrad.adapters.models.torch.layout import build_layout
     from rollgrad.adapters.models.torch.models import TorchPolicy
     from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
     from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 
     cases = {
+        "1 x 16384": (1, 1, 16, 16368),
         "8 x 2048, prompt 1024 shared": (1, 8, 1024, 2048),
-        "1 x 16384 (prime-rl's bar: 11.9k RL, 25.5k SFT tok/s)": (1, 1, 16, 16368),
     }
     if A.tiny:
         cases = {"tiny": (1, 2, 8, 16)}
-    out = {}
-    plain = module.chunk_bytes
-    for mib in (64, 2048):
-        module.chunk_bytes = lambda device, mib=mib: mib * 2**20
-        for checkpointing in (False, True):
-            made = model()
-            policy = TorchPolicy(made, None, OptimizerSettings(lr=1e-6), gradient_checkpointing=checkpointing)
-            body = sum(p.numel() for p in made.base_model.parameters()) - made.get_input_embeddings().weight.numel()
-            weight = made.get_output_embeddings().weight.numel()
-            for name, shape in cases.items():
-                b = batch(*shape)
-                layout = build_layout(b)
-                c = made.config
-                pairs = sum(n.length * n.prefix_length + n.length**2 / 2 for n in layout.nodes)
-                attn = 3 * 4 * pairs * c.num_attention_heads * c.head_dim * c.num_hidden_layers
-                flops = 6 * (body * len(layout.tokens_M) + weight * int(b.action_mask_N.sum())) + attn
-                if GPU:
-                    torch.cuda.reset_peak_memory_stats()
-                key = f"{name}; chunk {mib}; {'checkpointed' if checkpointing else 'kept'}"
-                try:
-                    t = ms(lambda policy=policy, b=b: policy.update([b], PolicyLossObjective()), repeats=3, warm=2)
-                    out[key] = {
-                        "tok_s": round(b.token_count / t * 1e3),
-                        "mfu_of_989": round(flops / t / 1e-3 / 989e12, 3),
-                        "ms": round(t, 1),
-                        "peak_gib": round(gib(), 1),
-                    }
-                except torch.OutOfMemoryError:
-                    out[key] = "out of memory"
-            del policy, made
+    for way in ("kept", "checkpointed", "compiled"):
+        made = model()
+        if way == "compiled":
+            compile_layers(made)
+        policy = TorchPolicy(made, None, OptimizerSettings(lr=1e-6), gradient_checkpointing=way == "checkpointed")
+        body = sum(p.numel() for p in made.base_model.parameters()) - made.get_input_embeddings().weight.numel()
+        weight = made.get_output_embeddings().weight.numel()
+        for name, shape in cases.items():
+            b = batch(*shape)
+            layout = build_layout(b)
+            c = made.config
+            pairs = sum(n.length * n.prefix_length + n.length**2 / 2 for n in layout.nodes)
+            attn = 3 * 4 * pairs * c.num_attention_heads * c.head_dim * c.num_hidden_layers
+            flops = 6 * (body * len(layout.tokens_M) + weight * int(b.action_mask_N.sum())) + attn
             if GPU:
-                torch.cuda.empty_cache()
-    module.chunk_bytes = plain
-    return out
+                torch.cuda.reset_peak_memory_stats()
+            key = f"{name}; {way}"
+            try:
+                t = ms(lambda policy=policy, b=b: policy.update([b], PolicyLossObjective()), repeats=3, warm=2)
+                out[key] = {
+                    "tok_s": round(b.token_count / t * 1e3),
+                    "mfu_of_989": round(flops / t / 1e-3 / 989e12, 3),
+                    "ms": round(t, 1),
+                    "peak_gib": round(gib(), 1),
+                }
+            except torch.OutOfMemoryError:
+                out[key] = "out of memory"
+        del policy, made
+        if GPU:
+            torch.cuda.empty_cache()
 
 
-def gpu_equals_cpu():
+def gpu_equals_cpu(out):
     """Log-probs and one step in float32 on the GPU against the CPU, small shape: placement, sharing, masters."""
     from rollgrad.adapters.models.torch.models import TorchPolicy
     from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
     from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 
-    tiny, A.tiny = A.tiny, True
-    try:
-        b, found = batch(2, 3, 9, 14), {}
-        for device in {"cpu", DEV.type}:
-            m = model(torch.float32, torch.device(device))
-            reference = model(torch.float32, torch.device("cpu")).state_dict()
-            m.load_state_dict(reference)
-            policy = TorchPolicy(m, None, OptimizerSettings(lr=1e-3))
-            before = policy.score(b).logprobs_N
-            for _ in range(2):
-                metrics = policy.update([b], PolicyLossObjective(entropy_coef=0.01))
-            found[device] = (before, policy.score(b).logprobs_N, metrics["grad_norm"])
-        if len(found) == 1:
-            return "no GPU"
-        (a0, a1, an), (c0, c1, cn) = found["cpu"], found[DEV.type]
-        out = {"before": (a0 - c0).abs().max().item(), "after": (a1 - c1).abs().max().item(), "norms": (an, cn)}
-        assert out["before"] < 1e-3, out
-        assert out["after"] < 1e-2, out
-        return out
-    finally:
-        A.tiny = tiny
+    A.tiny = True
+    b, found = batch(2, 3, 9, 14), {}
+    for device in {"cpu", DEV.type}:
+        m = model(torch.float32, torch.device(device))
+        reference = model(torch.float32, torch.device("cpu")).state_dict()
+        m.load_state_dict(reference)
+        policy = TorchPolicy(m, None, OptimizerSettings(lr=1e-3))
+        before = policy.score(b).logprobs_N
+        for _ in range(2):
+            metrics = policy.update([b], PolicyLossObjective(entropy_coef=0.01))
+        found[device] = (before, policy.score(b).logprobs_N, metrics["grad_norm"])
+    (a0, a1, an), (c0, c1, cn) = found["cpu"], found[DEV.type]
+    out["before"], out["after"] = (a0 - c0).abs().max().item(), (a1 - c1).abs().max().item()
+    out["norms"] = (an, cn)
+    assert out["before"] < 1e-3
+    assert out["after"] < 1e-2
 
 
-def decode():
+def decode(out):
     """The embedded engine: milliseconds a step, by rows, as CUDA graphs and without."""
     from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
     from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 
     new = 64 if not A.tiny else 4
-    out = {}
     m = model()
-    sizes = (1, 32, 128) if not A.tiny else (2,)
+    sizes = (1, 32, 128, 256) if not A.tiny else (2,)
     for rows, captured in [(rows, captured) for rows in sizes for captured in (True, False)]:
         engine = EmbeddedEngine(m, eos_token_ids=[], max_batch_size=rows)
         if not captured:
@@ -383,10 +385,9 @@ def decode():
             "ms_a_step": round(1e3 * t / new, 1),
             "tok_s": round(rows * new / t),
         }
-    return out
 
 
-def state():
+def state(out):
     """Saving and continuing on the GPU: memory of `state_dict`, and a state loaded where it was saved."""
     from rollgrad.adapters.models.torch.models import TorchPolicy
     from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
@@ -396,73 +397,78 @@ def state():
     policy.update([batch(1, 2, 8, 16)], PolicyLossObjective())
     before = torch.cuda.memory_allocated() if GPU else 0
     made = policy.state_dict()
-    more = (torch.cuda.memory_allocated() if GPU else 0) - before
-    path = Path(tempfile.mkdtemp()) / "state.pt"
-    t = time.perf_counter()
-    torch.save(made, path)
-    saved = time.perf_counter() - t
-    del made
-    loaded = torch.load(path, weights_only=True)
-    where = next(iter(loaded["masters"].values())).device.type
+    out["gib_more_on_the_gpu_while_saving"] = ((torch.cuda.memory_allocated() if GPU else 0) - before) / 2**30
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.pt"
+        t = time.perf_counter()
+        torch.save(made, path)
+        out["save"] = {"s": round(time.perf_counter() - t, 1), "gib": round(path.stat().st_size / 2**30, 2)}
+        del made
+        loaded = torch.load(path, weights_only=True)
+    out["loads_to"] = next(iter(loaded["masters"].values())).device.type
     policy.load_state_dict(loaded)
-    size = path.stat().st_size
-    path.unlink()
-    path.parent.rmdir()
-    return {
-        "gib_more_on_the_gpu_while_saving": round(more / 2**30, 2),
-        "loads_to": where,
-        "save_s": round(saved, 1),
-        "gib": round(size / 2**30, 2),
-    }
+    policy.update([batch(1, 2, 8, 16)], PolicyLossObjective())
 
 
-def deepspeed():
-    """One rank of ZeRO 2 and 3 over NCCL: the same step as `MasterOptimizer`, its time, weights gathered."""
+def divided(out, start, ways):
+    """One process of a group over NCCL: the same step as without one, its time, and that of gathering weights."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
-    from rollgrad.adapters.models.deepspeed.processes import start_process_group
-    from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
     from rollgrad.adapters.models.torch.models import TorchPolicy
     from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
     from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    start_process_group(rank=0, size=1, host="127.0.0.1", port=store.port, local_rank=0, timeout=120)
+    start(rank=0, size=1, host="127.0.0.1", port=store.port, local_rank=0, timeout=60)
     b = batch(1, 8, 1024, 1024) if not A.tiny else batch(1, 2, 8, 16)
-    settings = OptimizerSettings(lr=1e-4, total_steps=10)
-    out, scores = {}, {}
-    ways = {
-        "one process": None,
-        "zero 2": DeepSpeedSettings(zero_stage=2),
-        "zero 3": DeepSpeedSettings(zero_stage=3),
-        "zero 2, offloaded": DeepSpeedSettings(zero_stage=2, adam_offload=True),
-    }
-    for name, division in ways.items():
-        if "offloaded" in name and not GPU:
-            continue
-        more: dict[str, Any] = {} if division is None else {"optimize": partial(DeepSpeedModule, division=division)}
-        policy = TorchPolicy(model(), None, settings, **more)
+    settings, alone = OptimizerSettings(lr=1e-4, total_steps=10), None
+    for name, optimize in {"one process": None, **ways}.items():
+        policy = TorchPolicy(model(), None, settings, **({} if optimize is None else {"optimize": optimize}))
         policy.update([b], PolicyLossObjective())
-        scores[name] = policy.score(b).logprobs_N
-        t = ms(lambda policy=policy, b=b: policy.update([b], PolicyLossObjective()), repeats=2, warm=0)
+        scores = policy.score(b).logprobs_N
+        alone = scores if alone is None else alone
+        t = ms(lambda policy=policy: policy.update([b], PolicyLossObjective()), repeats=2, warm=0)
         t0 = time.perf_counter()
         size = sum(w.nbytes for _, w in policy.weights())
         sync()
+        differs = (scores - alone).abs().mean().item()
         out[name] = {
             "ms": round(t, 1),
             "gather_s": round(time.perf_counter() - t0, 2),
             "gib": round(size / 2**30, 2),
-            "differs": round((scores[name] - scores["one process"]).abs().mean().item(), 5),
+            "differs": round(differs, 5),
         }
+        assert differs < 0.02, name
         del policy
-    return out
+    torch.distributed.destroy_process_group()
 
 
-def ipc():
+def fsdp2(out):
+    """FSDP2 of torch, in a group of one process."""
+    from rollgrad.adapters.models.fsdp.division import start_process_group
+    from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
+
+    ways = {"fsdp2": FSDPTrainedModule, "fsdp2, offloaded": partial(FSDPTrainedModule, offload=True)}
+    divided(out, start_process_group, ways)
+
+
+def deepspeed(out):
+    """DeepSpeed's ZeRO 2 and 3, in a group of one process."""
+    from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
+    from rollgrad.adapters.models.deepspeed.processes import start_process_group
+    from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
+
+    settings = {"zero 2": DeepSpeedSettings(zero_stage=2), "zero 3": DeepSpeedSettings(zero_stage=3)}
+    if GPU:  # compiles an optimizer
+        settings["zero 2, offloaded"] = DeepSpeedSettings(zero_stage=2, adam_offload=True)
+    divided(out, start_process_group, {name: partial(DeepSpeedModule, division=d) for name, d in settings.items()})
+
+
+def ipc(out):
     """Weights to another process on this GPU by handle, unpacked by vLLM's own file."""
     if not GPU or not A.vllm_packed:
-        return "needs a GPU, and vLLM or --vllm-packed"
+        out["left out"] = "needs a GPU, and vLLM or --vllm-packed"
+        return
     import torch.multiprocessing as mp
 
     mp.set_start_method("spawn", force=True)
@@ -472,8 +478,8 @@ def ipc():
     to, back = mp.Queue(), mp.Queue()
     child = mp.Process(target=_consume, args=(A.vllm_packed, to, back))
     child.start()
-    back.get(timeout=120)
-    out, rounds = {}, []
+    back.get(timeout=60)
+    rounds = []
     for _ in range(3):
         t, size = time.perf_counter(), 0
         for contents, handles in exported(iter(weights)):
@@ -485,11 +491,8 @@ def ipc():
     assert all(abs(named[n].double().sum().item() - s) <= 1e-6 * max(1, abs(s)) for n, s in sums.items()), "wrong bytes"
     to.put(None)
     child.join(30)
-    return {
-        "seconds": [round(r, 3) for r in rounds],
-        "gib": round(size / 2**30, 2),
-        "gb_s": round(size / min(rounds) / 1e9, 1),
-    } | out
+    out["seconds"] = [round(r, 3) for r in rounds]
+    out["gib"], out["gb_s"] = round(size / 2**30, 2), round(size / min(rounds) / 1e9, 1)
 
 
 def _consume(path, to, back):
@@ -507,10 +510,13 @@ def _consume(path, to, back):
         back.put({name: t.double().sum().item() for name, t in tensors[-2:]})
 
 
-def profile():
+def profile(out):
     """Time of one update: the ten kernels that take most, and the share of time in which the GPU idles."""
     if not GPU:
-        return "needs a GPU"
+        out["left out"] = "needs a GPU"
+        return
+    from torch.autograd import DeviceType
+
     from rollgrad.adapters.models.torch.models import TorchPolicy
     from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
     from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
@@ -526,53 +532,78 @@ def profile():
         step()
         sync()
         t = time.perf_counter() - t
-    rows = sorted(
-        ((e.self_device_time_total, e.count, e.key[:70]) for e in p.key_averages() if e.self_device_time_total),
-        reverse=True,
-    )
-    busy = sum(r[0] for r in rows) / 1e6
-    return {
-        "seconds": round(t, 3),
-        "gpu_busy": round(busy / t, 3),
-        "top": [f"{r[0] / 1e3:8.1f} ms {r[1]:6d} {r[2]}" for r in rows[:12]],
-    }
+    kernels = [e for e in p.key_averages() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    out["seconds"] = round(t, 3)
+    out["gpu_busy"] = round(sum(e.self_device_time_total for e in kernels) / 1e6 / t, 3)
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    out["top"] = [f"{e.self_device_time_total / 1e3:8.1f} ms {e.count:6d} {e.key[:70]}" for e in kernels[:12]]
 
 
-SECTIONS = [
-    environment,
-    gpu_equals_cpu,
-    attention_is_right,
-    attention_is_fast,
-    head,
-    update,
-    profile,
-    decode,
-    state,
-    ipc,
-    deepspeed,
-]
+SECTIONS = {
+    environment: 60,
+    gpu_equals_cpu: 60,
+    attention_is_right: 60,
+    update: 180,
+    head: 60,
+    decode: 90,
+    attention_is_fast: 60,
+    profile: 60,
+    state: 90,
+    ipc: 90,
+    fsdp2: 60,
+    deepspeed: 150,
+}
+"""Seconds of each at most, its imports included, and of compiling."""
+
+
+def run_section(section) -> bool:
+    """Runs one in this process; returns whether it failed."""
+    out = Found()
+    try:
+        section(out)
+    except BaseException as error:
+        traceback.print_exc()
+        out["FAILED"] = f"{type(error).__name__}: {error}"[:300]
+        return True
+    return False
+
+
+def in_a_process(name: str, seconds: float) -> dict:
+    """What a section finds in a process of its own, which is killed after so many seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        words = [*sys.argv[1:], "--section", name, "--out", str(file)]
+        child = subprocess.Popen([sys.executable, __file__, *words], start_new_session=True)
+        try:
+            status: Any = child.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {seconds:.0f} s"
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # processes that it has started, too
+        child.wait()
+        found = json.loads(file.read_text()) if file.exists() else {}
+    return found if status == 0 or "FAILED" in found else {**found, "FAILED": status}
 
 
 def main() -> None:
+    if A.section:
+        sys.exit(run_section(globals()[A.section]))
     wanted = {n for n in A.only.split(",") if n}
-    for section in SECTIONS:
+    results: dict[str, dict] = {}
+    began = time.perf_counter()
+    for section, seconds in SECTIONS.items():
         name = section.__name__
         if wanted and name not in wanted:
             continue
         t = time.perf_counter()
-        try:
-            RESULTS[name] = section()
-        except Exception:
-            traceback.print_exc()
-            RESULTS[name] = "FAILED: " + traceback.format_exc().strip().splitlines()[-1][:200]
-        finally:
-            if GPU:
-                torch.cuda.empty_cache()
-        print(f"== {name} ({time.perf_counter() - t:.0f} s): {json.dumps(RESULTS[name], default=str)}", flush=True)
+        left = min(seconds, A.seconds - (t - began))
+        results[name] = in_a_process(name, left) if left > 0 else {"FAILED": "no time was left for it"}
+        results[name]["seconds of it"] = round(time.perf_counter() - t, 1)
+        print(f"== {name} ({time.perf_counter() - t:.0f} s): {json.dumps(results[name])}", flush=True)
         if A.out:
-            Path(A.out, "first_light.json").write_text(json.dumps(RESULTS, indent=1, default=str))
-    failed = [name for name, result in RESULTS.items() if str(result).startswith("FAILED")]
-    print("\n".join(f"{name:20} {'FAILED' if name in failed else 'ok'}" for name in RESULTS))
+            Path(A.out, "first_light.json").write_text(json.dumps(results, indent=1))
+    failed = [name for name, found in results.items() if "FAILED" in found]
+    print("\n".join(f"{name:20} {'FAILED' if name in failed else 'ok'}" for name in results))
     sys.exit(bool(failed))
 
 
