@@ -107,7 +107,7 @@ def check_devices(func: Any, args: Any, kwargs: Any) -> None:
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Computes an operation on the CPU, also one that only a GPU has."""
-    if func is aten.mm.dtype:
+    if func in (aten.mm.dtype, aten.bmm.dtype):
         a, b, dtype = args
         assert a.dtype == b.dtype
         assert a.dtype in (torch.float16, torch.bfloat16)

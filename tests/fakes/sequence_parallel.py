@@ -93,6 +93,12 @@ CASES = {
     ),
     "window": Case(family="Mistral", settings={"num_key_value_heads": 3, "sliding_window": 5}, seed=6),
     "sinks": Case(family="GraniteSWA", settings={"num_key_value_heads": 3, "sliding_window": 5}, seed=12),
+    "capped_scores": Case(
+        family="Gemma2",
+        settings={"num_key_value_heads": 3, "sliding_window": 5, "attn_logit_softcapping": 2.0},
+        seed=13,
+        checkpointing=True,
+    ),
     "checkpointing": Case(settings={"num_key_value_heads": 3}, seed=7, checkpointing=True),
     "adapters": Case(settings={"num_key_value_heads": 3}, seed=9, lora=True),
     "prescribed_replies": Case(settings={"num_key_value_heads": 3}, seed=11, prescribed=True),

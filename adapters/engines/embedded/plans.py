@@ -174,7 +174,12 @@ class Decode(Cached):
         grouped = query.reshape(count, keys.shape[1], heads // keys.shape[1], dim)
         mask, unseen_AK = self._mask(window, query.dtype)
         out_B, logsumexp_B = dense_with_logsumexp(
-            grouped[self._inputs.row_B], keys[self._blocks], values[self._blocks], mask=mask, scaling=scaling
+            grouped[self._inputs.row_B],
+            keys[self._blocks],
+            values[self._blocks],
+            mask=mask,
+            scaling=scaling,
+            cap=form.cap,
         )
         if self._inputs.table_AK.shape[1] == 1:
             out, sums = (part[self._inputs.table_AK[:, 0]] for part in (out_B, logsumexp_B))
@@ -239,7 +244,8 @@ class Extend(Cached):
         values[self._block, :, self._offset] = value[self._row, :, self._step]
         joined = (part[self._table_AK].transpose(1, 2).flatten(2, 3)[:, :, : self._time] for part in (keys, values))
         sinks = None if form.sinks_H is None else form.sinks_H[:, None].expand(-1, query.shape[2])
-        return dense(query, *joined, mask=self._mask(window), scaling=scaling, sinks=sinks).transpose(1, 2)
+        out = dense(query, *joined, mask=self._mask(window), scaling=scaling, sinks=sinks, cap=form.cap)
+        return out.transpose(1, 2)
 
     def _mask(self, window: int | None) -> Tensor:
         """Returns the additive mask [A, 1, T, time]."""

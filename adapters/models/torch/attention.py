@@ -16,8 +16,9 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rollgrad.adapters.models.torch.capped import SLICE, capped_attention
 from rollgrad.adapters.models.torch.kernels import dense, has_varlen, varlen
-from rollgrad.adapters.models.torch.layout import Node, beginning, ending
+from rollgrad.adapters.models.torch.layout import Node
 from rollgrad.adapters.models.torch.recurrence import ForestRecurrence
 from rollgrad.adapters.models.torch.recurrent_layers import (
     RECURRENT,
@@ -31,9 +32,9 @@ from rollgrad.domain.errors import ConfigurationError
 ATTENTION = "rollgrad"
 """Name under which the attention is registered."""
 
-RESULT_CHANGING = ("softcap", "position_bias", "indices", "cache")
-"""Keywords of transformers' attention interface that change the result when set and that no plan computes: capped
-scores, biases, sparse key selection, paged caches."""
+RESULT_CHANGING = ("position_bias", "indices", "cache")
+"""Keywords of transformers' attention interface that change the result when set and that no plan computes: biases,
+sparse key selection, paged caches."""
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Types of layers in which tokens interact through attention alone, over all of the past or a window of it."""
@@ -57,6 +58,8 @@ class ScoreForm:
 
     sinks_H: Tensor | None = None
     """For each query head the score of one more key, which all queries see and whose value is 0 (`sinks.py`)."""
+    cap: float | None = None
+    """Score s counts as cap * tanh(s / cap) (`capped.py`)."""
 
 
 PLAIN = ScoreForm()
@@ -99,6 +102,7 @@ def attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface by an `AttentionPlan`. Some models pass a layer's window to its
@@ -108,12 +112,17 @@ def attention_forward(
         ConfigurationError: the model sets a keyword that changes the result and that no plan supports.
     """
     check_keywords(module, kwargs)
+    if s_aux is not None and softcap is not None:
+        raise ConfigurationError(
+            f"{type(module).__name__} passes softcap and s_aux to its attention, which packed training does not "
+            "compute together."
+        )
     if attention_plan is None:
         raise ConfigurationError("its code does not hand keywords on to its attention, which packed training needs.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     masked = None if attention_mask is None else attention_mask.window
     window = masked if sliding_window is None else min(sliding_window, masked or sliding_window)
-    form = PLAIN if s_aux is None else ScoreForm(sinks_H=s_aux)
+    form = ScoreForm(sinks_H=s_aux, cap=softcap)
     return attention_plan.attend(int(module.layer_idx), query, key, value, scale, window, form), None  # type: ignore[arg-type]
 
 
@@ -190,7 +199,7 @@ class ForestAttention:
     differ in width.
     """
 
-    dense, varlen = staticmethod(dense), staticmethod(varlen)
+    dense, varlen, capped = staticmethod(dense), staticmethod(varlen), staticmethod(capped_attention)
     """The kernels."""
     compiles = True
 
@@ -198,6 +207,7 @@ class ForestAttention:
         self._nodes, self._device, self._dtype = nodes, device, dtype
         self.recurrence = ForestRecurrence(nodes, device=device)
         self._padded: dict[int | None, tuple[list[_Bucket], Tensor]] = {}
+        self._sliced: dict[tuple[int, int | None], list[_Bucket]] = {}
 
     def has_varlen(self, query: Tensor) -> bool:
         """Returns whether one variable-length call computes these queries."""
@@ -219,6 +229,15 @@ class ForestAttention:
             self._padded[window] = buckets, inverse_M
         return self._padded[window]
 
+    def _slices(self, heads: int, window: int | None) -> "list[_Bucket]":
+        """Returns parts of the nodes with at most `SLICE` scores of all heads."""
+        if (heads, window) not in self._sliced:
+            most = SLICE // heads
+            parts = [part for node in self._nodes for part in _slices(node, window, most)]
+            buckets = [_Bucket(alike, self._device, self._dtype) for alike in _bucketed(parts, most)]
+            self._sliced[heads, window] = buckets
+        return self._sliced[heads, window]
+
     def attend(
         self,
         layer: int,
@@ -231,6 +250,9 @@ class ForestAttention:
     ) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout."""
         q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        if form.cap is not None:
+            slices = self._slices(query.shape[1], window)
+            return self.capped(q_M, k_M, v_M, slices, scaling=scaling, window=window, cap=form.cap)[None]
         if self.has_varlen(query):
             return self._flat.attend(self.varlen, q_M, k_M, v_M, scaling, window, form.sinks_H).unsqueeze(0)
         buckets, inverse_M = self._buckets(window)
@@ -316,24 +338,32 @@ def _blocks(node: Node, window: int | None) -> Iterator[Node]:
     from a query. Without a prefix or a window there is no mask."""
     if node.length * node.keys <= SMALL_BUCKET or (window is None and not node.prefix):
         yield node
-        return
-    path = (*node.prefix, (node.start, node.length))
-    for first in range(0, node.length, BLOCK):
-        before = node.prefix_length + first
-        hidden = 0 if window is None else max(0, before - window + 1)
-        prefix = ending(beginning(path, before), hidden)
-        yield Node(node.start + first, min(BLOCK, node.length - first), prefix)
+    else:
+        yield from _seen_parts(node, window, BLOCK)
 
 
-def _bucketed(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Returns nodes in buckets of similar shape, largest first."""
+def _slices(node: Node, window: int | None, most: int) -> Iterator[Node]:
+    """Yields parts of a node with at most `most` scores a head, and the keys that they see."""
+    seen = node.keys if window is None else min(node.keys, window + LEAST_QUERIES)
+    yield from _seen_parts(node, window, max(LEAST_QUERIES, most // seen))
+
+
+def _seen_parts(node: Node, window: int | None, queries: int) -> Iterator[Node]:
+    """Yields parts of so many queries of a node, with the keys that they see."""
+    for begin in range(0, node.length, queries):
+        first = 0 if window is None else max(0, node.prefix_length + begin - window + 1)
+        yield node.part(begin, min(begin + queries, node.length), first)
+
+
+def _bucketed(nodes: Sequence[Node], most: int | None = None) -> list[list[Node]]:
+    """Returns nodes in buckets of similar shape, largest first; those of several nodes have at most `most` scores."""
     buckets: list[list[Node]] = []
     area = longest = 0
     for node in sorted(nodes, key=lambda n: (n.prefix_length == 0, n.keys, n.length), reverse=True):
         if buckets:
             first, rows = buckets[-1][0], len(buckets[-1]) + 1  # the first has most keys
             padded, real = rows * max(longest, node.length) * first.keys, area + node.length * node.keys
-            alike = (node.prefix_length == 0) == (first.prefix_length == 0)
+            alike = (node.prefix_length == 0) == (first.prefix_length == 0) and (most is None or padded <= most)
             little = padded <= PADDING_TOLERANCE * real and padded - real <= MOST_PADDING
             if alike and (little or padded <= SMALL_BUCKET):
                 buckets[-1].append(node)
@@ -355,6 +385,10 @@ BLOCK = 512
 
 FOLD_LIMIT = 1 << 21
 """Mask entries up to which repeating the mask for folded heads is cheaper than repeating keys for them."""
+
+
+LEAST_QUERIES = 16
+"""Queries of a slice at least, if its node has as many."""
 
 
 class _FlatIndex:

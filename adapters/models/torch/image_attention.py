@@ -15,6 +15,7 @@ from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, Fores
 from rollgrad.adapters.models.torch.kernels import dense
 from rollgrad.adapters.models.torch.layout import Layout, Node
 from rollgrad.adapters.models.torch.queries import Queries, all_queries
+from rollgrad.domain.errors import ConfigurationError
 
 
 def make_plan(model: Any, layout: Layout, queries: Queries | None = None) -> AttentionPlan:
@@ -101,6 +102,10 @@ class ImageAttention(AttentionPlan):
         form: ScoreForm = PLAIN,
     ) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout, or of the queries their number."""
+        if form.cap is not None:
+            raise ConfigurationError(
+                "A model that caps scores, and whose images' tokens see each other, is not computed."
+            )
         attended = self._forest.attend(layer, query, key, value, scaling, window, form)
         q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         seen = [run.attend(q_M, k_M, v_M, scaling, window, form) for run in self._runs]

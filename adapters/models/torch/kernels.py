@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from rollgrad.adapters.models.torch.capped import capped_dense, capped_with_logsumexp
 from rollgrad.adapters.models.torch.sinks import HEAD_STEP, dense_with_sinks, varlen_with_sinks
 
 log = structlog.get_logger(__name__)
@@ -154,10 +155,14 @@ def dense(
     scaling: float,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Returns attention [B, H, Q, E] of query [B, H, Q, D] to key [B, G, K, D] and value [B, G, K, E], where G divides
     H, with an additive mask that broadcasts to [B, H, Q, K]; without one each query sees the keys up to its own.
-    `sinks` [H, Q] are the scores of each query's sink (`sinks.py`)."""
+    `sinks` [H, Q] are the scores of each query's sink (`sinks.py`); a `cap`, which needs a mask, limits scores
+    (`capped.py`)."""
+    if cap is not None and mask is not None:
+        return capped_dense(query, key, value, scaling=scaling, mask=mask, cap=cap)
     shared = query.shape[1] // key.shape[1]
     if query.is_cuda and shared > 1:  # of the kernels that take a mask, or float32, none shares heads by itself
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
@@ -176,14 +181,17 @@ def dense(
 
 
 def dense_with_logsumexp(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns attention [B, H, Q, E] as `dense` does where query and key have as many heads, and the log of the sum of
     its exponentiated scores [B, H, Q], float32 or the query's format if that is wider, by which attention to parts of
-    the keys is combined. Where the mask hides all keys of a query, both are arbitrary.
+    the keys is combined. Where the mask hides all keys of a query, both are arbitrary. A `cap` limits scores
+    (`capped.py`).
 
     The kernels are those of `scaled_dot_product_attention`, which computes this sum and does not return it.
     """
+    if cap is not None:
+        return capped_with_logsumexp(query, key, value, scaling=scaling, mask=mask, cap=cap)
     if query.is_cuda and query.shape[3] % HEAD_STEP == value.shape[3] % HEAD_STEP == 0 and query.dtype != torch.float64:
         # The mask is widened without a copy, and sums are padded to a multiple of queries.
         shape = (*query.shape[:3], key.shape[2])

@@ -40,6 +40,12 @@ class Node:
         """Length of the whole path."""
         return self.prefix_length + self.length
 
+    def part(self, begin: int, end: int, first: int) -> "Node":
+        """Returns the node of the queries `begin` to `end` (half-open), whose path begins at token `first` of this
+        one's."""
+        spans = (*self.prefix, (self.start, self.length))
+        return Node(self.start + begin, end - begin, between(spans, first, self.prefix_length + begin))
+
     def path(self) -> Tensor:
         """Returns the index in M of each key."""
         return cat([arange(start, start + length) for start, length in (*self.prefix, (self.start, self.length))])
@@ -72,7 +78,7 @@ def build_layout(batch: PackedBatch) -> Layout:
     size = 0
     for sequence, shared in zip(prefixes.order, prefixes.shared, strict=True):
         start, stop = starts[sequence], starts[sequence] + lengths[sequence]
-        path = beginning(path, shared)
+        path = between(path, 0, shared)
         if own := lengths[sequence] - shared:
             nodes.append(Node(size, own, path))
             tokens.append(batch.tokens_N[start + shared : stop])
@@ -90,24 +96,14 @@ def build_layout(batch: PackedBatch) -> Layout:
     )
 
 
-def beginning(path: Sequence[Span], tokens: int) -> tuple[Span, ...]:
-    """Returns the first `tokens` of a path."""
+def between(path: Sequence[Span], begin: int, end: int) -> tuple[Span, ...]:
+    """Returns the tokens `begin` to `end` (half-open) of a path."""
     spans: list[Span] = []
     for start, length in path:
-        if tokens:
-            spans.append((start, min(length, tokens)))
-            tokens -= spans[-1][1]
-    return tuple(spans)
-
-
-def ending(path: Sequence[Span], tokens: int) -> tuple[Span, ...]:
-    """Returns a path without its first `tokens`."""
-    spans: list[Span] = []
-    for start, length in path:
-        left_out = min(length, tokens)
-        tokens -= left_out
-        if left_out < length:
-            spans.append((start + left_out, length - left_out))
+        first, last = max(begin, 0), min(end, length)
+        if first < last:
+            spans.append((start + first, last - first))
+        begin, end = begin - length, end - length
     return tuple(spans)
 
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from rollgrad.adapters.models.torch.attention import ATTENTION, ForestAttention, backbone, install_attention
+from rollgrad.adapters.models.torch.capped import SLICE
 from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.kernels import has_varlen
 from rollgrad.adapters.models.torch.layout import Node
@@ -52,6 +53,9 @@ PACKED = (16, 1024, 4096, 16384)
 ROWS = (1, 8)
 """Sequences of the passes that are measured of a model that is computed padded."""
 
+
+WORKED_SCORES, WORKED_ROWS = 3, 7
+"""Copies of a slice's scores, and in the backward pass of its queries, with which capped attention works at once."""
 
 States = Callable[[int, int], Tensor]
 """Function that returns the last hidden states of so many sequences of one length."""
@@ -264,6 +268,20 @@ class _UncomputedAttention(ForestAttention):
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
         return _kept(query.transpose(1, 2), key, value, mask).transpose(1, 2)
 
+    def _slices(self, heads: int, window: int | None) -> list[Any]:
+        return []
+
+    def capped(self, q_MHD: Tensor, k_MGD: Tensor, v_MGE: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Returns a tensor in the place of what is computed in slices, [M, H, E]."""
+        scores = q_MHD.shape[1] * len(q_MHD) * max(node.length for node in self._nodes)
+        rows = WORKED_ROWS * q_MHD.numel() + k_MGD.numel() + v_MGE.numel()
+        return _kept(
+            q_MHD,
+            k_MGD,
+            v_MGE,
+            work=[int(x * min(1.0, SLICE / scores)) for x in (WORKED_SCORES * scores, WORKED_SCORES * scores + rows)],
+        )
+
     def varlen(self, query_QHD: Tensor, key_KGD: Tensor, value_KGE: Tensor, *_: Any, **__: Any) -> Tensor:
         """Returns a tensor in the place of the kernel's result, [Q, H, E]."""
         return _kept(query_QHD, key_KGD, value_KGE)
@@ -281,15 +299,22 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | 
     return _kept(query.transpose(1, 2), key, value, added).transpose(1, 2)
 
 
-def _kept(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Returns a tensor of the value's width for each query [..., H, D]; the backward pass keeps all that is given."""
-    out: Tensor = _Uncomputed.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
+def _kept(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, work: Sequence[int] = (0, 0)
+) -> Tensor:
+    """Returns a tensor of the value's width for each query [..., H, D]; the backward pass keeps all that is given. The
+    passes, forward and backward, work with so many numbers in float32."""
+    out: Tensor = _Uncomputed.apply(query, key, value, mask, work)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Uncomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, work: Sequence[int]
+    ) -> Tensor:
+        ctx.work = work
+        query.new_empty(work[0], dtype=torch.float32)
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, out, sums)
@@ -298,7 +323,8 @@ class _Uncomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        query.new_empty(ctx.work[1], dtype=torch.float32)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
 
 def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:

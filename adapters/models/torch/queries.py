@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.layout import Layout, Node, Span, beginning
+from rollgrad.adapters.models.torch.layout import Layout, Node, Span, between
 
 LARGE = (1, 2, 4, 8)
 """Nodes are cut that have at least the first, second, ... part of a process's tokens, until all have about the same to
@@ -62,7 +62,7 @@ def queries_of(pieces: Sequence[Piece], tokens: int) -> Queries:
     for node, (start, length) in sorted(pieces, key=lambda piece: piece[1]):
         if node not in paths:
             paths[node] = _spans(place_M[node.path()])
-        prefix = beginning(paths[node], node.prefix_length + start - node.start)
+        prefix = between(paths[node], 0, node.prefix_length + start - node.start)
         nodes.append(Node(int(place_M[start]), length, prefix))
     return Queries(nodes=tuple(nodes), token_M=token_M, place_M=place_M)
 

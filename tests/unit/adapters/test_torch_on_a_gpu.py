@@ -28,8 +28,9 @@ FLAG = cluster.FLAG
 CPU = torch.device("cpu")
 WAITS_A_STEP = 6
 """Times at most that a step of decoding waits for the GPU."""
-KINDS = ("llama", "gemma3_text", "qwen3_moe", "gpt2", "gpt_oss", "qwen3_5_text", "lfm2", "bloom")
-"""Grouped heads; windows; experts; biases and learned positions; sinks; states; a model that is computed padded."""
+KINDS = ("llama", "gemma3_text", "qwen3_moe", "gpt2", "gpt_oss", "gemma2", "qwen3_5_text", "lfm2", "bloom")
+"""Grouped heads; windows; experts; biases and learned positions; sinks; capped scores; states; a model that is computed
+padded."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -148,7 +149,7 @@ def test_states_stay_on_a_gpu(path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("path", ["llama", "gemma3_text", "gpt_oss", "bloom"], indirect=True)
+@pytest.mark.parametrize("path", ["llama", "gemma3_text", "gpt_oss", "gemma2", "bloom"], indirect=True)
 async def test_an_engine_samples_on_a_gpu_what_it_does_on_the_cpu(path: Path, dtype: torch.dtype) -> None:
     expected = await sampled(loaded(path, CPU, dtype))
     with pretended_gpu() as waited:

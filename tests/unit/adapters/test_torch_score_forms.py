@@ -1,4 +1,4 @@
-"""Attention with sinks is what float64 computes from all scores, by each kernel, values and gradients."""
+"""Attention with sinks or capped scores is what float64 computes from all scores: values, gradients."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place
 from rollgrad.adapters.engines.embedded.plans import Decode, DecodeInputs, Extend
+from rollgrad.adapters.models.torch import attention, capped
 from rollgrad.adapters.models.torch.attention import ForestAttention, ScoreForm
 from rollgrad.adapters.models.torch.layout import Node
 from tests.pretended_gpu import CUDA, pretended_gpu
@@ -41,23 +42,35 @@ def inputs(kind: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 def whole_scores(
-    query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, seen: Callable[[Tensor, Tensor], Tensor]
+    query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, seen: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Attention [Q, H, E] of query [H, Q, D], the last of the keys [G, K, D], to those that `seen` says."""
     shared = len(query) // len(key)
     key, value = (x.repeat_interleave(shared, 0) for x in (key, value))
     place_Q = torch.arange(key.shape[1] - query.shape[1], key.shape[1])[:, None]
     hidden = ~seen(place_Q, torch.arange(key.shape[1]))
-    scores = (query @ key.transpose(1, 2) * SCALE).masked_fill(hidden, -torch.inf)
-    with_sink = torch.cat([scores, sinks_H[:, None, None].expand(-1, query.shape[1], 1)], dim=2)
-    return (with_sink.softmax(2)[..., :-1] @ value).transpose(0, 1)
+    scores = query @ key.transpose(1, 2) * SCALE
+    if form.cap is not None:
+        scores = torch.tanh(scores / form.cap) * form.cap
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if form.sinks_H is not None:
+        sinks = form.sinks_H.double()[:, None, None].expand(-1, query.shape[1], 1)
+        return (torch.cat([scores, sinks], dim=2).softmax(2)[..., :-1] @ value).transpose(0, 1)
+    return (scores.softmax(2) @ value).transpose(0, 1)
 
 
 def looking_back(window: int | None) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda q, k: (k <= q) & (k > q - (len(k) if window is None else window))
 
 
-def expected(kind: str, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+FORMS: dict[str, Callable[[Tensor], ScoreForm]] = {
+    "sinks": lambda sinks_H: ScoreForm(sinks_H=sinks_H),
+    "capped": lambda sinks_H: ScoreForm(cap=1.5),
+    "capped in slices": lambda sinks_H: ScoreForm(cap=1.5),
+}
+
+
+def expected(kind: str, form: str, dtype: torch.dtype, window: int | None) -> list[Tensor]:
     """The result [T, H, E] and the gradients, in float64, of numbers that are rounded to a format."""
     leaves = [x.double().requires_grad_() for x in inputs(kind, dtype)]
     query, key, value, sinks_H = leaves
@@ -66,14 +79,14 @@ def expected(kind: str, dtype: torch.dtype, window: int | None) -> list[Tensor]:
         path = node.path()
         own = slice(node.start, node.start + node.length)
         q, k, v = query[0, :, own], key[0, :, path], value[0, :, path]
-        parts.append(whole_scores(q, k, v, sinks_H, looking_back(window)))
+        parts.append(whole_scores(q, k, v, FORMS[form](sinks_H), looking_back(window)))
     return results(torch.cat(parts), leaves)
 
 
 def results(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.device)
-    gradients = torch.autograd.grad((out.to(weights.dtype) * weights).sum(), leaves)
-    return [x.to(CPU) for x in (out.detach(), *gradients)]
+    gradients = torch.autograd.grad((out.to(weights.dtype) * weights).sum(), leaves, allow_unused=True)
+    return [x.to(CPU) for x in (out.detach(), *gradients) if x is not None]
 
 
 @contextmanager
@@ -108,30 +121,41 @@ def assert_close(found: list[Tensor], exact: list[Tensor], dtype: torch.dtype) -
 @ON_EACH
 @pytest.mark.parametrize("window", [None, 7], ids=str)
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_forest_with_sinks_is_what_float64_computes(
-    kind: str, window: int | None, machine: str, dtype: torch.dtype
+@pytest.mark.parametrize("form", FORMS)
+def test_a_forest_is_what_float64_computes(
+    form: str, kind: str, window: int | None, machine: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = expected(kind, dtype, window)
+    if "slices" in form:
+        monkeypatch.setattr(attention, "SLICE", 1000)
+        monkeypatch.setattr(attention, "LEAST_QUERIES", 4)
+    exact = expected(kind, form, dtype, window)
     device, entered = MACHINES[machine]
     with entered():
         query, key, value, sinks_H = leaves = [x.to(device).requires_grad_() for x in inputs(kind, dtype)]
         plan = ForestAttention(NODES, device=device, dtype=dtype)
-        out = plan.attend(0, query, key, value, SCALE, window, ScoreForm(sinks_H=sinks_H))[0]
+        out = plan.attend(0, query, key, value, SCALE, window, FORMS[form](sinks_H))[0]
         found = results(out, leaves)
+        assert len(plan._sliced) == ("capped" in form)
+        assert all(len(slices) > len(NODES) for slices in plan._sliced.values() if "slices" in form)
     assert_close(found, exact, dtype)
 
 
 @ON_EACH
 @pytest.mark.parametrize("window", [None, 100], ids=str)
-def test_decoding_with_sinks_is_what_float64_computes(window: int | None, machine: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_decoding_is_what_float64_computes(
+    form: str, window: int | None, machine: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sequences of one block and of several, steps of one token and of more."""
-    heads, key_heads, width, value_width = HEADS["narrow values"]
+    if "slices" in form:
+        monkeypatch.setattr(capped, "SLICE", 4096)
+    heads, key_heads, width, value_width = HEADS["grouped" if "capped" in form else "narrow values"]
     lengths, added = [5, 3 * BLOCK - 1, BLOCK + 17], [3, 1, 2]
     generator = torch.Generator().manual_seed(1)
     past = [
         [torch.randn(key_heads, n, w, generator=generator).to(dtype) for w in (width, value_width)] for n in lengths
     ]
-    sinks_H = inputs("narrow values", dtype)[3]
+    sinks_H = inputs("grouped" if "capped" in form else "narrow values", dtype)[3]
     device, entered = MACHINES[machine]
 
     def new(tokens: int) -> list[Tensor]:
@@ -141,7 +165,7 @@ def test_decoding_with_sinks_is_what_float64_computes(window: int | None, machin
     def exact(row: int, news: list[Tensor], tokens: int) -> Tensor:
         query, key, value = (x[row, :, :tokens].double() for x in news)
         k, v = (torch.cat([p.double(), x], 1) for p, x in zip(past[row], (key, value), strict=True))
-        return whole_scores(query, k, v, sinks_H.double(), looking_back(window))
+        return whole_scores(query, k, v, FORMS[form](sinks_H), looking_back(window))
 
     with entered():
         cache, places = KVCache(), [Place() for _ in lengths]
@@ -163,7 +187,6 @@ def test_decoding_with_sinks_is_what_float64_computes(window: int | None, machin
         ]
         for plan, news, counts in plans:
             query, key, value = (x.to(device) for x in news)
-            form = ScoreForm(sinks_H=sinks_H.to(device))
-            out = plan.attend(0, query, key, value, SCALE, window, form).to(CPU)
+            out = plan.attend(0, query, key, value, SCALE, window, FORMS[form](sinks_H.to(device))).to(CPU)
             for row, count in enumerate(counts):
                 assert_close([out[row, :count]], [exact(row, news, count)], dtype)
