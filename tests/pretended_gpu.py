@@ -365,7 +365,7 @@ class Pretending(TorchFunctionMode):
             return dense_attention(*args, **kwargs)
         if func is Tensor.backward:
             with self:  # a mode is off inside the functions that it hears of, and what they call would not find it
-                return torch.autograd.backward(first)
+                return torch.autograd.backward(first, kwargs["gradient"])
         if func in (Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr) and isinstance(first, OnGPU):
             return func(first.numbers)  # by which tensors that share memory are known
         if func in (Tensor.cpu, Tensor.cuda):
