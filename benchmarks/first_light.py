@@ -6,7 +6,8 @@ Each section runs in a process of its own, which is killed when its time or that
 holds up the next; those whose answers matter most come first. What a section finds is printed at once, and with --out
 written to OUT/first_light.json; at the end comes a table. `--smoke` is the same code on small shapes, for machines
 without a GPU too. Model: random weights in the shape of Qwen3-0.6B, so nothing has to be downloaded. `ipc` unpacks by
-vLLM's own file, of the installed vLLM or --vllm-packed; `deepspeed` needs that library.
+vLLM's own file, of the installed vLLM or --vllm-packed; `deepspeed` needs that library. For a machine
+without a network `scripts/offline.py` gathers what it lacks.
 """
 
 import argparse
