@@ -1,8 +1,8 @@
 """Gradients of micro-batches, summed, and the optimizer step that follows."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.trained_module import TrainedModule
@@ -21,14 +21,16 @@ def accumulate_gradients(
         NonFiniteUpdateError: a loss is not finite; all gradients are dropped.
     """
     parts: list[Mapping[str, Tensor | float]] = []
+    total = 0.0
     for batch in micro_batches:
         output = loss_of(batch)
         loss = float(output.loss.detach())
-        if not trained.agree(bool(torch.isfinite(output.loss))):
-            trained.clear()
-            raise NonFiniteUpdateError(f"The loss is {loss}; the optimizer step was not applied.")
         trained.backward(output.loss)
         parts.append(joined([{"loss": Total(loss)}, output.metrics]))
+        total += loss
+    if not trained.agree(math.isfinite(total)):  # once a step: each waits for the slowest process
+        trained.clear()
+        raise NonFiniteUpdateError(f"The loss is {total}; the optimizer step was not applied.")
     return joined(parts)
 
 

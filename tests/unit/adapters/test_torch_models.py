@@ -195,6 +195,28 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     assert all(p.grad is None for p in model.parameters())
 
 
+class Agreeing(MasterOptimizer):
+    """Counts how often the processes would wait for each other."""
+
+    waits = 0
+
+    def agree(self, well: bool) -> bool:
+        self.waits += 1
+        return super().agree(well)
+
+
+def test_processes_agree_as_often_whatever_a_step_is_divided_into(
+    tiny_model_dir: Path, tokenizer: Any, batch: PackedBatch
+) -> None:
+    policy = TorchPolicy(load(tiny_model_dir), tokenizer, SETTINGS, optimize=Agreeing)
+    waits = []
+    for parts in ([[0, 1, 2, 3, 4, 5]], [[0, 1], [2], [3, 4], [5]]):
+        before = policy._trained.waits  # type: ignore[attr-defined]
+        policy.update(split(batch, *parts), OBJECTIVE)
+        waits.append(policy._trained.waits - before)  # type: ignore[attr-defined]
+    assert waits[0] == waits[1] > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_restored_policy_goes_on_as_if_never_stopped(
     tiny_model_dir: Path, tokenizer: Any, batch: PackedBatch, dtype: torch.dtype
