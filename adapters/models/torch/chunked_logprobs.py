@@ -45,9 +45,9 @@ class VocabularyShare:
         if self.group is None:
             return columns_KA[None]
         rows, count = columns_KA.shape
-        gathered = columns_KA.new_empty(distributed.get_world_size(self.group) * rows, count)
-        distributed.all_gather_into_tensor(gathered, columns_KA, group=self.group)
-        return gathered.view(-1, rows, count)
+        gathered_PKA = columns_KA.new_empty(distributed.get_world_size(self.group), rows, count)
+        distributed.all_gather(list(gathered_PKA), columns_KA, group=self.group)
+        return gathered_PKA
 
     def size(self, weight_VH: Tensor) -> int:
         """Returns the number of rows of all processes, of which this one has those of `weight_VH`."""
