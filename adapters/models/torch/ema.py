@@ -11,6 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+STAGED = 2**24
+"""Numbers of a GPU that are brought to the CPU at a time, through memory that no one may page out: 64 MiB."""
+
 
 class MovingAverage:
     """Moving average of `masters`, float32 tensors on any device that stay the same objects; `beta` is its decay, which
@@ -19,6 +22,7 @@ class MovingAverage:
     def __init__(self, masters: Sequence[Tensor], beta: float, every: int = 1) -> None:
         self._masters = masters
         self._beta, self._every = beta, every
+        self._staging: Tensor | None = None
         self._averages = [master.detach().to("cpu", copy=True) for master in masters]
 
     @torch.no_grad()
@@ -27,7 +31,15 @@ class MovingAverage:
         if step % self._every:
             return
         for average, master in zip(self._averages, self._masters, strict=True):
-            average.lerp_(master.to("cpu"), 1 - self._beta)
+            if master.device == average.device or not master.is_contiguous():
+                average.lerp_(master.to("cpu"), 1 - self._beta)
+                continue
+            if self._staging is None:
+                self._staging = torch.empty(STAGED, pin_memory=True)
+            own_N, master_N = average.view(-1), master.view(-1)
+            for first in range(0, len(own_N), STAGED):
+                part_N = master_N[first : first + STAGED]
+                own_N[first : first + STAGED].lerp_(self._staging[: len(part_N)].copy_(part_N), 1 - self._beta)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -75,7 +75,8 @@ def trained(path: Path, device: torch.device, dtype: torch.dtype, **settings: An
     scores = policy.score(batch)
     assert not isinstance(scores.logprobs_N, OnGPU)
     assert all(isinstance(tensor, OnGPU) == (device.type == "cuda") for _, tensor in policy.weights())
-    return [*metrics, {"score": float(scores.logprobs_N.sum())}]
+    averages = sum(float(average.norm()) for average in policy.state_dict()["averages"].values())
+    return [*metrics, {"averages": averages}, {"score": float(scores.logprobs_N.sum())}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
