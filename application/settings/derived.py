@@ -80,13 +80,15 @@ def divides_reward(config: RLConfig) -> bool:
 
 
 def tokens_per_pass(config: RLConfig) -> int:
-    """Token budget of one forward and backward pass, over all processes of the actor."""
-    return config.train.max_tokens_per_micro_batch * ranks(config)
+    """Token budget of one forward and backward pass, over all processes of the actor; those that share layers compute
+    the same tokens."""
+    return config.train.max_tokens_per_micro_batch * ranks(config) // config.ds.tensor_parallel_size
 
 
 def tokens_per_scoring_pass(config: RLConfig) -> int:
-    """Token budget of one forward pass without gradients, over all processes of the actor."""
-    return (config.train.max_tokens_per_scoring_pass or config.train.max_tokens_per_micro_batch) * ranks(config)
+    """Token budget of one forward pass without gradients, over all processes of the actor; as `tokens_per_pass`."""
+    budget = config.train.max_tokens_per_scoring_pass or config.train.max_tokens_per_micro_batch
+    return budget * ranks(config) // config.ds.tensor_parallel_size
 
 
 def shares_of_pass(config: RLConfig) -> int:

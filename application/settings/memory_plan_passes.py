@@ -37,11 +37,13 @@ possible ones are taken out of it: two copies of its logits, and two bytes for e
 
 def pass_tokens(config: RLConfig, parts: float, budget: int | None = None) -> int:
     """Returns the tokens that one process passes over at a time: one of so many `parts` of a micro-batch of `budget`
-    tokens, whose size goes by the actor's processes, and at least its part of the longest sequence."""
+    tokens, whose size goes by the actor's processes, or groups of those that share layers, and at least its part of the
+    longest sequence."""
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     longest = longest_sample(config)
     least = math.ceil(longest / config.ds.sequence_parallel_size)
-    most = (budget or config.train.max_tokens_per_micro_batch) * ranks(config) / parts
+    groups = ranks(config) / config.ds.tensor_parallel_size
+    most = (budget or config.train.max_tokens_per_micro_batch) * groups / parts
     return max(least, math.ceil(min(most, samples * longest / parts)))
 
 

@@ -29,8 +29,10 @@ LESS_MEMORY = (
 
 
 def tokens_per_pass(run: OfflineRun) -> int:
-    """Returns the token budget of one forward and backward pass, over all processes of the model."""
-    return run.train.max_tokens_per_micro_batch * run.actor.num_nodes * run.actor.num_gpus_per_node
+    """Returns the token budget of one forward and backward pass, over all processes of the model; those that share
+    layers compute the same tokens."""
+    processes = run.actor.num_nodes * run.actor.num_gpus_per_node
+    return run.train.max_tokens_per_micro_batch * processes // run.ds.tensor_parallel_size
 
 
 def shares_of_pass(run: OfflineRun) -> int:

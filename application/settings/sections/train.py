@@ -55,7 +55,9 @@ class TrainConfig:
         COUNT,
     )
     max_epochs: int = setting(1, "Passes over each rollout's samples.", COUNT)
-    max_tokens_per_micro_batch: int = setting(16384, "Token budget of one forward and backward pass.", COUNT)
+    max_tokens_per_micro_batch: int = setting(
+        16384, "Token budget of one forward and backward pass of a process, or of processes that share layers.", COUNT
+    )
     max_tokens_per_scoring_pass: int | None = setting(
         None,
         "Token budget of one forward pass without gradients, for log-probs before the update, the reference and the "

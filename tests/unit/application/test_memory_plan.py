@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass, tokens_per_scoring_pass
 from rollgrad.application.settings.memory_plan import (
     CONTEXT_BYTES,
     GATHERED_NUMBERS,
@@ -17,6 +18,7 @@ from rollgrad.application.settings.memory_plan_passes import (
     ACTIVATIONS_PER_HIDDEN,
     WHOLE_ACTIVATIONS_PER_HIDDEN,
     head_bytes,
+    pass_tokens,
 )
 from rollgrad.application.settings.model_shape import ModelShape, PassMemory, bytes_of_pass
 from rollgrad.application.settings.run import RLConfig
@@ -379,6 +381,7 @@ def test_processes_that_share_layers_have_the_same_tokens(tied: bool, share: int
     config = cluster_config(2)
     config.algo.advantage.estimator, config.algo.kl.init_coef = "gae", 0.1
     config.ds.tensor_parallel_size = 2
+    config.train.max_tokens_per_micro_batch *= 2
     rows = plan(config, shape=evolve(SHAPE, embedding=200, tied=tied))
     passes = 64 * 3 * 4 * (2 * WHOLE_ACTIVATIONS_PER_HIDDEN + 25) * 2
     head = 3 * 24 * 25 * 4 // 2 + 100 * (4 + 2 + 2)  # logits of the replies, and the gradient of half of it
@@ -387,6 +390,14 @@ def test_processes_that_share_layers_have_the_same_tokens(tied: bool, share: int
     assert rows["critic"].weights == 2 * (200 + layers), "without the vocabulary's head the embedding is whole"
     assert parts(rows["reference"]) == (2 * share, 0, 0, passes // 3)
     assert rows["engines"].weights == 2000
+
+
+def test_a_group_that_shares_layers_has_the_budget_of_a_process_that_has_them_whole() -> None:
+    config = cluster_config(2, processes=4)
+    config.train.max_tokens_per_micro_batch, config.train.max_tokens_per_scoring_pass = 40, 60
+    config.ds.tensor_parallel_size = 2
+    assert (tokens_per_pass(config), tokens_per_scoring_pass(config), shares_of_pass(config)) == (80, 120, 2)
+    assert pass_tokens(config, 2) == 40
 
 
 def test_a_critic_of_fewer_processes_has_more_tokens_in_each() -> None:
