@@ -57,7 +57,7 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(path: Path) -> list[dict[str, float]]:
-    """What a run logs of its training and evaluations, but for times."""
+    """Returns what a run logs of its training and evaluations, but for times."""
     kept = ("train/loss", "train/grad_norm", "train/divergence", "train/kl", "train/reward_margin", "eval/loss")
     return [{name: row[name] for name in kept if name in row} for row in logged(path)]
 

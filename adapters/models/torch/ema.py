@@ -30,16 +30,17 @@ class MovingAverage:
         """Updates the average after an optimizer step, whose number is counted from 1."""
         if step % self._every:
             return
+        share = 1 - self._beta
         for average, master in zip(self._averages, self._masters, strict=True):
             if master.device == average.device or not master.is_contiguous():
-                average.lerp_(master.to("cpu"), 1 - self._beta)
+                average.lerp_(master.to("cpu"), share)
                 continue
             if self._staging is None:
                 self._staging = torch.empty(STAGED, pin_memory=True)
             own_N, master_N = average.view(-1), master.view(-1)
             for first in range(0, len(own_N), STAGED):
                 part_N = master_N[first : first + STAGED]
-                own_N[first : first + STAGED].lerp_(self._staging[: len(part_N)].copy_(part_N), 1 - self._beta)
+                own_N[first : first + STAGED].lerp_(self._staging[: len(part_N)].copy_(part_N), share)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
