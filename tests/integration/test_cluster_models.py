@@ -351,6 +351,25 @@ def test_a_divided_mixture_of_experts_trains_as_one_process(
 
 
 @pytest.mark.parametrize("stage", [3, FSDP])
+def test_sinks_are_divided_and_train_as_in_one_process(
+    group: WorkerGroup, stage: int | str, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """They are parameters of attention, of which the backward pass needs the numbers too."""
+    model = tiny_model("granite_swa", vocab_size=len(tiny_tokenizer))
+    path = str(saved(model, tiny_tokenizer, tmp_path / "model"))
+    lone = cluster.policy(path)
+    before = cluster.weights(lone)
+    group.build(cluster.rank_policy, path, stage, False)
+    policy = ShardedPolicy(group)
+    assert cluster.trained(policy) == pytest.approx(cluster.trained(lone), rel=1e-3)
+    after = cluster.weights(policy)
+    for name, tensor in lone.weights():
+        assert_alike(after[name], tensor)
+    assert all((after[name] != before[name]).any() for name in before if name.endswith("sinks"))
+    assert any(name.endswith("sinks") for name in before)
+
+
+@pytest.mark.parametrize("stage", [3, FSDP])
 def test_a_divided_mixture_goes_to_the_experts_that_one_process_would(
     group: WorkerGroup, stage: int | str, tiny_mixture_dir: Path
 ) -> None:
