@@ -81,7 +81,11 @@ def _cache_shapes(settings: Any) -> list[tuple[int, int]]:
     text = settings.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     attends = [index for index, kind in enumerate(kinds) if kind not in STATE_ALONE]
-    return [_cache_shape(text.per_layer_config[index]) for index in attends]  # some are unlike
+    shapes = [_cache_shape(text.per_layer_config[index]) for index in attends]  # some are unlike
+    if text.model_type == "mimo_v2_flash":  # whose code, not its settings, gives layers with windows twice the heads
+        windows = [kinds[index] == "sliding_attention" for index in attends]
+        return [(heads * (1 + windowed), width) for (heads, width), windowed in zip(shapes, windows, strict=True)]
+    return shapes
 
 
 def _cache_shape(text: Any) -> tuple[int, int]:
@@ -90,4 +94,5 @@ def _cache_shape(text: Any) -> tuple[int, int]:
     if getattr(text, "kv_lora_rank", None) is not None:  # latent attention: the cache holds what each head computes
         return heads, -(-(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) // 2)
     width: int = getattr(text, "head_dim", None) or text.hidden_size // heads
+    width = -(-(width + (getattr(text, "v_head_dim", None) or width)) // 2)
     return getattr(text, "num_key_value_heads", None) or heads, width

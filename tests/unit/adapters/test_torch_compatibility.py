@@ -141,7 +141,14 @@ def test_a_pack_beyond_the_rotary_embedding_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "kv_heads", "head_dim"),
-    [("llama", 2, 8), ("deepseek_v3", 4, 16), ("gemma4_text", 2, 512), ("qwen3_next", 2, 8), ("mamba2", 0, 0)],
+    [
+        ("llama", 2, 8),
+        ("deepseek_v3", 4, 16),
+        ("gemma4_text", 2, 512),
+        ("qwen3_next", 2, 8),
+        ("mamba2", 0, 0),
+        ("mimo_v2_flash", 4, 10),
+    ],
 )
 def test_the_plan_knows_the_cache_of_every_kind_of_attention(
     model_type: str, kv_heads: int, head_dim: int, tmp_path: Path
