@@ -113,7 +113,7 @@ def reference(path: Path, device: torch.device) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("compute", [adapted, critic, reference])
-@pytest.mark.parametrize("path", ["llama", "gemma3_text"], indirect=True)
+@pytest.mark.parametrize("path", ["llama", "gemma3_text", "gpt_oss", "gemma2"], indirect=True)
 def test_other_models_on_a_gpu_are_the_cpu_s(path: Path, compute: Callable[..., list[dict[str, float]]]) -> None:
     expected = compute(path, CPU)
     with pretended_gpu():
