@@ -516,7 +516,7 @@ def profile(out):
     if not GPU:
         out["left out"] = "needs a GPU"
         return
-    from torch.autograd import DeviceType
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     from rollgrad.adapters.models.torch.models import TorchPolicy
     from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
