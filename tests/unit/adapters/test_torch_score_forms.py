@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place
 from rollgrad.adapters.engines.embedded.plans import Decode, DecodeInputs, Extend
-from rollgrad.adapters.models.torch import attention, capped
+from rollgrad.adapters.models.torch import attention, attention_buckets, capped
 from rollgrad.adapters.models.torch.attention import ForestAttention, ScoreForm
 from rollgrad.adapters.models.torch.layout import Node
 from tests.pretended_gpu import CUDA, pretended_gpu
@@ -127,7 +127,7 @@ def test_a_forest_is_what_float64_computes(
 ) -> None:
     if "slices" in form:
         monkeypatch.setattr(attention, "SLICE", 1000)
-        monkeypatch.setattr(attention, "LEAST_QUERIES", 4)
+        monkeypatch.setattr(attention_buckets, "LEAST_QUERIES", 4)
     exact = expected(kind, form, dtype, window)
     device, entered = MACHINES[machine]
     with entered():
