@@ -113,29 +113,37 @@ def measured(work: Work) -> list[Found]:
         process.start()
     try:
         found = [passes.get(timeout=SECONDS) for _ in started]
+        for process in started:
+            process.join(SECONDS)
     finally:
         for process in started:
-            process.terminate()
-            process.join()
+            process.kill()
     return [max(of_way, key=lambda each: each.seconds) for of_way in zip(*found, strict=True)]
 
 
 def share(rank: int, work: Work, port: int, passes: "Queue[list[Found]]") -> None:
     """Makes the passes as the process `rank`."""
     from rollgrad.adapters.models.fsdp.division import start_process_group
-    from rollgrad.adapters.models.torch.product_speed import product_speed
 
     torch.set_num_threads(1)
     start_process_group(rank=rank, size=PROCESSES, host="127.0.0.1", port=port, local_rank=rank, timeout=SECONDS)
     layers = [layer(work, way) for way in WAYS]
     found: list[list[Found]] = [[] for _ in WAYS]
     for _ in range(work.rounds + 1):  # the first makes what is kept between layers
-        speed = product_speed(torch.device("cpu"), torch.float32)
+        speed = product_speed()
         for of_way, passed in zip(found, layers, strict=True):
             distributed.barrier()
             of_way.append(Found(*passed(), speed))
     passes.put([min(of_way[1:], key=lambda each: each.seconds) for of_way in found])
     distributed.barrier()  # nobody leaves while another still computes
+
+
+def product_speed() -> float:
+    """Returns the floating-point operations in a second of the processor, of a product of two large matrices."""
+    a = b = torch.ones(1024, 1024)
+    began = time.process_time()
+    a @ b
+    return 2 * 1024**3 / (time.process_time() - began)
 
 
 def layer(work: Work, way: Way) -> Callable[[], tuple[float, int]]:
