@@ -126,8 +126,9 @@ async def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_i
     cluster.kill(started)
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(result, EngineError)
+        assert "vLLM's processes have died" in str(result)
     for work in (engine.generate(ask()), engine.pause(PauseMode.KEEP), engine.resume(), engine.ping()):
-        with pytest.raises(EngineError):
+        with pytest.raises(EngineError, match="have died"):
             await work
     engine.close()
 

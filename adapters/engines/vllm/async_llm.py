@@ -21,6 +21,8 @@ from rollgrad.domain.errors import EngineError, RollgradError
 
 T = TypeVar("T")
 
+DIED = "vLLM's processes have died; their log says why. Start the engine again."
+
 GIVES_UP_WEIGHTS = 2
 """vLLM's level of sleep that keeps nothing."""
 
@@ -185,12 +187,13 @@ class LocalCore(Core):
             while not task.done():
                 await asyncio.wait([task], timeout=LIVENESS_SECONDS)
                 if not task.done() and self._llm.errored:
-                    raise EngineError("vLLM's processes have died; their log says why. Start the engine again.")
+                    raise EngineError(DIED)
             return task.result()
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+            words = DIED if self._llm.errored else f"vLLM failed: {type(error).__name__}: {error}"
+            raise EngineError(words) from error
         finally:
             task.cancel()
 
@@ -212,7 +215,8 @@ class LocalCore(Core):
         except RollgradError:
             raise
         except Exception as error:
-            raise EngineError(f"Generation failed: {type(error).__name__}: {error}") from error
+            words = DIED if self._llm.errored else f"Generation failed: {type(error).__name__}: {error}"
+            raise EngineError(words) from error
         return last
 
 
