@@ -51,7 +51,7 @@ ARCHITECTURES = (
     *("llama", "qwen3", "gemma3_text", "mistral", "phi3", "olmo2", "granite", "starcoder2", "gpt2", "qwen3_moe"),
     "gemma2",
 )
-"""The last is computed with padding."""
+"""The last caps its scores."""
 PROMPT, REPLY = 64, 192
 CPU = torch.device("cpu")
 FLAG = "--model"
