@@ -516,8 +516,6 @@ def profile(out):
     if not GPU:
         out["left out"] = "needs a GPU"
         return
-    from torch.autograd import DeviceType  # type: ignore[attr-defined]
-
     from rollgrad.adapters.models.torch.models import TorchPolicy
     from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
     from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
@@ -533,7 +531,7 @@ def profile(out):
         step()
         sync()
         t = time.perf_counter() - t
-    kernels = [e for e in p.key_averages() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    kernels = [e for e in p.key_averages() if e.device_type.name == "CUDA" and not e.is_user_annotation]
     out["seconds"] = round(t, 3)
     out["gpu_busy"] = round(sum(e.self_device_time_total for e in kernels) / 1e6 / t, 3)
     kernels.sort(key=lambda e: -e.self_device_time_total)
