@@ -50,7 +50,7 @@ DT = torch.bfloat16
 
 
 class Found(dict):
-    """What a section has found, which is kept as soon as it is there: it may be killed before its end."""
+    """Findings of a section, which are kept as soon as they are there: it may be killed before its end."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
@@ -568,7 +568,7 @@ def run_section(section) -> bool:
 
 
 def in_a_process(name: str, seconds: float) -> dict:
-    """What a section finds in a process of its own, which is killed after so many seconds."""
+    """Returns what a section finds in a process of its own, which is killed after so many seconds."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         words = [*sys.argv[1:], "--section", name, "--out", str(file)]

@@ -1,4 +1,4 @@
-"""What `scripts/offline.py` gathers for a machine without a network."""
+"""Wheels that `scripts/offline.py` gathers for a machine without a network."""
 
 import subprocess
 import sys
