@@ -1,9 +1,10 @@
-"""What packing and cached states are worth to a model with linear attention, on this machine.
+"""What packing and a cache are worth to models that were long computed padded, on this machine.
 
 `python benchmarks/states.py` makes a model of Qwen3.5's kind with random weights (6 layers, of which every third
 attends), and measures the forward and backward pass of 8 replies to a long prompt, packed and padded; then the embedded
-engine, with the states of its sequences and computing each sequence anew. It prints medians of the processor's time.
-The last line is `packed P times, states S times`, the gain of each.
+engine, with what it keeps of its sequences and computing each sequence anew. `--kind gpt_oss` and `--kind gemma2` do
+the same with attention sinks and with capped scores. It prints medians of the processor's time. The last line is
+`packed P times, kept S times`, the gain of each.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from benchmarks.results import keep
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.padded import mark_padded, use_fast_attention
+from rollgrad.adapters.models.torch.padded import mark_padded, use_exact_attention
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.testing.agent_executor import make_trajectory
@@ -33,29 +34,42 @@ SAMPLES, PROMPT, REPLY, NEW_TOKENS, HIDDEN, ROUNDS = 8, 512, 64, 16, 256, 3
 VOCABULARY = 4096
 
 
-def model(hidden: int, *, pads: bool) -> Any:
-    """Returns a packed or padded model."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+def config(kind: str, hidden: int) -> Any:
+    """Returns the settings of a small model."""
+    import transformers
 
-    torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=6,
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    if kind == "gpt_oss":
+        return transformers.GptOssConfig(**common, num_local_experts=4, num_experts_per_tok=2)
+    if kind == "gemma2":
+        return transformers.Gemma2Config(**common)
+    return transformers.Qwen3_5TextConfig(
+        **common,
         layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
         linear_num_key_heads=8,
         linear_num_value_heads=8,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
     )
-    made = Qwen3_5ForCausalLM(config).eval()
+
+
+def model(kind: str, hidden: int, *, pads: bool) -> Any:
+    """Returns a packed or padded model."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config(kind, hidden)).eval()
     install_and_compare(made)
     if pads:
-        use_fast_attention(made)
+        use_exact_attention(made)
         mark_padded(made, "a benchmark says so")
     return made
 
@@ -110,21 +124,23 @@ def seconds(work: Callable[[], None], rounds: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="smallest sizes, to see that the script runs")
-    smoke = parser.parse_args().smoke
+    parser.add_argument("--kind", choices=("qwen3_5", "gpt_oss", "gemma2"), default="qwen3_5")
+    given = parser.parse_args()
+    smoke = given.smoke
     prompt, reply, count, hidden, rounds = (24, 8, 4, 32, 1) if smoke else (PROMPT, REPLY, NEW_TOKENS, HIDDEN, ROUNDS)
     found: dict[bool, tuple[float, float]] = {}
     for pads in (True, False):
-        made = model(hidden, pads=pads)
+        made = model(given.kind, hidden, pads=pads)
         learning = seconds(learned(made, group(prompt, reply)), rounds)
         found[pads] = learning, seconds(sampled(made, prompt, count), 1 if pads else rounds)
     table = Table("", "training pass, s", "sampled tokens/s")
-    for pads, name in ((True, "padded, computed anew"), (False, "packed, with states")):
+    for pads, name in ((True, "padded, computed anew"), (False, "packed, with what is kept")):
         table.add_row(name, f"{found[pads][0]:.2f}", f"{SAMPLES * count / found[pads][1]:.1f}")
     Console(highlight=False).print(table)
     gains = [before / after for before, after in zip(found[True], found[False], strict=True)]
     if not smoke:
-        keep("states", {"padded": [*found[True]], "packed": [*found[False]]})
-    print(f"packed {gains[0]:.1f} times, states {gains[1]:.1f} times")
+        keep(f"states_{given.kind}", {"padded": [*found[True]], "packed": [*found[False]]})
+    print(f"packed {gains[0]:.1f} times, kept {gains[1]:.1f} times")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ RESULTS = {
     "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
     "streaming.py": r"^embedded, 2 at once: first token \d+\.\d+ s; .*: [+-]\d+ us a token$",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",
-    "states.py": r"^packed \d+\.\d times, states \d+\.\d times$",
+    "states.py": r"^packed \d+\.\d times, kept \d+\.\d times$",
     "state_save.py": r"^│ \d+\.\d\d GB .*│ \d+\.\d+%",
     "tinker_recipes.py": r"(?s:^\| chat_sl \| .* \| \d+\.\d\d \|$.)^\| math_rl \| .* \| -?\d\.\d\d \|$",
     "trainers_learn.py": r"kd +│ tokens right +│ \d\.\d+ +│ \d\.\d+",
