@@ -13,6 +13,7 @@ from attrs import define
 from torch import Tensor
 
 from rollgrad.adapters.engines.vllm.weight_receiver import FullBucket, ReceiverSettings, receiver_class
+from rollgrad.adapters.models.torch.sent_names import sent_name, sent_weights
 from rollgrad.adapters.weights.disk import write
 from rollgrad.adapters.weights.shared_buckets import Run, SharedMemory, fill_part_at
 from tests.tiny_models import make_tiny_tokenizer, saved, tiny_model
@@ -24,9 +25,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "head_dim": 32, "vocab_size": 301}),
     "turned": ("GPT2LMHeadModel", {"n_positions": 64, "hidden_size": 128}),
     "mixture": ("Qwen3MoeForCausalLM", {"head_dim": 32, "hidden_size": 64, "num_experts": 4, "num_experts_per_tok": 2}),
+    "renamed": ("MixtralForCausalLM", {"head_dim": 32, "hidden_size": 64, "num_local_experts": 4}),
 }
-"""One class of transformers and its settings; a vocabulary of 301 is padded, the matrices of GPT-2 are turned, and the
-experts of a mixture are packed for their kernel."""
+"""One class of transformers and its settings; a vocabulary of 301 is padded, the matrices of GPT-2 are turned, the
+experts of a mixture are packed for their kernel, and in memory those of Mixtral have other names than in files."""
 
 CPU = torch.device("cpu")
 SHARES = [(0, 1), (0, 2), (1, 2)]
@@ -40,12 +42,12 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def trained(directory: Path, seed: int) -> dict[str, Tensor]:
-    """Weights of the trainer, by the names in its files."""
+    """Weights of the trainer, by the names under which it sends them."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory)
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(p.shape, generator=generator) * 0.1 for name, p in model.named_parameters()}
+    sent, generator = sent_name(model), torch.Generator().manual_seed(seed)
+    return {sent(name): torch.randn(p.shape, generator=generator) * 0.1 for name, p in model.named_parameters()}
 
 
 @define
@@ -115,6 +117,18 @@ def worker(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Any:
     return made
 
 
+def test_vllm_reads_what_is_sent_as_it_reads_files(worker: Any, directory: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    sent = {weight.name: weight.value(lambda parameter: parameter.detach()) for weight in sent_weights(model)}
+    expected = worker(0, 1).load(load_file(directory / "model.safetensors")).computed()
+    found = worker(0, 1).load(sent).computed()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def messages(weights: dict[str, Tensor], memory: SharedMemory, writers: int) -> Iterator[FullBucket]:
     """The buckets of a push by several processes of the trainer, each of which has a part of each tensor."""
 
@@ -182,7 +196,9 @@ def test_a_rank_reads_what_its_share_of_a_model_has(directory: Path, worker: Any
         copies = plan.loading(name, tensor.shape).copies
         assert copies is not None, name
         read = sum(torch.Size(copy.source.shape).numel() for copy in copies if copy.source is not None)
-        whole = any(part in name for part in ("norm", "ln_", "wpe", "o_proj.bias", "c_proj.bias", "mlp.gate."))
+        whole = any(
+            part in name for part in ("norm", "ln_", "wpe", "o_proj.bias", "c_proj.bias", "mlp.gate.", "moe.gate.")
+        )
         if "embed_tokens" in name or "lm_head" in name or "wte" in name:  # padded vocabularies are divided unequally
             assert read < 0.7 * tensor.numel(), name
         else:

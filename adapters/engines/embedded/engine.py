@@ -23,6 +23,7 @@ from rollgrad.adapters.engines.embedded.rows import PromptKey, Row, check_reques
 from rollgrad.adapters.engines.embedded.sampler import likeliest, sample
 from rollgrad.adapters.models.torch.compatibility import usable_positions
 from rollgrad.adapters.models.torch.router_replay import RouterReplay
+from rollgrad.adapters.models.torch.sent_names import sent_name
 from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.control.request_flow import SAMPLING, RequestFlow
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
@@ -69,7 +70,8 @@ class EmbeddedEngine(RolloutEngine):
         self._memory_share = memory_share
         self._block_bytes = BLOCK * self._decoder.token_bytes
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
-        self._parameters = dict(model.named_parameters())
+        sent = sent_name(model)
+        self._parameters = {sent(name): parameter for name, parameter in model.named_parameters()}
         self._eos = frozenset(eos_token_ids)
         self._max_batch_size = self._most_rows = max_batch_size
         self._decode = decode

@@ -36,6 +36,7 @@ from rollgrad.adapters.models.torch.optimizer_state import check_same_weights
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.router_replay import recomputation, scored_with_experts
 from rollgrad.adapters.models.torch.saving import save_in_files, save_pretrained
+from rollgrad.adapters.models.torch.sent_names import sent_weights
 from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
 from rollgrad.adapters.models.torch.state_copy import CopiesState
 from rollgrad.adapters.models.torch.stored_state import opened
@@ -280,11 +281,11 @@ class TorchPolicy(CopiesState, PolicyModel):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Implements `PolicyModel.weights`."""
-        return weight_values(plain_weights(self.module), self._trained)
+        return weight_values(sent_weights(self.module), self._trained)
 
     def own_parts(self) -> Iterator[Run] | None:
         """Returns what this process has of each weight (`weight_parts`)."""
-        return weight_parts(plain_weights(self.module), self._trained)
+        return weight_parts(sent_weights(self.module), self._trained)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the adapters' own weights, by their names in peft's files; nothing without adapters."""
