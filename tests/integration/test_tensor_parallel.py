@@ -196,6 +196,7 @@ def test_a_reference_scores_what_one_process_scores(
         ("GPT2LMHeadModel", {}, "transformers has no plan for it"),
         ("Olmo2ForCausalLM", {}, "in transformers' plan DeepSpeed does not know the style"),
         ("GraniteSWAForCausalLM", {}, "its heads have sinks, which DeepSpeed does not divide"),
+        ("Gemma2ForCausalLM", {}, "its embedding does more than look rows up"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(

@@ -149,6 +149,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
 
 
 def _require_divisible(model: Any, size: int) -> None:
+    from deepspeed.module_inject.layers import VocabParallelEmbedding
     from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 
     require_undivided(model, "ds.tensor_parallel_size", size)
@@ -167,6 +168,10 @@ def _require_divisible(model: Any, size: int) -> None:
         reason = f"in transformers' plan DeepSpeed does not know the style {styles.rpartition(': ')[2]}"
     if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
         plan, reason = None, "its heads have sinks, which DeepSpeed does not divide with them"
+    try:
+        VocabParallelEmbedding.validate_embedding(model.get_input_embeddings())
+    except NotImplementedError:
+        plan, reason = None, "its embedding does more than look rows up, which DeepSpeed does not divide"
     if not plan:
         raise ConfigurationError(
             f"ds.tensor_parallel_size is {size}, but {type(model).__name__} cannot be divided so ({reason}): leave "
