@@ -1,4 +1,4 @@
-"""What packing and a cache are worth to models that were long computed padded, on this machine.
+"""Gains by packing and by a cache, of models whose tokens meet in more than plain attention, on this machine.
 
 `python benchmarks/states.py` makes a model of Qwen3.5's kind with random weights (6 layers, of which every third
 attends), and measures the forward and backward pass of 8 replies to a long prompt, packed and padded; then the embedded

@@ -34,7 +34,7 @@ class Place:
 
 @frozen(eq=False)
 class StoredKeys:
-    """What is stored of one sequence's first `length` tokens: keys and values [heads, length, width] for each
+    """The store of one sequence's first `length` tokens: keys and values [heads, length, width] for each
     attention, and the `states` after them."""
 
     pairs: tuple[tuple[Tensor, Tensor], ...]

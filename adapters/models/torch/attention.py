@@ -54,7 +54,7 @@ def layer_mask(*, local_size: int | None = None, **kwargs: Any) -> LayerMask:
 
 @frozen(eq=False)
 class ScoreForm:
-    """What the attention of a layer has beside scaled products of queries and keys, and a softmax of them."""
+    """Form of a layer's attention beside scaled products of queries and keys, and a softmax of them."""
 
     sinks_H: Tensor | None = None
     """For each query head the score of one more key, which all queries see and whose value is 0 (`sinks.py`)."""

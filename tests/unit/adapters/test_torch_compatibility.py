@@ -61,8 +61,14 @@ def test_attention_that_sees_other_tokens_is_found(
     assert "logits of packed sequences differ" in told.out + told.err
 
 
+def test_capped_scores_are_compared_with_those_of_the_model_s_own_code(tmp_path: Path) -> None:
+    """SDPA, which transformers takes by itself, leaves these caps out."""
+    tiny_model("gemma2", attn_logit_softcapping=0.5).save_pretrained(tmp_path)
+    assert not is_padded(load(tmp_path))
+
+
 def test_a_defect_of_packed_attention_is_no_reason_to_pad(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_bucketed", lambda nodes: [])
+    monkeypatch.setattr(attention, "bucketed", lambda nodes: [])
     with pytest.raises(ValueError, match="non-empty") as found:
         load(windowed)
     assert "rollgrad's own code" in found.value.__notes__[0]

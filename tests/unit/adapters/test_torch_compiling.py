@@ -50,7 +50,7 @@ from tests.tiny_architectures import tiny_model
 TOLERANCE = 1e-5
 """Largest difference of a log-prob, or of a gradient as a share of its parameter's largest."""
 DECAY_TOLERANCE = 3e-5
-"""The same of the gradients of a recurrence's decay, which sum over all pairs of tokens."""
+"""Largest difference of the gradients of a recurrence's decay, which sum over all pairs of tokens."""
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.models.torch import attention
+from rollgrad.adapters.models.torch import attention_buckets
 from rollgrad.adapters.models.torch.attention import install_attention
 from rollgrad.adapters.models.torch.forward import PackedLM, scatter
 from rollgrad.adapters.models.torch.layout import build_layout
@@ -139,12 +139,12 @@ def one_by_one(model: Any, batch: PackedBatch, temperature: float = 1.0) -> tupl
 def bucketing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Ways the attention may group the same nodes."""
     if request.param == "one_node_a_call":
-        monkeypatch.setattr(attention, "SMALL_BUCKET", 0)
-        monkeypatch.setattr(attention, "PADDING_TOLERANCE", 0.0)
+        monkeypatch.setattr(attention_buckets, "SMALL_BUCKET", 0)
+        monkeypatch.setattr(attention_buckets, "PADDING_TOLERANCE", 0.0)
     if request.param == "one_bucket":
-        monkeypatch.setattr(attention, "SMALL_BUCKET", 1 << 40)
+        monkeypatch.setattr(attention_buckets, "SMALL_BUCKET", 1 << 40)
     if request.param == "keys_not_folded":
-        monkeypatch.setattr(attention, "FOLD_LIMIT", 0)
+        monkeypatch.setattr(attention_buckets, "FOLD_LIMIT", 0)
     return str(request.param)
 
 

@@ -226,7 +226,7 @@ def test_a_model_whose_routers_cannot_replay_is_refused(
 
 
 def test_the_engine_refuses_a_model_that_it_computes_padded(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    model = tiny_architectures.tiny_model("qwen3_next", vocab_size=len(tiny_tokenizer))
+    model = tiny_architectures.tiny_model("minimax", vocab_size=len(tiny_tokenizer))
     path = saved(model, tiny_tokenizer, tmp_path)
-    with pytest.raises(ConfigurationError, match=r"Qwen3Next.* padded.*--actor\.router_replay trainer"):
+    with pytest.raises(ConfigurationError, match=r"MiniMax.* padded.*--actor\.router_replay trainer"):
         sampler(load_causal_lm(str(path), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG))
