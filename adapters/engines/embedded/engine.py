@@ -70,8 +70,8 @@ class EmbeddedEngine(RolloutEngine):
         self._memory_share = memory_share
         self._block_bytes = BLOCK * self._decoder.token_bytes
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
-        sent = sent_name(model)
-        self._parameters = {sent(name): parameter for name, parameter in model.named_parameters()}
+        own, sent = dict(model.named_parameters()), sent_name(model)
+        self._parameters = own | {sent(name): parameter for name, parameter in own.items()}
         self._eos = frozenset(eos_token_ids)
         self._max_batch_size = self._most_rows = max_batch_size
         self._decode = decode
@@ -104,8 +104,9 @@ class EmbeddedEngine(RolloutEngine):
         self._kept.clear()
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
-        """Copies parameters, by name, into the model, which must not be the one that they come from; tokens sampled
-        from then on carry `version`. Returns the bytes copied.
+        """Copies parameters, by their names in the model or those under which a trainer sends them, into the model,
+        which must not be the one that they come from; tokens sampled from then on carry `version`. Returns the bytes
+        copied.
 
         Raises:
             EngineError: requests are in flight and generation is not paused; or a name or shape is none of the model's.
