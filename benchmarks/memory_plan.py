@@ -234,7 +234,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    names = arguments.architectures or (("llama", "qwen3") if arguments.smoke else ARCHITECTURES)
+    names = arguments.architectures or (("llama", "olmo2") if arguments.smoke else ARCHITECTURES)
     work = Work(width=64, layers=2, samples=4) if arguments.smoke else Work()
     rows: list[Row] = []
     print(f"{'architecture':14} {'role':10} {'measured MiB':>12} {'planned MiB':>12} ratio")
