@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rollgrad.adapters.models.torch.capped import capped_dense, capped_with_logsumexp
-from rollgrad.adapters.models.torch.sinks import HEAD_STEP, dense_with_sinks, varlen_with_sinks
+from rollgrad.adapters.models.torch.sinks import HEAD_STEP, dense_with_sinks, varlen_with_sinks, widened
 
 log = structlog.get_logger(__name__)
 
@@ -118,7 +118,7 @@ def varlen(
 
     width = value_KGE.shape[2]
     common = -(-key_KGD.shape[2] // HEAD_STEP) * HEAD_STEP
-    query, key, value = (_widened(x, common) for x in (query_QHD, key_KGD, value_KGE))
+    query, key, value = (widened(x, common) for x in (query_QHD, key_KGD, value_KGE))
     left = -1 if window is None else window - 1
     sharing: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if SINCE_2_12 else {}
     if sinks_H is not None:
@@ -140,11 +140,6 @@ def varlen(
     )
     assert isinstance(out, Tensor)
     return out.narrow(2, 0, width)
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    """Returns heads of `width` numbers; those that have as many are not copied, as `functional.pad` would."""
-    return x if x.shape[2] == width else functional.pad(x, (0, width - x.shape[2]))
 
 
 def dense(

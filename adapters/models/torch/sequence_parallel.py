@@ -14,7 +14,7 @@ Does not own: which tokens attend to which (`attention.py`), nor the sum over pr
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -197,7 +197,8 @@ class _SharedAttention(AttentionPlan):
             q, k, v = torch.split(self._to_heads(torch.cat([q, k, v], dim=-1)), widths, dim=-1)
         else:
             q, keys = self._to_heads(q), torch.cat([k, v], dim=-1)
-            k, v = _AllKeys.apply(keys, self._exchange).split(widths[1:], dim=-1)  # type: ignore[no-untyped-call]
+            gathered = self._moved(keys, self._exchange.all_keys, self._exchange.sum_of_keys)
+            k, v = torch.split(gathered, widths[1:], dim=-1)
         q, k, v = (x.transpose(0, 1)[None] for x in (q.reshape(len(q), -1, dim), k, v))
         if form.sinks_H is not None:
             first = self._group.rank % self._group.heads * q.shape[1]
@@ -205,13 +206,17 @@ class _SharedAttention(AttentionPlan):
         out = self._plan.attend(layer, q, k, v, scaling, window, form)[0]
         out = out.reshape(len(out), k.shape[1], -1)
         if self._group.heads > 1:
-            out = _ToTokens.apply(out, self._exchange)  # type: ignore[no-untyped-call]
+            out = self._moved(out, self._exchange.to_tokens, self._exchange.to_heads)
         return out.reshape(1, tokens, heads, -1)
 
     def _to_heads(self, x_CGW: Tensor) -> Tensor:
         if self._group.heads == 1:
             return x_CGW
-        moved: Tensor = _ToHeads.apply(x_CGW, self._exchange)  # type: ignore[no-untyped-call]
+        return self._moved(x_CGW, self._exchange.to_heads, self._exchange.to_tokens)
+
+    @staticmethod
+    def _moved(rows: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        moved: Tensor = _Moved.apply(rows, there, back)  # type: ignore[no-untyped-call]
         return moved
 
 
@@ -279,37 +284,17 @@ class _Exchange:
         return received
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_CGW: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_heads(x_CGW)
+class _Moved(torch.autograd.Function):
+    """Moves rows `there`, and their gradient `back`, by two methods of an `_Exchange`."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.exchange.to_tokens(gradient), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_QGW: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_tokens(x_QGW)
+    def forward(ctx: Any, rows: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.exchange.to_heads(gradient), None
-
-
-class _AllKeys(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_CGW: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.all_keys(x_CGW)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.exchange.sum_of_keys(gradient), None
+        return ctx.back(gradient), None, None
 
 
 class _Gathered(torch.autograd.Function):

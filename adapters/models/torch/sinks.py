@@ -57,14 +57,15 @@ def dense_with_sinks(
     a GPU there are as many heads of keys as of queries."""
     width = value.shape[3]
     step, common = (HEAD_STEP, 0) if query.is_cuda else (1, max(width, key.shape[3]))  # a CPU's kernel has one width
-    query, key, value = (_widened(x, max(common, -(-x.shape[3] // step) * step)) for x in (query, key, value))
+    query, key, value = (widened(x, max(common, -(-x.shape[3] // step) * step)) for x in (query, key, value))
     dense = _DenseOnGPU if query.is_cuda else _DenseOnCPU
     out: Tensor = dense.apply(query, key, value, sinks_HQ, mask, scaling)  # type: ignore[no-untyped-call]
     return out.narrow(3, 0, width)
 
 
-def _widened(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[3] == width else functional.pad(x, (0, width - x.shape[3]))
+def widened(x: Tensor, width: int) -> Tensor:
+    """Returns heads of `width` numbers; those that have as many are not copied, as `functional.pad` would."""
+    return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
 
 
 def _gradient_of_sinks(gradient: Tensor, out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
