@@ -48,17 +48,25 @@ class Recorder:
 
 class Cuda:
     """A double of what captures need of `torch.cuda`. It says what was done, and refuses what CUDA does: pools whose
-    graphs are gone, and a capture beside the stream of its warming up."""
+    graphs are gone, a capture beside the stream of its warming up, and to give memory back while a capture is under
+    way, which one that fails is until its end is told (torch 2.11)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream: object = "own"
         self.pools: list[tuple[int, int]] = []
         """The pool of each graph."""
         self.done: list[str] = []
+        self.streams = 0
+        """Streams that were made."""
+        self.under_way: set[tuple[int, int]] = set()
+        """Pools of the captures under way."""
         self._live: dict[tuple[int, int], int] = {}
         cuda = self
 
         class Stream:
+            def __init__(self) -> None:
+                cuda.streams += 1
+
             def wait_stream(self, other: object) -> None:
                 cuda.done.append("wait")
 
@@ -81,19 +89,25 @@ class Cuda:
             cuda.stream = before
 
         @contextmanager
-        def graph(
-            made: Graph, pool: tuple[int, int] | None = None, capture_error_mode: str = "global"
-        ) -> Iterator[None]:
+        def graph(made: Graph, pool: tuple[int, int], capture_error_mode: str = "global") -> Iterator[None]:
             assert capture_error_mode == "thread_local"
-            assert pool is None or cuda._live[pool] > 0, "torch asserts that another graph of a pool lives"
-            made.own = (0, len(cuda._live) + 1) if pool is None else pool
+            assert cuda._live.get(pool) != 0, "torch asserts that another graph of a pool lives"
+            made.own = pool
             cuda._live[made.own] = cuda._live.get(made.own, 0) + 1
             cuda.pools.append(made.own)
+            cuda.under_way.add(pool)
             cuda.stream = "capturing"
-            yield
-            cuda.stream = own  # not where the block raises: torch ends the capture first, which then raises
+            yield  # where the block raises, nothing follows: torch ends the capture first, which then raises
+            cuda.under_way.remove(pool)
+            cuda.stream = own
+
+        def end(device: int, pool: tuple[int, int]) -> None:
+            if pool not in cuda.under_way:
+                raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+            cuda.under_way.remove(pool)
 
         own = Stream()
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
         cuda.stream = own
         cuda._live[Graph.own] = 0
         for name, double in {
@@ -101,6 +115,8 @@ class Cuda:
             "CUDAGraph": Graph,
             "stream": stream,
             "graph": graph,
+            "graph_pool_handle": lambda: (0, len(cuda._live) + 1),
+            "current_device": lambda: 0,
             "current_stream": lambda: cuda.stream,
             "set_stream": lambda chosen: setattr(cuda, "stream", chosen),
         }.items():

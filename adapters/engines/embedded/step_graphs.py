@@ -9,6 +9,8 @@ Does not own: what a step computes.
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import structlog
@@ -96,24 +98,40 @@ class CudaCapture:
         self._latest: Callable[[], Any] = lambda: None
         """Returns the graph that was captured last, None where it was dropped: its pool of memory is then gone."""
 
+    @cached_property
+    def _beside(self) -> torch.cuda.Stream:
+        """The stream of all warming up: cuBLAS keeps a workspace for each stream that it was ever used on, on Hopper of
+        32 MiB."""
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
     def __call__(self, compute: Compute, inputs: DecodeInputs) -> tuple[Tensor, Callable[[], object]]:
         """Implements `Capture`."""
-        stream, beside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream, beside = torch.cuda.current_stream(), self._beside
         beside.wait_stream(stream)
         with torch.cuda.stream(beside):
             for _ in range(WARM_UPS):
                 compute(inputs)
         stream.wait_stream(beside)
         graph, latest = torch.cuda.CUDAGraph(), self._latest()
-        pool = None if latest is None else latest.pool()
+        pool = torch.cuda.graph_pool_handle() if latest is None else latest.pool()
         try:
             # Threads that train meanwhile may allocate memory.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 result = compute(inputs)
+        except BaseException:
+            _end_capture(pool)
+            raise
         finally:
             torch.cuda.set_stream(stream)  # which torch leaves behind where a capture fails
         self._latest = weakref.ref(graph)
         return result, graph.replay
+
+
+def _end_capture(pool: tuple[int, int]) -> None:
+    """Tells torch that a capture that has failed is over, which before 2.13 it does not notice by itself: its allocator
+    would then wait for the end, and `empty_cache` fail, as long as the process lives (pytorch#180395)."""
+    with suppress(RuntimeError):  # it has noticed
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 def step_graphs(model: Any, device: torch.device) -> StepGraphs | None:

@@ -154,22 +154,30 @@ def test_graphs_share_the_memory_of_those_that_live(monkeypatch: pytest.MonkeyPa
     captured.clear()
     captured = [capture(compute, None) for _ in range(2)]  # type: ignore[arg-type]
     assert cuda.pools[2] == cuda.pools[3] != cuda.pools[0]
+    assert cuda.streams == 2, "each stream would have a workspace of cuBLAS for as long as the process lives"
     captured[0][1]()
     assert cuda.done[-1] == "replay"
 
 
-def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("notices", [False, True], ids=["torch 2.11", "torch 2.13"])
+def test_a_capture_that_fails_leaves_stream_and_allocator_as_they_were(
+    notices: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cuda, capture = Cuda(monkeypatch), CudaCapture()
     own = cuda.stream
 
     def compute(_: Any) -> Tensor:
         if cuda.stream == "capturing":
+            if notices:
+                cuda.under_way.clear()
             raise RuntimeError("operation not permitted when stream is capturing")
         return torch.zeros(1)
 
     with pytest.raises(RuntimeError, match="not permitted"):
         capture(compute, None)  # type: ignore[arg-type]
     assert cuda.stream is own
+    assert cuda.pools
+    assert not cuda.under_way, "torch gives no memory back while a capture is under way"
 
 
 def test_steps_on_a_cpu_and_of_mixtures_are_not_captured(tiny_mixture_dir: Path) -> None:
