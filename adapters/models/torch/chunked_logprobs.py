@@ -79,7 +79,8 @@ WHOLE_VOCABULARY = VocabularyShare()
 class LogitForm:
     """Formula of a model's logits: scale x (hidden @ weight.T + bias), and with a `cap` c then c tanh(logits / c)
     (Bello et al. 2016, arXiv:1611.09940). `float32` computes the product in float32, whatever the weights' format
-    is."""
+    is. Hidden states in another format, as Mamba's in float32, are rounded to that of the weights, as transformers
+    does."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -87,6 +88,7 @@ class LogitForm:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the float32 logits of hidden states [..., H]."""
+        hidden = hidden.to(weight.dtype)
         if not self.float32 or hidden.dtype == torch.float32:
             logits = torch.nn.functional.linear(hidden, weight, bias).float()
         elif hidden.is_cuda:  # a product with float32 output rounds no sum, and copies no weight
@@ -124,8 +126,8 @@ def token_logprobs(
     """Returns the log-prob of each target and the entropy (nats) of softmax(logits / temperature).
 
     Args:
-        hidden_AH: hidden states, in the compute dtype.
-        weight_VH: output embedding, in the same dtype.
+        hidden_AH: hidden states.
+        weight_VH: output embedding.
         bias_V: output bias or None.
         targets_A: int64 token ids.
         temperature: > 0.
@@ -143,7 +145,17 @@ def token_logprobs(
         well, and with `collision` collision_A.
     """
     result: tuple[Tensor, ...] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary, form, correct, mean, collision, allowed
+        hidden_AH.to(weight_VH.dtype),
+        weight_VH,
+        bias_V,
+        targets_A,
+        temperature,
+        vocabulary,
+        form,
+        correct,
+        mean,
+        collision,
+        allowed,
     )
     return result
 

@@ -117,8 +117,8 @@ def distilled_logprobs(
     the divergence from the teacher in nats. All but correct_A are differentiable in hidden, weight and bias.
 
     Args:
-        hidden_AH: hidden states, in the compute dtype.
-        weight_VH: output embedding, in the same dtype.
+        hidden_AH: hidden states.
+        weight_VH: output embedding.
         bias_V: output bias or None.
         targets_A: int64 token ids.
         teacher: gives the teacher's log-probs, of no more tokens than the student has; those are compared.
@@ -129,7 +129,7 @@ def distilled_logprobs(
             process, because a divergence reads whole distributions.
     """
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _ChunkedDivergence.apply(  # type: ignore[no-untyped-call]
-        hidden_AH, weight_VH, bias_V, targets_A, teacher, settings, form, temperature, vocabulary
+        hidden_AH.to(weight_VH.dtype), weight_VH, bias_V, targets_A, teacher, settings, form, temperature, vocabulary
     )
     return result
 

@@ -198,6 +198,24 @@ def test_bfloat16_rounds_no_more_than_transformers_does(model_type: str) -> None
     assert (found_A - exact_A).square().mean() < 1.5 * (rounded_A - exact_A).square().mean()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("model_type", ["mamba2", "mamba"])
+def test_half_precision_below_hidden_states_in_float32(model_type: str, dtype: torch.dtype) -> None:
+    """The residuals of Mamba stay in float32 beside weights and a head in half precision: log-probs and gradients are
+    as far from exact ones as transformers' own."""
+    plain, model, exact = [tiny_model(model_type).to(dtype) for _ in range(3)]
+    install_and_compare(model)
+    exact.float()
+    batch = forest(2, longest=40)
+    found = [PackedLM(model)(batch)[0], *(_alone(each, batch) for each in (plain, exact))]
+    rest_A = torch.linspace(-1, 1, len(found[0]))
+    for logprobs_A in found:
+        (rest_A * logprobs_A).sum().backward()
+    gradients = [torch.cat([p.grad.float().flatten() for p in each.parameters()]) for each in (model, plain, exact)]
+    for mine, theirs, right in (found, gradients):
+        assert (mine - right).square().mean() < 1.5 * (theirs - right).square().mean()
+
+
 def _alone(model: Any, batch: PackedBatch) -> Tensor:
     """Log-probs of the action tokens, one sequence at a time."""
     found = []
