@@ -12,7 +12,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +287,7 @@ def run_server(
     ssl_keyfile: Path | None = None,
     guarded: Callable[[str], bool] = lambda path: path != HEALTH_PATH,
     stop_seconds: float = STOP_SECONDS,
-    started: Callable[[str], None] = lambda url: None,
+    beside: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serves an app from the main thread until SIGTERM, then returns; a second signal ends unfinished answers.
 
@@ -300,7 +300,7 @@ def run_server(
         token_file: file of the token, as in `read_token`.
         ssl_certfile, ssl_keyfile: certificate and key, as in `Tls.of`.
         guarded, stop_seconds: as in `Server`.
-        started: is called with the address, in the event loop that serves.
+        beside: as in `serve_until_signal`.
 
     Raises:
         KeyboardInterrupt: SIGINT, after the server has stopped.
@@ -325,11 +325,15 @@ def run_server(
             stop_seconds=stop_seconds,
             bound=bound,
         )
-        serve_until_signal(server, started=started)
+        serve_until_signal(server, beside=beside)
 
 
 def serve_until_signal(
-    server: Server, *, started: Callable[[str], None] = lambda url: None, stopping: Callable[[], None] = lambda: None
+    server: Server,
+    *,
+    started: Callable[[str], None] = lambda url: None,
+    stopping: Callable[[], None] = lambda: None,
+    beside: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serves from the main thread until SIGTERM, then returns; a second signal ends unfinished answers. The server's
     address is the one line on stdout.
@@ -338,6 +342,7 @@ def serve_until_signal(
         server: is started and stopped here.
         started: is called with the address after that.
         stopping: is called before the server waits for unfinished answers, to end those that have no end.
+        beside: is run beside the server, in its event loop; an error of it ends the server, and is raised.
 
     Raises:
         KeyboardInterrupt: SIGINT, after the server has stopped.
@@ -360,10 +365,20 @@ def serve_until_signal(
         sys.stdout.write(f"{url}\n")
         sys.stdout.flush()
         started(url)
-        await stop.wait()
+        stopped, other = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(_endless(beside))
+        await asyncio.wait({stopped, other}, return_when=asyncio.FIRST_COMPLETED)
         stopping()
         await server.stop()
+        if other.done():
+            other.result()
 
     asyncio.run(serve())
     if received[0] == signal.SIGINT:
         raise KeyboardInterrupt
+
+
+async def _endless(work: Callable[[], Awaitable[None]] | None) -> None:
+    """Does `work`, and never returns."""
+    if work is not None:
+        await work()
+    await asyncio.Event().wait()

@@ -156,6 +156,17 @@ class EngineFleet(RolloutEngine):
         self._flow.wake()
         self._changes.tell()
 
+    async def until_hopeless(self) -> None:
+        """Watches the engines until none will ever serve again.
+
+        Raises:
+            EngineError: none will; it says why.
+        """
+        self._watch()
+        while True:
+            self._raise_if_hopeless()
+            await self._changes.next()
+
     async def aclose(self) -> None:
         """Ends all members; requests in flight raise `EngineError`. May be called again."""
         self._closed = True

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ from rollgrad.entrypoints.composition.assistant_arguments import AssistantArgume
 
 if TYPE_CHECKING:
     from rollgrad.adapters.servers.server import App
-    from rollgrad.entrypoints.composition.reload import ModelReload
 
 
 @define(kw_only=True)
@@ -69,28 +68,31 @@ def serve_agent(arguments: ServeAgentArguments) -> None:
     Raises:
         KeyboardInterrupt: SIGINT.
         ConfigurationError: a setting or the model cannot be served.
+        EngineError: no engine will ever serve again.
     """
     arguments.check()
     from rollgrad.adapters.servers.operation import needs_token
 
-    following: list[ModelReload] = []
-    tasks: list[asyncio.Task[None]] = []
+    besides: list[Callable[[], Awaitable[None]]] = []
 
-    def started(url: str) -> None:
-        tasks.extend(asyncio.create_task(reload.keep_following()) for reload in following)
+    async def beside() -> None:
+        await asyncio.gather(*(work() for work in besides))
 
     serve(
-        lambda: _loaded_app(arguments, following),
+        lambda: _loaded_app(arguments, besides),
         arguments,
         "agent server",
         guarded=needs_token,
         stop_seconds=arguments.drain_seconds,
-        started=started,
+        beside=beside,
     )
 
 
 @contextlib.contextmanager
-def _loaded_app(arguments: ServeAgentArguments, following: "list[ModelReload]") -> "Iterator[tuple[App, int]]":
+def _loaded_app(
+    arguments: ServeAgentArguments, besides: list[Callable[[], Awaitable[None]]]
+) -> "Iterator[tuple[App, int]]":
+    """Loads the app; adds to `besides` what runs beside its server."""
     from rollgrad.adapters.servers.agent_server import AgentServer, max_body_bytes
     from rollgrad.adapters.servers.operation import Operation
     from rollgrad.entrypoints.composition.assistant import load_assistant
@@ -106,7 +108,9 @@ def _loaded_app(arguments: ServeAgentArguments, following: "list[ModelReload]") 
             assistant.service, loaded.codec, model=loaded.name, answer=assistant.answer, operation=operation
         )
         if arguments.follow is not None and loaded.reload is not None:
-            following.append(loaded.reload)
+            besides.append(loaded.reload.keep_following)
+        if loaded.until_hopeless is not None:
+            besides.append(loaded.until_hopeless)
         # An image has more bytes than the tokens that stand for it could have as text.
         yield server.app(), max_body_bytes(None if assistant.sees_images else assistant.service.max_tokens)
     finally:

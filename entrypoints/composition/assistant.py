@@ -23,7 +23,7 @@ from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.grammars import Grammars
 from rollgrad.adapters.engines.vllm.division import division_problems
-from rollgrad.adapters.engines.vllm.engine import VLLMEngine
+from rollgrad.adapters.engines.vllm.restarted import RestartedVLLM
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.models.torch.image_check import check_images
 from rollgrad.adapters.models.torch.loading import (
@@ -38,11 +38,13 @@ from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.adapters.system.event_loop import run_to_end
-from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
+from rollgrad.adapters.weights.channel import FleetWeights
+from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.episodes.assistant import Assistant
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.domain.errors import (
     CheckpointError,
     ConfigurationError,
@@ -61,14 +63,17 @@ log = structlog.get_logger(__name__)
 FLAG = "--model"
 VLLM_MEMORY = 0.9
 """Share of a GPU's memory that vLLM takes by default."""
+HERE = FleetBounds(dead_after=600.0)
+"""Bounds of an engine on this machine: where its processes died is seen at once, and one that is silent computes a long
+prompt, which takes minutes on a CPU."""
 OTHER_PARAMETERS = "The newer checkpoint has other parameters than the model that is served: restart."
 
 
 @frozen(kw_only=True, eq=False)
 class LoadedAssistant:
     """An assistant and its parts. `close_engine` ends what the engine holds; `check` raises `EngineError` if it cannot
-    serve requests, None for one that cannot fail by itself; `reload` brings it newer weights, None where others bring
-    them."""
+    serve requests, and `until_hopeless` as soon as it never will again, both None for one that cannot fail by itself;
+    `reload` brings it newer weights, None where others bring them."""
 
     assistant: Assistant
     codec: TemplateCodec
@@ -76,6 +81,7 @@ class LoadedAssistant:
     name: str
     close_engine: Callable[[], Awaitable[None]]
     check: Callable[[], Awaitable[None]] | None
+    until_hopeless: Callable[[], Awaitable[None]] | None
     reload: ModelReload | None
 
     async def aclose(self) -> None:
@@ -130,6 +136,7 @@ def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None)
         name=name,
         close_engine=sampler.close,
         check=sampler.check,
+        until_hopeless=sampler.until_hopeless,
         reload=reload,
     )
 
@@ -182,13 +189,15 @@ def _shape(name: str) -> ModelShape:
 @frozen(kw_only=True, eq=False)
 class _Sampler:
     """An engine, and the functions that end what it holds, check that it computes images as the model's own code does,
-    bring it weights, check whether it can serve requests, and say whether it waits for whole weights."""
+    bring it weights, check whether it can serve requests, wait until it never will again, and say whether it waits for
+    whole weights."""
 
     engine: RolloutEngine
     close: Callable[[], Awaitable[None]]
     check_images: Callable[[ImageRenderer], None]
     push: Push | None = None
     check: Callable[[], Awaitable[None]] | None = None
+    until_hopeless: Callable[[], Awaitable[None]] | None = None
     broken: Callable[[], bool] = lambda: False
 
 
@@ -225,22 +234,8 @@ def _shapes(model: Any) -> dict[str, Any]:
 def _vllm(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCodec) -> _Sampler:
     if arguments.num_engines is not None:
         return _cluster(arguments, tokenizer)
-    engine = VLLMEngine(**_vllm_settings(arguments, tokenizer))
-
-    async def close() -> None:
-        engine.close()
-
-    async def push(newer: Any, version: int) -> None:
-        await EngineWeights(engine).push(_untrained(newer, tokenizer), version)
-
-    return _Sampler(
-        engine=engine,
-        close=close,
-        check_images=lambda renderer: check_vllm_images(arguments.model),
-        push=push,
-        check=engine.check,
-        broken=lambda: engine.broken is not None,
-    )
+    fleet = EngineFleet([RestartedVLLM(_vllm_settings(arguments, tokenizer))], bounds=HERE)
+    return _restarted(arguments, tokenizer, fleet, fleet.aclose)
 
 
 def _vllm_settings(arguments: AssistantArguments, tokenizer: Any) -> dict[str, Any]:
@@ -291,14 +286,22 @@ def _cluster(arguments: AssistantArguments, tokenizer: Any) -> _Sampler:
     except BaseException:
         cluster.close()
         raise
-    weights = FleetWeights(fleet)
-    transferring = False
 
     async def close() -> None:
         try:
             await fleet.aclose()
         finally:
             cluster.close()
+
+    return _restarted(arguments, tokenizer, fleet, close)
+
+
+def _restarted(
+    arguments: AssistantArguments, tokenizer: Any, fleet: EngineFleet, close: Callable[[], Awaitable[None]]
+) -> _Sampler:
+    """Returns a fleet, whose engines are replaced when they die."""
+    weights = FleetWeights(fleet)
+    transferring = False
 
     async def push(newer: Any, version: int) -> None:
         nonlocal transferring
@@ -323,6 +326,7 @@ def _cluster(arguments: AssistantArguments, tokenizer: Any) -> _Sampler:
         check_images=lambda renderer: check_vllm_images(arguments.model),
         push=push,
         check=check,
+        until_hopeless=fleet.until_hopeless,
         broken=broken,
     )
 

@@ -62,6 +62,11 @@ class CoreEngine(RolloutEngine, WeightReceiver):
         """Comparison that is still to be made when frozen requests go on."""
 
     @property
+    def core(self) -> Core:
+        """The vLLM that samples."""
+        return self._core
+
+    @property
     def version(self) -> int:
         """Policy version of the tokens sampled from now on."""
         return self._version

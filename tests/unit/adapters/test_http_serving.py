@@ -23,8 +23,9 @@ from rollgrad.adapters.servers.server import (
     health_route,
     read_token,
     run_server,
+    serve_until_signal,
 )
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, EngineError
 
 MAX_BODY = 1000
 
@@ -339,6 +340,20 @@ async def test_a_port_that_is_taken_is_one_sentence() -> None:
         await Server(create_app(ROUTES), port=70000, name="test server").start()
     with pytest.raises(ConfigurationError, match=r"--host 192\.0\.2\.1"):
         await Server(create_app(ROUTES), host="192.0.2.1", token="t", name="test server").start()
+
+
+def test_a_server_ends_with_the_error_of_what_runs_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[int] = []
+
+    async def beside() -> None:
+        url = capsys.readouterr().out.split()[-1]
+        async with httpx2.AsyncClient(timeout=60) as client:
+            told.append((await client.get(f"{url}/health")).status_code)
+        raise EngineError("All engines are dead.")
+
+    with pytest.raises(EngineError, match="All engines are dead"):
+        serve_until_signal(Server(create_app(ROUTES), name="test server"), beside=beside)
+    assert told == [200]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "::", "192.168.1.2", "gpu-7"])

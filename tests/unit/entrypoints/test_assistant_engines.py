@@ -101,6 +101,20 @@ async def test_requests_are_served_until_all_engines_are_dead(
     assert all(member.closed for member in started.members)
 
 
+async def test_a_server_without_hope_of_an_engine_says_so(loaded: tuple[LoadedAssistant, FakeCluster]) -> None:
+    served, started = loaded
+    assert served.until_hopeless is not None
+    waiting = asyncio.ensure_future(served.until_hopeless())
+    started.fleet.health.bounds = FleetBounds(max_restarts=1)
+    for member in started.members:
+        member.fail_starts = 1
+        member.kill()
+    with pytest.raises(EngineError, match="All 3 engines are dead, each after 1 restarts"):
+        async with asyncio.timeout(SECONDS):
+            await waiting
+    await served.aclose()
+
+
 async def test_engines_that_die_before_any_request_do_not_count_as_ready(
     loaded: tuple[LoadedAssistant, FakeCluster],
 ) -> None:
