@@ -59,6 +59,7 @@ async def record_experts(llm: Any) -> None:
         async for output in generate(prompt, params, name, **named):
             if output.finished:
                 (rows,) = await llm.collective_rpc("experts_of_request", args=(name,))
+                rows = rows[params.routed_experts_prompt_start :]
                 output.outputs[0].routed_experts = np.array(rows, dtype=np.uint8)
             yield output
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from attrs import evolve
 
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
-from rollgrad.domain.episodes.routed import RoutedTokens
+from rollgrad.domain.episodes.routed import RoutedTokens, recorded
 from rollgrad.domain.ports.profiled import Profiled
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
@@ -31,7 +31,9 @@ class ContinuingEngine(RolloutEngine):
         likeliest: list[Sequence[tuple[int, float]]] = []
         routed: list[RoutedTokens] = []
         while True:
-            part = await self._engine.generate(_remaining(request, tokens), on_token=on_token)
+            part = await self._engine.generate(
+                _remaining(request, tokens, recorded(routed, request.known_experts)), on_token=on_token
+            )
             tokens.extend(part.token_ids)
             logprobs.extend(part.logprobs)
             versions.extend(part.versions)
@@ -73,7 +75,7 @@ class ContinuingEngine(RolloutEngine):
         return await self._engine.end_profile() if isinstance(self._engine, Profiled) else {}
 
 
-def _remaining(request: GenerationRequest, tokens: list[int]) -> GenerationRequest:
+def _remaining(request: GenerationRequest, tokens: list[int], known_experts: int) -> GenerationRequest:
     """Returns the rest of `request`, which follows `tokens`."""
     if not tokens:
         return request
@@ -82,6 +84,7 @@ def _remaining(request: GenerationRequest, tokens: list[int]) -> GenerationReque
         request,
         prompt_token_ids=(*request.prompt_token_ids, *tokens),
         begun=request.begun + len(tokens),
+        known_experts=known_experts,
         params=evolve(
             params,
             max_new_tokens=params.max_new_tokens - len(tokens),

@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.messages import Message, same_message
+from rollgrad.domain.episodes.routed import recorded
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import DataError, TrajectoryError
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, SeesImages, ToolSchema
@@ -22,13 +23,14 @@ from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, SeesImag
 @frozen(kw_only=True, eq=False)
 class Prepared:
     """A prompt for the engine, with the images that some of its tokens stand for. `parent` is the turn whose tokens it
-    continues; None opens a branch."""
+    continues; None opens a branch. `known_experts`: as in `GenerationRequest`."""
 
     token_ids: tuple[int, ...]
     images: PlacedImages = ()
     messages: tuple[Message, ...] = ()
     tools: tuple[ToolSchema, ...] = ()
     parent: int | None = None
+    known_experts: int = 0
 
     def room(self, wanted: int, max_tokens: int | None) -> int:
         """Returns how many of `wanted` more tokens fit into `max_tokens` (None: no limit); below 1 none do."""
@@ -46,9 +48,12 @@ class _Turn:
     dropped: bool = False
     token_ids: tuple[int, ...] = field(init=False)
     """Tokens of prompt and reply, with which a continuation begins."""
+    known_experts: int = field(init=False)
+    """Number of the first of them whose experts this turn and those before it have."""
 
     def __attrs_post_init__(self) -> None:
         self.token_ids = (*self.prepared.token_ids, *self.generation.token_ids)
+        self.known_experts = recorded(self.generation.routed, self.prepared.known_experts)
 
     def followed_by(self, added: RenderedPrompt) -> PlacedImages:
         """Returns the images of the turn's tokens and those of the tokens added to them."""
@@ -134,14 +139,17 @@ class TokenLedger:
                     messages=messages,
                     tools=tuple(tools),
                     parent=best,
+                    known_experts=turn.known_experts,
                 )
         rendered = self._codec.render(messages, tools)
+        parent = self._longest_prefix(rendered)
         return Prepared(
             token_ids=rendered.token_ids,
             images=rendered.images,
             messages=tuple(messages),
             tools=tuple(tools),
-            parent=self._longest_prefix(rendered),
+            parent=parent,
+            known_experts=0 if parent is None else self._turns[parent].known_experts,
         )
 
     def _between(self, turn: _Turn, new: Sequence[Message], tools: Sequence[ToolSchema]) -> RenderedPrompt | None:
@@ -175,6 +183,7 @@ class TokenLedger:
             messages=(*latest.messages, {"role": "user", "content": text}),
             tools=latest.prepared.tools,
             parent=len(self._turns) - 1,
+            known_experts=latest.known_experts,
         )
 
     def commit(self, prepared: Prepared, generation: Generation, message: Message) -> int:

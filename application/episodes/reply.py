@@ -46,7 +46,13 @@ async def sample_tokens(
     Raises:
         EngineError: the engine failed, or ended the request before its first token.
     """
-    request = GenerationRequest(prompt_token_ids=prepared.token_ids, params=params, keep=True, images=prepared.images)
+    request = GenerationRequest(
+        prompt_token_ids=prepared.token_ids,
+        params=params,
+        keep=True,
+        images=prepared.images,
+        known_experts=prepared.known_experts,
+    )
     generation = await engine.generate(request, on_token=on_token)
     if not generation.token_ids:
         raise EngineError(f"The engine ended the request ({generation.stop_reason}) before its first token.")

@@ -68,6 +68,8 @@ class GenerationRequest:
     `begun`: number of prompt tokens at the end that are the beginning of this reply, sampled by an earlier request with
     the same seed: random draws continue after theirs, and a stop string may begin in them. Lengths in `params` count
     only tokens still to be sampled.
+    `known_experts`: number of prompt tokens at the beginning whose experts earlier answers have: the engine need not
+    say them again.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -75,6 +77,7 @@ class GenerationRequest:
     keep: bool = False
     begun: int = field(default=0, validator=validators.ge(0))
     images: PlacedImages = ()
+    known_experts: int = field(default=0, validator=validators.ge(0))
 
 
 @frozen(kw_only=True, eq=False)
@@ -85,7 +88,7 @@ class Generation:
     for each token the most likely ones at its place as (token id, log-prob), the likeliest first; it is empty where the
     request asked for none. `grammar` is that of the request, which says among which tokens each was sampled.
     `routed` has the experts of tokens of prompt and reply together that the engine computed for it: all but the last,
-    and those that it had kept of an earlier request; empty where it does not say.
+    those that it had kept of an earlier request, and those that the request knows; empty where it does not say.
     """
 
     token_ids: Sequence[int]

@@ -30,6 +30,14 @@ def unrecorded(experts: Tensor) -> int:
     return torch.iinfo(experts.dtype).max
 
 
+def recorded(routed: Sequence[RoutedTokens], before: int = 0) -> int:
+    """Returns how many tokens from the first on have their experts recorded, of which `before` had them already."""
+    for part in routed:
+        if part.start <= before:
+            before = max(before, part.start + len(part.experts_RLK))
+    return before
+
+
 def experts_of(routed: Sequence[RoutedTokens], tokens: int) -> Tensor | None:
     """Returns the experts of each of the first `tokens` tokens, [T, L, K]: those that were recorded first; None where
     nothing was recorded."""

@@ -73,9 +73,9 @@ async def test_numbers_of_experts_get_the_type_that_has_one_for_none(experts: in
             output = CompletionOutput(0, "", [5], -1.0, logprobs, finish_reason="length", routed_experts=said_RLK)
             yield SimpleNamespace(outputs=[output])
 
-    request = GenerationRequest(prompt_token_ids=(3, 4), params=SamplingParams(max_new_tokens=1))
+    request = GenerationRequest(prompt_token_ids=(2, 3, 4), params=SamplingParams(max_new_tokens=1), known_experts=1)
     [routed] = (await LocalCore(Told()).sample("name", request, frozenset(), None)).routed
-    assert routed.start == 0
+    assert routed.start == 1
     assert routed.experts_RLK.dtype == kind
     assert routed.experts_RLK.tolist() == said_RLK.tolist()
     assert not bool((routed.experts_RLK == unrecorded(routed.experts_RLK)).any())

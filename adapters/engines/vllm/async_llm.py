@@ -88,13 +88,14 @@ class LocalCore(Core):
             versions=versions,
             stop_reason=STOP_REASONS[last.finish_reason],
             top_logprobs=likeliest,
-            routed=() if last.routed_experts is None else (self._routed(last.routed_experts),),
+            routed=() if last.routed_experts is None else (self._routed(request.known_experts, last.routed_experts),),
         )
 
-    def _routed(self, experts_RLK: np.ndarray) -> RoutedTokens:
-        """Returns what vLLM says of the tokens of prompt and reply but the last, in the type that holds its experts."""
+    def _routed(self, start: int, experts_RLK: np.ndarray) -> RoutedTokens:
+        """Returns what vLLM says of the tokens of prompt and reply from `start` on but the last, in the type that holds
+        its experts."""
         kind = experts_type(self._llm.model_config.get_num_experts())
-        return RoutedTokens(start=0, experts_RLK=torch.from_numpy(experts_RLK.astype(np.int32)).to(kind))
+        return RoutedTokens(start=start, experts_RLK=torch.from_numpy(experts_RLK.astype(np.int32)).to(kind))
 
     async def next_logprob(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> float:
         """Implements `Core.next_logprob`."""

@@ -40,6 +40,7 @@ def parameters(request: GenerationRequest, eos_token_ids: frozenset[int], *, str
         logprobs=request.params.top_logprobs,
         structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
         flat_logprobs=True,
+        routed_experts_prompt_start=request.known_experts,
         output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )

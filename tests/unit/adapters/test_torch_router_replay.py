@@ -19,7 +19,7 @@ from rollgrad.application.engines.resuming import ContinuingEngine
 from rollgrad.domain.batches.packed import RolloutBatch, pack
 from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.episodes.routed import unrecorded
+from rollgrad.domain.episodes.routed import recorded, unrecorded
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.rollout_engine import PauseMode
@@ -58,11 +58,13 @@ def sampler(model: Any, **options: Any) -> EmbeddedEngine:
 
 
 async def two_turns(engine: Any, prompt: tuple[int, ...], sample: int, *, keep: bool = True) -> Trajectory:
-    builder = TrajectoryBuilder(prompt, group_id=len(prompt), sample_id=sample)
+    builder, known = TrajectoryBuilder(prompt, group_id=len(prompt), sample_id=sample), 0
     for turn in range(2):
         params = SamplingParams(max_new_tokens=5 + sample, seed=10 * sample + turn)
-        asked = GenerationRequest(prompt_token_ids=builder.token_ids, params=params, keep=keep)
-        builder.add_action(await engine.generate(asked))
+        asked = GenerationRequest(prompt_token_ids=builder.token_ids, params=params, keep=keep, known_experts=known)
+        reply = await engine.generate(asked)
+        known = recorded(reply.routed, known)
+        builder.add_action(reply)
         builder.set_reward(1.0)
         if turn == 0:
             builder.add_observation([40, 41, 42])
