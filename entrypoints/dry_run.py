@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
+from rollgrad.adapters.checkpoints.weight_files import weights_problem
+from rollgrad.adapters.data.datasets.loading import check_name
 from rollgrad.application.settings.correction import correction_summary
 from rollgrad.application.settings.derived import longest_sample, optimizer_steps_per_rollout
 from rollgrad.application.settings.function_path import FunctionPath
@@ -103,10 +105,10 @@ def scoring_file_problems(config: RLConfig) -> list[RollgradError]:
 
 
 def example_file_problems(run: Any) -> list[RollgradError]:
-    """Returns what is wrong with the paths of a run over examples that it reads after its model: those of its reference
-    or teacher, and of its held-out examples."""
+    """Returns what is wrong with the paths of a run over examples that it reads after its rows: those of its models,
+    and of its held-out examples."""
     problems: dict[str, RollgradError] = {}
-    for name in ("ref", "teacher"):
+    for name in ("actor", "ref", "teacher"):
         if hasattr(run, name):
             key = f"{name}.model_name_or_path"
             _note(problems, key, _check_model, key, getattr(run, name).model_name_or_path)
@@ -345,11 +347,14 @@ def _check_model(key: str, name: str | None) -> None:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{key} is {name!r}, a directory without config.json: name a model with --{key}.")
+        if problem := weights_problem(path):  # before rows are prepared, and processes of a cluster started
+            raise CheckpointError(f"{key} is {name!r}, {problem}.")
     elif path.exists() or _is_path(name):
         raise CheckpointError(f"{key} is {name!r}, which is no directory: name a model with --{key}.")
 
 
 def _check_dataset(key: str, name: str) -> None:
+    check_name(name)
     is_file_name = Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".arrow")
     folder = name.rpartition(":")[0]  # with a configuration
     if (is_file_name or _is_path(name)) and not Path(name).exists() and not (folder and Path(folder).is_dir()):

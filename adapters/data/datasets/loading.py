@@ -94,8 +94,13 @@ def check_name(name: str) -> None:
     """Checks that the file system can tell whether a dataset is a file or a folder.
 
     Raises:
-        DataError: it cannot: the name is too long, or is of a place that may not be looked into.
+        DataError: it cannot: the name is too long, is an address, or is of a place that may not be looked into.
     """
+    if "://" in name:
+        raise DataError(
+            f"The dataset {name} is an address, but datasets are files and folders of this machine, or names on the "
+            "Hugging Face hub: download it, and name the file."
+        )
     try:
         Path(name).exists()
     except OSError as error:

@@ -271,6 +271,7 @@ def open_sources(
 
 
 def _open(name: str, split: str, settings: ReadingSettings, cache_dir: Path | None) -> Source:
+    check_name(name)
     path = Path(name)
     rows: Rows
     if path.suffix in JSON_SUFFIXES:

@@ -17,7 +17,7 @@ from attrs import frozen
 
 from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.chat.training_text import shared_prompt
-from rollgrad.adapters.data.datasets.loading import load_dataset, stream_hub
+from rollgrad.adapters.data.datasets.loading import check_name, load_dataset, stream_hub
 from rollgrad.adapters.data.examples.prepared import as_preference, as_steps
 from rollgrad.adapters.data.examples.preparer import PreparedRow, Preparer
 from rollgrad.adapters.data.examples.report import DataReport
@@ -62,6 +62,7 @@ def stream_rows(name: str, split: str) -> Iterator[StreamedRow]:
     Raises:
         DataError: it cannot be read.
     """
+    check_name(name)
     path = Path(name)
     if path.suffix in JSON_SUFFIXES:
         for number, line in json_lines(path):

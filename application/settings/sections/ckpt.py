@@ -6,7 +6,7 @@ from enum import StrEnum
 from attrs import define
 
 from rollgrad.domain.control.best_model import Best
-from rollgrad.domain.settings import COUNT, PERIOD, POSITIVE, Condition, Range, setting
+from rollgrad.domain.settings import COUNT, DIRECTORY, PERIOD, POSITIVE, Condition, Range, setting
 
 LONGEST_REPOSITORY = 96
 """Characters of a name that the hub takes."""
@@ -45,7 +45,7 @@ class CheckpointConfig:
     output_dir: str = setting(
         "./runs/rollgrad",
         "Directory of the run: model, metrics, report. One that holds another run is refused.",
-        Range(bool, "a directory"),
+        DIRECTORY,
     )
     overwrite: bool = setting(False, "Remove the run that output_dir holds, when the new one begins.")
     save_steps: int = setting(
@@ -67,7 +67,7 @@ class CheckpointConfig:
         "state before.",
         only_if=SAVES_STATES,
     )
-    state_dir: str | None = setting(None, "Directory of the training states; default: output_dir.")
+    state_dir: str | None = setting(None, "Directory of the training states; default: output_dir.", DIRECTORY)
     keep_states: int = setting(
         2,
         "Newest training states that are kept; there is one more while one is written. Of two, the one before is "

@@ -15,6 +15,7 @@ from rollgrad.application.settings.sections.train import WITH_EMA
 from rollgrad.domain.settings import (
     BELOW_ONE,
     COUNT,
+    DIRECTORY,
     NOT_NEGATIVE,
     PERIOD,
     SHARE,
@@ -173,6 +174,7 @@ class RowsConfig:
         None,
         "Directory where prepared data, and the log-probs of references, are kept for later runs; default: rollgrad in "
         "XDG_CACHE_HOME or ~/.cache.",
+        DIRECTORY,
     )
     stream: bool = setting(
         False,

@@ -147,6 +147,7 @@ def text_as_parquet(tmp_path: Path) -> Path:
         (lambda tmp_path: "x" * 300, r"x cannot be read \(File name too long\)"),
         (not_a_dataset, "folder cannot be read"),
         (lambda tmp_path: "", "No dataset is set"),
+        (lambda tmp_path: "s3://bucket/rows.jsonl", "s3://bucket/rows.jsonl is an address"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(make: Callable[[Path], Any], message: str, tmp_path: Path) -> None:

@@ -212,6 +212,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.kl.estimator": KLEstimator.K2}, "--algo.kl.estimator out"),
     ({"algo.kl.init_coef": 0.1, "algo.kl.horizon": 5.0}, "set --algo.kl.target"),
     ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "--algo.kl.estimator to k2, k3, k3_unbiased or full"),
+    ({"ckpt.output_dir": "s3://bucket/run"}, "a directory of this machine"),
+    ({"ckpt.state_dir": "gs://bucket/run"}, "change --ckpt.state_dir"),
     ({"actor.min_lr_ratio": 0.2}, "--actor.lr_scheduler"),
     ({"train.ema_beta": 0.9}, "set --train.enable_ema"),
     ({"actor.muon.lr": 0.1}, "set --actor.optim muon"),

@@ -7,11 +7,12 @@ import yaml
 
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.reward import Verifier
+from rollgrad.application.settings.sft import SFTRun
 from rollgrad.application.settings.validation import leaves
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli.main import COMMANDS, main
 from rollgrad.entrypoints.config_io import dump_config, setting_names, structure_config
-from rollgrad.entrypoints.dry_run import check_eval_files, check_files
+from rollgrad.entrypoints.dry_run import check_eval_files, check_files, example_file_problems
 
 
 def printed_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> RLConfig:
@@ -207,6 +208,17 @@ def test_a_wrong_path_names_its_flag(tmp_path: Path, key: str, value: str, kind:
     setattr(getattr(config, section), name, value.format(tmp_path))
     with pytest.raises(kind, match=f"--{key}"):
         check_files(config)
+
+
+def test_weights_that_are_not_whole_are_told_before_anything_is_prepared(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"cut")
+    run = SFTRun()
+    run.actor.model_name_or_path = str(tmp_path / "model")
+    (problem,) = example_file_problems(run)
+    assert str(problem).startswith("actor.model_name_or_path is ")
+    assert "model.safetensors is cut off" in str(problem)
 
 
 def test_all_wrong_paths_are_told_at_once(tmp_path: Path) -> None:
