@@ -126,8 +126,6 @@ def compiled(model: Any) -> Any:
             pytest.param(*case, marks=pytest.mark.wide)
             for case in [
                 ("llama", False),
-                ("gemma3_text", True),
-                ("qwen3_moe", False),
                 ("qwen3_5_text", True),
                 ("lfm2", False),
                 ("cohere2", True),
