@@ -77,7 +77,11 @@ class OutOfMemory(RollgradError, MemoryError):  # noqa: N818 (as torch and Pytho
 
 
 class WorkerError(RollgradError, RuntimeError):
-    """A training process died, or did not answer before its deadline; the message names it."""
+    """A process of a model failed; the message names it."""
+
+
+class LostProcessError(WorkerError):
+    """A process of a model died, or did not answer before its deadline."""
 
 
 def raise_together(errors: Sequence[RollgradError]) -> None:

@@ -16,6 +16,7 @@ from rollgrad.entrypoints.cli.parsing import EvalArguments, TrainArguments, pars
 from rollgrad.entrypoints.composition.extensions import spelling_errors
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.redaction import print_settings
+from rollgrad.entrypoints.restarts import until_finished
 
 SIGNAL_STATUS = 128
 """Number added to a signal's number, as in shells' exit codes of killed processes."""
@@ -53,7 +54,7 @@ def run_rl(config: RLConfig, unread: Sequence[RollgradError] = (), *, dry_run: b
         from rollgrad.entrypoints.library import train
 
         configure_logging()
-        result = train(config)
+        result = until_finished(config, train)
     show_result(config.ckpt.output_dir, result, console=config.logger.console)
     return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
 
@@ -80,7 +81,7 @@ def run_offline(name: str, run: OfflineRun, errors: Sequence[RollgradError]) -> 
     with results_only_on_stdout():
         from rollgrad.entrypoints import offline
 
-        result = getattr(offline, f"train_{name}")(run)
+        result = until_finished(run, getattr(offline, f"train_{name}"))
     show_result(run.ckpt.output_dir, result, console=run.logger.console)
     return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
 

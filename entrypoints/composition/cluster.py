@@ -21,6 +21,7 @@ from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.models.fsdp import division
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
+from rollgrad.adapters.models.ray.replaced_group import ReplacedGroup
 from rollgrad.adapters.models.ray.sharded import (
     RankPolicy,
     ShardedPolicy,
@@ -187,7 +188,7 @@ class Cluster:
                 "engines, let roles share GPUs with --train.colocate_all, or join a cluster of several machines."
             )
         self._placements: dict[str, Placement] = {}
-        self._groups: list[WorkerGroup] = []
+        self._groups: list[WorkerGroup | ReplacedGroup] = []
         self._engines: list[RayVLLMEngine] = []
 
     @property
@@ -210,17 +211,18 @@ class Cluster:
         return ShardedReward(self._group("actor", *parts), width=self._width)
 
     def reference(self, make: MakeContainer) -> ShardedReference:
-        """Starts the reference, divided like the actor's parameters."""
+        """Starts the reference, divided like the actor's parameters; its processes are replaced when one is lost."""
         parts = (rank_model, make, "local_reference", self._config)
-        return ShardedReference(self._group("reference", *parts), width=self._width)
+        return ShardedReference(self._replaced_group("reference", *parts), width=self._width)
 
     def reward(self, make: MakeContainer) -> ModelReward:
-        """Starts the reward model: divided like the reference, or whole in each of its processes."""
+        """Starts the reward model: divided like the reference, or whole in each of its processes, which are replaced
+        when one is lost."""
         timeout = self._config.reward.timeout
         if divides_reward(self._config):
-            group = self._group("reward", rank_model, make, "reward_model", self._config)
+            group = self._replaced_group("reward", rank_model, make, "reward_model", self._config)
             return ModelReward(divided_reward(group), timeout=timeout, width=group.size)
-        group = self._group("reward", rank_reward, make, self._config)
+        group = self._replaced_group("reward", rank_reward, make, self._config)
         return ModelReward(reward_copies(group), timeout=timeout)
 
     def engines(self, settings: Mapping[str, Any], beside_training: bool) -> EngineFleet:
@@ -281,6 +283,16 @@ class Cluster:
         self._session.close()
 
     def _group(self, name: str, make: Callable[..., Any], *arguments: Any) -> WorkerGroup:
+        group = self._started(name, make, *arguments)
+        self._groups.append(group)
+        return group
+
+    def _replaced_group(self, name: str, make: Callable[..., Any], *arguments: Any) -> ReplacedGroup:
+        group = ReplacedGroup(lambda: self._started(name, make, *arguments))
+        self._groups.append(group)
+        return group
+
+    def _started(self, name: str, make: Callable[..., Any], *arguments: Any) -> WorkerGroup:
         config, role = self._config, self._roles[name]
         group = WorkerGroup(
             name,
@@ -289,8 +301,11 @@ class Cluster:
             timeout=config.cluster.timeout,
             start=STARTS[config.cluster.strategy],
         )
-        self._groups.append(group)
-        group.build(make, *arguments)
+        try:
+            group.build(make, *arguments)
+        except BaseException:
+            group.close()
+            raise
         return group
 
     def _bundles(self, role: str) -> tuple[Mapping[str, int], int, int]:

@@ -12,6 +12,7 @@ from dependency_injector import providers
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.models.ray.group_state import GroupState
+from rollgrad.adapters.models.ray.replaced_group import ReplacedGroup
 from rollgrad.adapters.models.ray.sharded import (
     ShardedPolicy,
     ShardedReference,
@@ -40,6 +41,7 @@ from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_comparisons, pack_preferences
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.batches.passes import Passes
+from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
@@ -598,10 +600,10 @@ def test_a_process_that_dies_is_named_and_what_was_saved_stays(
 
 
 @pytest.mark.chaos
-async def test_the_copies_of_a_reward_model_share_the_replies_until_one_is_lost(
+async def test_the_copies_of_a_reward_model_share_the_replies_also_when_one_was_lost(
     ray: None, reward_model_dir: Path
 ) -> None:
-    """From then on every reply is a failed judgement that names the process."""
+    """All are replaced twice; then every reply is a failed judgement that names the process."""
     requests = [
         RewardRequest(prompt=Prompt(token_ids=(1,), text="What?"), response=" 7" * n, stop_reason=StopReason.STOP)
         for n in (1, 3, 200)
@@ -609,17 +611,33 @@ async def test_the_copies_of_a_reward_model_share_the_replies_until_one_is_lost(
     wanted = cluster.reward_model(str(reward_model_dir)).judge(
         [RewardInput(text=request.query) for request in requests]
     )
-    with cluster.worker_group(2) as group:
-        group.build(cluster.reward_model, str(reward_model_dir))
-        source = ModelReward(reward_copies(group), timeout=300)
-        rewards = await source.score(requests)
-        assert [reward.value for reward in rewards] == pytest.approx([score for score, _ in wanted], abs=1e-5)
-        assert [reward.metrics["query_truncated"] for reward in rewards] == [0.0, 0.0, 1.0]
-        victim = group.pids()[1]
+    started: list[WorkerGroup] = []
+    placement = Placement("reward", 2, gpus=0, timeout=300)
+
+    def start() -> WorkerGroup:
+        slots = [placement.slot(rank) for rank in range(2)]
+        started.append(WorkerGroup("reward", slots, threads=1, timeout=300))
+        started[-1].build(cluster.reward_model, str(reward_model_dir))
+        return started[-1]
+
+    def kill_one() -> None:
+        victim = started[-1].pids()[1]
         cluster.kill([p for p in cluster.processes("ray::RankWorker") if p.pid == victim])
+
+    group = ReplacedGroup(start, bounds=FleetBounds(max_restarts=2))
+    try:
+        source = ModelReward(reward_copies(group), timeout=300)
+        for _ in range(3):
+            rewards = await source.score(requests)
+            assert [reward.value for reward in rewards] == pytest.approx([score for score, _ in wanted], abs=1e-5)
+            assert [reward.metrics["query_truncated"] for reward in rewards] == [0.0, 0.0, 1.0]
+            kill_one()
         for _ in range(2):
             with pytest.raises(RewardError, match="rank 1 died while 'judge' was under way"):
                 await source.score(requests)
+    finally:
+        group.close()
+        placement.remove()
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(3, False), (3, True), (FSDP, False), (FSDP, True)])

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
 import rollgrad
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.tracking.trajectory_files import rows
 from rollgrad.application.settings.run import RLConfig
@@ -30,9 +31,10 @@ from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.algorithms.settings import CorrectionLevel
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import WorkerError
+from rollgrad.domain.errors import LostProcessError
 from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.entrypoints.config_io import dump_config
+from rollgrad.entrypoints.restarts import until_finished
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.accounts import nothing_is_lost
 from tests.fakes import cluster, controller
@@ -408,10 +410,11 @@ def test_a_terminated_controller_saves_what_its_processes_have(
 
 
 class Killer(MetricSink):
-    """Kills one of the processes with a title when a step is reported: whatever is called next finds it dead."""
+    """Kills one of the processes with a title when a step is reported, and the last one of each of the groups `later`
+    when the next is: whatever is called next finds them dead."""
 
-    def __init__(self, number: int, step: int, title: str) -> None:
-        self.number, self.step, self.title = number, step, title
+    def __init__(self, number: int, step: int, title: str, later: Mapping[str, WorkerGroup] | None = None) -> None:
+        self.number, self.step, self.title, self.later = number, step, title, later or {}
         self.lines: list[Mapping[str, float]] = []
         self.steps: list[int] = []
 
@@ -421,6 +424,9 @@ class Killer(MetricSink):
             self.steps.append(step)
             if step == self.step:
                 cluster.kill([cluster.processes(self.title)[self.number]])
+            if step == self.step + 1:
+                victims = [group.pids()[-1] for group in self.later.values()]
+                cluster.kill([p for p in cluster.processes("ray::RankWorker") if p.pid in victims])
 
 
 def ppo_colocated(config: RLConfig, reward_model: str) -> dict[str, Any]:
@@ -449,18 +455,27 @@ def partial_rollout(config: RLConfig, reward_model: str) -> dict[str, Any]:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("arrange", [ppo_colocated, partial_rollout])
-def test_every_pipeline_trains_with_vllm_and_goes_on_when_it_loses_its_engine(
+def test_every_pipeline_trains_with_vllm_and_goes_on_when_it_loses_what_is_not_trained(
     make: Callable[..., RLConfig],
     arrange: Callable[[RLConfig, str], dict[str, Any]],
     reward_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The run goes on when the replacement has the weights of the step before."""
+    """An engine's replacement has the weights of the step before, that of the reference or reward model its own."""
     monkeypatch.setitem(waiting_for.__wrapped__.__kwdefaults__, "after", SHORT_WAIT)  # type: ignore[attr-defined]
     config = make(arrange.__name__, vllm=True)
     adapters = arrange(config, str(reward_model_dir))
     config.ckpt.state_steps = 1
-    killer = Killer(0, step=1, title="ray::EngineHost")
+    frozen: dict[str, WorkerGroup] = {}
+    build = WorkerGroup.build
+
+    def noted(group: WorkerGroup, *arguments: Any) -> None:
+        if group.name in ("reference", "reward"):
+            frozen[group.name] = group
+        build(group, *arguments)
+
+    monkeypatch.setattr(WorkerGroup, "build", noted)
+    killer = Killer(0, step=1, title="ray::EngineHost", later=frozen)
     played: list[Trajectory] = []
     with capture_logs() as logs:
         rollgrad.train(
@@ -495,15 +510,25 @@ def test_every_pipeline_trains_with_vllm_and_goes_on_when_it_loses_its_engine(
 
 @pytest.mark.chaos
 def test_a_lost_rank_ends_the_run_which_continues(make: Callable[..., RLConfig], finished: RLConfig) -> None:
-    """In bounded time, with an error that names it, and with a state from which the run goes on as if nothing was."""
+    """In bounded time, with an error that names it, and from a state from which the run goes on as if nothing was."""
     broken = divided(make("broken"))
     broken.ckpt.save_steps = 1
     killer = Killer(1, step=2, title="ray::RankWorker")
-    with pytest.raises(WorkerError, match=r"training processes of actor, rank \d died while 'save' was under way"):
-        rollgrad.train(broken, reward=FakeRewardSource(letters), sink=killer)
-    cluster.wait_for(lambda: not cluster.processes("ray::RankWorker"), "the end of the others")
-    cluster.policy(str(Path(broken.ckpt.output_dir) / "step_1"))  # loads
-    broken.ckpt.resume = True
-    train(broken)
+    errors: list[str] = []
+
+    def trained(run: RLConfig) -> Any:
+        if errors:
+            cluster.wait_for(lambda: not cluster.processes("ray::RankWorker"), "the end of the others")
+            cluster.policy(str(Path(broken.ckpt.output_dir) / "step_1"))  # loads
+        try:
+            return rollgrad.train(run, reward=FakeRewardSource(letters), sink=killer)
+        except LostProcessError as error:
+            killer.step = STEPS + 1
+            errors.append(str(error))
+            raise
+
+    until_finished(broken, trained)
+    assert len(errors) == 1
+    assert re.search(r"training processes of actor, rank \d died while 'save' was under way", errors[0])
     for name, tensor in model(finished).items():
         torch.testing.assert_close(model(broken)[name], tensor, rtol=0, atol=1e-6)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollgrad.adapters.models.ray.group_state import GroupState
+from rollgrad.adapters.models.ray.replaced_group import ReplacedGroup
 from rollgrad.adapters.models.ray.wire import EXPERTS, LOGPROBS, SCORE, VALUES, Recording, SentReplies, divided, merged
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.models import TorchPolicy
@@ -223,7 +224,7 @@ class ShardedReference(ReferenceModel):
     """A `ReferenceModel`; each process of `group` holds a whole `TorchReference`, and each `width` neighbours one part
     of a batch."""
 
-    def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
+    def __init__(self, group: WorkerGroup | ReplacedGroup, *, width: int = 1) -> None:
         self._parts = _Parts(group, width)
 
     def padded(self) -> bool:
@@ -239,17 +240,17 @@ class ShardedReference(ReferenceModel):
         return self._parts.logprobs(passes)
 
 
-def reward_copies(group: WorkerGroup) -> list[Judge]:
+def reward_copies(group: WorkerGroup | ReplacedGroup) -> list[Judge]:
     """Returns functions that call the whole `RewardModel` of each process of `group`."""
 
     def judge(rank: int, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
-        judged: list[tuple[float, bool]] = group.begin("judge", [rank], SentReplies.of(replies))()[0]
+        judged: list[tuple[float, bool]] = group.some("judge", [rank], SentReplies.of(replies))[0]
         return judged
 
     return [partial(judge, rank) for rank in range(group.size)]
 
 
-def divided_reward(group: WorkerGroup) -> list[Judge]:
+def divided_reward(group: WorkerGroup | ReplacedGroup) -> list[Judge]:
     """Returns the only function that calls the `RewardModel` which the processes of `group` divide: each scores a share
     of the replies, all at the same time."""
 
@@ -268,7 +269,7 @@ def divided_reward(group: WorkerGroup) -> list[Judge]:
 class _Parts:
     """Calls in which each `width` neighbouring processes get one part of a batch, and return equal results."""
 
-    def __init__(self, group: WorkerGroup, width: int) -> None:
+    def __init__(self, group: WorkerGroup | ReplacedGroup, width: int) -> None:
         self._group = group
         self._width = width
         self.updates = 0

@@ -19,7 +19,7 @@ from typing import Any
 from rollgrad.adapters.ray.placement import Slot
 from rollgrad.adapters.ray.session import ray_module, show_gpus
 from rollgrad.adapters.system.waiting import waiting_for
-from rollgrad.domain.errors import RollgradError, WorkerError
+from rollgrad.domain.errors import LostProcessError, RollgradError, WorkerError
 
 GRACE_SECONDS = 30.0
 """Seconds after the first failure in which its cause, the death of a process, may be noticed. Other processes fail
@@ -164,7 +164,7 @@ class WorkerGroup:
         self.size = len(slots)
         self.timeout = timeout
         """Seconds that any call may take."""
-        self._broken: str | None = None
+        self._broken: WorkerError | None = None
         self._turn = threading.RLock()
         """Lock of one call of all processes, or of one item of a reading."""
         self._reading: object | None = None
@@ -206,7 +206,8 @@ class WorkerGroup:
 
         Raises:
             RollgradError: the method raised it; that of the lowest rank.
-            WorkerError: a process was lost, or they did not answer in time.
+            LostProcessError: a process was lost, or they did not answer in time.
+            WorkerError: the method failed in another way.
         """
         with self._turn:
             self._require_whole()
@@ -229,6 +230,10 @@ class WorkerGroup:
         self._require_whole()
         references = {rank: workers[rank].call.remote(method, *arguments) for rank in ranks}
         return lambda: self._gather(references, method)
+
+    def some(self, method: str, ranks: Sequence[int], *arguments: Any) -> list[Any]:
+        """Calls a method in some processes, also while other threads call; returns the results."""
+        return self.begin(method, ranks, *arguments)()
 
     def read(
         self, begin: str, *arguments: Any, ranks: Sequence[int], following: str, rest: str, others: str
@@ -291,7 +296,7 @@ class WorkerGroup:
 
     def _require_whole(self) -> None:
         if self._broken is not None:
-            raise WorkerError(self._broken)
+            raise type(self._broken)(str(self._broken))
 
     def _end_function(self, rest: str, ranks: Sequence[int]) -> Callable[[], object]:
         def end() -> None:
@@ -332,32 +337,34 @@ class WorkerGroup:
         if failures:
             raise self._main_error(failures, doing)
         if wanted:
-            raise self._end(f"did not answer within {self.timeout:g} s", sorted(ranks.values()), doing)
+            silent = f"did not answer within {self.timeout:g} s"
+            raise self._end(silent, sorted(ranks.values()), doing, LostProcessError)
         return [results[reference] for reference in references.values()]
 
     def _main_error(self, failures: dict[int, Exception], doing: str) -> Exception:
         """Returns the most telling error: the death of a process, else one raised on purpose, else any."""
         if dead := [rank for rank, error in failures.items() if _is_death(error)]:
             if any(_is_lack_of_memory(failures[rank]) for rank in dead):
-                return self._end(f"died ({NO_MEMORY})", dead, doing)
-            return self._end("died", dead, doing)
+                return self._end(f"died ({NO_MEMORY})", dead, doing, LostProcessError)
+            return self._end("died", dead, doing, LostProcessError)
         rank, error = min(failures.items())
         cause = getattr(error, "cause", None)
         if isinstance(cause, RollgradError):
             return cause
-        return self._end(f"failed ({type(cause or error).__name__}: {str(cause or error)[:300]})", [rank], doing)
+        failed = f"failed ({type(cause or error).__name__}: {str(cause or error)[:300]})"
+        return self._end(failed, [rank], doing, WorkerError)
 
-    def _end(self, what: str, ranks: Sequence[int], doing: str) -> WorkerError:
+    def _end(self, what: str, ranks: Sequence[int], doing: str, kind: type[WorkerError]) -> WorkerError:
         if self._broken is not None:  # this call's processes were ended because another call found one dead
-            return WorkerError(self._broken)
+            return type(self._broken)(str(self._broken))
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        self._broken = (
+        self._broken = kind(
             f"Of the {self.size} training processes of {self.name}, {who} {what} while {doing!r} was under way. Start "
             "again with --ckpt.resume, which continues from the last training state (--ckpt.state_minutes)."
         )
         self._reading, self._participants = None, {}
         self.close()
-        return WorkerError(self._broken)
+        return self._broken
 
 
 def machine() -> str:

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.settings import POSITIVE, Condition, setting
+from rollgrad.domain.settings import NOT_NEGATIVE, POSITIVE, Condition, setting
 
 
 class Strategy(StrEnum):
@@ -69,4 +69,11 @@ class ClusterConfig:
     )
     timeout: float = setting(
         1800.0, "Seconds that any wait for a training process may take.", POSITIVE, only_if=IN_CLUSTER
+    )
+    max_restarts: int = setting(
+        3,
+        "Starts of a run by the command line from its last training state after the loss of a process of actor or "
+        "critic, those before it trained for an hour not counted.",
+        NOT_NEGATIVE,
+        only_if=IN_CLUSTER,
     )

@@ -1,0 +1,55 @@
+"""A run of the command line that has lost a process of its actor or critic starts again from its training state.
+
+Importable without torch.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import structlog
+from attrs import evolve
+
+from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.ckpt import Resume
+from rollgrad.domain.control.engine_health import FleetBounds
+from rollgrad.domain.errors import LostProcessError
+from rollgrad.entrypoints.run_directory import has_state, output_problem
+
+log = structlog.get_logger(__name__)
+
+Run = TypeVar("Run", RLConfig, OfflineRun)
+Result = TypeVar("Result")
+
+LONG_LIFE = FleetBounds().healed_after
+"""Seconds after whose training a start counts as the first, as for engines: a run of weeks loses a process now and
+then, one that cannot go on loses it again and again."""
+
+
+def until_finished(run: Run, train: Callable[[Run], Result]) -> Result:
+    """Trains by `train`, which ends all processes of a run that has lost one; starts again after that, up to
+    `cluster.max_restarts` times.
+
+    Raises:
+        LostProcessError: no start is left, or none may continue what is in `ckpt.output_dir`.
+    """
+    spent = 0
+    while True:
+        started = time.monotonic()
+        try:
+            return train(run)
+        except LostProcessError as error:
+            if time.monotonic() - started >= LONG_LIFE:
+                spent = 0
+            again = evolve(run.ckpt, resume=Resume.AUTO, overwrite=run.ckpt.overwrite and not has_state(run.ckpt))
+            if spent >= run.cluster.max_restarts or output_problem(again):
+                raise
+            spent += 1
+            run = evolve(run, ckpt=again)
+            log.warning(
+                "a process is lost, so that the run starts again from its last training state",
+                start=spent,
+                of=run.cluster.max_restarts,
+                reason=str(error),
+            )
