@@ -92,6 +92,7 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 12},
     **{key: {"layer_types": ["conv", "full_attention"]} for key in ("lfm2", "lfm2_moe")},
+    "llama4_text": {"no_rope_layers": [1, 0], "floor_scale": 12},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "phi4_multimodal": {"audio_config": {"hidden_size": 32, "num_blocks": 1, "ext_pw_out_channel": 32}},
     "reformer": {

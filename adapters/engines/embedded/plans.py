@@ -152,7 +152,7 @@ class Decode(Cached):
         self._blocks = (slice(len(inputs.row_B)), slice(None), slice(width))
         self._position_BW = inputs.begin_B[:, None] + torch.arange(width, device=inputs.begin_B.device)
         self._last_B1 = inputs.last_A[inputs.row_B][:, None]
-        self._masks: dict[tuple[int | None, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int | None, int | None, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def attend(
         self,
@@ -172,7 +172,7 @@ class Decode(Cached):
         count, heads, _, dim = query.shape
         # Query heads that share a key head become its queries: keys are read once.
         grouped = query.reshape(count, keys.shape[1], heads // keys.shape[1], dim)
-        mask, unseen_AK = self._mask(window, query.dtype)
+        mask, unseen_AK = self._mask(window, form.chunk, query.dtype)
         out_B, logsumexp_B = dense_with_logsumexp(
             grouped[self._inputs.row_B],
             keys[self._blocks],
@@ -192,16 +192,15 @@ class Decode(Cached):
             out, _ = with_sinks(out, sums, form.sinks_H.view(grouped.shape[1:3]))
         return out.to(query.dtype).reshape(count, 1, heads, values.shape[3])
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns the additive mask [blocks, 1, 1, W], and which of its blocks a row sees nothing of, [A, K]."""
-        if (window, dtype) not in self._masks:
-            hidden_BW = self._position_BW > self._last_B1
-            if window is not None:
-                hidden_BW |= self._position_BW <= self._last_B1 - window
+        if (window, chunk, dtype) not in self._masks:
+            hidden_BW = _hidden(self._position_BW, self._last_B1, window, chunk)
             mask = torch.zeros(hidden_BW.shape, dtype=dtype, device=hidden_BW.device)
             unseen_AK = hidden_BW.all(1)[self._inputs.table_AK] | self._inputs.absent_AK
-            self._masks[window, dtype] = mask.masked_fill_(hidden_BW, float("-inf"))[:, None, None], unseen_AK
-        return self._masks[window, dtype]
+            masked = mask.masked_fill_(hidden_BW, float("-inf"))[:, None, None]
+            self._masks[window, chunk, dtype] = masked, unseen_AK
+        return self._masks[window, chunk, dtype]
 
 
 class Extend(Cached):
@@ -226,7 +225,7 @@ class Extend(Cached):
         self._row, self._step = real_AT.nonzero(as_tuple=True)
         position = self._position_AT[real_AT]
         self._block, self._offset = self._table_AK[self._row, position // BLOCK], position % BLOCK
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
 
     def attend(
         self,
@@ -244,16 +243,25 @@ class Extend(Cached):
         values[self._block, :, self._offset] = value[self._row, :, self._step]
         joined = (part[self._table_AK].transpose(1, 2).flatten(2, 3)[:, :, : self._time] for part in (keys, values))
         sinks = None if form.sinks_H is None else form.sinks_H[:, None].expand(-1, query.shape[2])
-        out = dense(query, *joined, mask=self._mask(window), scaling=scaling, sinks=sinks, cap=form.cap)
+        out = dense(query, *joined, mask=self._mask(window, form.chunk), scaling=scaling, sinks=sinks, cap=form.cap)
         return out.transpose(1, 2)
 
-    def _mask(self, window: int | None) -> Tensor:
+    def _mask(self, window: int | None, chunk: int | None) -> Tensor:
         """Returns the additive mask [A, 1, T, time]."""
-        if window not in self._masks:
+        if (window, chunk) not in self._masks:
             k = torch.arange(self._time, device=self._position_AT.device)
-            hidden = k > self._position_AT[:, :, None]
-            if window is not None:
-                hidden |= k <= self._position_AT[:, :, None] - window
+            hidden = _hidden(k, self._position_AT[:, :, None], window, chunk)
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
-            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None]
-        return self._masks[window]
+            self._masks[window, chunk] = mask.masked_fill_(hidden, float("-inf"))[:, None]
+        return self._masks[window, chunk]
+
+
+def _hidden(keys: Tensor, queries: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    """Returns whether a query does not see a key, by their places in a sequence, which broadcast: it comes later, or is
+    not among the last `window`, or not in the query's chunk."""
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    if chunk is not None:
+        hidden |= keys < queries // chunk * chunk
+    return hidden

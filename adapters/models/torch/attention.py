@@ -8,18 +8,20 @@ of a training pass or a prefill; the decoding plan lives with the engine.
 
 import itertools
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rollgrad.adapters.models.torch.attention_buckets import Bucket, Kernel, blocks, bucketed, slices
+from rollgrad.adapters.models.torch.attention_buckets import Bucket, Kernel, blocks, bucketed, chunks, slices
 from rollgrad.adapters.models.torch.capped import SLICE, capped_attention
 from rollgrad.adapters.models.torch.kernels import dense, has_varlen, varlen
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.query_scales import install_query_scales, scaled_by_position
 from rollgrad.adapters.models.torch.recurrence import ForestRecurrence
 from rollgrad.adapters.models.torch.recurrent_layers import (
     RECURRENT,
@@ -36,19 +38,23 @@ RESULT_CHANGING = ("position_bias", "indices", "cache")
 """Keywords of transformers' attention interface that change the result when set and that no plan computes: biases,
 sparse key selection, paged caches."""
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""Types of layers in which tokens interact through attention alone, over all of the past or a window of it."""
+CHUNKED = "chunked_attention"
+"""Type of layers in which a token sees none of the chunks before its own."""
+
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention", CHUNKED})
+"""Types of layers in which tokens interact through attention alone, over all of the past or a part of it."""
 
 
 @frozen
 class LayerMask:
-    """Placeholder of a causal mask: each token sees the last `window` tokens up to itself, or all of them (None)."""
+    """Placeholder of a causal mask: each token sees the last `window` tokens up to itself, or all of them (None); in a
+    layer of type `CHUNKED`, those of its chunk of so many."""
 
     window: int | None
 
 
 def layer_mask(*, local_size: int | None = None, **kwargs: Any) -> LayerMask:
-    """Implements transformers' mask interface; `local_size` is the width of a sliding window."""
+    """Implements transformers' mask interface; `local_size` is the width of a sliding window, or of a chunk."""
     return LayerMask(local_size)
 
 
@@ -60,6 +66,8 @@ class ScoreForm:
     """For each query head the score of one more key, which all queries see and whose value is 0 (`sinks.py`)."""
     cap: float | None = None
     """Score s counts as cap * tanh(s / cap) (`capped.py`)."""
+    chunk: int | None = None
+    """The scores of tokens in the chunks of so many before a query's own count as minus infinity."""
 
 
 PLAIN = ScoreForm()
@@ -103,10 +111,11 @@ def attention_forward(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    query_positions: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface by an `AttentionPlan`. Some models pass a layer's window to its
-    attention (`sliding_window`), others only to its mask.
+    attention (`sliding_window`), others only to its mask; some scale queries by their positions (`query_scales.py`).
 
     Raises:
         ConfigurationError: the model sets a keyword that changes the result and that no plan supports.
@@ -120,10 +129,20 @@ def attention_forward(
     if attention_plan is None:
         raise ConfigurationError("its code does not hand keywords on to its attention, which packed training needs.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query_positions is not None:
+        query = scaled_by_position(module, query, query_positions)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     masked = None if attention_mask is None else attention_mask.window
+    chunk, masked = (masked, None) if _kind(module, layer) == CHUNKED else (None, masked)
     window = masked if sliding_window is None else min(sliding_window, masked or sliding_window)
-    form = ScoreForm(sinks_H=s_aux, cap=softcap)
-    return attention_plan.attend(int(module.layer_idx), query, key, value, scale, window, form), None  # type: ignore[arg-type]
+    form = ScoreForm(sinks_H=s_aux, cap=softcap, chunk=chunk)
+    return attention_plan.attend(layer, query, key, value, scale, window, form), None
+
+
+def _kind(module: nn.Module, layer: int) -> str | None:
+    """Returns the type of the layer of an attention, where its settings name types."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    return kinds[layer] if layer < len(kinds) else None
 
 
 def check_keywords(module: nn.Module, keywords: Mapping[str, Any], others: Sequence[str] = ()) -> None:
@@ -174,6 +193,7 @@ def install_attention(model: Any) -> None:
     AttentionInterface.register(ATTENTION, outside_of_graphs)
     AttentionMaskInterface.register(ATTENTION, layer_mask)
     install_recurrence(model)
+    install_query_scales(model)
     use_attention(model, ATTENTION)
 
 
@@ -204,6 +224,7 @@ class ForestAttention:
         self.recurrence = ForestRecurrence(nodes, device=device)
         self._padded: dict[int | None, tuple[list[Bucket], Tensor]] = {}
         self._sliced: dict[tuple[int, int | None], list[Bucket]] = {}
+        self._chunked: dict[int, ForestAttention] = {}
 
     def has_varlen(self, query: Tensor) -> bool:
         """Returns whether one variable-length call computes these queries."""
@@ -234,6 +255,15 @@ class ForestAttention:
             self._sliced[heads, window] = buckets
         return self._sliced[heads, window]
 
+    def _within_chunks(self, size: int) -> "ForestAttention":
+        """Returns this plan over nodes that end where chunks do, and see nothing before their chunk."""
+        if size not in self._chunked:
+            plan = self._chunked[size] = copy(self)
+            vars(plan).pop("_flat", None)
+            plan._nodes = [part for node in self._nodes for part in chunks(node, size)]
+            plan._padded, plan._sliced = {}, {}
+        return self._chunked[size]
+
     def attend(
         self,
         layer: int,
@@ -245,6 +275,9 @@ class ForestAttention:
         form: ScoreForm = PLAIN,
     ) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout."""
+        if form.chunk is not None:
+            within = self._within_chunks(form.chunk)
+            return within.attend(layer, query, key, value, scaling, window, evolve(form, chunk=None))
         q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         if form.cap is not None:
             parts = self._slices(query.shape[1], window)

@@ -117,6 +117,16 @@ def slices(node: Node, window: int | None, most: int) -> Iterator[Node]:
     yield from _seen_parts(node, window, max(LEAST_QUERIES, most // seen))
 
 
+def chunks(node: Node, size: int) -> Iterator[Node]:
+    """Yields the parts of a node that are in one chunk of `size` tokens of its path each, with the keys that are."""
+    begin = 0
+    while begin < node.length:
+        chunk = (node.prefix_length + begin) // size
+        end = min(node.length, (chunk + 1) * size - node.prefix_length)
+        yield node.part(begin, end, chunk * size)
+        begin = end
+
+
 def _seen_parts(node: Node, window: int | None, queries: int) -> Iterator[Node]:
     """Yields parts of so many queries of a node, with the keys that they see."""
     for begin in range(0, node.length, queries):

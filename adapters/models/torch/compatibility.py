@@ -41,10 +41,11 @@ LONG, SHORT, SHARED = 24, 16, 3
 """Lengths of the two sequences that are compared, and of their common beginning, in tokens."""
 
 LOWERED = 5
-"""Width of sliding windows during the comparison."""
+"""Width of sliding windows and of chunks during the comparison."""
 
-LIMITS = ("sliding_window", "sliding_window_size", "attention_window_size")
-"""Names that configurations and layers give to the width of a window."""
+LIMITS = ("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "floor_scale")
+"""Names that configurations and layers give to the width of a window or a chunk, and to the positions up to which
+queries are not scaled (`query_scales.py`)."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest `logit_gap` that rounding explains."""
@@ -201,7 +202,7 @@ def joint_logits(model: Any, sequences: Sequence[tuple[int, ...]]) -> list[Tenso
 
 @contextmanager
 def lowered_limits(model: Any) -> Iterator[None]:
-    """Makes every sliding window a few tokens wide inside the block."""
+    """Makes every sliding window and every chunk a few tokens wide inside the block."""
     places = {id(place): place for part in model.modules() for place in (part, getattr(part, "config", None))}
     places |= {id(place): place for place in (model.config, model.config.get_text_config())}
     before = []

@@ -131,6 +131,7 @@ def compiled(model: Any) -> Any:
                 ("cohere2", True),
                 ("gpt2", False),
                 ("deepseek_v3", True),
+                ("llama4_text", True),
             ]
         ),
     ],

@@ -194,7 +194,7 @@ def test_bfloat16_rounds_no_more_than_transformers_does(model_type: str) -> None
     exact, batch = tiny_model(model_type).to(torch.bfloat16).float(), forest(2)
     with torch.no_grad():
         found_A = PackedLM(model)(batch)[0]
-        rounded_A, exact_A = (_alone(each, batch) for each in (plain, exact))
+        rounded_A, exact_A = (alone(each, batch) for each in (plain, exact))
     assert (found_A - exact_A).square().mean() < 1.5 * (rounded_A - exact_A).square().mean()
 
 
@@ -207,7 +207,7 @@ def test_half_precision_below_hidden_states_in_float32(model_type: str, dtype: t
     install_and_compare(model)
     exact.float()
     batch = forest(2, longest=40)
-    found = [PackedLM(model)(batch)[0], *(_alone(each, batch) for each in (plain, exact))]
+    found = [PackedLM(model)(batch)[0], *(alone(each, batch) for each in (plain, exact))]
     rest_A = torch.linspace(-1, 1, len(found[0]))
     for logprobs_A in found:
         (rest_A * logprobs_A).sum().backward()
@@ -216,7 +216,7 @@ def test_half_precision_below_hidden_states_in_float32(model_type: str, dtype: t
         assert (mine - right).square().mean() < 1.5 * (theirs - right).square().mean()
 
 
-def _alone(model: Any, batch: PackedBatch) -> Tensor:
+def alone(model: Any, batch: PackedBatch) -> Tensor:
     """Log-probs of the action tokens, one sequence at a time."""
     found = []
     for start, length in zip(batch.starts_S.tolist(), batch.lengths_S.tolist(), strict=True):

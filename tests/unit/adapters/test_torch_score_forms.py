@@ -1,4 +1,4 @@
-"""Attention with sinks or capped scores is what float64 computes from all scores: values, gradients."""
+"""Attention with sinks, capped scores or chunks is what float64 computes from all scores: values, gradients."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,14 +41,15 @@ def inputs(kind: str, dtype: torch.dtype) -> list[Tensor]:
     return [x.to(dtype) for x in (*made, sinks_H)]
 
 
-def whole_scores(
-    query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, seen: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Attention [Q, H, E] of query [H, Q, D], the last of the keys [G, K, D], to those that `seen` says."""
+def whole_scores(query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, window: int | None) -> Tensor:
+    """Attention [Q, H, E] of query [H, Q, D], the last of the keys [G, K, D], to those that each sees."""
     shared = len(query) // len(key)
     key, value = (x.repeat_interleave(shared, 0) for x in (key, value))
     place_Q = torch.arange(key.shape[1] - query.shape[1], key.shape[1])[:, None]
-    hidden = ~seen(place_Q, torch.arange(key.shape[1]))
+    place_K = torch.arange(key.shape[1])
+    hidden = (place_K > place_Q) | (place_K <= place_Q - (window or len(place_K)))
+    if form.chunk is not None:
+        hidden |= place_K // form.chunk != place_Q // form.chunk
     scores = query @ key.transpose(1, 2) * SCALE
     if form.cap is not None:
         scores = torch.tanh(scores / form.cap) * form.cap
@@ -59,15 +60,15 @@ def whole_scores(
     return (scores.softmax(2) @ value).transpose(0, 1)
 
 
-def looking_back(window: int | None) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda q, k: (k <= q) & (k > q - (len(k) if window is None else window))
-
-
 FORMS: dict[str, Callable[[Tensor], ScoreForm]] = {
     "sinks": lambda sinks_H: ScoreForm(sinks_H=sinks_H),
     "capped": lambda sinks_H: ScoreForm(cap=1.5),
     "capped in slices": lambda sinks_H: ScoreForm(cap=1.5),
+    "chunks": lambda sinks_H: ScoreForm(chunk=20),
+    "capped in chunks": lambda sinks_H: ScoreForm(cap=1.5, chunk=11),
+    "sinks in chunks": lambda sinks_H: ScoreForm(sinks_H=sinks_H, chunk=1),
 }
+"""In chunks of 20 tokens `NODES` begin within chunks, at the border of one, and cross some."""
 
 
 def expected(kind: str, form: str, dtype: torch.dtype, window: int | None) -> list[Tensor]:
@@ -79,7 +80,7 @@ def expected(kind: str, form: str, dtype: torch.dtype, window: int | None) -> li
         path = node.path()
         own = slice(node.start, node.start + node.length)
         q, k, v = query[0, :, own], key[0, :, path], value[0, :, path]
-        parts.append(whole_scores(q, k, v, FORMS[form](sinks_H), looking_back(window)))
+        parts.append(whole_scores(q, k, v, FORMS[form](sinks_H), window))
     return results(torch.cat(parts), leaves)
 
 
@@ -135,6 +136,7 @@ def test_a_forest_is_what_float64_computes(
         plan = ForestAttention(NODES, device=device, dtype=dtype)
         out = plan.attend(0, query, key, value, SCALE, window, FORMS[form](sinks_H))[0]
         found = results(out, leaves)
+        (plan,) = plan._chunked.values() if "chunks" in form else [plan]
         assert len(plan._sliced) == ("capped" in form)
         assert all(len(slices) > len(NODES) for slices in plan._sliced.values() if "slices" in form)
     assert_close(found, exact, dtype)
@@ -165,7 +167,7 @@ def test_decoding_is_what_float64_computes(
     def exact(row: int, news: list[Tensor], tokens: int) -> Tensor:
         query, key, value = (x[row, :, :tokens].double() for x in news)
         k, v = (torch.cat([p.double(), x], 1) for p, x in zip(past[row], (key, value), strict=True))
-        return whole_scores(query, k, v, FORMS[form](sinks_H), looking_back(window))
+        return whole_scores(query, k, v, FORMS[form](sinks_H), window)
 
     with entered():
         cache, places = KVCache(), [Place() for _ in lengths]
