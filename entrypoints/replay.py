@@ -23,6 +23,7 @@ from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.entrypoints.composition.algorithm import (
+    always_scores,
     make_entropy_controller,
     make_kl_controller,
     make_objective,
@@ -112,7 +113,7 @@ def kept_batch(path: Path, config: RLConfig) -> RolloutBatch:
         raise DataError(f"{path} has no advantages: name the number of an update of train rl.")
     batch = pack([_trajectory(row) for row in rows])
     old_N = None
-    scored = optimizer_steps_per_rollout(config) > 1 or config.actor.lora.dropout > 0
+    scored = optimizer_steps_per_rollout(config) > 1 or always_scores(config)
     if config.algo.old_logprobs is OldLogprobs.ROLLOUT:
         old_N = batch.rollout_logprobs_N
     elif scored and config.algo.old_logprobs is not OldLogprobs.INTERPOLATE:

@@ -53,7 +53,8 @@ class ExperienceService:
         shares: number of equal shares of it, as in `split`.
         steps_per_rollout: optimizer steps that one rollout feeds; with 1 the ratio is exactly 1 and the policy's
             log-probs before the update need not be computed for it.
-        always_scores: whether they are computed for it all the same, because an update's own are drawn with dropout.
+        always_scores: whether they are computed for it all the same, because an update's own are drawn with dropout, or
+            a correction is judged by them.
         replays: whether the engine should say to which experts it sent tokens; the first rollout of which nobody has
             said so is named.
     """

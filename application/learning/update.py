@@ -118,6 +118,7 @@ class UpdateService:
             when the loss has no other term (KL, entropy), and the others' weights are fixed before: same gradient,
             less work. GRPO's groups without spread are such samples.
         select: chooses tokens of a whole optimizer step that the loss treats differently, or None.
+        keep: chooses those that the off-policy correction keeps, or None.
         pass_threshold: score from which a reply's likelihood is raised, for losses with such a term.
     """
 
@@ -136,6 +137,7 @@ class UpdateService:
         shares: int = 1,
         skip_idle: bool = False,
         select: Callable[[RolloutBatch], Tensor] | None = None,
+        keep: Callable[[RolloutBatch], Tensor] | None = None,
         pass_threshold: float = 1.0,
     ) -> None:
         self._policy = policy
@@ -150,6 +152,7 @@ class UpdateService:
         self._generator = torch.Generator().manual_seed(seed)
         self._skip_idle = skip_idle
         self._select = select
+        self._keep = keep
         self._pass_threshold = pass_threshold
         self.under_way = False
         """Whether a `run` has taken some of its optimizer steps, but not all; after an error it stays so."""
@@ -254,6 +257,7 @@ class UpdateService:
                     part,
                     places_S=batch.starts_S[sequences],
                     selected_N=None if self._select is None else self._select(part),
+                    kept_N=None if self._keep is None else self._keep(part),
                     positive_weights_N=self._positive_weights(part),
                     loss_weights_N=self._weights(part, self._aggregation),
                     value_weights_N=None if self._critic is None else self._weights(part, Aggregation.TOKEN_MEAN),

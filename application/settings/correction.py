@@ -63,6 +63,8 @@ def correction_summary(config: RLConfig) -> dict[str, Any]:
     }[correction.mode]
     if correction.gate is not CorrectionGate.RATIO:
         gate = f"0 where {correction.gate} is above {correction.threshold}"
+        if correction.gate is CorrectionGate.SECOND_MOMENT:
+            gate = f"0 at those furthest off, until the others' second moment is at most {correction.threshold}"
         bounds = gate if correction.mode is CorrectionMode.MASK else f"{bounds}; {gate}"
     return {
         "weights": f"{level} importance ratio, {correction.mode}",
@@ -96,7 +98,8 @@ def _proximal(config: RLConfig) -> str:
     if config.algo.old_logprobs is OldLogprobs.INTERPOLATE:
         return "an interpolation of sampler and current policy"
     penalised = kl.init_coef > 0 and not kl.use_loss
-    recomputed = optimizer_steps_per_rollout(config) > 1 or penalised
+    judged = config.algo.correction.gate is CorrectionGate.SECOND_MOMENT  # by the policy before the update
+    recomputed = optimizer_steps_per_rollout(config) > 1 or penalised or judged
     if config.algo.old_logprobs is OldLogprobs.RECOMPUTE and recomputed:
         return "the policy before the update"
     return "the policy under training"

@@ -46,6 +46,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     # Liu et al. 2025.
     "dr_grpo": {**_GROUP, "algo.advantage.estimator": "dr_grpo", "actor.loss_aggregation": "constant_length"},
+    # Liu et al. 2025, arXiv:2508.08221: PPO's loss over tokens.
+    "lite_ppo": {**_GROUP, "algo.advantage.estimator": "lite_ppo", "actor.loss_aggregation": "token_mean"},
     # Yu et al. 2025; the length penalty goes by a run's own limit: --reward.overlong_buffer_len.
     "dapo": {
         "algo.advantage.estimator": "group_norm",
@@ -61,12 +63,27 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "actor.policy_loss_type": "gspo",
         "actor.eps_clip_low_high": [3e-4, 4e-4],
     },
+    # Liu et al. 2026, arXiv:2602.05261, section 5.1: GSPO whose sequences weigh as much as they have tokens.
+    "luspo": {
+        **_GROUP,
+        "algo.advantage.estimator": "group_norm",
+        "actor.policy_loss_type": "gspo",
+        "actor.eps_clip_low_high": [2e-3, 2.5e-3],
+        "actor.loss_aggregation": "sequence_sum",
+    },
     # MiniMax 2025 (no lower bound); the upper bound is ScaleRL's (Khatri et al. 2025) rounded to a ratio of 5.
     "cispo": {
         **_GROUP,
         "algo.advantage.estimator": "group_norm",
         "actor.policy_loss_type": "cispo",
         "actor.eps_clip_low_high": [1.0, 4.0],
+    },
+    # Shen et al. 2026, arXiv:2602.10693: ratios of sequences against the policy that sampled them.
+    "vespo": {
+        **_GROUP,
+        "algo.advantage.estimator": "group_norm",
+        "actor.policy_loss_type": "vespo",
+        "algo.old_logprobs": "rollout",
     },
     "sapo": {**_GROUP, "algo.advantage.estimator": "group_norm", "actor.policy_loss_type": "sapo"},
     "gmpo": {**_GROUP, "algo.advantage.estimator": "group_norm", "actor.policy_loss_type": "gmpo"},
@@ -76,6 +93,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         **_GROUP,
         "algo.advantage.estimator": "dr_grpo",
         "actor.policy_loss_type": "dppo_tv",
+        "algo.old_logprobs": "rollout",
+    },
+    # Richemond et al. 2024 with the group's mean for the value, on samples as they are.
+    "dro": {
+        **_GROUP,
+        "algo.advantage.estimator": "dr_grpo",
+        "actor.policy_loss_type": "dro",
         "algo.old_logprobs": "rollout",
     },
     "opo": {**_GROUP, "algo.advantage.estimator": "opo", "actor.policy_loss_type": "policy_gradient"},
@@ -93,6 +117,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "algo.correction.threshold": 5e-3,
     },
     "on_policy_distill": {"algo.advantage.estimator": "on_policy_distill", "algo.kl.init_coef": 1.0},
+    # Xie et al. 2026, arXiv:2606.22600, with TRL's weight.
+    "iw_opd": {"algo.advantage.estimator": "iw_opd", "algo.kl.init_coef": 1.0},
     # Off-policy corrections; bounds of Yao et al. 2025, of Ring-1T's IcePop, and of OpenRLHF.
     "tis": {"algo.correction.level": "token", "algo.correction.mode": "truncate", "algo.correction.high": 2.0},
     "icepop": {
@@ -106,6 +132,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "algo.correction.mode": "mask",
         "algo.correction.low": 0.5,
         "algo.correction.high": 5.0,
+    },
+    # Zheng et al. 2025, arXiv:2510.01161, in AReaL's form: PPO's clip stays within the update.
+    "m2po": {
+        "algo.correction.level": "token",
+        "algo.correction.mode": "mask",
+        "algo.correction.gate": "second_moment",
+        "algo.correction.threshold": 0.04,
     },
     # DeepSeek-V3.2 names no threshold.
     "opsm": {

@@ -84,6 +84,7 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
     "rloo_sequence": EstimatorTraits(needs=("group",)),
     "group_norm": EstimatorTraits(needs=("group",)),
     "dr_grpo": EstimatorTraits(needs=("group",)),
+    "lite_ppo": EstimatorTraits(needs=("group",)),
     "opo": EstimatorTraits(needs=("group",)),
     "gpg": EstimatorTraits(needs=("group",)),
     "maxrl": EstimatorTraits(needs=("group", "rewards_from_0")),
@@ -93,6 +94,7 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
     "remax": EstimatorTraits(needs=("greedy_baseline",)),
     "flash_reinforce": EstimatorTraits(),
     "on_policy_distill": EstimatorTraits(needs=("teacher",)),
+    "iw_opd": EstimatorTraits(needs=("teacher",), uses=("prefix_weight",)),
 }
 """The names that `--algo.advantage.estimator` takes."""
 
@@ -104,11 +106,13 @@ POLICY_LOSSES: dict[str, PolicyLossTraits] = {
     "gmpo": PolicyLossTraits(proportional=True, clip=(0.4, 0.4), aggregation="sequence_mean"),
     "cispo": PolicyLossTraits(proportional=True, clip=(1.0, 4.0)),
     "sapo": PolicyLossTraits(proportional=True, clip=None, aggregation="sequence_mean", uses=("sapo_tau",)),
+    "vespo": PolicyLossTraits(proportional=True, clip=None, uses=("vespo_k", "vespo_lambda")),
     "clip_cov": PolicyLossTraits(proportional=True, uses=("cov_share", "cov_range")),
     "kl_cov": PolicyLossTraits(clip=None, uses=("cov_share", "cov_kl_coef")),
     "dppo_tv": PolicyLossTraits(proportional=True, clip=(0.15, 0.15)),
     "dppo_kl": PolicyLossTraits(proportional=True, clip=(0.05, 0.05)),
     "policy_gradient": PolicyLossTraits(proportional=True, clip=None),
+    "dro": PolicyLossTraits(clip=None, uses=("dro_beta",)),
 }
 """The names that `--actor.policy_loss_type` takes."""
 

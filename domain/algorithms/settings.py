@@ -99,8 +99,8 @@ class AdvantageSettings:
     estimator: str = setting(
         "gae",
         "gae (PPO), turn_gae, reinforce (REINFORCE++), reinforce_baseline, rloo, rloo_sequence, group_norm (GRPO), "
-        "dr_grpo, opo, gpg, maxrl, gdpo, turn_group_norm, process_group_norm, remax, flash_reinforce, "
-        "on_policy_distill, or a name that algo.extension_path defines.",
+        "dr_grpo, lite_ppo, opo, gpg, maxrl, gdpo, turn_group_norm, process_group_norm, remax, flash_reinforce, "
+        "on_policy_distill, iw_opd, or a name that algo.extension_path defines.",
     )
     gamma: float = setting(1.0, "Discount per action token (per turn for the turn estimators).", SHARE)
     lambd: float = setting(1.0, "GAE's lambda per action token.", SHARE)
@@ -109,6 +109,11 @@ class AdvantageSettings:
     )
     length_adaptive_alpha: float | None = setting(
         None, "GAE's lambda becomes 1 - 1 / (alpha x length) for each reply (VAPO: 0.05); none keeps lambd.", POSITIVE
+    )
+    prefix_weight: float = setting(
+        0.5,
+        "By how much iw_opd counts tokens more where the reply so far is what the teacher would write.",
+        NOT_NEGATIVE,
     )
     whiten: Whiten | None = setting(
         None,
@@ -144,6 +149,8 @@ class CorrectionGate(StrEnum):
     BINARY_KL = "binary_kl"
     TV = "tv"
     OPSM = "opsm"
+    SECOND_MOMENT = "second_moment"
+    """Tokens with the largest (log w)^2 of an optimizer step, until the mean of the others is small."""
 
 
 @define(kw_only=True)
@@ -162,11 +169,17 @@ class CorrectionSettings:
     )
     gate: CorrectionGate = setting(
         CorrectionGate.RATIO,
-        "What else leaves a token or sequence out: nothing, binary_kl, tv, or opsm (negative advantages only).",
+        "What else leaves a token or sequence out: nothing, binary_kl, tv, opsm (negative advantages only), or "
+        "second_moment (M2PO: the tokens furthest off, until the mean of the others' squared log-ratios is at most "
+        "threshold).",
     )
     low: float = setting(0.5, "Lower bound of the ratio; clip and mask.", NOT_NEGATIVE)
     high: float = setting(2.0, "Upper bound of the ratio.", POSITIVE)
-    threshold: float = setting(5e-3, "Largest divergence that the gates binary_kl, tv and opsm let pass.", POSITIVE)
+    threshold: float = setting(
+        5e-3,
+        "Largest divergence that the gates binary_kl, tv and opsm let pass, and largest second moment.",
+        POSITIVE,
+    )
 
 
 class Normalise(StrEnum):
@@ -193,6 +206,7 @@ class Aggregation(StrEnum):
     SEQUENCE_MEAN = "sequence_mean"
     PROMPT_MEAN = "prompt_mean"
     CONSTANT_LENGTH = "constant_length"
+    SEQUENCE_SUM = "sequence_sum"
 
 
 ADAPTIVE_ENTROPY = Condition(
@@ -208,8 +222,8 @@ class PolicyLossSettings:
 
     policy_loss_type: str = setting(
         "ppo",
-        "ppo, gspo, gspo_token, sequence_ppo, gmpo, cispo, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl, "
-        "policy_gradient, or a name that algo.extension_path defines.",
+        "ppo, gspo, gspo_token, sequence_ppo, gmpo, cispo, sapo, vespo, clip_cov, kl_cov, dppo_tv, dppo_kl, "
+        "policy_gradient, dro, or a name that algo.extension_path defines.",
     )
     eps_clip: float | None = setting(
         None,
@@ -234,6 +248,17 @@ class PolicyLossSettings:
         "Temperatures of SAPO's gate for positive and negative advantages.",
         Range(lambda tau: min(tau) > 0, "two numbers greater than 0"),
     )
+    vespo_k: tuple[float, float] = setting(
+        (2.0, 3.0),
+        "Power of a sequence's ratio in VESPO's weight, for positive and negative advantages.",
+        Range(lambda k: min(k) >= 0, "two numbers of at least 0"),
+    )
+    vespo_lambda: tuple[float, float] = setting(
+        (3.0, 2.0),
+        "Rate at which VESPO's weight decays with a sequence's ratio, for positive and negative advantages.",
+        Range(lambda rate: min(rate) > 0, "two numbers greater than 0"),
+    )
+    dro_beta: float = setting(0.05, "Weight of dro's squared log-ratio, which holds the policy near.", POSITIVE)
     cov_share: float = setting(2e-4, "Share of tokens that clip_cov and kl_cov treat apart.", SOME_SHARE)
     cov_range: tuple[float, float] = setting(
         (1.0, 5.0),
@@ -256,7 +281,7 @@ class PolicyLossSettings:
     loss_aggregation: Aggregation | None = setting(
         None,
         "How token losses become one number; default: the loss's own (ppo token_mean, gspo sequence_mean, ...); "
-        "constant_length is Dr. GRPO's form.",
+        "constant_length is Dr. GRPO's form, sequence_sum that of LUSPO.",
     )
 
     @property

@@ -13,8 +13,9 @@ from rollgrad.domain.algorithms.catalogue import estimator_traits, policy_loss_t
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.algorithms.losses.contract import TOKEN_SELECTIONS
+from rollgrad.domain.algorithms.losses.corrections import within_second_moment
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
-from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, KLEstimator, OldLogprobs
+from rollgrad.domain.algorithms.settings import CorrectionGate, CorrectionLevel, KLAgainst, KLEstimator, OldLogprobs
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.control.entropy_weight import EntropyController
 from rollgrad.domain.control.findings import LearningWatch
@@ -57,6 +58,28 @@ def make_token_selection(config: RLConfig) -> Callable[[RolloutBatch], Tensor] |
     select = TOKEN_SELECTIONS.get(loss)
     own = policy_loss_traits(loss).own(getattr(config.algo.losses, loss, None))
     return None if select is None else lambda batch: select(batch, config.actor, *own)
+
+
+def make_token_filter(config: RLConfig) -> Callable[[RolloutBatch], Tensor] | None:
+    """Returns the function that chooses the tokens of an optimizer step which the correction keeps; None where each
+    token or sequence is judged by itself."""
+    threshold = config.algo.correction.threshold
+    if correction_level(config) is CorrectionLevel.OFF or not judges_steps(config):
+        return None
+    return lambda batch: within_second_moment(
+        batch.filled("old_logprobs_N"), batch.rollout_logprobs_N, batch.action_mask_N, threshold
+    )
+
+
+def always_scores(config: RLConfig) -> bool:
+    """Returns whether the policy's log-probs before the update are computed even where the ratio of the loss is 1:
+    because those of the update's own passes are drawn with dropout, or a correction judges whole steps by them."""
+    return bool(config.actor.lora.dropout) or judges_steps(config)
+
+
+def judges_steps(config: RLConfig) -> bool:
+    """Returns whether the off-policy correction compares all tokens of an optimizer step."""
+    return config.algo.correction.gate is CorrectionGate.SECOND_MOMENT
 
 
 def advantage_is_all(config: RLConfig) -> bool:

@@ -42,6 +42,7 @@ from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective
 from rollgrad.entrypoints.composition.algorithm import (
     PAUSES,
     advantage_is_all,
+    always_scores,
     critic_kind,
     make_aggregation,
     make_curriculum,
@@ -53,6 +54,7 @@ from rollgrad.entrypoints.composition.algorithm import (
     make_sampling,
     make_sampling_plan,
     make_staleness_bound,
+    make_token_filter,
     make_token_selection,
     pipeline_kind,
     reference_kind,
@@ -256,7 +258,7 @@ class RLContainer(EngineContainer):
         max_tokens=providers.Callable(tokens_per_scoring_pass, base.config),
         shares=providers.Callable(shares_of_pass, base.config),
         steps_per_rollout=providers.Callable(optimizer_steps_per_rollout, base.config),
-        always_scores=providers.Callable(bool, base.config.provided.actor.lora.dropout),
+        always_scores=providers.Callable(always_scores, base.config),
         replays=providers.Callable(RouterReplay.ENGINE.__eq__, base.config.provided.actor.router_replay),
     )
     update = providers.Singleton(
@@ -273,6 +275,7 @@ class RLContainer(EngineContainer):
         seed=base.config.provided.train.seed,
         skip_idle=providers.Callable(advantage_is_all, base.config),
         select=providers.Callable(make_token_selection, base.config),
+        keep=providers.Callable(make_token_filter, base.config),
         pass_threshold=base.config.provided.reward.pass_threshold,
     )
     sampling = providers.Callable(make_sampling, base.config)

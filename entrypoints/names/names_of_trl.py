@@ -112,9 +112,8 @@ TRL: Mapping[str, str] = {
     **alike("epsilon_high clip_ratio_low clip_ratio_high", "write --actor.eps_clip_low_high LOW HIGH."),
     "delta": "actor.dual_clip",
     **alike("sapo_temperature_pos sapo_temperature_neg", "write --actor.sapo_tau POSITIVE NEGATIVE."),
-    **alike(
-        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "VESPO is not there: see --actor.policy_loss_type."
-    ),
+    **alike("vespo_k_pos vespo_k_neg", "write --actor.vespo_k POSITIVE NEGATIVE."),
+    **alike("vespo_lambda_pos vespo_lambda_neg", "write --actor.vespo_lambda POSITIVE NEGATIVE."),
     "importance_sampling_level": "write --actor.policy_loss_type ppo for the token's ratio, gspo for the sequence's.",
     **alike("loss_type loss_agg_mode", AGGREGATION),
     **alike(

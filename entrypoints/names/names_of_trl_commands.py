@@ -213,6 +213,12 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "epsilon": Flag(NUMBER, default=0.2),
         "epsilon_high": Flag(NUMBER),
         "delta": Flag(NUMBER, "actor.dual_clip"),
+        "sapo_temperature_pos": Flag(NUMBER, default=1.0),
+        "sapo_temperature_neg": Flag(NUMBER, default=1.05),
+        "vespo_k_pos": Flag(NUMBER, default=2.0),
+        "vespo_k_neg": Flag(NUMBER, default=3.0),
+        "vespo_lambda_pos": Flag(NUMBER, default=3.0),
+        "vespo_lambda_neg": Flag(NUMBER, default=2.0),
         "importance_sampling_level": Flag(TEXT, default="token"),
         "scale_rewards": Flag(TEXT, default="group"),
         "loss_type": Flag(TEXT, default="dapo"),
@@ -252,10 +258,10 @@ OTHERS_OF_GRPO = """
 cache_implementation chat_template_kwargs ds3_gather_for_generation entropy_coef_delta entropy_coef_max
 entropy_coef_min entropy_target generation_kwargs log_completions_hub_repo log_multimodal log_unique_prompts
 mask_truncated_completions max_tool_calling_iterations min_p multi_objective_aggregation
-off_policy_mask_threshold ref_model_mixup_alpha ref_model_sync_steps repetition_penalty sapo_temperature_neg
-sapo_temperature_pos shuffle_dataset sync_ref_model top_entropy_quantile transformers_continuous_batching_config
+off_policy_mask_threshold ref_model_mixup_alpha ref_model_sync_steps repetition_penalty
+shuffle_dataset sync_ref_model top_entropy_quantile transformers_continuous_batching_config
 use_adaptive_entropy use_transformers_continuous_batching use_transformers_paged
-vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_enable_sleep_mode vllm_group_port
+vllm_enable_sleep_mode vllm_group_port
 vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
 vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_model_impl
 vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex

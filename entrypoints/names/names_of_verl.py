@@ -74,6 +74,7 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": "actor.cov_share",
     "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": "actor.cov_share",
     "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": "actor.cov_kl_coef",
+    "actor_rollout_ref.actor.policy_loss.dro_beta": "actor.dro_beta",
     "actor_rollout_ref.actor.loss_agg_mode": "actor.loss_aggregation",
     "actor_rollout_ref.actor.entropy_coeff": "actor.entropy_coef",
     "actor_rollout_ref.actor.use_kl_loss": KL_LOSS,

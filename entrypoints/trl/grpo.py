@@ -12,11 +12,26 @@ LOSSES: Mapping[str, tuple[str, str | None]] = {
     "grpo": ("ppo", "sequence_mean"),
     "dr_grpo": ("ppo", "constant_length"),
     "cispo": ("cispo", None),
+    "luspo": ("ppo", "sequence_sum"),
     "sapo": ("sapo", None),
+    "vespo": ("vespo", None),
 }
 """TRL's losses: our loss, and how it is aggregated."""
 
-SCALES = {"group": "group_norm", "true": "group_norm", "none": "dr_grpo", "false": "dr_grpo"}
+PAIRS: Mapping[str, tuple[str, tuple[str, str]]] = {
+    "actor.sapo_tau": ("sapo", ("sapo_temperature_pos", "sapo_temperature_neg")),
+    "actor.vespo_k": ("vespo", ("vespo_k_pos", "vespo_k_neg")),
+    "actor.vespo_lambda": ("vespo", ("vespo_lambda_pos", "vespo_lambda_neg")),
+}
+"""Settings of a loss for positive and negative advantages: the loss, and TRL's flags."""
+
+SCALES = {
+    "group": "group_norm",
+    "true": "group_norm",
+    "batch": "lite_ppo",
+    "none": "dr_grpo",
+    "false": "dr_grpo",
+}
 """Estimators by TRL's scale of rewards."""
 
 VERIFIERS = {"accuracy_reward": "math"}
@@ -154,7 +169,9 @@ def _loss(draft: Draft) -> None:
     if kind not in LOSSES:
         raise ConfigurationError(f"--loss_type is {kind}, but there are {', '.join(LOSSES)}: change --loss_type.")
     if scale not in SCALES:
-        raise ConfigurationError(f"--scale_rewards is {scale}, but there are group and none: change --scale_rewards.")
+        raise ConfigurationError(
+            f"--scale_rewards is {scale}, but there are group, batch and none: change --scale_rewards."
+        )
     loss, aggregation = LOSSES[kind]
     if draft.value("importance_sampling_level") == "sequence":
         if loss != "ppo":
@@ -173,5 +190,16 @@ def _loss(draft: Draft) -> None:
         draft.set("actor.eps_clip_low_high", [1.0, max(0.0, high - 1)])
         if high < 1:
             draft.changed.append(f"ratios are bounded by 1, in TRL with cispo by --epsilon_high, which is {high:g}")
-    elif loss != "sapo":
+    elif loss in ("ppo", "gspo"):
         draft.set("actor.eps_clip_low_high", [low, high])
+    for setting, (owner, flags) in PAIRS.items():
+        if loss == owner:
+            draft.set(setting, [draft.value(flag) for flag in flags])
+        else:
+            for flag in flags:
+                draft.lose(flag, f"it is of --loss_type {owner}, in TRL too")
+    if loss == "vespo" and draft.value("use_vllm", False):
+        draft.set("algo.old_logprobs", "rollout")
+        draft.change(
+            "loss_type", "vespo's ratios are against vLLM's log-probs as they are, in TRL bounded token by token"
+        )

@@ -92,10 +92,12 @@ def train(*flags: str) -> list[dict[str, float]]:
 EXTRA = {
     "vapo": "--critic.freezing_steps 1",
     "on_policy_distill": "--ref.model_name_or_path {model}",
+    "iw_opd": "--ref.model_name_or_path {model}",
     "tis": "--algo.preset grpo,tis",
     "icepop": "--algo.preset grpo,icepop",
     "seq_mask_tis": "--algo.preset dr_grpo,seq_mask_tis",
     "opsm": "--algo.preset gspo,opsm",
+    "m2po": "--algo.preset dr_grpo,m2po",
 }
 QUICK = ("grpo", "vapo", "gspo", "tis", "remax")
 
@@ -111,7 +113,7 @@ def test_every_preset_trains(workspace: Path, tiny_model_dir: Path, name: str) -
     for row in trained:
         assert row["policy/mismatch_abs"] < 1e-3
         assert row["policy/mismatch_effective_sample_share"] == pytest.approx(1.0, abs=1e-3)
-        if name not in ("on_policy_distill",):  # the teacher is the student itself at first
+        if name not in ("on_policy_distill", "iw_opd"):  # the teacher is the student itself at first
             assert row["policy/grad_norm"] > 0
 
 

@@ -27,6 +27,8 @@ TRL_STD_FLOOR = 1e-4
 """TRL adds this to a standard deviation, where rollgrad adds 1e-9."""
 GROUPS, SAMPLES, MAX_LENGTH = 3, 4, 16
 BETA, CLIP = 0.3, (0.15, 0.25)
+OF_LOSSES = ("dual_clip", "sapo_tau", "vespo_k", "vespo_lambda")
+"""Settings of losses besides the clip range."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -175,6 +177,10 @@ def run_trl(kind: str, case: Case, **settings: Any) -> Outcome:
         "delta": None,
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
     }
     args |= {name: settings.pop(name) for name in list(settings) if name in args}
     logprobs_N = case.logprobs_N.clone().requires_grad_()
@@ -325,7 +331,7 @@ def run_ours(
 
 
 def objective_of(loss: str = "ppo", clip: tuple[float, float] = CLIP, **rest: Any) -> PolicyLossObjective:
-    params = {name: rest.pop(name) for name in ("dual_clip", "sapo_tau") if name in rest}
+    params = {name: rest.pop(name) for name in OF_LOSSES if name in rest}
     return PolicyLossObjective(loss=loss, params=PolicyLossParams(eps_clip_low_high=clip, **params), **rest)
 
 
@@ -382,9 +388,11 @@ def test_sequence_level_is_gspo(case: Case, loss_type: str, aggregation: str) ->
     agree(trl, run_ours(case, aggregation, objective_of("gspo", kl_coef=BETA)))
 
 
-def test_luspo_is_gspo_with_a_constant_length_of_one(case: Case) -> None:
-    trl = run_trl("GRPOTrainer", case, loss_type="luspo", importance_sampling_level="sequence")
-    agree(trl, run_ours(case, "constant_length", objective_of("gspo"), max_length=1))
+@pytest.mark.parametrize("beta", [0.0, BETA])
+@pytest.mark.parametrize(("level", "loss"), [("sequence", "gspo"), ("token", "ppo")])
+def test_luspo_is_a_sum_over_sequences(case: Case, level: str, loss: str, beta: float) -> None:
+    trl = run_trl("GRPOTrainer", case, loss_type="luspo", importance_sampling_level=level, beta=beta)
+    agree(trl, run_ours(case, "sequence_sum", objective_of(loss, kl_coef=beta)))
 
 
 def test_cispo(case: Case) -> None:
@@ -396,6 +404,44 @@ def test_cispo(case: Case) -> None:
 def test_sapo(case: Case) -> None:
     trl = run_trl("GRPOTrainer", case, loss_type="sapo", sapo_temperature_pos=0.8, sapo_temperature_neg=1.3, beta=BETA)
     agree(trl, run_ours(case, "sequence_mean", objective_of("sapo", sapo_tau=(0.8, 1.3), kl_coef=BETA)))
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.3, 0.8])
+def test_vespo(spread: float) -> None:
+    """From ratios of sequences near 1 to such as weigh nothing."""
+    case = Case.make(spread=spread)
+    powers = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.0, "vespo_lambda_neg": 1.0}
+    trl = run_trl("GRPOTrainer", case, loss_type="vespo", beta=BETA, **powers)
+    ours = objective_of("vespo", kl_coef=BETA, vespo_k=(1.5, 2.0), vespo_lambda=(2.5, 1.0))
+    agree(trl, run_ours(case, "token_mean", ours))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5, 2.0])
+def test_importance_weighted_distillation(case: Case, weight: float) -> None:
+    """The policy gradient with our advantages, against TRL's loss of logits over a vocabulary of two."""
+    from trl.experimental.iw_opd import IWOPDTrainer
+
+    trainer: Any = object.__new__(IWOPDTrainer)
+    trainer.__dict__.update(temperature=1.0, iw_opd_gamma=weight, iw_opd_epsilon=1e-8)
+    trainer.__dict__.update(model=StandIn(), _metrics={"train": defaultdict(list)})
+    logprobs_N = case.logprobs_N.clamp(max=-0.05).requires_grad_()
+    chosen_BT = case.padded(logprobs_N)
+    chosen_BT = torch.where(case.padded(case.mask_N.float()).bool(), chosen_BT, -0.5)
+    logits = torch.stack([chosen_BT, (-torch.expm1(chosen_BT)).log()], dim=-1)
+    loss = trainer._compute_iw_opd_loss(
+        student_logits=logits,
+        completion_tokens=torch.zeros(chosen_BT.shape, dtype=torch.int64),
+        labels=torch.where(case.padded(case.mask_N.float()).bool(), 0, -100),
+        teacher_actual_logprobs=case.padded(case.ref_N),
+        rollout_logprobs=case.padded(case.rollout_N),
+    )
+    (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
+    distances_N = torch.where(case.mask_N, case.ref_N - case.rollout_N, 0.0)
+    inputs = estimator_input(case, distances_N)
+    advantages_N = estimate("iw_opd", inputs, EstimatorParams(prefix_weight=weight)).advantages_N
+    moved = evolve(case, logprobs_N=logprobs_N.detach())
+    ours = run_ours(moved, "token_mean", objective_of("policy_gradient"), advantages_N=advantages_N)
+    agree(Outcome(loss.detach(), gradient_N, {}), ours)
 
 
 def test_bias_corrected_kl_is_k3_unbiased(case: Case) -> None:
@@ -513,6 +559,7 @@ def test_rloo(beta: float) -> None:
     [
         ({"scale_rewards": "none"}, "dr_grpo"),
         ({"scale_rewards": "group"}, "group_norm"),
+        ({"scale_rewards": "batch"}, "lite_ppo"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "gdpo"),
     ],
 )
@@ -526,8 +573,8 @@ def test_grpo_advantages(case: Case, settings: dict[str, Any], name: str, monkey
 
 
 def test_grpo_advantages_scaled_over_the_batch(case: Case) -> None:
-    """TRL divides by the unbiased deviation of the raw rewards of all sequences. No estimator of ours does: whitening
-    over the batch divides by that of the centred advantages over action tokens, a common factor of this."""
+    """TRL divides by the unbiased deviation of the raw rewards of all sequences, as our lite_ppo. Whitening over the
+    batch divides by that of the centred advantages over action tokens, a common factor of this."""
     theirs_S = run_trl("GRPOTrainer", case, scale_rewards="batch").inputs["advantages"]
     centred_N = our_advantages(case)
     scaled_S = of_sequences(case, centred_N) / (case.rewards_S.std() + TRL_STD_FLOOR)

@@ -23,6 +23,12 @@ from rollgrad.domain.algorithms.settings import (
     Whiten,
 )
 
+OF_POLICY_LOSSES = (
+    *("dual_clip", "sapo_tau", "vespo_k", "vespo_lambda", "dro_beta"),
+    *("cov_share", "cov_range", "cov_kl_coef"),
+)
+"""Settings of the actor that some policy losses alone read."""
+
 
 def algorithm_problems(config: RLConfig) -> Iterator[str]:
     """Yields the problems of the estimator, its settings, and its needs."""
@@ -40,7 +46,7 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
             f"algo.advantage.estimator {estimator} compares the samples of a prompt, but "
             f"rollout.n_samples_per_prompt is {samples}: set --rollout.n_samples_per_prompt to 2 or more."
         )
-    for key in ("gamma", "lambd", "critic_lambd", "length_adaptive_alpha"):
+    for key in ("gamma", "lambd", "critic_lambd", "length_adaptive_alpha", "prefix_weight"):
         value = getattr(advantage, key)
         if value != getattr(AdvantageSettings(), key) and key not in traits.uses:
             yield (
@@ -77,6 +83,12 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
             "--ref.model_name_or_path, set --algo.kl.init_coef above 0 (1 is usual), and leave --algo.kl.use_loss and "
             "--algo.kl.estimator out, or turn on --algo.kl.use_loss and set --algo.kl.estimator to full."
         )
+    elif "prefix_weight" in traits.uses and kl.use_loss:
+        yield (
+            f"algo.advantage.estimator {estimator} weighs the log-ratios of sampled tokens, but with algo.kl.use_loss "
+            "the divergence from the teacher is a loss of its own, which nothing weighs: leave --algo.kl.use_loss and "
+            "--algo.kl.estimator out, or set --algo.advantage.estimator to on_policy_distill."
+        )
 
 
 def brought_problems(config: RLConfig) -> Iterator[str]:
@@ -107,7 +119,7 @@ def policy_loss_problems(config: RLConfig) -> Iterator[str]:
     for key in ("eps_clip", "eps_clip_low_high"):
         if getattr(actor, key) is not None and traits.clip is None:
             yield f"actor.{key} is {getattr(actor, key)}, but the {name} loss does not clip: leave --actor.{key} out."
-    for key in ("dual_clip", "sapo_tau", "cov_share", "cov_range", "cov_kl_coef"):
+    for key in OF_POLICY_LOSSES:
         value = getattr(actor, key)
         if value != getattr(default, key) and key not in traits.uses:
             users = [loss for loss, other in POLICY_LOSSES.items() if key in other.uses]
@@ -221,6 +233,17 @@ def correction_problems(config: RLConfig) -> Iterator[str]:
         yield (
             f"algo.correction.gate is opsm, which judges whole sequences, but algo.correction.level is "
             f"{correction.level}, here token: set --algo.correction.level to sequence."
+        )
+    if gate is CorrectionGate.SECOND_MOMENT and level is not CorrectionLevel.TOKEN:
+        yield (
+            f"algo.correction.gate is second_moment, which compares the tokens of an optimizer step, but "
+            f"algo.correction.level is {correction.level}: set --algo.correction.level to token."
+        )
+    if gate is CorrectionGate.SECOND_MOMENT and config.algo.old_logprobs is not OldLogprobs.RECOMPUTE:
+        yield (
+            f"algo.correction.gate is second_moment, which compares the policy before the update with the one that "
+            f"sampled, but algo.old_logprobs is {config.algo.old_logprobs}, which does not compute its log-probs: set "
+            "--algo.old_logprobs to recompute."
         )
     if config.algo.old_logprobs is OldLogprobs.ROLLOUT and mode is not CorrectionMode.MASK:
         yield (

@@ -1,6 +1,9 @@
-"""Estimator that learns from a teacher's log-probs alone."""
+"""Estimators that learn from a teacher's log-probs alone."""
+
+import torch
 
 from rollgrad.domain.algorithms.estimators.actions import Actions
+from rollgrad.domain.algorithms.estimators.discounting import reverse_discounted_sum
 from rollgrad.domain.algorithms.estimators.registry import estimator
 from rollgrad.domain.algorithms.estimators.types import Advantages, EstimatorInput, EstimatorParams
 
@@ -12,4 +15,20 @@ def on_policy_distill(inputs: EstimatorInput, params: EstimatorParams) -> Advant
     section 3; as a policy-gradient advantage: Thinking Machines 2025, "On-Policy Distillation")."""
     actions = Actions(inputs)
     advantages_N = actions.put(actions.take(inputs.token_rewards_N))
+    return Advantages(advantages_N=advantages_N, returns_N=advantages_N)
+
+
+@estimator("iw_opd")
+def iw_opd(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """The advantage of `on_policy_distill` times 1 + w (1 - D_t / D), D_t the sum of its absolute values before token t
+    and D that of the whole rollout: early tokens count up to 1 + w, and later ones less the further the student has
+    come away from its teacher (Xie et al. 2026, "On the Position Bias of On-Policy Distillation", arXiv:2606.22600, as
+    in TRL's IWOPDTrainer; w is `prefix_weight`)."""
+    actions = Actions(inputs)
+    plain_A = actions.take(inputs.token_rewards_N)
+    togo_A = reverse_discounted_sum(plain_A.abs().double(), actions.lengths_R, 1.0)  # D - D_t
+    total_R = togo_A.new_zeros(len(actions.lengths_R)).scatter_reduce(0, actions.rollout_A, togo_A, "amax")
+    total_A = total_R[actions.rollout_A]
+    share_A = torch.where(total_A > 0, togo_A / total_A, 0.0)
+    advantages_N = actions.put(plain_A * (1 + params.prefix_weight * share_A).to(plain_A.dtype))
     return Advantages(advantages_N=advantages_N, returns_N=advantages_N)

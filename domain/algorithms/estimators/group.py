@@ -58,6 +58,18 @@ def dr_grpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     return broadcast(inputs, rollouts.centred(rollouts.outcome_R), rollouts)
 
 
+@estimator("lite_ppo")
+def lite_ppo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """(r_i - mean(group)) / (std + 1e-9) with the unbiased standard deviation of all rewards of the batch, so that a
+    group of nearly equal rewards teaches little (Liu et al. 2025, "Tricks or Traps?", arXiv:2508.08221, Lite PPO)."""
+    rollouts = Rollouts(inputs)
+    batch_R = rollouts.outcome_R - rollouts.outcome_R.mean()
+    std = (batch_R.square().sum() / max(1, len(batch_R) - 1)).sqrt()
+    centred_R = rollouts.centred(rollouts.outcome_R)
+    scaled_R = torch.where(rollouts.has_spread(rollouts.outcome_R, rollouts.size_R), centred_R / (std + STD_FLOOR), 0.0)
+    return broadcast(inputs, scaled_R, rollouts)
+
+
 @estimator("opo")
 def opo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """r_i minus the variance-optimal baseline sum(l r) / sum(l), l the action tokens of a rollout (Hao et al. 2025,

@@ -51,7 +51,8 @@ class EstimatorInput:
 
 
 EstimatorParams = AdvantageSettings
-"""The section `algo.advantage`, which estimators read: `gamma`, `lambd`, `critic_lambd`, `length_adaptive_alpha`."""
+"""The section `algo.advantage`, which estimators read: `gamma`, `lambd`, `critic_lambd`, `length_adaptive_alpha`,
+`prefix_weight`."""
 
 
 @frozen(kw_only=True, eq=False)

@@ -28,6 +28,7 @@ def loss_weights(
         mode: `token_mean` (DAPO, eq. 8): mean over action tokens. `sequence_mean` (GRPO, eq. 3): mean over rollouts
             that have actions of their token mean. `prompt_mean`: mean over groups of the mean over the group's action
             tokens. `constant_length` (Dr. GRPO, section 3.2): sum over tokens / `max_length`, mean over rollouts.
+            `sequence_sum` (LUSPO, Liu et al. 2026, arXiv:2602.05261): sum over tokens, mean over rollouts.
         action_mask_N: bool.
         lengths_S: tokens of each sequence.
         group_ids_S: group of each sequence.
@@ -51,9 +52,12 @@ def loss_weights(
             weights_S = 1.0 / (actions_G[group_S].double() * (actions_G > 0).sum())
         case "constant_length":
             weights_S = torch.ones_like(actions_S, dtype=torch.float64) / (nonempty * max_length)
+        case "sequence_sum":
+            weights_S = torch.ones_like(actions_S, dtype=torch.float64) / nonempty
         case _:
             raise ValueError(
-                f"Unknown aggregation {mode!r}: use token_mean, sequence_mean, prompt_mean or constant_length."
+                f"Unknown aggregation {mode!r}: use token_mean, sequence_mean, prompt_mean, constant_length or "
+                "sequence_sum."
             )
     # Rollouts without actions have infinite weights here, which the mask drops.
     return spread(weights_S.float(), lengths_S, action_mask_N)

@@ -10,10 +10,12 @@ Three independent choices, with w_t = pi / mu of a token:
 mu
   and pi at the sampled token (at the sequence levels: its mean over the sequence) is above `threshold`; `mask` then
   looks at this divergence instead of the ratio. `opsm`: the sequence's mean log(mu / pi) is above `threshold` and the
-  advantage is negative (DeepSeek-V3.2, section 3.1, eq. 9).
+  advantage is negative (DeepSeek-V3.2, section 3.1, eq. 9). `second_moment`: the token is among those of the optimizer
+  step with the largest (log w)^2, which are left out until the mean of the others is at most `threshold`
+  (`within_second_moment`, M2PO).
 
 Named: TIS = token, truncate (Yao et al. 2025); IcePop = token, mask (Zhao et al. 2025, Ring-1T); seq-mask-TIS =
-geometric, mask (OpenRLHF); OPSM = sequence, mask, opsm.
+geometric, mask (OpenRLHF); OPSM = sequence, mask, opsm; M2PO = token, mask, second_moment.
 
 All weights are constants to the gradient; every log-ratio is bounded before exp, so none is infinite or NaN.
 """
@@ -35,6 +37,7 @@ def correction_weights(
     sequence_N: Tensor,
     sequences: int,
     bypass: bool = False,
+    kept_N: Tensor | None = None,
 ) -> Tensor:
     """Returns the factor of each token's loss, at least 0; 0 for tokens that are left out and outside actions.
 
@@ -48,9 +51,10 @@ def correction_weights(
         sequences: S.
         bypass: the proximal policy is the behaviour policy, so that the loss's own ratio already holds w_t: weights are
             1 for tokens that are kept, and 0 for the others.
+        kept_N: bool, what `within_second_moment` chose from the whole optimizer step; only that gate reads it.
 
     Raises:
-        ValueError: unknown level, mode or gate.
+        ValueError: unknown level, mode or gate, or a missing `kept_N`.
     """
     new_N = torch.where(action_mask_N, logprobs_N.detach(), 0.0)
     base_N = torch.where(action_mask_N, rollout_logprobs_N, 0.0)
@@ -65,7 +69,11 @@ def correction_weights(
             level_N = sequence_mean(log_ratio_N, *where).exp()[sequence_N]
         case _:
             raise ValueError(f"Unknown correction level {correction.level!r}: use token, sequence or geometric.")
-    kept_N = action_mask_N & _passes(correction, base_N, new_N, advantages_N, *where)
+    if correction.gate != "second_moment":
+        kept_N = _passes(correction, base_N, new_N, advantages_N, *where)
+    elif kept_N is None:
+        raise ValueError("The gate second_moment needs kept_N: tokens chosen from the whole optimizer step.")
+    kept_N = action_mask_N & kept_N
     match correction.mode:
         case "truncate":
             weight_N = level_N.clamp(max=correction.high)
@@ -100,11 +108,35 @@ def _passes(
         case "opsm":
             statistic_N = base_N - new_N
         case _:
-            raise ValueError(f"Unknown correction gate {correction.gate!r}: use ratio, binary_kl, tv or opsm.")
+            raise ValueError(
+                f"Unknown correction gate {correction.gate!r}: use ratio, binary_kl, tv, opsm or second_moment."
+            )
     if correction.level != "token":
         statistic_N = sequence_mean(statistic_N, action_mask_N, sequence_N, sequences)[sequence_N]
     below_N = statistic_N <= correction.threshold
     return below_N | (advantages_N >= 0) if correction.gate == "opsm" else below_N
+
+
+def within_second_moment(
+    logprobs_N: Tensor, rollout_logprobs_N: Tensor, action_mask_N: Tensor, threshold: float
+) -> Tensor:
+    """Returns a mask of the action tokens that M2PO keeps (Zheng et al. 2025, "Prosperity before Collapse",
+    arXiv:2510.01161, as AReaL applies it): those with the largest (log w)^2 are left out until the mean of the others
+    is at most `threshold`. Tokens of equal (log w)^2 stay or go together, so that no order of samples matters.
+
+    Args:
+        logprobs_N: under the policy before the update.
+        rollout_logprobs_N: under the behaviour policy.
+        action_mask_N: bool; the tokens of a whole optimizer step.
+        threshold: paper: 0.04.
+    """
+    squares_N = (logprobs_N - rollout_logprobs_N).double().square()
+    ascending_A = squares_N[action_mask_N].sort().values
+    means_A = ascending_A.cumsum(0) / torch.arange(1, len(ascending_A) + 1, device=ascending_A.device)
+    above_A = (means_A > threshold).nonzero()[:, 0]
+    if len(above_A) == 0:
+        return action_mask_N
+    return action_mask_N & (squares_N < ascending_A[above_A[0]])
 
 
 def interpolated_proximal(

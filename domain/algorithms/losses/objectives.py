@@ -95,6 +95,7 @@ class PolicyLossObjective:
                 sequence_N=sequence_N,
                 sequences=len(batch),
                 bypass=self.bypass,
+                kept_N=batch.kept_N,
             )
             token_loss_N = token_loss_N * factor_N
             metrics["correction_weight"] = mean(factor_N)

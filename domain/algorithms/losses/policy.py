@@ -90,6 +90,23 @@ def sapo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     return _unclipped(-torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N * inputs.advantages_N, ratio_N)
 
 
+@policy_loss("vespo")
+def vespo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
+    """-sg(phi(W)) A log pi with W the ratio of the whole sequence, the product of the tokens' ratios, and phi(W) =
+    W^k exp(lambda (1 - W)): 1 at W = 1, and fading smoothly away from it; k and lambda of positive and of negative
+    advantages differ (Shen et al. 2026, "VESPO", arXiv:2602.10693; its recipe, and TRL's, for their values)."""
+    sums_S = sequence_sum(_log_ratio(inputs).detach(), inputs.action_mask_N, inputs.sequence_N, inputs.sequences)
+    log_ratio_N = bounded(sums_S)[inputs.sequence_N]
+    ratio_N = log_ratio_N.exp()
+    negative_N = inputs.advantages_N < 0
+    power_N, rate_N = (
+        torch.full_like(ratio_N, positive).masked_fill(negative_N, negative)
+        for positive, negative in (params.vespo_k, params.vespo_lambda)
+    )
+    weight_N = (power_N * log_ratio_N + rate_N * (1 - ratio_N)).exp()  # in logs, where neither factor overflows
+    return _unclipped(-weight_N * inputs.advantages_N * inputs.logprobs_N, ratio_N)
+
+
 @policy_loss("clip_cov", select=select_for_clip_cov)
 def clip_cov(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     """`ppo` without a gradient at the selected tokens, those where log-prob and advantage covary strongly (Cui et al.
@@ -145,6 +162,16 @@ def policy_gradient(inputs: PolicyLossInput, params: PolicyLossParams) -> Policy
     """-A log pi: the plain policy gradient, without a ratio (Williams 1992; GPG's loss, Chu et al. 2025, eq. 8)."""
     ratio_N = ratio(inputs.logprobs_N, inputs.old_logprobs_N).detach()
     return _unclipped(-inputs.advantages_N * inputs.logprobs_N, ratio_N)
+
+
+@policy_loss("dro")
+def dro(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
+    """-A log pi + beta / 2 (log rho)^2: the policy gradient on samples of any age, held near the policy that the ratio
+    starts from by a square (Richemond et al. 2024, "DRO", arXiv:2405.19107, with the advantage in the place of reward
+    minus value; per token as in verl and the Tinker API)."""
+    held_N = params.dro_beta / 2 * _log_ratio(inputs).square()
+    ratio_N = ratio(inputs.logprobs_N, inputs.old_logprobs_N).detach()
+    return _unclipped(held_N - inputs.advantages_N * inputs.logprobs_N, ratio_N)
 
 
 def _log_ratio(inputs: PolicyLossInput) -> Tensor:

@@ -59,6 +59,7 @@ def rollouts(groups: Sequence[Sequence[int]], prompt: int = 5) -> RolloutBatch:
         returns_N=constant_N,
         loss_weights_N=batch.action_mask_N.float() / 7,
         selected_N=draw_N > -0.5,
+        kept_N=draw_N > -0.7,
         places_S=batch.starts_S,
         part_names=("right",),
         reward_parts_SK=torch.ones(len(batch), 1),
@@ -263,7 +264,7 @@ def test_a_process_without_a_share_computes_one_branch(processes: int) -> None:
 def test_a_token_costs_few_bytes() -> None:
     """Ids and the sampler's log-probs are what a loss of whole replies needs: 8 bytes, and 4 for a critic's values."""
     batch = evolve(rollouts([[400] * 4] * 4, prompt=100), experts_NLK=None)
-    plain = evolve(batch, selected_N=None, values_N=None)
+    plain = evolve(batch, selected_N=None, kept_N=None, values_N=None)
     for whole, limit in ((plain, 10.0), (batch, 15.0)):
         buffers: list[pickle.PickleBuffer] = []
         data = pickle.dumps(divided(split(whole, 10**6, 2), 2), protocol=5, buffer_callback=buffers.append)

@@ -20,7 +20,8 @@ BASE = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_preset_is_valid(name: str) -> None:
-    ref = {"ref": {"model_name_or_path": "teacher"}} if name == "on_policy_distill" else {}
+    needs = ESTIMATORS[str(preset_settings(name).get("algo.advantage.estimator", "gae"))].needs
+    ref = {"ref": {"model_name_or_path": "teacher"}} if "teacher" in needs else {}
     config = structure_config({**BASE, **ref}, preset=name)
     validate(config)
     assert set(preset_settings(name)) <= set(setting_names())

@@ -8,13 +8,14 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rollgrad.application.learning.update import Listening, UpdateService, _stretches
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.batches.metrics import Common, Count
-from rollgrad.domain.batches.packed import Batch, PackedBatch, pack
+from rollgrad.domain.batches.packed import Batch, PackedBatch, RolloutBatch, pack
 from rollgrad.domain.batches.prefixes import shared_prefixes
 from rollgrad.domain.ports.models import PolicyObjective, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
@@ -284,6 +285,24 @@ def test_the_only_optimizer_step_tells_the_log_probs_before_it(sizes: list[int],
     assert torch.equal(told_N[known_N], before_N[known_N])
     left_out = {1} if skip and len(sizes) > 1 else set()  # the second sample's advantage is 0
     assert set(packed.sequence_ids_N[~known_N].tolist()) == left_out
+
+
+def test_the_tokens_that_a_correction_keeps_are_chosen_from_the_whole_step() -> None:
+    steps: list[int] = []
+
+    def keep(step: RolloutBatch) -> Tensor:
+        steps.append(step.token_count)
+        return step.positions_N == 2  # the first token of each reply
+
+    policy = FakePolicy()
+    service(policy, batch_size=2, max_tokens=8, keep=keep).run(batch([4, 5, 6, 3]), OBJECTIVE)
+    assert sum(steps) == 4 * 2 + 18
+    assert len(steps) == 2
+    assert sum(len(step) for step in policy.updates) > 2, "a step has several passes"
+    for step in policy.updates:
+        for part in step:
+            assert part.kept_N is not None
+            assert torch.equal(part.kept_N, part.positions_N == 2)
 
 
 def test_several_optimizer_steps_tell_no_log_probs() -> None:

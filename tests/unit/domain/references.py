@@ -37,6 +37,7 @@ class Settings:
     lambd: float = 1.0
     critic_lambd: float | None = None
     length_adaptive_alpha: float | None = None
+    prefix_weight: float = 0.5
 
 
 Rollout = tuple[int, int]
@@ -234,6 +235,8 @@ def outcome_advantages(kind: str, batch: list[Sequence]) -> dict[Rollout, float]
                 result[rollout] = leave_one_out(total, rollout)
             case "group_norm":
                 result[rollout] = standard(mine, everyone)
+            case "lite_ppo":
+                result[rollout] = (mine - mean) / (unbiased_std(list(total.values())) + 1e-9)
             case "dr_grpo" | "reinforce_baseline":
                 result[rollout] = mine - mean
             case "opo":
@@ -287,6 +290,18 @@ def process_group_norm(batch: list[Sequence]) -> Rows:
     return rows
 
 
+def prefix_weighted(batch: list[Sequence], weight: float) -> Rows:
+    """Each token's KL addition, more where the sizes of those before it are a small part of the episode's."""
+    rows = blank(batch)
+    for places in episodes(batch).values():
+        sizes = [abs(batch[i].extras[t]) for i, t in places]
+        total = math.fsum(sizes)
+        for number, (i, t) in enumerate(places):
+            prefix = math.fsum(sizes[:number]) / total if total else 0.0
+            rows[i][t] = batch[i].extras[t] * (1 + weight * (1 - prefix))
+    return rows
+
+
 def raw(kind: str, batch: list[Sequence], settings: Settings) -> tuple[Rows, Rows]:
     """(advantages before whitening, returns) of every estimator."""
     match kind:
@@ -302,6 +317,8 @@ def raw(kind: str, batch: list[Sequence], settings: Settings) -> tuple[Rows, Row
             rows = process_group_norm(batch)
         case "on_policy_distill":
             rows = [[x if a else None for x, a in zip(s.extras, s.actions, strict=True)] for s in batch]
+        case "iw_opd":
+            rows = prefix_weighted(batch, settings.prefix_weight)
         case _:
             advantage = outcome_advantages(kind, batch)
             to_go = returns_to_go(batch, 1.0, extras_only=True)
@@ -394,6 +411,9 @@ class LossSettings:
     dual_clip: float | None = None
     sapo_tau: tuple[float, float] = (1.0, 1.05)
     cov_kl_coef: float = 1.0
+    vespo_k: tuple[float, float] = (2.0, 3.0)
+    vespo_lambda: tuple[float, float] = (3.0, 2.0)
+    dro_beta: float = 0.05
 
 
 def surrogate(rho: float, advantage: float, settings: LossSettings) -> float:
@@ -447,6 +467,14 @@ def policy_loss(
             case "sapo":
                 tau = settings.sapo_tau[0] if advantage > 0 else settings.sapo_tau[1]
                 loss = -4 / tau / (1 + math.exp(-tau * (rho - 1))) * advantage
+            case "vespo":
+                whole = ratio_of(math.fsum(anchor[i] - tokens.old[i] for i in tokens.of(tokens.sequence[t])))
+                sign = 0 if advantage >= 0 else 1
+                k, rate = settings.vespo_k[sign], settings.vespo_lambda[sign]
+                # phi(W) = W^k e^(-rate W), divided by its value at W = 1
+                loss = -(whole**k) * math.exp(-rate * whole) / math.exp(-rate) * advantage * logprobs[t]
+            case "dro":
+                loss = -(advantage * logprobs[t] - settings.dro_beta / 2 * (logprobs[t] - old) ** 2)
             case "clip_cov":
                 loss = 0.0 if tokens.selected[t] else surrogate(rho, advantage, settings)
             case "kl_cov":
@@ -509,9 +537,19 @@ def loss_weights(mode: str, batch: list[Sequence], max_length: int) -> list[floa
                 "sequence_mean": live * of_rollout[s.group, s.sample],
                 "prompt_mean": live_groups * of_group[s.group],
                 "constant_length": live * max_length,
+                "sequence_sum": live,
             }
             result.append(1 / shares[mode])
     return result
+
+
+def kept_by_second_moment(tokens: Tokens, threshold: float) -> list[bool]:
+    """M2PO: of the action tokens those furthest off leave until the mean squared log-ratio of the others is small."""
+    squares = {t: (tokens.logprobs[t] - tokens.old[t]) ** 2 for t, action in enumerate(tokens.actions) if action}
+    while squares and mean_of(list(squares.values())) > threshold:
+        worst = max(squares.values())
+        squares = {t: square for t, square in squares.items() if square < worst}
+    return [t in squares for t in range(len(tokens.actions))]
 
 
 @attrs.frozen

@@ -19,6 +19,7 @@ from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, poli
 from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParams, estimate
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.contract import TOKEN_SELECTIONS, PolicyLossParams
+from rollgrad.domain.algorithms.losses.corrections import within_second_moment
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionSettings
 from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
@@ -26,7 +27,9 @@ from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.references import random_batch
 
-AGGREGATIONS = ["token_mean", "sequence_mean", "prompt_mean", "constant_length"]
+AGGREGATIONS = ["token_mean", "sequence_mean", "prompt_mean", "constant_length", "sequence_sum"]
+MOMENT = 0.05
+"""Largest second moment."""
 TRIPLES = [
     None,
     *(
@@ -34,6 +37,10 @@ TRIPLES = [
         for level in ("token", "sequence", "geometric")
         for mode in ("truncate", "clip", "mask")
         for gate in ("ratio", "binary_kl", "tv", "opsm")
+    ),
+    *(
+        CorrectionSettings(level="token", mode=mode, gate="second_moment", low=0.7, high=1.5, threshold=MOMENT)
+        for mode in ("truncate", "clip", "mask")
     ),
 ]
 
@@ -98,7 +105,8 @@ def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[
             max_length=20,
         ).double(),
     )
-    return evolve(batch, selected_N=select(batch, loss)), theta_N
+    kept_N = within_second_moment(old_N, batch.rollout_logprobs_N, mask, MOMENT)
+    return evolve(batch, selected_N=select(batch, loss), kept_N=kept_N), theta_N
 
 
 def select(batch: RolloutBatch, loss: str) -> Tensor | None:
@@ -185,6 +193,7 @@ def test_masked_tokens_change_nothing(
         lengths_S=batch.lengths_S + padding,
         loss_weights_N=torch.where(mask_N, batch.filled("loss_weights_N")[source_N], 0.0),
         selected_N=None if batch.selected_N is None else batch.selected_N[source_N] & mask_N,
+        kept_N=batch.filled("kept_N")[source_N] & mask_N,
     )
     found, poisoned_N = gradient(objective, padded, torch.where(mask_N, theta_N[source_N], poison))
     torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-15)
@@ -202,8 +211,8 @@ def spans(batch: RolloutBatch) -> list[Tensor]:
 def test_the_policy_gradient_scales_with_the_advantages(
     loss: str, seed: int, estimator: str, correction: CorrectionSettings | None, factor: float
 ) -> None:
-    if loss == "kl_cov":
-        return  # its penalty does not
+    if loss in ("kl_cov", "dro"):
+        return  # their penalties do not
     batch, theta_N = make_batch(seed, estimator, loss, "token_mean")
     objective = evolve(make_objective(loss, correction), kl_coef=0.0, entropy_coef=0.0)
     _, once_N = gradient(objective, batch, theta_N)

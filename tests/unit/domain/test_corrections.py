@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollgrad.domain.algorithms import settings as algorithm
-from rollgrad.domain.algorithms.losses.corrections import correction_weights, interpolated_proximal
+from rollgrad.domain.algorithms.losses.corrections import (
+    correction_weights,
+    interpolated_proximal,
+    within_second_moment,
+)
 from tests.unit.domain import references
 from tests.unit.domain.references import CorrectionSettings, Tokens
 
@@ -249,3 +253,51 @@ def test_the_interpolated_proximal_policy(seed: int, current: int) -> None:
     assert all((later <= sooner).all() for sooner, later in itertools.pairwise(distances))
     for age in range(1, 8):
         assert ((at(age) - old) * (new.detach() - old) >= 0).all()
+
+
+@EXAMPLES
+@given(seed=SEEDS, threshold=st.sampled_from([1e-4, 0.04, 1.0]), poison=st.sampled_from([0.0, math.nan, math.inf]))
+def test_the_second_moment_leaves_out_what_is_furthest_off(seed: int, threshold: float, poison: float) -> None:
+    """Neither the order of tokens matters, nor what stands at those that are no actions."""
+    tokens = random_tokens(seed)
+    wanted = torch.tensor(references.kept_by_second_moment(tokens, threshold))
+    mask = torch.tensor(tokens.actions)
+    new, base = (torch.where(mask, torch.tensor(x), poison) for x in (tokens.logprobs, tokens.old))
+    assert torch.equal(within_second_moment(new, base, mask, threshold), wanted)
+    order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(within_second_moment(new[order], base[order], mask[order], threshold), wanted[order])
+
+
+def test_the_second_moment_by_hand() -> None:
+    """Squares of 0.01, 0.04, 0.09 and 4: their mean is 1.035, without the last 0.0467, without the last two 0.025."""
+    apart = torch.tensor([2.0, 0.1, -0.3, 0.2])
+    mask = torch.ones(4, dtype=torch.bool)
+    kept = {
+        threshold: within_second_moment(apart - 5, torch.full((4,), -5.0), mask, threshold).tolist()
+        for threshold in (2.0, 0.05, 0.04, 0.001)
+    }
+    assert kept == {
+        2.0: [True, True, True, True],
+        0.05: [False, True, True, True],
+        0.04: [False, True, False, True],
+        0.001: [False, False, False, False],
+    }
+
+
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+def test_what_the_second_moment_leaves_out_weighs_nothing(mode: str) -> None:
+    tokens = of_ratios([0.2, 1.0, 5.0])
+    correction = Correction(mode=mode, gate="second_moment")
+    columns = [torch.tensor(x) for x in (tokens.logprobs, tokens.old, tokens.advantages)]
+    given_to = {
+        "logprobs_N": columns[0],
+        "rollout_logprobs_N": columns[1],
+        "advantages_N": columns[2],
+        "action_mask_N": torch.ones(3, dtype=torch.bool),
+        "sequence_N": torch.zeros(3, dtype=torch.int64),
+        "sequences": 1,
+    }
+    found = correction_weights(correction, kept_N=torch.tensor([False, True, True]), **given_to)
+    assert found.tolist() == pytest.approx([0.0, 1.0, 5.0 if mode == "mask" else 2.0], rel=1e-5)
+    with pytest.raises(ValueError, match="kept_N"):
+        correction_weights(correction, **given_to)

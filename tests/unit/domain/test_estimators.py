@@ -32,8 +32,8 @@ BASELINED = [
     "process_group_norm",
 ]
 """Estimators whose baseline is the group's."""
-GROUP_ESTIMATORS = [*BASELINED, "maxrl"]
-SCALE_FREE = ["group_norm", "gdpo", "maxrl", "turn_group_norm", "process_group_norm"]
+GROUP_ESTIMATORS = [*BASELINED, "lite_ppo", "maxrl"]
+SCALE_FREE = ["group_norm", "lite_ppo", "gdpo", "maxrl", "turn_group_norm", "process_group_norm"]
 LINEAR = ["reinforce_baseline", "rloo", "rloo_sequence", "dr_grpo", "opo", "gpg", "remax", "flash_reinforce"]
 EXAMPLES = settings(max_examples=25, deadline=None)
 SEEDS = st.integers(0, 10**6)
@@ -45,6 +45,7 @@ SETTINGS = st.builds(
     lambd=st.sampled_from([1.0, 0.95, 0.0]),
     critic_lambd=st.sampled_from([None, 1.0, 0.7]),
     length_adaptive_alpha=st.sampled_from([None, 0.05, 0.5]),
+    prefix_weight=st.sampled_from([0.5, 0.0, 3.0]),
 )
 
 
@@ -306,6 +307,7 @@ def moved_rewards(s: Sequence, scale: float, shift: float) -> Sequence:
         ("turn_group_norm", [1.5, -0.5, -0.5, -0.5]),
         ("process_group_norm", [1.5, -0.5, -0.5, -0.5]),
         ("gdpo", [1.5, -0.5, -0.5, -0.5]),
+        ("lite_ppo", [1.5, -0.5, -0.5, -0.5]),
         ("maxrl", [3, -1, -1, -1]),
         ("remax", [1, 0, 0, 0]),
         ("reinforce", [1, 0, 0, 0]),
@@ -327,6 +329,23 @@ def test_opo_weighs_by_length() -> None:
 def test_gpg_leaves_groups_that_teach_nothing_out_of_the_mean() -> None:
     found = ESTIMATORS["gpg"](one_token_each([1, 0, 1, 1], [0, 0, 1, 1]), EstimatorParams()).advantages_N[1::2]
     assert found.tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_lite_ppo_scales_all_groups_alike() -> None:
+    """A group whose rewards hardly differ keeps small advantages, which group_norm makes as large as the others'."""
+    rewards = one_token_each([1, 0, 1.001, 1], [0, 0, 1, 1])
+    found = ESTIMATORS["lite_ppo"](rewards, EstimatorParams()).advantages_N[1::2]
+    std = math.sqrt(sum((r - 3.001 / 4) ** 2 for r in (1, 0, 1.001, 1)) / 3)
+    torch.testing.assert_close(found, torch.tensor([0.5, -0.5, 5e-4, -5e-4]) / std, rtol=1e-3, atol=0)
+    normed = ESTIMATORS["group_norm"](rewards, EstimatorParams()).advantages_N[1::2]
+    assert normed.abs().tolist() == pytest.approx([0.7071] * 4, rel=1e-3)
+
+
+def test_early_tokens_of_a_distilled_reply_count_more() -> None:
+    batch = [Sequence(0, 0, [0.0] * 4, [-1.0, 2.0, 0.0, 1.0], [0.0] * 4, [True, True, False, True])]
+    found = raw("iw_opd", batch, EstimatorParams(prefix_weight=0.8))
+    assert found.tolist() == pytest.approx([-1.0 * 1.8, 2.0 * (1 + 0.8 * 3 / 4), 0.0, 1.0 * (1 + 0.8 / 4)])
+    assert raw("iw_opd", batch, EstimatorParams(prefix_weight=0.0)).tolist() == [-1.0, 2.0, 0.0, 1.0]
 
 
 def test_a_rollout_counts_once_however_many_branches_it_has() -> None:
@@ -368,7 +387,7 @@ def test_rewards_differ_at_any_scale(name: str, low: float, high: float) -> None
     torch.testing.assert_close(found[0], -found[1])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gdpo", "on_policy_distill")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gdpo", "on_policy_distill", "iw_opd")])
 def test_a_reward_that_is_no_number_is_not_hidden(name: str) -> None:
     """An advantage that the reward enters is NaN, instead of a 0 that looks like nothing to learn."""
     batch = one_token_each([math.nan, 1.0, 0.0, 1.0], [0, 0, 1, 1])
@@ -376,7 +395,8 @@ def test_a_reward_that_is_no_number_is_not_hidden(name: str) -> None:
     assert found[0].isnan()
     if "group" in catalogue.ESTIMATORS[name].needs:
         assert found[1].isnan()
-        assert name == "gpg" or found[2:].isfinite().all()
+        over_the_batch = name in ("gpg", "lite_ppo")
+        assert over_the_batch or found[2:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

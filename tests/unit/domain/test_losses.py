@@ -18,7 +18,7 @@ from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.references import random_batch
 
-MODES = ["token_mean", "sequence_mean", "prompt_mean", "constant_length"]
+MODES = ["token_mean", "sequence_mean", "prompt_mean", "constant_length", "sequence_sum"]
 EXAMPLES = settings(max_examples=30, deadline=None)
 SEEDS = st.integers(0, 10**6)
 
@@ -122,6 +122,7 @@ def test_weights_are_the_formula(mode: str, seed: int) -> None:
             "sequence_mean": 1 / (len(nonempty) * max(1, count[rollout])),
             "prompt_mean": 1 / (live_groups * max(1, per_group[groups[rollout]])),
             "constant_length": 1 / (len(nonempty) * 20),
+            "sequence_sum": 1 / len(nonempty),
         }[mode]
 
     wanted = [weight(s) if action else 0.0 for s, action in zip(ids, mask, strict=True)]

@@ -318,7 +318,9 @@ def test_losses() -> None:
         ("grpo", "ppo", "sequence_mean"),
         ("dapo", "ppo", "token_mean"),
         ("dr_grpo", "ppo", "constant_length"),
+        ("luspo", "ppo", "sequence_sum"),
         ("cispo", "cispo", None),
+        ("vespo", "vespo", None),
     ],
 )
 def test_groups(loss: str, ours: str, aggregation: str | None) -> None:
@@ -339,8 +341,23 @@ def test_groups(loss: str, ours: str, aggregation: str | None) -> None:
         },
     )
     assert settings("grpo", "--scale_rewards", "none")["algo.advantage.estimator"] == "dr_grpo"
+    assert settings("grpo", "--scale_rewards", "batch")["algo.advantage.estimator"] == "lite_ppo"
     with pytest.raises(ConfigurationError, match="no whole groups of 3"):
         translated("grpo", "--num_generations", "3")
+
+
+def test_losses_with_numbers_for_either_sign() -> None:
+    assert holds(settings("grpo", "--loss_type", "sapo"), {"actor.sapo_tau": (1.0, 1.05)})
+    found = settings("grpo", "--loss_type", "vespo", "--vespo_k_neg", "4", "--vespo_lambda_pos", "1.5")
+    assert holds(
+        found, {"actor.vespo_k": (2.0, 4.0), "actor.vespo_lambda": (1.5, 2.0), "algo.old_logprobs": "recompute"}
+    )
+    sampled = translated("grpo", "--loss_type", "vespo", "--use_vllm")
+    assert sampled.run.algo.old_logprobs == "rollout"
+    assert any("token by token" in note for note in sampled.notes)
+    idle = translated("grpo", "--sapo_temperature_pos", "2")
+    assert idle.run.actor.sapo_tau == (1.0, 1.05)
+    assert any("--sapo_temperature_pos" in note for note in idle.notes)
 
 
 @pytest.mark.parametrize(
