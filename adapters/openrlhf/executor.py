@@ -144,7 +144,10 @@ class _EngineFacade:
         params = from_agent(sampling_params, self._params)
         params = evolve(params, seed=(self._params.seed + len(self.calls)) % 2**63)
         prompt = tuple(map(int, prompt_token_ids))
-        generation = await self._engine.generate(GenerationRequest(prompt_token_ids=prompt, params=params, keep=True))
+        earlier = ((*call.prompt, *call.generation.token_ids) for call in self.calls)
+        continues = max((len(tokens) for tokens in earlier if prompt[: len(tokens)] == tokens), default=0)
+        request = GenerationRequest(prompt_token_ids=prompt, params=params, keep=True, continues=continues)
+        generation = await self._engine.generate(request)
         self.calls.append(EngineCall(prompt=prompt, generation=generation))
         pairs = zip(generation.token_ids, generation.logprobs, strict=True)
         output = CompletionOutput(

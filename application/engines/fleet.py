@@ -1,5 +1,5 @@
-"""Several engines behind one: requests go to the least loaded, an engine that dies is replaced, and its requests are
-played again on others.
+"""Several engines behind one: requests go to the least loaded, the turns of an episode to the engine that has the
+earlier ones, an engine that dies is replaced, and its requests are played again on others.
 
 Invariants: every `generate` ends once, with an answer or an error, and within `wait_seconds` if no engine serves; an
 engine that serves has the current weights (`domain.control.engine_health`). While the fleet is paused or asleep, new
@@ -83,7 +83,8 @@ class EngineFleet(RolloutEngine):
         self._loads = LeastLoaded(len(self._members))
         self._offer()
         self._seen = Recent()
-        """Engine that had a prompt's opening last, by the opening's hash."""
+        """Engine that had tokens last with which a later request may begin, by their hash: a prompt's opening, and of
+        requests to `keep` prompt and reply."""
         self._calls = [MemberCalls() for _ in self._members]
         self._background = BackgroundTasks(self._fail)
         self._watching: asyncio.Task[None] | None = None
@@ -113,6 +114,8 @@ class EngineFleet(RolloutEngine):
                     return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
                 part = await self._run(engine, request, listener)
                 if part is not None and listener.accepts(part):
+                    if request.keep:
+                        self._seen.put(hash((*request.prompt_token_ids, *part.token_ids)), engine)
                     return part
                 if not listener.told:
                     self._wait_again(arrived)
@@ -222,14 +225,16 @@ class EngineFleet(RolloutEngine):
     async def _assigned(self, request: GenerationRequest, arrived: ArrivedRequest, *, ends: bool) -> int | None:
         """Returns an engine for a request, which counts among its requests; None if an abort has come since it arrived,
         and `ends` it."""
-        opening = hash(request.prompt_token_ids[: len(request.prompt_token_ids) - request.begun])
+        prompt = request.prompt_token_ids
+        opening = hash(prompt[: len(prompt) - request.begun])
+        continues = hash(prompt[: request.continues]) if request.continues else None
         until = None
         while True:
             self._raise_if_hopeless()
             if ends and self._flow.aborted(arrived):
                 return None
             playable = self._flow.may_begin or (self._flow.draining and arrived.begun)
-            if playable and (engine := self._loads.acquire(self._seen.get(opening))) is not None:
+            if playable and (engine := self._offered(opening, continues)) is not None:
                 self._seen.put(opening, engine)
                 self._flow.begin(arrived)
                 return engine
@@ -237,6 +242,14 @@ class EngineFleet(RolloutEngine):
             if not self._flow.may_begin:
                 self._wait_again(arrived)
             await self._wait_for_change("an engine that serves", until)
+
+    def _offered(self, opening: int, continues: int | None) -> int | None:
+        """Returns an engine that takes a request, None if there is none: the one that has the request's beginning,
+        unless it has many more requests than others."""
+        had = None if continues is None else self._seen.get(continues)
+        if had is not None:
+            return self._loads.acquire(had, near=True)
+        return self._loads.acquire(self._seen.get(opening))
 
     def _wait_again(self, arrived: ArrivedRequest) -> None:
         """Makes a request one that has not begun, for which no pause waits."""

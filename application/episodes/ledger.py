@@ -23,13 +23,14 @@ from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, SeesImag
 @frozen(kw_only=True, eq=False)
 class Prepared:
     """A prompt for the engine, with the images that some of its tokens stand for. `parent` is the turn whose tokens it
-    continues; None opens a branch. `known_experts`: as in `GenerationRequest`."""
+    continues; None opens a branch. `continues`, `known_experts`: as in `GenerationRequest`."""
 
     token_ids: tuple[int, ...]
     images: PlacedImages = ()
     messages: tuple[Message, ...] = ()
     tools: tuple[ToolSchema, ...] = ()
     parent: int | None = None
+    continues: int = 0
     known_experts: int = 0
 
     def room(self, wanted: int, max_tokens: int | None) -> int:
@@ -139,6 +140,7 @@ class TokenLedger:
                     messages=messages,
                     tools=tuple(tools),
                     parent=best,
+                    continues=len(turn.token_ids),
                     known_experts=turn.known_experts,
                 )
         rendered = self._codec.render(messages, tools)
@@ -149,6 +151,7 @@ class TokenLedger:
             messages=tuple(messages),
             tools=tuple(tools),
             parent=parent,
+            continues=0 if parent is None else len(self._turns[parent].token_ids),
             known_experts=0 if parent is None else self._turns[parent].known_experts,
         )
 
@@ -183,6 +186,7 @@ class TokenLedger:
             messages=(*latest.messages, {"role": "user", "content": text}),
             tools=latest.prepared.tools,
             parent=len(self._turns) - 1,
+            continues=len(latest.token_ids),
             known_experts=latest.known_experts,
         )
 

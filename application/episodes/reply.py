@@ -51,6 +51,7 @@ async def sample_tokens(
         params=params,
         keep=True,
         images=prepared.images,
+        continues=prepared.continues,
         known_experts=prepared.known_experts,
     )
     generation = await engine.generate(request, on_token=on_token)

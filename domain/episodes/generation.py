@@ -68,6 +68,8 @@ class GenerationRequest:
     `begun`: number of prompt tokens at the end that are the beginning of this reply, sampled by an earlier request with
     the same seed: random draws continue after theirs, and a stop string may begin in them. Lengths in `params` count
     only tokens still to be sampled.
+    `continues`: number of prompt tokens at the beginning that are prompt and reply of an earlier request, whose engine
+    has probably kept their keys and values; 0 where there is none.
     `known_experts`: number of prompt tokens at the beginning whose experts earlier answers have: the engine need not
     say them again.
     """
@@ -77,6 +79,7 @@ class GenerationRequest:
     keep: bool = False
     begun: int = field(default=0, validator=validators.ge(0))
     images: PlacedImages = ()
+    continues: int = field(default=0, validator=validators.ge(0))
     known_experts: int = field(default=0, validator=validators.ge(0))
 
 

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.fleet_member import Taker
-from rollgrad.domain.control.engine_health import Death, EngineState, FleetBounds
+from rollgrad.domain.control.engine_health import NEAR_REQUESTS, Death, EngineState, FleetBounds
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
@@ -67,6 +68,28 @@ async def test_among_equals_the_engine_that_saw_the_prompt_is_preferred() -> Non
     begun = GenerationRequest(prompt_token_ids=(2, 9, 9), params=SamplingParams(max_new_tokens=2), begun=2)
     await asyncio.gather(fleet.generate(begun), fleet.generate(ask(prompt=(77,))))
     assert members[first[(2,)]].served[-1][0] is begun
+    await fleet.aclose()
+
+
+async def test_turns_of_an_episode_go_to_the_engine_that_has_the_earlier_ones() -> None:
+    """Though others have fewer requests, as long as these are not many fewer."""
+    fleet, members = make(3)
+    answers = [await fleet.generate(evolve(ask(seed, prompt=(seed,)), keep=True)) for seed in range(3)]
+    (home,) = (number for number, member in enumerate(members) if member.served[0][0].prompt_token_ids == (1,))
+    history = (1, *answers[1].token_ids)
+    turn = evolve(ask(prompt=(*history, 7, 7)), continues=len(history))
+    for member in members:
+        member.engine.latency = lambda request: 10**9
+    waiting = [asyncio.create_task(fleet.generate(evolve(turn, keep=False))) for _ in range(NEAR_REQUESTS + 1)]
+    await until(lambda: len(members[home].served) == 1 + NEAR_REQUESTS + 1)
+    waiting.append(asyncio.create_task(fleet.generate(turn)))
+    await until(lambda: sum(len(member.served) for member in members) == 3 + NEAR_REQUESTS + 2)
+    assert len(members[home].served) == 1 + NEAR_REQUESTS + 1, "another reads the history again"
+    members[home].kill()
+    await until(lambda: sum(len(member.served) for member in members) == 3 + 2 * NEAR_REQUESTS + 3)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
     await fleet.aclose()
 
 

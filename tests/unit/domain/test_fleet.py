@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from rollgrad.domain.control.engine_health import (
     ALIVE,
+    NEAR_REQUESTS,
+    NEAR_SHARE,
     RECENT,
     Death,
     EngineState,
@@ -253,16 +255,17 @@ def test_the_least_loaded_on_offer_is_chosen(size: int, seed: int) -> None:
     loads, offered = [0] * size, set[int]()
     for _ in range(150):
         engine = chance.randrange(size)
-        event = chance.choice(["offer", "withdraw", "acquire", "acquire", "acquire", "release"])
-        if event == "acquire":
-            chosen = machine.acquire(engine)
+        event = chance.choice(["offer", "withdraw", "acquire", "near", "near", "release"])
+        if event in ("acquire", "near"):
+            chosen = machine.acquire(engine, near=event == "near")
             if not offered:
                 assert chosen is None
                 continue
             least = min(loads[e] for e in offered)
             assert chosen in offered
-            assert loads[chosen] == least
-            assert chosen == engine or engine not in offered or loads[engine] > least
+            bound = least * NEAR_SHARE + NEAR_REQUESTS if event == "near" else least
+            preferred = engine in offered and loads[engine] <= bound
+            assert (chosen == engine) if preferred else (loads[chosen] == least)
             loads[chosen] += 1
         elif event == "release":
             if loads[engine]:
