@@ -35,7 +35,7 @@ from rollgrad.adapters.servers.streamed_answer import (
     client_left,
     refusals,
 )
-from rollgrad.adapters.servers.wire import Call, Wire
+from rollgrad.adapters.servers.wire import Call, Wire, bad, read
 from rollgrad.application.episodes.chat_request import ChatRequest, Origin
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.reply import ChatReply, OnPiece
@@ -92,6 +92,7 @@ class AgentServer:
         operation: Operation | None = None,
     ) -> None:
         self._service = service
+        self._template_kwargs = codec.template_kwargs
         self._model = model
         self._answer = answer
         self._operation = operation
@@ -168,8 +169,20 @@ class AgentServer:
         session = self._session(request)
         body = await read_json(request)
         call = wire.decode(body)
+        self._check_template(read(body, "chat_template_kwargs", dict, {}))
         call = evolve(call, model=call.model or self._model)
         return _Asked(call=call, session=session, origin=_origin(request, body))
+
+    def _check_template(self, given: Mapping[str, Any]) -> None:
+        """Refuses variables of the chat template, as clients of vLLM send them, that are not the server's own: the
+        model would be shown another text than the client thinks, and than in training."""
+        for name, value in given.items():
+            if name not in self._template_kwargs or self._template_kwargs[name] != value:
+                raise bad(
+                    f"chat_template_kwargs sets {name[:60]!r} to {json.dumps(value)[:60]}, but all requests are "
+                    "rendered alike here: start the server with --chat_template_kwargs, or the run with "
+                    "--data.chat_template_kwargs, or leave it out."
+                )
 
     def _session(self, request: Request) -> RecordedSession | None:
         """Returns the session of a request, None outside of sessions."""

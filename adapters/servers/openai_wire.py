@@ -41,11 +41,32 @@ SHAPING: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "min_p": (0,),
     "logit_bias": ({},),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "thinking_token_budget": (),
+    "logits_processors": ([],),
     "structured_outputs": (),
-    "guided_json": (),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
 }
 """Settings of both completions, some of them vLLM's, with the values that change nothing."""
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {**SHAPING, "functions": ([],), "modalities": (["text"],)}
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **SHAPING,
+    "functions": ([],),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "echo": (False,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "documents": ([],),
+}
 """Settings with the values that change nothing; any other is refused."""
 MOST_CHOICES = 128
 MOST_LIKELY = 20

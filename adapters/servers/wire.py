@@ -177,15 +177,38 @@ def tools_and_form(
     choice = body.get("tool_choice") or "auto"
     given = [] if choice == "none" else read(body, "tools", list, [])
     tools = [convert(tool, index) for index, tool in enumerate(given)]
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, tools = _allowed(choice, tools, within)
     name = None
     if choice not in ("auto", "none", "required"):
         named: Any = choice if isinstance(choice, dict) and choice.get("type") == "function" else {}
         function = named if within is None else named.get(within)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad(f"tool_choice is {json.dumps(choice)[:60]}, but it must be auto, none, required or one function.")
+            raise bad(
+                f"tool_choice is {json.dumps(choice)[:60]}, but it must be auto, none, required, one function or "
+                "allowed_tools."
+            )
         name = function["name"]
     several = read(body, "parallel_tool_calls", bool, True)
     return tools, form_of(tools, schema=schema, required=choice == "required", name=name, several=several)
+
+
+def _allowed(
+    choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], within: str | None
+) -> tuple[str, list[Mapping[str, Any]]]:
+    """Returns the choice among the tools that a `tool_choice` allows, and these tools; the model sees no others.
+
+    Raises:
+        HttpError: it has another form, or allows none of `tools`.
+    """
+    described = choice if within is None else read(choice, "allowed_tools", dict, {})
+    named = [tool for tool in read(described, "tools", list, []) if isinstance(tool, dict)]
+    names = [(tool if within is None else read(tool, within, dict, {})).get("name") for tool in named]
+    allowed = [tool for tool in tools if tool["function"]["name"] in names]
+    mode = described.get("mode")
+    if mode not in ("auto", "required") or not allowed:
+        raise bad("tool_choice allows tools, so its mode must be auto or required, and its tools some of tools.")
+    return str(mode), allowed
 
 
 def text_schema(described: Mapping[str, Any], where: str, within: str | None = None) -> Mapping[str, Any] | bool | None:

@@ -73,6 +73,11 @@ class ChatCodec(Protocol):
         ...
 
     @property
+    def template_kwargs(self) -> Mapping[str, Any]:
+        """Variables that the chat template is given, besides the conversation and its tools."""
+        return {}
+
+    @property
     def end_of_turn(self) -> str:
         """Text of the special token that ends a reply in the chat template (`<|im_end|>`, `<end_of_turn>`); empty
         without one."""

@@ -55,6 +55,7 @@ from rollgrad.domain.errors import (
 )
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
+from rollgrad.entrypoints.composition.chat import template_values
 from rollgrad.entrypoints.composition.engines import eos_token_ids
 from rollgrad.entrypoints.composition.reload import ModelReload, Push
 from rollgrad.entrypoints.composition.tool_box import ToolBox
@@ -104,9 +105,10 @@ def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None)
         raise ConfigurationError(
             f"{FLAG} {arguments.model} has no chat template, so it cannot chat: name a chat model."
         )
+    variables = template_values(arguments.chat_template_kwargs, tokenizer, "chat_template_kwargs")
     sampler = ENGINES[arguments.engine](arguments, tokenizer, TemplateCodec(tokenizer))
     images = _image_renderer(arguments, tokenizer, sampler)
-    codec = TemplateCodec(tokenizer, images=images)
+    codec = TemplateCodec(tokenizer, variables, images)
     engine = sampler.engine
     read_image: Callable[[Any], bytes] | None = None if images is None else image_bytes
     if images is not None and arguments.tools is not None:

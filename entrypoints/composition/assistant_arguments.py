@@ -51,6 +51,8 @@ class AssistantArguments:
     """Isolation of the python tool's code: namespaces, or none, with which the code can do everything that you can."""
     system_prompt: str | None = None
     """System message of conversations that have none."""
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    """Variables for the chat template, like --data.chat_template_kwargs in training: enable_thinking false."""
     temperature: float = DEFAULT_TEMPERATURE
     """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
@@ -115,7 +117,19 @@ class AssistantArguments:
         if self.max_turns < 1:
             raise ConfigurationError(f"--max_turns is {self.max_turns}, but an answer takes at least one reply.")
         self._check_engine()
+        if self.chat_template_kwargs:
+            self._check_template(self.chat_template_kwargs)
         self.params()
+
+    @staticmethod
+    def _check_template(given: Mapping[str, object]) -> None:
+        from rollgrad.application.settings.rules.inputs import RENDERING
+
+        if taken := RENDERING.intersection(given):
+            raise ConfigurationError(
+                f"--chat_template_kwargs sets {', '.join(sorted(taken))}, which rollgrad itself tells the template: "
+                "leave it out."
+            )
 
     def _check_engine(self) -> None:
         if self.engine is Engine.SERVER and self.server_url is None:

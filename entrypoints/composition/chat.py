@@ -1,5 +1,6 @@
 """Makes the tokenizer and the chat codec from the settings `actor` and `data`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor
@@ -46,14 +47,24 @@ def make_codec(data: DataConfig | RowsConfig, tokenizer: Any, images: ImageRende
     Raises:
         ConfigurationError: the template has no variable of a name in `data.chat_template_kwargs`.
     """
-    given = data.chat_template_kwargs or {}
+    return TemplateCodec(tokenizer, template_values(data.chat_template_kwargs, tokenizer), images)
+
+
+def template_values(
+    given: Mapping[str, bool | int | float | str] | None, tokenizer: Any, setting: str = "data.chat_template_kwargs"
+) -> dict[str, bool | int | float | str]:
+    """Returns the values of a template's variables, as `setting` gives them.
+
+    Raises:
+        ConfigurationError: the template has no variable of a name.
+    """
+    given = given or {}
     unknown = [name for name in given if name not in str(tokenizer.chat_template)]
     if unknown:
         raise ConfigurationError(
-            f"data.chat_template_kwargs sets {', '.join(unknown)}, which the chat template does not read: check the "
-            "name, or leave it out of --data.chat_template_kwargs."
+            f"{setting} sets {', '.join(unknown)}, which the chat template does not read: check the name, or leave it "
+            f"out of --{setting}."
         )
-    values = {
+    return {
         name: BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value for name, value in given.items()
     }
-    return TemplateCodec(tokenizer, values, images)

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import itertools
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,24 @@ async def test_vllm_answers_in_the_form_that_is_asked_for_and_takes_newer_weight
     told = zip(reply.generation.token_ids, reply.generation.logprobs, reply.generation.top_logprobs, strict=True)
     assert all(dict(likeliest)[token] == pytest.approx(logprob) for token, logprob, likeliest in told)
     assert min(reply.generation.logprobs) < 0
+
+
+def test_the_template_is_given_variables(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in training: a model that learned not to think must not be asked to."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking is false %}<think></think>{% endif %}")
+    asked = ["chat", "--model", str(folder), *SETTINGS, "--json", "--prompt", "hi", "--chat_template_kwargs"]
+    assert main([*asked[:-1]]) == 0
+    assert main([*asked, "enable_thinking", "true"]) == 0
+    assert main([*asked, "enable_thinking", "false"]) == 0
+    plain, thinks, does_not = (json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines())
+    assert plain == thinks != does_not
+    for name, reason in (("other", "the chat template does not read"), ("tools", "rollgrad itself tells the template")):
+        assert main([*asked, name, "1"]) == 2
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -328,6 +328,23 @@ async def test_keys_of_sessions_cannot_be_guessed_or_bent() -> None:
     await play(scenario, ["one"])
 
 
+@pytest.mark.parametrize("wire", [CHAT, MESSAGES], ids=["openai", "anthropic"])
+async def test_variables_of_the_template_are_those_of_the_server(tiny_tokenizer: Any, wire: str) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine, http: Http) -> None:
+        def asked(**variables: Any) -> dict[str, Any]:
+            return body("go", max_tokens=9, chat_template_kwargs=variables)
+
+        for variables in ({"enable_thinking": True}, {"enable_thinking": False, "other": 1}):
+            refused = await http.post(path(served, wire), json=asked(**variables))
+            assert refused.status_code == 400
+            assert "chat_template_kwargs sets" in refused.json()["error"]["message"]
+        assert not engine.requests
+        assert (await http.post(path(served, wire), json=asked(enable_thinking=False))).status_code == 200
+
+    codec = TemplateCodec(tiny_tokenizer, {"enable_thinking": False})
+    await play(scenario, ["one"], codec=codec, eos=tiny_tokenizer.eos_token_id)
+
+
 async def test_nothing_an_agent_can_fetch_tells_of_labels_or_of_others() -> None:
     async def scenario(served: Served, engine: ScriptedEngine, http: Http) -> None:
         other = served.open()
@@ -409,6 +426,7 @@ FIELDS = (
     *("stop_sequences", "seed", "stream", "stream_options", "logprobs", "top_logprobs", "n", "model", "user"),
     *("input", "instructions", "text", "prompt", "previous_response_id", "output_config", "best_of", "echo"),
     *("response_format", "logit_bias", "return_token_ids", "functions", "thinking", "metadata", "parallel_tool_calls"),
+    *("chat_template_kwargs", "min_tokens"),
 )
 WIRES = [CHAT, MESSAGES, "/v1/messages/count_tokens", "/v1/responses", "/v1/completions"]
 BLOCKS = st.fixed_dictionaries(

@@ -25,6 +25,12 @@ def reply(reason: StopReason = StopReason.STOP, **message: Any) -> ChatReply:
     return ChatReply(parsed=parsed, generation=generation, prompt_token_ids=(1, 2, 3))
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """A `tool_choice` that allows these tools alone."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def decode(token_ids: Any) -> str:
     return bytes(token_ids).decode(errors="replace")
 
@@ -117,7 +123,14 @@ def test_arguments_that_are_no_object_are_kept(arguments: Any) -> None:
         ({"response_format": {"type": "json_schema"}}, r"response_format\.json_schema\.schema is missing"),
         ({"tool_choice": "required"}, "tool_choice requires a call, but there are no tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "names 'g'"),
-        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice is"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice allows tools"),
+        ({"tool_choice": allowed("auto", "g"), "tools": [TOOL]}, "tool_choice allows tools"),
+        ({"tool_choice": allowed("none", "f"), "tools": [TOOL]}, "its mode must be"),
+        ({"ignore_eos": True}, "ignore_eos is true"),
+        ({"guided_choice": ["a", "b"]}, "guided_choice is"),
+        ({"stop_token_ids": [3]}, r"stop_token_ids is \[3\]"),
+        ({"web_search_options": {}}, "web_search_options is"),
+        ({"continue_final_message": True}, "continue_final_message is true"),
         ({"top_logprobs": 5}, "logprobs is not"),
         ({"top_logprobs": 50, "logprobs": True}, "top_logprobs is 50"),
         ({"top_logprobs": 5}, "top_logprobs"),
@@ -166,6 +179,11 @@ JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCH
 OTHER: Any = {"type": "function", "function": {"name": "g"}}
 
 
+def test_the_model_is_shown_the_tools_that_are_allowed() -> None:
+    call = WIRE.decode({"messages": HI, "tools": [TOOL, OTHER], "tool_choice": allowed("auto", "g", "other")})
+    assert [tool["function"]["name"] for tool in call.request.tools] == ["g"]
+
+
 @pytest.mark.parametrize(
     ("more", "form"),
     [
@@ -187,6 +205,8 @@ OTHER: Any = {"type": "function", "function": {"name": "g"}}
             {"tools": [TOOL, OTHER], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             ReplyForm(calls=("g",)),
         ),
+        ({"tools": [TOOL, OTHER], "tool_choice": allowed("required", "g")}, ReplyForm(calls=("g",), several=True)),
+        ({"tools": [TOOL, OTHER], "tool_choice": allowed("auto", "g")}, None),
     ],
 )
 def test_the_form_that_is_asked_for(more: dict[str, Any], form: ReplyForm | None) -> None:

@@ -58,6 +58,10 @@ def test_the_form_that_is_asked_for() -> None:
     assert form == ReplyForm(schema={"type": "object"}, calls=("f",))
     named = {"type": "function", "name": "f"}
     assert WIRE.decode({"input": "hi", "tools": [TOOL], "tool_choice": named}).request.form == ReplyForm(calls=("f",))
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    call = WIRE.decode({"input": "hi", "tools": [TOOL, {**TOOL, "name": "g"}], "tool_choice": allowed})
+    assert call.request.form == ReplyForm(calls=("f",), several=True)
+    assert [tool["function"]["name"] for tool in call.request.tools] == ["f"]
 
 
 @pytest.mark.parametrize(
