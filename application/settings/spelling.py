@@ -13,7 +13,7 @@ import attrs
 from rollgrad.application.settings.presets import refuse_preset
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
-from rollgrad.application.settings.sections.optimizer import Optim
+from rollgrad.application.settings.sections.optimizer import LRScheduler, Optim
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.algorithms.catalogue import (
     ESTIMATORS,
@@ -31,6 +31,7 @@ OTHER_SPELLINGS: Mapping[type[StrEnum], Mapping[str, str]] = {
     DType: {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
     Engine: {"hf": "embedded", "transformers": "embedded"},
     Optim: {"adamw": "adam", "adamw_torch": "adam"},
+    LRScheduler: {"wsd": "warmup_stable_decay"},
     # verl's names
     KLEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
     Aggregation: {"seq_mean_token_mean": "sequence_mean"},

@@ -60,6 +60,7 @@ def make_optimizer(
         scheduler=section.lr_scheduler,
         warmup_ratio=section.lr_warmup_ratio,
         min_lr_ratio=section.min_lr_ratio,
+        decay_ratio=section.lr_decay_ratio,
         max_norm=section.max_norm,
         total_steps=total_steps,
         muon=MuonSettings(lr=section.muon.lr, momentum=section.muon.momentum) if section.optim is Optim.MUON else None,

@@ -158,7 +158,7 @@ TRL: Mapping[str, str] = {
     "adam_epsilon": "actor.adam.eps",
     **alike("max_grad_norm grad_clip", "actor.max_norm"),
     **alike("lr_scheduler_type lr_scheduler", "actor.lr_scheduler"),
-    "lr_scheduler_kwargs": "see --actor.lr_scheduler and --actor.min_lr_ratio.",
+    "lr_scheduler_kwargs": "see --actor.lr_scheduler, --actor.min_lr_ratio and --actor.lr_decay_ratio.",
     "warmup_ratio": "actor.lr_warmup_ratio",
     "warmup_steps": WARMUP,
     "label_smoothing_factor": "rollgrad train sft has --train.label_smoothing.",

@@ -46,6 +46,7 @@ class OptimizerSettings:
     scheduler: str = "constant"
     warmup_ratio: float = 0.0
     min_lr_ratio: float = 0.1
+    decay_ratio: float = 0.1
     max_norm: float = 1.0
     total_steps: int = 1
     muon: MuonSettings | None = None
@@ -98,6 +99,7 @@ def set_rates(optimizer: Any, settings: OptimizerSettings, step: int) -> float:
         total_steps=settings.total_steps,
         warmup_ratio=settings.warmup_ratio,
         min_ratio=settings.min_lr_ratio,
+        decay_ratio=settings.decay_ratio,
     )
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor

@@ -9,11 +9,13 @@ from rollgrad.application.settings.sections.cluster import IN_CLUSTER, Strategy
 from rollgrad.application.settings.sections.ds import PARAMETERS
 from rollgrad.application.settings.sections.optimizer import (
     DECAYS,
+    SCHEDULE,
     WITH_MUON,
     AdamConfig,
     LRScheduler,
     MuonConfig,
     Optim,
+    decay_setting,
 )
 from rollgrad.domain.algorithms.settings import PolicyLossSettings
 from rollgrad.domain.settings import (
@@ -186,11 +188,12 @@ class ModelConfig:
     )
     adam: AdamConfig = section(AdamConfig, "AdamW.")
     muon: MuonConfig = section(MuonConfig, "Muon.", only_if=WITH_MUON)
-    lr_scheduler: LRScheduler = setting(LRScheduler.CONSTANT, "Learning rate after warm-up.")
+    lr_scheduler: LRScheduler = setting(LRScheduler.CONSTANT, SCHEDULE)
     lr_warmup_ratio: float = setting(0.0, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
     min_lr_ratio: float = setting(
         0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE, only_if=DECAYS
     )
+    lr_decay_ratio: float = decay_setting()
     max_norm: float = setting(
         1.0, "Gradient norm above which gradients are scaled down; 0 turns clipping off.", NOT_NEGATIVE
     )

@@ -1,10 +1,11 @@
 """Optimizers: AdamW, Muon, and the learning rate."""
 
 from enum import StrEnum
+from typing import Any
 
 from attrs import define
 
-from rollgrad.domain.settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Condition, Range, setting
+from rollgrad.domain.settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SOME_SHARE, Condition, Range, setting
 
 
 class Optim(StrEnum):
@@ -20,6 +21,8 @@ class LRScheduler(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
     COSINE_WITH_MIN_LR = "cosine_with_min_lr"
+    WARMUP_STABLE_DECAY = "warmup_stable_decay"
+    """The peak, and in the last lr_decay_ratio of the run linearly to the floor."""
 
 
 WITH_MUON = Condition(lambda here, run: here.optim is Optim.MUON, "{at}optim is {here.optim}", "set --{at}optim muon")
@@ -27,8 +30,31 @@ WITH_MUON = Condition(lambda here, run: here.optim is Optim.MUON, "{at}optim is 
 DECAYS = Condition(
     lambda here, run: here.lr_scheduler is not LRScheduler.CONSTANT,
     "a constant learning rate has no floor",
-    "set --{at}lr_scheduler to linear or cosine_with_min_lr",
+    "set --{at}lr_scheduler to linear, cosine_with_min_lr or warmup_stable_decay",
 )
+
+DECAYS_LATE = Condition(
+    lambda here, run: here.lr_scheduler is LRScheduler.WARMUP_STABLE_DECAY,
+    "{at}lr_scheduler is {here.lr_scheduler}, which says by itself when the learning rate falls",
+    "set --{at}lr_scheduler warmup_stable_decay",
+)
+
+SCHEDULE = (
+    "Learning rate after warm-up: constant; linear or cosine_with_min_lr, which fall to the floor until the run's end; "
+    "or warmup_stable_decay, which keeps the peak and falls linearly at the end, so that a run may be made longer "
+    "before it does (Hu et al. 2024, arXiv:2404.06395)."
+)
+"""Text of the setting `lr_scheduler`."""
+
+
+def decay_setting() -> Any:
+    """Returns the setting `lr_decay_ratio`, which actor and critic have."""
+    return setting(
+        0.1,
+        "Last share of the run's optimizer steps, in which warmup_stable_decay lowers the learning rate.",
+        SOME_SHARE,
+        only_if=DECAYS_LATE,
+    )
 
 
 @define(kw_only=True)

@@ -162,16 +162,21 @@ def test_a_restored_optimizer_goes_on_as_if_never_stopped(dtype: torch.dtype) ->
     assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
 
 
-@pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine_with_min_lr"])
+@pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine_with_min_lr", "warmup_stable_decay"])
 def test_the_rate_follows_the_schedule(scheduler: str) -> None:
     model = network()
-    settings = OptimizerSettings(lr=0.5, scheduler=scheduler, warmup_ratio=0.3, min_lr_ratio=0.2, total_steps=10)
+    settings = OptimizerSettings(
+        lr=0.5, scheduler=scheduler, warmup_ratio=0.3, min_lr_ratio=0.2, decay_ratio=0.5, total_steps=10
+    )
     optimizer = MasterOptimizer(model, settings)
     rates = []
     for _ in range(12):
         loss(model, 0).backward()
         rates.append(optimizer.step()["lr"])
-    factors = [lr_factor(scheduler, step, total_steps=10, warmup_ratio=0.3, min_ratio=0.2) for step in range(12)]
+    factors = [
+        lr_factor(scheduler, step, total_steps=10, warmup_ratio=0.3, min_ratio=0.2, decay_ratio=0.5)
+        for step in range(12)
+    ]
     assert rates == [0.5 * factor for factor in factors]
     assert rates[:3] == [0.125, 0.25, 0.375]
     assert rates[3] == 0.5

@@ -224,8 +224,38 @@ def test_schedules() -> None:
     assert at("cosine_with_min_lr", 55) == pytest.approx(0.55)
     assert at("cosine_with_min_lr", 100) == pytest.approx(0.1)
     assert at("linear", 1000) == pytest.approx(0.1)
+    late = [at("warmup_stable_decay", s) for s in (0, 9, 10, 89, 90, 95, 99, 100, 1000)]
+    assert late == pytest.approx([1 / 11, 10 / 11, 1, 1, 1, 0.55, 0.19, 0.1, 0.1])
     with pytest.raises(ValueError, match="Unknown schedule"):
         at("exponential", 50)
+
+
+def test_a_late_decay_is_that_of_transformers() -> None:
+    """But for warm-up, whose first step moves here, and whose rate begins at the floor there."""
+    from transformers import get_wsd_schedule
+
+    network = torch.nn.Linear(1, 1)
+    theirs = get_wsd_schedule(
+        torch.optim.SGD(network.parameters(), lr=1.0),
+        num_warmup_steps=3,
+        num_decay_steps=6,
+        num_training_steps=30,
+        decay_type="linear",
+        min_lr_ratio=0.2,
+    ).lr_lambdas[0]
+    ours = [
+        lr_factor("warmup_stable_decay", step, total_steps=30, warmup_ratio=0.1, min_ratio=0.2, decay_ratio=0.2)
+        for step in range(3, 40)
+    ]
+    assert ours == pytest.approx([theirs(step) for step in range(3, 40)])
+
+
+def test_a_late_decay_does_not_begin_before_warm_up_has_ended() -> None:
+    factors = [
+        lr_factor("warmup_stable_decay", step, total_steps=10, warmup_ratio=0.6, min_ratio=0.0, decay_ratio=0.8)
+        for step in range(10)
+    ]
+    assert factors == pytest.approx([*(step / 7 for step in range(1, 7)), 1.0, 0.75, 0.5, 0.25])
 
 
 @pytest.mark.parametrize(

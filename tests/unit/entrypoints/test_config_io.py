@@ -89,7 +89,8 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ({5: 1}, "5 is not a setting; see"),
         (
             {"actor": {"lr_scheduler": "cosine"}},
-            "actor.lr_scheduler is 'cosine', but it must be one of constant, linear, cosine_with_min_lr.",
+            "actor.lr_scheduler is 'cosine', but it must be one of constant, linear, cosine_with_min_lr, "
+            "warmup_stable_decay.",
         ),
         ({"train": {"max_steps": "x"}}, "train.max_steps is 'x', but it must be an integer or null."),
         ({"train": {"seed": None}}, "train.seed is None, but it must be an integer."),

@@ -534,6 +534,7 @@ def test_rewards() -> None:
         ("linear", "linear", 0.03, 0.0),
         ("cosine", "cosine_with_min_lr", 0.03, 0.0),
         ("cosine_with_min_lr", "cosine_with_min_lr", 0.03, 0.1),
+        ("warmup_stable_decay", "warmup_stable_decay", 0.03, 0.0),
         ("polynomial", "cosine_with_min_lr", 0.03, 0.1),
     ],
 )
