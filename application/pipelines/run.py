@@ -52,7 +52,8 @@ class Schedule:
     state from which training continues is saved every `state_steps` steps (-1: not by steps), when the one before is
     `state_minutes` old (None: not by time), and at the end; never if neither is set. With `state_in_background` a run
     goes on while one is written, but at the end. `best_metric` of the evaluations says which model is kept as the best
-    one, and `best_value` whether its highest or lowest value is the best; None keeps none."""
+    one, and `best_value` whether its highest or lowest value is the best; None keeps none. After `patience` evaluations
+    in a row without a better value the run ends; None goes on."""
 
     steps: int
     eval_steps: int = -1
@@ -62,6 +63,7 @@ class Schedule:
     state_in_background: bool = False
     best_metric: str | None = None
     best_value: Best = Best.AUTO
+    patience: int | None = None
 
     @property
     def saves_state(self) -> bool:
@@ -223,7 +225,7 @@ class Run(Generic[Sample]):
             self._before = await self._evaluate()
         elif self._due(schedule.eval_steps):
             await self._evaluate()  # a run that was interrupted after this step may have missed it
-        while self._done < schedule.steps:
+        while self._done < schedule.steps and not self._is_enough():
             async with self._profile(self._done + 1):
                 report = await self._steps.step(self._done)
             self._count(report)
@@ -239,6 +241,19 @@ class Run(Generic[Sample]):
             if model_due or state_due:
                 on_save()
         return await self._evaluate()
+
+    def _is_enough(self) -> bool:
+        """Returns whether as many evaluations as the schedule waits for have not been better than the best one."""
+        patience, best = self._schedule.patience, self._best
+        if patience is None or best.waited < patience:
+            return False
+        log.info(
+            f"the run ends here: {best.metric} has been no better in {best.waited} evaluations",
+            step=self._done,
+            best_step=best.step,
+            best_value=best.value,
+        )
+        return True
 
     def _count(self, report: StepReport[Sample]) -> None:
         """Counts and reports a finished step.

@@ -36,6 +36,7 @@ UNREAD = frozenset(
         *("data.curriculum_range", "data.prompt_suffix", "eval.steps", "actor.lora.sync", "logger.log_samples"),
         "logger.trajectories_max_gib",
         *("ckpt.resume", "ckpt.overwrite", "ckpt.state_dir", "ckpt.best_metric", "ckpt.push_to_hub"),
+        "ckpt.early_stopping_patience",
         "vllm.sync_backend",
         *(f"reward.{field.name}" for field in attrs.fields(ShapingSettings) if field.name not in READ_SHAPING),
     }

@@ -25,13 +25,15 @@ class Best(StrEnum):
 @frozen
 class BestModel:
     """The best value of `metric` so far, and its `step`; no value before the first. Without a metric there is no best
-    one. `known`: an evaluation had the metric. `best`: which value is the best."""
+    one. `known`: an evaluation had the metric. `best`: which value is the best. `waited`: evaluations with the metric
+    since then, none of which was better."""
 
     metric: str | None = None
     step: int = 0
     value: float | None = None
     known: bool = False
     best: Best = Best.AUTO
+    waited: int = 0
 
     @property
     def sought(self) -> Best:
@@ -45,11 +47,13 @@ class BestModel:
         another value was the best, nothing is known."""
         if state.get("metric") != self.metric or state.get("sought", self.sought) != self.sought:
             return self
-        return evolve(self, step=int(state["step"]), value=state["value"], known=True)
+        waited = int(state.get("waited", 0))  # earlier states have none
+        return evolve(self, step=int(state["step"]), value=state["value"], known=True, waited=waited)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a run needs to go on, JSON-serialisable."""
-        return {"metric": self.metric, "sought": str(self.sought), "step": self.step, "value": self.value}
+        found = {"step": self.step, "value": self.value, "waited": self.waited}
+        return {"metric": self.metric, "sought": str(self.sought), **found}
 
     def after(self, step: int, metrics: Mapping[str, float]) -> "BestModel":
         """Returns the best one after the evaluation of `step`. The model that training begins with is not compared,
@@ -66,8 +70,10 @@ class BestModel:
                 "--ckpt.best_metric to one of them."
             )
         value = float(metrics[self.metric])
-        if not step or math.isnan(value):
+        if not step:
             return evolve(self, known=True)
         sign = -1 if self.sought is Best.LOWEST else 1
-        better = self.value is None or sign * value > sign * self.value
-        return evolve(self, step=step, value=value, known=True) if better else evolve(self, known=True)
+        better = not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
+        if better:
+            return evolve(self, step=step, value=value, known=True, waited=0)
+        return evolve(self, known=True, waited=self.waited + 1)

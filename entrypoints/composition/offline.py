@@ -139,6 +139,7 @@ class OfflineContainer(BaseContainer):
             state_in_background=BaseContainer.config.provided.ckpt.async_save,
             best_metric=BaseContainer.config.provided.ckpt.best_metric,
             best_value=BaseContainer.config.provided.ckpt.best_value,
+            patience=BaseContainer.config.provided.ckpt.early_stopping_patience,
         ),
         steps=steps,
         models=learner,

@@ -308,6 +308,7 @@ class RLContainer(EngineContainer):
         state_in_background=base.config.provided.ckpt.async_save,
         best_metric=base.config.provided.ckpt.best_metric,
         best_value=base.config.provided.ckpt.best_value,
+        patience=base.config.provided.ckpt.early_stopping_patience,
     )
     learner = providers.Singleton(
         RLLearner,

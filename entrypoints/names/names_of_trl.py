@@ -181,6 +181,7 @@ TRL: Mapping[str, str] = {
         "load_best_model_at_end metric_for_best_model greater_is_better",
         "set --ckpt.best_metric to a metric of the evaluation.",
     ),
+    "early_stopping_patience": "ckpt.early_stopping_patience",
     "resume_from_checkpoint": RESUMING,
     "restore_callback_states_from_checkpoint": RESUMING,
     **alike("push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision", NO_HUB),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from rollgrad.application.settings.derived import first_change
 from rollgrad.application.settings.presets import traits_of
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.sections.reward import JudgeIsolation, Verifier
 from rollgrad.application.settings.sections.train import TrainConfig
@@ -186,7 +187,7 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
 def eval_problems(config: RLConfig) -> Iterator[str]:
     """Yields the problems of evaluation."""
     evaluation = config.eval
-    yield from best_metric_problems(config.ckpt.best_metric, evaluation.dataset)
+    yield from best_metric_problems(config.ckpt, evaluation.dataset, evaluation.steps)
     changed = first_change(evaluation, EvalConfig())
     if not evaluation.dataset and changed:
         yield (
@@ -201,8 +202,15 @@ def eval_problems(config: RLConfig) -> Iterator[str]:
         )
 
 
-def best_metric_problems(metric: str | None, held_out: str | None) -> Iterator[str]:
-    """Yields what is wrong with keeping the best model."""
+def best_metric_problems(ckpt: CheckpointConfig, held_out: str | None, every: int) -> Iterator[str]:
+    """Yields what is wrong with keeping the best model, and with ending a run by it, where `held_out` is evaluated
+    after `every` so many steps."""
+    metric, patience = ckpt.best_metric, ckpt.early_stopping_patience
+    if metric is not None and held_out and patience is not None and every < 1:
+        yield (
+            f"ckpt.early_stopping_patience is {patience}, but with eval.steps {every} there is no evaluation before "
+            "the end: set --eval.steps, or leave --ckpt.early_stopping_patience out."
+        )
     if metric is not None and not held_out:
         yield (
             f"ckpt.best_metric is {metric!r}, but there is nothing to evaluate on: set --eval.dataset, or leave "

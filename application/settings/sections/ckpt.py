@@ -92,6 +92,13 @@ class CheckpointConfig:
         "and truncated replies the lowest, of others the highest.",
         only_if=KEEPS_BEST,
     )
+    early_stopping_patience: int | None = setting(
+        None,
+        "End the run when best_metric has been no better in this many evaluations in a row; model is then the last "
+        "one, best the best one. None trains to the end.",
+        COUNT,
+        only_if=KEEPS_BEST,
+    )
     push_to_hub: str | None = setting(
         None,
         "Repository of the Hugging Face hub, as me/name, that gets the model when the run has finished. One that "

@@ -68,6 +68,7 @@ class Trained:
         steps: int = STEPS,
         total: int | None = TOTAL,
         best_metric: str | None = None,
+        patience: int | None = None,
         budget: TokenBudget | None = None,
         on_step: Callable[[int, Mapping[str, float], Sequence[Any]], None] | None = None,
     ) -> None:
@@ -76,7 +77,7 @@ class Trained:
         self.rows: list[list[int]] = []
         learner = ExampleLearner(self.policy, pack=self.pack, objective=OBJECTIVE, max_tokens=max_tokens)
         self.run = Run(
-            schedule=Schedule(steps=steps, eval_steps=2, state_steps=1, best_metric=best_metric),
+            schedule=Schedule(steps=steps, eval_steps=2, state_steps=1, best_metric=best_metric, patience=patience),
             steps=Epochs(learner, EXAMPLES, batch_size=BATCH, total=total, seed=3, clock=FakeClock(), budget=budget),
             models=learner,
             evaluation=ExampleEvaluation(learner, HELD_OUT),
@@ -368,6 +369,7 @@ async def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> Non
         "sought": "lowest",
         "step": 4,
         "value": 1.0,
+        "waited": 1,
     }
     again = Trained(tmp_path / "again", best_metric="eval/loss")
     again.run.resume(trained.run.training_state())
@@ -375,6 +377,39 @@ async def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> Non
     other = Trained(tmp_path / "other", best_metric="eval/accuracy")
     other.run.resume(trained.run.training_state())
     assert other.run._best.step == 0, "of another metric nothing is known"
+
+
+async def test_a_run_ends_when_evaluations_do_not_get_better_and_goes_on_with_more_patience(tmp_path: Path) -> None:
+    values = [0.0, 1.0, 2.0, 3.0]  # after steps 0, 2, 4 and 5
+
+    def trained(name: str, patience: int) -> Trained:
+        made = Trained(tmp_path / name, best_metric="eval/loss", patience=patience)
+
+        async def evaluated(step: int) -> dict[str, float]:
+            return {"eval/loss": values[(step + 1) // 2]}
+
+        assert made.run._evaluation is not None
+        made.run._evaluation.run = evaluated  # type: ignore[method-assign]
+        return made
+
+    first = trained("first", patience=1)
+    outcome = await play(first)
+    assert (outcome.steps, outcome.after, outcome.interrupted) == (4, {"eval/loss": 2.0}, False)
+    assert first.store.models[-1] == "model"
+    again, more = trained("again", patience=1), trained("more", patience=2)
+    for run in (again, more):
+        run.run.resume(first.run.training_state())
+    assert (await play(again)).steps == 4, "it had ended"
+    assert again.trained == []
+    assert (await play(more)).steps == STEPS
+    assert [*first.trained, *more.trained] == (await whole(tmp_path / "whole")).trained
+
+
+async def whole(path: Path) -> Trained:
+    """A run that trains to the end of its schedule."""
+    trained = Trained(path)
+    await play(trained)
+    return trained
 
 
 async def test_an_unknown_metric_of_the_best_model_ends_the_run_before_its_first_step(tmp_path: Path) -> None:

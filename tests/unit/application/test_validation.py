@@ -218,6 +218,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "--algo.kl.estimator to k2, k3, k3_unbiased or full"),
     ({"ckpt.output_dir": "s3://bucket/run"}, "a directory of this machine"),
     ({"ckpt.state_dir": "gs://bucket/run"}, "change --ckpt.state_dir"),
+    ({"ckpt.early_stopping_patience": 2}, "set --ckpt.best_metric"),
+    (
+        {"ckpt.early_stopping_patience": 2, "ckpt.best_metric": "eval/loss", "eval.dataset": "rows.jsonl"},
+        "no evaluation before the end: set --eval.steps",
+    ),
     ({"actor.min_lr_ratio": 0.2}, "--actor.lr_scheduler"),
     ({"train.ema_beta": 0.9}, "set --train.enable_ema"),
     ({"actor.muon.lr": 0.1}, "set --actor.optim muon"),

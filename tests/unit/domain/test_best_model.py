@@ -37,3 +37,15 @@ def test_an_evaluation_without_the_metric_is_not_compared_once_one_had_it() -> N
     assert continued.after(40, {"eval/mean@3": 0.9}).step == 0
     with pytest.raises(ConfigurationError, match=r"eval/mean@4, but evaluations give eval/mean@3"):
         BestModel(metric).after(0, {"eval/mean@3": 0.9})
+
+
+def test_evaluations_since_the_best_one_are_counted() -> None:
+    """A value that is no number is no better; an evaluation without the metric, and that of the model that training
+    begins with, are not compared."""
+    best, waited = BestModel("eval/loss"), []
+    for step, value in enumerate((0.1, math.nan, 3.0, 3.0, 4.0, None, 2.0, 2.5)):
+        best = best.after(step, {} if value is None else {"eval/loss": value})
+        waited.append(best.waited)
+    assert waited == [0, 1, 0, 1, 2, 2, 0, 1]
+    assert BestModel("eval/loss").continued(best.state_dict()) == best
+    assert BestModel("eval/loss").continued({"metric": "eval/loss", "step": 6, "value": 2.0}).waited == 0
