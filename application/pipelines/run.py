@@ -220,6 +220,11 @@ class Run(Generic[Sample]):
     async def _train(self, on_save: Callable[[], None]) -> Mapping[str, float]:
         """Takes the remaining steps; returns the last evaluation."""
         schedule = self._schedule
+        if 0 < self._began >= schedule.steps:
+            log.warning(
+                f"nothing is left to train: the run has taken {self._done} steps, and is set to {schedule.steps}; more "
+                "steps or epochs go on"
+            )
         await self._steps.start(self._done)
         if not self._done:
             self._before = await self._evaluate()

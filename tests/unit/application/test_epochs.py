@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from structlog.testing import capture_logs
 
 from rollgrad.application.learning.examples import ExampleLearner, together
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget, next_examples, steps_left
@@ -201,6 +202,19 @@ async def test_more_epochs_after_the_last_of_a_run_have_every_example(tmp_path: 
     await play(second)
     assert [len(rows) for rows in second.trained] == [2, 2, 1]
     assert sorted(row for rows in second.trained for row in rows) == list(range(PAIRS))
+
+
+async def test_a_run_that_has_all_its_steps_says_so_when_it_is_to_continue(tmp_path: Path) -> None:
+    first = Trained(tmp_path / "first", steps=3)
+    await play(first)
+    for steps in (2, 3, 4):
+        second = Trained(tmp_path / str(steps), steps=steps)
+        second.run.resume(copy.deepcopy(first.store.training))
+        with capture_logs() as logs:
+            outcome = await play(second)
+        said = [log["event"] for log in logs if "nothing is left to train" in log["event"]]
+        assert (outcome.steps, len(said)) == ((4, 0) if steps == 4 else (3, 1))
+        assert all(f"has taken 3 steps, and is set to {steps}" in sentence for sentence in said)
 
 
 @pytest.mark.parametrize("stops_in", [1, 4])
