@@ -9,12 +9,8 @@ on this machine's CPU: there is nothing to be learned about speed.
     python benchmarks/expert_parallel.py
 """
 
-import inspect
-import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing.queues import Queue
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +19,12 @@ import tyro
 from attrs import define, frozen
 from rich.console import Console
 from rich.table import Table
-from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.load_memory import Growth
+from benchmarks.meeting import SECONDS, found_together, received
 from benchmarks.results import keep
 
-SECONDS = 1200.0
 CHOSEN = 8
 """Experts of a token."""
 
@@ -104,36 +99,19 @@ def least(work: Work) -> int:
 
 def measured(work: Work, size: int) -> Pass:
     """Returns the most of new processes, of which `size` divide the experts."""
-    context = multiprocessing.get_context("spawn")
-    passes: Queue[Pass] = context.Queue()
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    started = [
-        context.Process(target=make_pass, args=(rank, work, size, store.port, passes)) for rank in range(work.processes)
-    ]
-    for process in started:
-        process.start()
-    try:
-        found = [passes.get(timeout=SECONDS) for _ in started]
-        for process in started:
-            process.join(SECONDS)
-    finally:
-        for process in started:
-            process.terminate()
-            process.join()
+    found = found_together(partial(make_pass, work, size), work.processes)
     return Pass(max(each.received for each in found), max(each.grown for each in found))
 
 
-def make_pass(rank: int, work: Work, size: int, port: int, passes: "Queue[Pass]") -> None:
+def make_pass(work: Work, size: int, rank: int) -> Pass:
     """Makes a pass as the process `rank`, after a small one that makes what is kept between passes."""
-    from rollgrad.adapters.models.fsdp.division import divide, start_process_group
+    from rollgrad.adapters.models.fsdp.division import divide
     from rollgrad.adapters.models.torch.attention import install_attention
     from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
     from rollgrad.adapters.models.torch.forward import PackedLM
     from rollgrad.domain.batches.packed import pack
     from rollgrad.testing.agent_executor import make_trajectory
 
-    torch.set_num_threads(1)
-    start_process_group(rank=rank, size=work.processes, host="127.0.0.1", port=port, local_rank=rank, timeout=SECONDS)
     join_expert_groups(size, timeout=SECONDS)
     model = mixture(work)
     install_attention(model)
@@ -148,8 +126,7 @@ def make_pass(rank: int, work: Work, size: int, port: int, passes: "Queue[Pass]"
     learn(16)
     with received() as total, Growth() as growth:
         learn(work.tokens)
-    passes.put(Pass(round(sum(total)), growth.largest))
-    distributed.barrier()  # nobody leaves while another still computes
+    return Pass(round(sum(total)), growth.largest)
 
 
 def mixture(work: Work) -> Any:
@@ -169,40 +146,6 @@ def mixture(work: Work) -> Any:
         head_dim=32,
     )
     return Qwen3MoeForCausalLM(config).eval()
-
-
-@contextmanager
-def received() -> Iterator[list[float]]:
-    """Yields a list to which each exchange inside the block adds the bytes that this process gets from others."""
-    total: list[float] = []
-
-    def counting(exchange: Callable[..., Any], whole: str) -> Callable[..., Any]:
-        names = list(inspect.signature(exchange).parameters)
-
-        def counted(*positional: Any, **named: Any) -> Any:
-            given = dict(zip(names, positional, strict=False)) | named
-            group, splits = given["group"], given.get("output_split_sizes")
-            own = 1 / distributed.get_world_size(group)
-            if splits:
-                own = splits[distributed.get_rank(group)] / max(1, sum(splits))
-            total.append(given[whole].nbytes * (1 - own))
-            return exchange(*positional, **named)
-
-        return counted
-
-    wholes = {
-        "all_gather_single": "output_tensor",
-        "reduce_scatter_single": "input",
-        "all_to_all_single": "output",
-    }
-    before = {name: getattr(distributed, name) for name in wholes}
-    for name, whole in wholes.items():
-        setattr(distributed, name, counting(before[name], whole))
-    try:
-        yield total
-    finally:
-        for name, exchange in before.items():
-            setattr(distributed, name, exchange)
 
 
 if __name__ == "__main__":

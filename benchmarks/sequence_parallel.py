@@ -8,11 +8,10 @@ this machine's CPU, one thread each, where sending is copying.
     python benchmarks/sequence_parallel.py
 """
 
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.queues import Queue
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,10 +22,9 @@ from rich.table import Table
 from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.expert_parallel import received
+from benchmarks.meeting import found_together, received
 from benchmarks.results import keep
 
-SECONDS = 1200.0
 PROCESSES = 2
 FORWARD_BACKWARD = 3.5
 """Products of matrices of both passes, as a multiple of those of the forward pass, with scores computed again (Dao
@@ -105,37 +103,20 @@ def main(work: Work) -> None:
 
 def measured(work: Work) -> list[Found]:
     """Returns what new processes find, of each way the slowest's."""
-    context = multiprocessing.get_context("spawn")
-    passes: Queue[list[Found]] = context.Queue()
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    started = [context.Process(target=share, args=(rank, work, store.port, passes)) for rank in range(PROCESSES)]
-    for process in started:
-        process.start()
-    try:
-        found = [passes.get(timeout=SECONDS) for _ in started]
-        for process in started:
-            process.join(SECONDS)
-    finally:
-        for process in started:
-            process.kill()
+    found = found_together(partial(share, work), PROCESSES)
     return [max(of_way, key=lambda each: each.seconds) for of_way in zip(*found, strict=True)]
 
 
-def share(rank: int, work: Work, port: int, passes: "Queue[list[Found]]") -> None:
-    """Makes the passes as the process `rank`."""
-    from rollgrad.adapters.models.fsdp.division import start_process_group
-
-    torch.set_num_threads(1)
-    start_process_group(rank=rank, size=PROCESSES, host="127.0.0.1", port=port, local_rank=rank, timeout=SECONDS)
-    layers = [layer(work, way) for way in WAYS]
+def share(work: Work, rank: int) -> list[Found]:
+    """Makes the passes as the process `rank`; returns the fastest of each way."""
+    layers = [layer(work, way, rank) for way in WAYS]
     found: list[list[Found]] = [[] for _ in WAYS]
     for _ in range(work.rounds + 1):  # the first makes what is kept between layers
         speed = product_speed()
         for of_way, passed in zip(found, layers, strict=True):
             distributed.barrier()
             of_way.append(Found(*passed(), speed))
-    passes.put([min(of_way[1:], key=lambda each: each.seconds) for of_way in found])
-    distributed.barrier()  # nobody leaves while another still computes
+    return [min(of_way[1:], key=lambda each: each.seconds) for of_way in found]
 
 
 def product_speed() -> float:
@@ -146,7 +127,7 @@ def product_speed() -> float:
     return 2 * 1024**3 / (time.process_time() - began)
 
 
-def layer(work: Work, way: Way) -> Callable[[], tuple[float, int]]:
+def layer(work: Work, way: Way, rank: int) -> Callable[[], tuple[float, int]]:
     """Returns a function that makes a layer's passes, and returns their seconds of the processor and the bytes that
     this process received for them."""
     from rollgrad.adapters.models.torch.layout import build_layout
@@ -154,7 +135,7 @@ def layer(work: Work, way: Way) -> Callable[[], tuple[float, int]]:
     from rollgrad.domain.batches.packed import pack
     from rollgrad.testing.agent_executor import make_trajectory
 
-    group = SequenceGroup(rank=distributed.get_rank(), size=PROCESSES, heads=way.heads, group=distributed.group.WORLD)
+    group = SequenceGroup(rank=rank, size=PROCESSES, heads=way.heads, group=distributed.group.WORLD)
     tokens = [3] * (work.tokens // 2)
     mine = group.share(build_layout(pack([make_trajectory(tokens, tokens)])))
     plan = mine.plan(torch.nn.Linear(1, 1))
