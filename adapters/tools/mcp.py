@@ -17,7 +17,7 @@ from attrs import frozen
 
 from rollgrad.application.foreign import error_text
 from rollgrad.domain.episodes.messages import ToolResult
-from rollgrad.domain.errors import ConfigurationError, MissingExtraError
+from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtraError
 from rollgrad.domain.ports.environment import Tool
 
 if TYPE_CHECKING:
@@ -46,20 +46,25 @@ class McpTool(Tool):
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Returns the server's answer: its texts and images, and other parts by their kind (`[audio]`).
 
-        Errors that the server reports, wrong arguments among them, and a passed deadline are results with `is_error`.
+        Errors that the server reports, wrong arguments among them, a passed deadline, and a server that ends during the
+        call are results with `is_error`; the call after that starts the server again.
 
         Raises:
-            ConnectionError: the connection is closed, by `McpTools.close` or by the server.
+            ConnectionError: the connection was closed by `McpTools.close`.
+            EngineError: the server cannot be started or reached again.
         """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
+        client = await self.connection.client()
         try:
             async with asyncio.timeout(self.timeout) as deadline:
-                result = await self.connection.client.call_tool(self.name, dict(arguments))
+                result = await client.call_tool(self.name, dict(arguments))
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
-                raise self.connection.lost() from error
+                self.connection.ended(client)
+                text = f"The server of the tool {self.name!r} ended during the call."
+                return ToolResult(content=text, is_error=True)
             return ToolResult(content=error.message, is_error=True)
         except TimeoutError:
             if not deadline.expired():
@@ -75,7 +80,8 @@ class McpTool(Tool):
 
 
 class McpTools:
-    """A connection to an MCP server, made by `connect`; closes itself at the end of `async with`."""
+    """A connection to an MCP server, made by `connect`; closes itself at the end of `async with`. If the server ends,
+    the next call opens another."""
 
     def __init__(self, server: str, timeout: float, start_timeout: float) -> None:
         self.tools: Sequence[McpTool] = ()
@@ -84,23 +90,34 @@ class McpTools:
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._client: Client | None = None
+        self._opening = asyncio.Lock()
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def client(self) -> "Client":
-        """The SDK's client.
+    async def client(self) -> "Client":
+        """Returns the SDK's client; connects again if the server has ended.
 
         Raises:
-            ConnectionError: the connection is closed.
+            ConnectionError: the connection was closed.
+            EngineError: the server cannot be started or reached again.
         """
-        if self._client is None:
-            raise self.lost()
-        return self._client
+        async with self._opening:
+            if self._closing.is_set():
+                raise ConnectionError(f"The connection to the MCP server {self._server!r} is closed.")
+            if self._client is None:
+                await self._end()
+                try:
+                    await self.open()
+                except ConfigurationError as error:
+                    raise EngineError(f"A server of tools has ended and did not come back: {error}") from error
+            assert self._client is not None
+            return self._client
 
-    def lost(self) -> ConnectionError:
-        """Returns the error of a call without a connection."""
-        return ConnectionError(f"The connection to the MCP server {self._server!r} is closed: look at its output.")
+    def ended(self, client: "Client") -> None:
+        """Records that the server of this client has ended."""
+        if client is self._client:
+            self._client = None
+            _log.warning("mcp_server_ended", server=self._server)
 
     async def open(self) -> None:
         """Connects and lists the tools, for `connect`."""
@@ -154,7 +171,7 @@ class McpTools:
                 cursor = page.next_cursor
                 if cursor is None:
                     break
-            self.tools = tuple(
+            self.tools = self.tools or tuple(
                 McpTool(
                     name=tool.name,
                     description=tool.description or "",

@@ -17,12 +17,16 @@ from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.messages import Action, Message, ToolCall, ToolResult, tool_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
-from rollgrad.domain.errors import ForeignError, ImageError, RollgradError
+from rollgrad.domain.errors import EngineError, ForeignError, ImageError, RollgradError
 from rollgrad.domain.ports.environment import Environment, StepResult, Tool
 from rollgrad.domain.ports.reward_source import RewardSource
 
 WRONG = "That is not right. Try again."
 """Message to the model after a wrong answer, if it may give another."""
+
+RESULT_CHARACTERS = 2**17
+"""Most characters of a tool's result that the model is shown, about 32,000 tokens. Tokenising what no episode has room
+for, such as a file of a gigabyte, would hold up all others."""
 
 log = structlog.get_logger(__name__)
 
@@ -144,8 +148,11 @@ class ToolEnvironment(Environment):
             with foreign_code(ForeignError):
                 result = await tool.call(call.arguments)
                 images = () if read is None else tuple(result.images)
+        except EngineError:  # the server of the tools is lost: the model has no part in it
+            raise
         except RollgradError as error:
             return _failed(call, error)
+        result = _shortened(result)
         if read is None or not images:
             return result
         try:
@@ -179,6 +186,16 @@ class ToolEnvironment(Environment):
             "answered": 0.0,
             "attempts": float(self._attempts),
         }
+
+
+def _shortened(result: ToolResult) -> ToolResult:
+    """Returns a result without its middle, if it has more than `RESULT_CHARACTERS` characters."""
+    text = result.content
+    if len(text) <= RESULT_CHARACTERS:
+        return result
+    half = RESULT_CHARACTERS // 2
+    left_out = f"\n[{len(text) - 2 * half} characters are left out here]\n"
+    return evolve(result, content=f"{text[:half]}{left_out}{text[-half:]}")
 
 
 def _failed(call: ToolCall, error: RollgradError) -> ToolResult:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from rollgrad.adapters.system.python_file import load_python_file
+from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.basic import FinalTool, ThinkTool
 from rollgrad.adapters.tools.mcp import McpTools, connect
 from rollgrad.adapters.tools.python import PythonTool
@@ -44,6 +45,7 @@ class ToolBox:
         self._tools: list[Tool] = []
         self._servers: list[str] = []
         self._connections: list[McpTools] = []
+        self._opening = Slots(1)
         for name in (part.strip() for part in (names or "").split(",") if part.strip()):
             if name.startswith(MCP):
                 self._servers.append(name.removeprefix(MCP))
@@ -65,10 +67,12 @@ class ToolBox:
         Raises:
             ConfigurationError: a server cannot be used, or offers a tool whose name is taken.
         """
-        while self._servers:
-            connection = await connect(self._servers.pop(0))
-            self._connections.append(connection)
-            self._tools += connection.tools
+        async with self._opening.here():  # episodes that begin together wait for the first of them
+            while self._servers:
+                connection = await connect(self._servers[0])
+                del self._servers[0]
+                self._connections.append(connection)
+                self._tools += connection.tools
         self._check(self._tools)
         return tuple(self._tools)
 

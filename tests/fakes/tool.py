@@ -63,7 +63,7 @@ def mcp_command(folder: Path, python: str = sys.executable) -> str:
 class McpHttpServer:
     """`MCP_SERVER` over streamable HTTP on the loopback interface; keeps the authorizations it was sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         import uvicorn
 
         scope: dict[str, Any] = {"__name__": "mcp_http_server"}
@@ -77,7 +77,7 @@ class McpHttpServer:
                 self.authorizations.add(headers[b"authorization"].decode() if b"authorization" in headers else None)
             await application(asgi, receive, send)
 
-        config = uvicorn.Config(record, host="127.0.0.1", port=0, log_level="critical", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(record, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()

@@ -11,7 +11,7 @@ import pytest
 
 from rollgrad.adapters.tools.mcp import TOKEN_VARIABLE, McpTool, McpTools, connect
 from rollgrad.domain.episodes.messages import ToolResult
-from rollgrad.domain.errors import ConfigurationError, MissingExtraError
+from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtraError
 from tests.fakes.tool import McpHttpServer, mcp_command
 from tests.scripts import ScriptHost
 
@@ -107,11 +107,29 @@ async def test_a_closed_connection_says_so(server: str) -> None:
         await named(connection, "repeat").call({"text": "x"})
 
 
-async def test_a_server_that_dies_is_a_lost_connection(python: str, tmp_path: Path) -> None:
+async def test_a_server_that_dies_is_started_again(python: str, tmp_path: Path) -> None:
     async with await connect(mcp_command(tmp_path, python)) as connection:
-        for name, arguments in (("die", {}), ("repeat", {"text": "x"})):
-            with pytest.raises(ConnectionError, match="closed"):
-                await named(connection, name).call(arguments)
+        for _ in range(2):
+            died = await named(connection, "die").call({})
+            assert died == ToolResult(content="The server of the tool 'die' ended during the call.", is_error=True)
+            both = await asyncio.gather(*(named(connection, "repeat").call({"text": text}) for text in "xy"))
+            assert both == [ToolResult(content="x"), ToolResult(content="y")]
+        await named(connection, "die").call({})
+        (tmp_path / "server.py").unlink()
+        with pytest.raises(EngineError, match="has ended and did not come back"):
+            await named(connection, "repeat").call({"text": "x"})
+
+
+async def test_a_server_that_comes_back_at_its_address_is_used_again() -> None:
+    first = McpHttpServer()
+    async with await connect(first.url) as connection:
+        assert await named(connection, "repeat").call({"text": "x"}) == ToolResult(content="x")
+        first.close()
+        lost = await named(connection, "repeat").call({"text": "x"})
+        assert lost.is_error
+        second = McpHttpServer(int(first.url.rpartition(":")[2].partition("/")[0]))
+        assert await named(connection, "repeat").call({"text": "y"}) == ToolResult(content="y")
+        second.close()
 
 
 async def test_a_process_ends_with_its_connection_and_sees_no_secret(

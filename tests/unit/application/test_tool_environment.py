@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from rollgrad.application.episodes.session import AgentSession
-from rollgrad.application.episodes.tool_environment import ToolEnvironment
+from rollgrad.application.episodes.tool_environment import RESULT_CHARACTERS, ToolEnvironment
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Action, ToolCall, ToolResult, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.errors import ConfigurationError, ImageError
+from rollgrad.domain.errors import ConfigurationError, EngineError, ImageError
 from rollgrad.domain.ports.environment import Environment, StepResult
 from rollgrad.testing.reward_source import FakeRewardSource
 from rollgrad.testing.tool import FakeTool
@@ -205,6 +205,26 @@ async def test_a_tool_that_raises_ends_nothing_and_tells_no_details() -> None:
     (result,) = await steps(ToolEnvironment([Broken(), FakeTool()]), act("", call(name="broken"), call(number=1)))
     assert contents(result) == ["The tool 'broken' failed.", "x"]
     assert result.metrics == counts(2.0, 1.0)
+
+
+async def test_a_server_of_tools_that_is_lost_is_no_mistake_of_the_model() -> None:
+    class Lost(FakeTool):
+        async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+            raise EngineError("The server has ended and did not come back.")
+
+    with pytest.raises(EngineError, match="did not come back"):
+        await steps(ToolEnvironment([Lost()]), act("", call()))
+
+
+async def test_a_huge_result_loses_its_middle() -> None:
+    whole, huge = "x" * RESULT_CHARACTERS, f"begin{'x' * 10**7}end"
+    results = await steps(ToolEnvironment([FakeTool()]), act("", call(whole)), act("", call(huge)))
+    ((kept,), (cut,)) = map(contents, results)
+    assert kept == whole
+    assert len(cut) < RESULT_CHARACTERS + 100
+    assert cut.startswith("begin")
+    assert cut.endswith("end")
+    assert f"\n[{len(huge) - RESULT_CHARACTERS} characters are left out here]\n" in cut
 
 
 async def test_a_reply_that_could_not_be_read_gets_a_hint() -> None:

@@ -1,5 +1,6 @@
 """Tools that `agent.tools` names, and the rules of the section `agent`."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,24 @@ async def test_built_in_tools_files_and_servers(tmp_path: Path) -> None:
     found = await names(box)
     assert found[:3] == ["think", "python", "double"]
     assert len(found) > 3
+
+
+async def test_episodes_that_begin_together_have_the_same_tools(tmp_path: Path) -> None:
+    box = ToolBox(f"think,mcp:{mcp_command(tmp_path)}")
+    try:
+        first, *others = await asyncio.gather(*(box.open() for _ in range(3)))
+        assert len(first) > 1
+        assert others == [first, first]
+    finally:
+        await box.aclose()
+
+
+async def test_a_server_that_could_not_be_used_is_tried_again() -> None:
+    box = ToolBox("think,mcp:false")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="The MCP server 'false' cannot be used"):
+            await box.open()
+    await box.aclose()
 
 
 async def test_no_tools() -> None:
