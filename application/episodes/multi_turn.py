@@ -16,7 +16,7 @@ from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.rewards import FailureKind, Reward, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import DataError, EngineError, ForeignError, RewardError
+from rollgrad.domain.errors import DataError, EngineError, ForeignError, RewardError, RollgradError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.environment import Environment
@@ -27,6 +27,10 @@ log = structlog.get_logger(__name__)
 
 EnvironmentFactory = Callable[[SamplingParams], Environment | Awaitable[Environment]]
 """Function that makes a fresh environment for an episode with the given sampling settings."""
+
+
+CLOSE_SECONDS = 60.0
+"""Longest wait for an environment to close: an episode that has been played must not keep its rollout from ending."""
 
 
 class MultiTurnExecutor(AgentExecutor):
@@ -62,7 +66,8 @@ class MultiTurnExecutor(AgentExecutor):
         self._max_seconds = max_seconds
 
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
-        """Implements `AgentExecutor.run`; the environment is closed however the episode ends."""
+        """Implements `AgentExecutor.run`; the environment is closed however the episode ends. One that cannot be
+        closed is logged: what was played counts."""
         try:
             with foreign_code(lambda words: ForeignError(f"The environment raised {words}")):
                 made = self._environment(request.params)
@@ -70,7 +75,7 @@ class MultiTurnExecutor(AgentExecutor):
                 try:
                     return await self._play(environment, request)
                 finally:
-                    await environment.close()
+                    await _close(environment)
         except ForeignError as error:  # it fails this episode only
             return request.failure(FailureKind.ENVIRONMENT, str(error))
         except EngineError as error:
@@ -142,3 +147,13 @@ class MultiTurnExecutor(AgentExecutor):
             images=latest.images,
         )
         return await judged(self._rewards, question)
+
+
+async def _close(environment: Environment) -> None:
+    try:
+        with foreign_code(lambda words: ForeignError(f"its close raised {words}")):
+            async with asyncio.timeout(CLOSE_SECONDS) as deadline:
+                await environment.close()
+    except RollgradError as error:
+        reason = f"it takes more than {CLOSE_SECONDS:g} s" if deadline.expired() else str(error)
+        log.warning("environment_not_closed", reason=reason)

@@ -1,17 +1,20 @@
 """An episode of several turns on a real (tiny) model, and training on it."""
 
+import asyncio
 import json
 import string
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from attrs import evolve
 
 import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.application.episodes import multi_turn
 from rollgrad.application.episodes.multi_turn import MultiTurnExecutor
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
@@ -101,6 +104,30 @@ async def test_a_broken_environment_costs_its_own_episode_and_is_closed(tiny_mod
     assert failure.kind is FailureKind.ENVIRONMENT
     assert "ValueError: no such door" in failure.message
     assert CountDown.closed == closed + 1
+
+
+class NotClosed(CountDown):
+    async def close(self) -> None:
+        raise OSError("The container is still in use.")
+
+
+class NeverClosed(CountDown):
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"), [(NotClosed, "still in use"), (NeverClosed, "it takes more than 0.01 s")], ids=str
+)
+async def test_what_was_played_counts_though_the_environment_cannot_be_closed(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, environment: type[CountDown], reason: str
+) -> None:
+    monkeypatch.setattr(multi_turn, "CLOSE_SECONDS", 0.01)
+    with structlog.testing.capture_logs() as logs:
+        (trajectory,) = await play(tiny_model_dir, environment)
+    assert trajectory.score == 6
+    (told,) = (log for log in logs if log["event"] == "environment_not_closed")
+    assert reason in told["reason"]
 
 
 @pytest.mark.parametrize("estimator", ["gae", "group_norm", "turn_gae", "turn_group_norm"])
