@@ -110,9 +110,11 @@ class KVCache:
             place, index = self._owners[target] = self._owners[source]
             place.blocks[index] = target
         del self._owners[left:]
-        if sources:
+        if sources and self._pairs:
+            # Moved once: a GPU would get lists anew for each part.
+            to, of = torch.tensor([targets, sources], device=self._pairs[0][0].device)
             for part in (part for pair in self._pairs for part in pair):
-                part[targets] = part[sources]
+                part[to] = part[of]
 
     def clear(self) -> None:
         """Ends all sequences."""
