@@ -294,7 +294,11 @@ class _FlatIndex:
     """Nodes end to end, as the variable-length kernel takes them."""
 
     def __init__(self, nodes: Sequence[Node], device: torch.device) -> None:
-        self.key_token = torch.cat([node.path() for node in nodes]).to(device)
+        self.keys = sum(node.keys for node in nodes)
+        begins = itertools.accumulate((node.length for node in nodes), initial=0)
+        # Where no node has a prefix, keys and values are those of the tokens, in their order.
+        in_order = all(not node.prefix and node.start == begin for node, begin in zip(nodes, begins, strict=False))
+        self.key_token = None if in_order else torch.cat([node.path() for node in nodes]).to(device)
         self.max_q = max(n.length for n in nodes)
         self.max_k = max(n.keys for n in nodes)
         self.cu_q = _cumulative([n.length for n in nodes], device)
@@ -311,9 +315,14 @@ class _FlatIndex:
         sinks_H: Tensor | None,
     ) -> Tensor:
         """Returns [M, Hq, E]."""
-        k, v = (x.index_select(0, self.key_token) for x in (k_M, v_M))
+        k, v = (self._of_keys(x) for x in (k_M, v_M))
         place = (self.cu_q, self.cu_k, self.max_q, self.max_k)
         return kernel(q_M, k, v, *place, scaling=scaling, window=window, sinks_H=sinks_H)
+
+    def _of_keys(self, x_M: Tensor) -> Tensor:
+        if self.key_token is not None:
+            return x_M.index_select(0, self.key_token)
+        return x_M if len(x_M) == self.keys else x_M.narrow(0, 0, self.keys)
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:

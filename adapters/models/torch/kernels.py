@@ -118,14 +118,13 @@ def varlen(
 
     width = value_KGE.shape[2]
     common = -(-key_KGD.shape[2] // HEAD_STEP) * HEAD_STEP
-    query, key, value = (widened(x, common) for x in (query_QHD, key_KGD, value_KGE))
+    query, key, value = (_in_rows(widened(x, common)) for x in (query_QHD, key_KGD, value_KGE))
     left = -1 if window is None else window - 1
     sharing: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if SINCE_2_12 else {}
     if sinks_H is not None:
         place = (cu_q, cu_k, max_q, max_k)
-        return varlen_with_sinks(
-            query, key, value, sinks_H, *place, scaling=scaling, left=left, sharing=sharing
-        ).narrow(2, 0, width)
+        with_sinks = varlen_with_sinks(query, key, value, sinks_H, *place, scaling=scaling, left=left, sharing=sharing)
+        return _narrowed(with_sinks, width)
     out = varlen_attn(
         query,
         key,
@@ -139,7 +138,18 @@ def varlen(
         **sharing,
     )
     assert isinstance(out, Tensor)
-    return out.narrow(2, 0, width)
+    return _narrowed(out, width)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Returns heads whose numbers follow each other in memory, as the kernel takes them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _narrowed(out: Tensor, width: int) -> Tensor:
+    """Returns the first `width` numbers of heads; those that have no more are not copied in the backward pass, as that
+    of `narrow` would."""
+    return out if out.shape[-1] == width else out.narrow(-1, 0, width)
 
 
 def dense(

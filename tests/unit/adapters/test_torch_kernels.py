@@ -139,6 +139,34 @@ def test_heads_of_the_width_that_a_gpu_takes_are_not_copied(monkeypatch: pytest.
     assert [seen[0][name].data_ptr() for name in ("query", "key", "value")] == [x.data_ptr() for x in heads]
 
 
+@pytest.mark.parametrize("tokens", [9, 12], ids=["all", "more keys than queries"])
+def test_keys_of_sequences_that_share_nothing_are_not_copied(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.varlen as library
+
+    seen: list[Any] = []
+    monkeypatch.setattr(library, "varlen_attn", strict_varlen(seen))
+    monkeypatch.setattr(attention, "has_varlen", lambda *_: True)
+    query, key, value = (torch.randn(1, h, n, 16).bfloat16() for h, n in ((4, 9), (2, tokens), (2, tokens)))
+    ForestAttention([Node(0, 5), Node(5, 4)], device=query.device, dtype=query.dtype).attend(
+        0, query, key, value, 0.3, None
+    )
+    assert [seen[0][name].data_ptr() for name in ("query", "key", "value")] == [
+        x.data_ptr() for x in (query, key, value)
+    ]
+    assert [len(seen[0][name]) for name in ("key", "value")] == [9, 9]
+
+
+def test_heads_whose_numbers_lie_apart_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.varlen as library
+
+    seen: list[Any] = []
+    monkeypatch.setattr(library, "varlen_attn", strict_varlen(seen))
+    heads = [torch.randn(9, 16, h).bfloat16().transpose(1, 2) for h in (4, 2, 2)]
+    cu = torch.tensor([0, 9], dtype=torch.int32)
+    kernels.varlen(*heads, cu, cu, 9, 9, scaling=0.3, window=None)
+    assert all(torch.equal(seen[0][name], x) for name, x in zip(("query", "key", "value"), heads, strict=True))
+
+
 def test_all_that_the_call_for_a_gpu_takes_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.nn.attention.varlen as library
     from torch._subclasses import FakeTensorMode
