@@ -7,6 +7,7 @@ wanted, and no tensor is ever put together. Does not own: which parts a receiver
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from attrs import frozen
 from torch import Tensor
 
@@ -31,6 +32,20 @@ class Region:
     def last(self) -> int:
         """Returns the largest offset of an element; the region is not empty."""
         return self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+
+    def axes(self) -> list[int]:
+        """Returns the axes with more than one index, that of the largest stride first."""
+        return sorted((axis for axis, size in enumerate(self.shape) if size > 1), key=lambda axis: -self.strides[axis])
+
+    def nested(self) -> bool:
+        """Returns whether an index of each axis spans more memory than all axes of smaller strides, as in a part of a
+        contiguous tensor whose axes are in any order; none is repeated."""
+        span = 0
+        for axis in reversed(self.axes()):
+            if self.strides[axis] <= span:
+                return False
+            span += (self.shape[axis] - 1) * self.strides[axis]
+        return True
 
     def along(self, axis: int, indices: range) -> "Region":
         """Returns the region's part at consecutive indices of an axis."""
@@ -62,3 +77,22 @@ def parts_within(source: Region, target: Region, begin: int, end: int) -> Iterat
         if index not in inside:
             one = range(index, index + 1)
             yield from parts_within(source.along(axis, one), target.along(axis, one), begin, end)
+
+
+def elements_within(source: Region, target: Region, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns which elements at `offsets`, int64 and increasing, a copy from `source`, which is nested, has: their
+    indices in `offsets`, and their offsets in `target`, both int64. For example, of elements 1, 3 and 6 of a matrix of
+    4 columns, a copy of columns 2 and 3 to a matrix of their own has the last two, to its elements 1 and 2.
+    """
+    bounds = offsets.new_tensor([source.offset, source.last() + 1])
+    first, end = torch.searchsorted(offsets, bounds).tolist()
+    rest = offsets[first:end] - source.offset
+    places = torch.full_like(rest, target.offset)
+    inside = torch.ones_like(rest, dtype=torch.bool)
+    for axis in source.axes():
+        index = rest // source.strides[axis]
+        inside &= index < source.shape[axis]
+        rest = rest - index * source.strides[axis]
+        places += index * target.strides[axis]
+    found = (inside & (rest == 0)).nonzero().squeeze(1)
+    return found + first, places[found]

@@ -48,16 +48,18 @@ class Piece(TypedDict):
 
 
 class SharedMemory:
-    """Memory that several processes map: a new file in /dev/shm, or the existing one at `path`.
+    """Memory that several processes map: a new file in `directory`, or the existing one at `path`.
 
     Raises:
-        ConfigurationError: /dev/shm has too little room.
+        ConfigurationError: the directory has too little room.
     """
 
-    def __init__(self, path: str | None = None, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, path: str | None = None, *, bucket_bytes: int = BUCKET_BYTES, directory: str = DIRECTORY
+    ) -> None:
         self.bucket_bytes = bucket_bytes
         if path is None:
-            file, self.path = tempfile.mkstemp(prefix="rollgrad-weights-", dir=DIRECTORY)
+            file, self.path = tempfile.mkstemp(prefix="rollgrad-weights-", dir=directory)
             try:
                 # Without this, writing to a full /dev/shm would kill the process.
                 os.posix_fallocate(file, 0, BUCKETS * bucket_bytes)
@@ -65,7 +67,7 @@ class SharedMemory:
                 os.close(file)
                 self.unlink()
                 raise ConfigurationError(
-                    f"{DIRECTORY} has no room for {BUCKETS * bucket_bytes / 2**20:.0f} MiB, through which weights go "
+                    f"{directory} has no room for {BUCKETS * bucket_bytes / 2**20:.0f} MiB, through which weights go "
                     "to the engine: give it more (in a container: --shm-size=1g)."
                 ) from error
         else:

@@ -33,11 +33,12 @@ UNREAD = frozenset(
     {
         *("rollout.generate_batch_size", "rollout.max_turns", "rollout.max_episode_tokens"),
         *("rollout.max_episode_seconds", "rollout.server_urls"),
+        *("rollout.server_sync", "rollout.server_sync_delta"),
         *("data.curriculum_range", "data.prompt_suffix", "eval.steps", "actor.lora.sync", "logger.log_samples"),
         "logger.trajectories_max_gib",
         *("ckpt.resume", "ckpt.overwrite", "ckpt.state_dir", "ckpt.best_metric", "ckpt.push_to_hub"),
         "ckpt.early_stopping_patience",
-        "vllm.sync_backend",
+        *("vllm.sync_backend", "vllm.sync_delta"),
         *(f"reward.{field.name}" for field in attrs.fields(ShapingSettings) if field.name not in READ_SHAPING),
     }
 )

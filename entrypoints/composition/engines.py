@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dependency_injector import providers
 
@@ -27,16 +27,18 @@ from rollgrad.adapters.models.torch.router_replay import install_router_replay
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
 from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
+from rollgrad.adapters.weights.delta import Changes
 from rollgrad.adapters.weights.disk import Disk
 from rollgrad.adapters.weights.nccl import NCCLBackend
 from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter
+from rollgrad.adapters.weights.transfer import Backend
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.resuming import ContinuingEngine
 from rollgrad.application.settings.derived import longest_sequence, sequences_at_once
 from rollgrad.application.settings.engine_memory import engine_share, engines_sleep
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraSync, RouterReplay
-from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.rollout import Engine, ServerSync
 from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.control.engine_health import FleetBounds
@@ -178,10 +180,23 @@ def make_served_fleet(engines: list[ServedEngine]) -> EngineFleet:
     return fleet
 
 
-def make_served_weights(engines: list[ServedEngine], fleet: EngineFleet, *, temperature: float) -> FleetWeights:
-    """Returns the way of weights to the servers, all of which can take them."""
-    _call_all(engines, ServedEngine.require_weights)
-    return FleetWeights(fleet, temperature=temperature)
+def make_served_weights(
+    config: RLConfig, engines: list[ServedEngine], fleet: EngineFleet, *, temperature: float
+) -> FleetWeights:
+    """Returns the way of weights to the servers, all of which can take them.
+
+    Raises:
+        ConfigurationError: one of them cannot; the message says what to do.
+    """
+    directory, backend = None, cast(Backend, shared_memory)
+    if config.rollout.server_sync is ServerSync.DISK:
+        directory = weights_directory(config)
+        directory.mkdir(parents=True, exist_ok=True)
+        backend = Disk(directory)
+    _call_all(engines, partial(ServedEngine.require_weights, directory=directory))
+    return FleetWeights(
+        fleet, backend=Changes(backend) if config.rollout.server_sync_delta else backend, temperature=temperature
+    )
 
 
 def _call_all(engines: list[ServedEngine], doing: Callable[[ServedEngine], Coroutine[Any, Any, None]]) -> None:
@@ -245,6 +260,11 @@ def weight_backend_kind(config: RLConfig, *, gpus: bool, without: str = "") -> s
     return str(sync_backend(config, gpus=gpus, without=without))
 
 
+def of_changes(config: RLConfig, backend: Backend) -> Backend:
+    """Returns the backend to vLLM's engines, which sends changes alone if that is asked for."""
+    return Changes(backend) if config.vllm.sync_delta else backend
+
+
 def weights_directory(config: RLConfig) -> Path:
     """Returns the directory of weights that go to the engines through files."""
     return Path(config.ckpt.output_dir).absolute() / WEIGHTS_DIRECTORY
@@ -306,11 +326,14 @@ class EngineContainer(BaseContainer):
         cuda_ipc=providers.Callable(partial, cuda_ipc, workers=base.config.provided.vllm.gpus_per_engine),
         disk=providers.Singleton(Disk, providers.Callable(weights_directory, base.config)),
     )
+    weight_way = providers.Singleton(of_changes, base.config, weight_backend)
     channel = providers.Selector(
         providers.Callable(channel_kind, base.config),
         shared=providers.Singleton(SharedWeights, engine),
         own=providers.Singleton(CopiedWeights, embedded_engine),
-        vllm=providers.Singleton(EngineWeights, vllm_engine, backend=weight_backend, temperature=base.temperature),
-        fleet=providers.Singleton(FleetWeights, fleet, backend=weight_backend, temperature=base.temperature),
-        server=providers.Singleton(make_served_weights, served_engines, served_fleet, temperature=base.temperature),
+        vllm=providers.Singleton(EngineWeights, vllm_engine, backend=weight_way, temperature=base.temperature),
+        fleet=providers.Singleton(FleetWeights, fleet, backend=weight_way, temperature=base.temperature),
+        server=providers.Singleton(
+            make_served_weights, base.config, served_engines, served_fleet, temperature=base.temperature
+        ),
     )

@@ -19,10 +19,11 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenize
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
+from rollgrad.adapters.weights.delta import Changes
 from rollgrad.adapters.weights.disk import Disk
 from rollgrad.adapters.weights.shared_buckets import Run
 from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter
-from rollgrad.adapters.weights.transfer import Send, WeightStream
+from rollgrad.adapters.weights.transfer import Backend, Send, WeightStream
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.fleet_member import Taker
 from rollgrad.domain.batches.packed import PackedBatch
@@ -40,7 +41,11 @@ from tests.fakes.weight_receiver import FakeWeightReceiver
 
 FLAG = "--actor.model_name_or_path"
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # vLLM serves all tests
-VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "disk") if importlib.util.find_spec("vllm")]
+VLLM = [
+    pytest.param(way, marks=pytest.mark.slow)
+    for way in ("vllm", "disk", "vllm_changes", "disk_changes")
+    if importlib.util.find_spec("vllm")
+]
 GPU = [
     pytest.param(way, marks=[pytest.mark.slow, pytest.mark.gpu])
     for way, gpus in (("cuda_ipc", 1), ("divided_cuda_ipc", 2), ("nccl", 3))
@@ -84,7 +89,7 @@ async def divided_cuda_ipc(wide_headed_model_dir: Path) -> AsyncIterator[Parts]:
         yield made
 
 
-@pytest.fixture(params=["fake", "fleet", "adapters", "shared", "copied", *VLLM, *GPU])
+@pytest.fixture(params=["fake", "fleet", "changes", "adapters", "shared", "copied", *VLLM, *GPU])
 def parts(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path) -> Parts:
     """(channel, engine, policy)."""
     if request.param in ("cuda_ipc", "divided_cuda_ipc", "nccl"):
@@ -96,22 +101,24 @@ def on_a_cpu(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Pat
     if request.param == "fake":
         engine = FakeRolloutEngine()
         return FakeWeightChannel(engine), engine, FakePolicy()
-    if request.param == "fleet":
+    if request.param in ("fleet", "changes"):
         fleet = EngineFleet([FakeWeightReceiver() for _ in range(3)])
-        return FleetWeights(fleet), fleet, FakePolicy()
+        backend = Changes(shared_memory) if request.param == "changes" else shared_memory
+        return FleetWeights(fleet, backend=backend), fleet, FakePolicy()
     if request.param == "adapters":
         fleet = EngineFleet([FakeWeightReceiver() for _ in range(3)])
         return FleetWeights(fleet, backend=shared_memory_adapter), fleet, AdaptedPolicy()
-    if request.param in ("vllm", "disk"):
+    way, _, of_changes = request.param.partition("_")
+    if way in ("vllm", "disk"):
         tiny_model_dir = request.getfixturevalue("wide_headed_model_dir")
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
     policy = TorchPolicy(model, load_tokenizer(str(tiny_model_dir), flag=FLAG), OptimizerSettings(lr=0.1))
     if request.param == "copied":
         model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
-    if request.param in ("vllm", "disk"):
+    if way in ("vllm", "disk"):
         vllm = request.getfixturevalue("vllm_engine")
-        backend = Disk(tmp_path / "weights") if request.param == "disk" else shared_memory
-        return EngineWeights(vllm, backend=backend), vllm, policy
+        backend = Disk(tmp_path / "weights") if way == "disk" else shared_memory
+        return EngineWeights(vllm, backend=Changes(backend) if of_changes else backend), vllm, policy
     embedded = EmbeddedEngine(model, eos_token_ids=())
     channel = CopiedWeights(embedded) if request.param == "copied" else SharedWeights(embedded)
     return channel, embedded, policy
@@ -177,13 +184,16 @@ class CountedPolicy(FakePolicy):
         self.steps = 0
         self.reads = 0
         self.wrong = 0.0
+        self.changed = 1.0
         self.during: Callable[[], None] = lambda: None
 
     def step(self) -> None:
-        """Changes all weights, as an update does."""
+        """Changes all weights, as an update does, or some."""
         self.steps += 1
+        chance = torch.Generator().manual_seed(self.steps)
         with torch.no_grad():
-            self._table.table_V += torch.randn(320, generator=torch.Generator().manual_seed(self.steps))
+            changed = torch.rand(320, generator=chance) < self.changed
+            self._table.table_V += changed * torch.randn(320, generator=chance)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.reads += 1
@@ -194,13 +204,13 @@ class CountedPolicy(FakePolicy):
 
 
 def channel_of(
-    size: int, *, max_restarts: int = 20, group: bool = False
+    size: int, *, max_restarts: int = 20, group: bool = False, backend: Backend = shared_memory
 ) -> tuple[FleetWeights, EngineFleet, list[FakeWeightReceiver]]:
     members = [FakeWeightReceiver() for _ in range(size)]
     FakeWeightReceiver.transferring = 0
     bounds = FleetBounds(suspect_after=1000.0, dead_after=1000.0, max_restarts=max_restarts)
     fleet = EngineFleet(members, bounds=bounds, ping_seconds=PING)
-    backend = FakeGroupBackend(members) if group else shared_memory
+    backend = FakeGroupBackend(members) if group else backend
     return FleetWeights(fleet, backend=backend), fleet, members
 
 
@@ -434,14 +444,15 @@ async def test_processes_that_have_parts_of_the_weights_each_write_their_own() -
     await fleet.aclose()
 
 
-@pytest.mark.parametrize(
-    ("seed", "group"), [*((seed, False) for seed in range(8)), *((seed, True) for seed in range(3))]
-)
-async def test_pushes_and_refreshes_never_overlap_and_who_serves_has_the_weights(seed: int, group: bool) -> None:
+@pytest.mark.parametrize("way", ["memory", "group", "changes"])
+@pytest.mark.parametrize("seed", range(5))
+async def test_pushes_and_refreshes_never_overlap_and_who_serves_has_the_weights(seed: int, way: str) -> None:
     chance = random.Random(seed)
 
-    channel, fleet, members = channel_of(3, max_restarts=1000, group=group)
+    backend = Changes(shared_memory) if way == "changes" else shared_memory
+    channel, fleet, members = channel_of(3, max_restarts=1000, group=way == "group", backend=backend)
     policy = CountedPolicy()
+    policy.changed = 0.1
     for version in range(1, 8):
         for member in members:
             if chance.random() < 0.4:
@@ -461,4 +472,51 @@ async def test_pushes_and_refreshes_never_overlap_and_who_serves_has_the_weights
     await until(lambda: fleet.health.serving == [0, 1, 2])
     assert all(has_all(member, policy) for member in members)
     assert FakeWeightReceiver.transferring == 0
+    await fleet.aclose()
+
+
+async def test_after_a_whole_transfer_changes_alone_go_to_engines_that_took_it() -> None:
+    channel, fleet, members = channel_of(2, backend=Changes(shared_memory))
+    policy = CountedPolicy()
+    policy.changed = 0.1
+    whole = sum(tensor.nbytes for _, tensor in policy.weights())
+    moved = [(await channel.push(policy, 1))["bytes"]]
+    for version in (2, 3, 4):
+        policy.step()
+        moved.append((await channel.push(policy, version))["bytes"])
+        assert all(has_all(member, policy) for member in members)
+    moved.append((await channel.push(policy, 5))["bytes"])
+    assert moved[0] == whole
+    assert all(0 < size < 0.2 * 320 * 6 for size in moved[1:4])
+    assert moved[4] == 0
+    await fleet.aclose()
+
+
+async def test_an_engine_that_was_restarted_makes_the_next_transfers_whole() -> None:
+    """Transfers to it alone and then to all, because it took another one last than the others."""
+    channel, fleet, members = channel_of(2, backend=Changes(shared_memory))
+    policy = CountedPolicy()
+    policy.changed = 0.1
+    await channel.push(policy, 1)
+    members[0].kill()
+    await until(lambda: members[0].restarts == 1 and fleet.health.serving == [0, 1])
+    for version in (2, 3):
+        policy.step()
+        await channel.push(policy, version)
+        assert all(has_all(member, policy) for member in members)
+    whole = [[base is None for base in member.bases] for member in members]
+    assert whole == [[True, True, True, False], [True, True, False]]
+    await fleet.aclose()
+
+
+async def test_an_engine_that_lost_its_weights_unnoticed_refuses_changes_and_gets_all_weights() -> None:
+    channel, fleet, (member,) = channel_of(1, backend=Changes(shared_memory))
+    policy = CountedPolicy()
+    policy.changed = 0.1
+    await channel.push(policy, 1)
+    member.weights, member._has = {}, None
+    policy.step()
+    await channel.push(policy, 2)
+    assert has_all(member, policy)
+    assert member.restarts == 1
     await fleet.aclose()

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from rollgrad.adapters.weights.delta import POSITIONS, VALUES, positions_of
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver, WeightsDifferError
 from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory
+from rollgrad.domain.errors import EngineError
 from rollgrad.testing.models import VOCABULARY
 from tests.fakes.fleet_member import FakeFleetMember
 
@@ -24,6 +26,9 @@ class FakeWeightReceiver(FakeFleetMember, WeightReceiver):
         self.broken: str | None = None
         self.takes = 0
         """Updates of this transfer."""
+        self.bases: list[str | None] = []
+        """Keys of the transfers that others built on; None of one of all weights."""
+        self._has: str | None = None
         self._taking = False
 
     async def _step(self, name: str) -> None:
@@ -52,12 +57,26 @@ class FakeWeightReceiver(FakeFleetMember, WeightReceiver):
 
     async def take_weights(self, update: Mapping[str, Any]) -> None:
         await self._step("take")
-        self._coming |= dict(self._assembler.take(self._memory.bucket(update["bucket"]), update["pieces"]))
+        base, self._comes = update.get("base"), update.get("key")
+        if not self.takes:
+            self.bases.append(base)
+            if base is not None:
+                if base != self._has:
+                    raise EngineError(f"changes of {base} came, where {self._has} is")
+                self._coming = {name: tensor.clone() for name, tensor in self.weights.items()}
+            self._has = None
+        for name, tensor in self._assembler.take(self._memory.bucket(update["bucket"]), update["pieces"]):
+            if name.startswith(POSITIONS):
+                self._positions = positions_of(tensor)
+            elif name.startswith(VALUES):
+                self._coming[name.removeprefix(VALUES)].view(-1)[self._positions] = tensor
+            else:
+                self._coming[name] = tensor
         self.takes += 1
 
     async def finish_weights(self, version: int) -> None:
         await self._step("finish")
-        self.weights, self.broken = self._coming, None
+        self.weights, self.broken, self._has = self._coming, None, self._comes
         self.set_version(version)
 
     async def prove_weights(self, probe: Probe) -> None:
@@ -77,4 +96,4 @@ class FakeWeightReceiver(FakeFleetMember, WeightReceiver):
     async def restart(self) -> None:
         self._end()
         await super().restart()
-        self.weights, self.broken = {}, None
+        self.weights, self.broken, self._has = {}, None, None

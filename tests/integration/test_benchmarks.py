@@ -47,6 +47,7 @@ RESULTS = {
     "tinker_recipes.py": r"(?s:^\| chat_sl \| .* \| \d+\.\d\d \|$.)^\| math_rl \| .* \| -?\d\.\d\d \|$",
     "trainers_learn.py": r"kd +│ tokens right +│ \d\.\d+ +│ \d\.\d+",
     "versus_trl.py": r"(?s:^ratio .*^ratio .*)^ratio \d+\.\d+$",
+    "weight_delta.py": r"^\d+\.\d times fewer bytes at 5%$",
     "weight_fleet.py": r"^trainer and engines differ by \d\.\de-\d\d nats a token at most$",
     "weight_sync.py": r"tokens/s, 2 rows +\d+",
 }

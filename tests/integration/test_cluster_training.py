@@ -449,7 +449,7 @@ def partial_rollout(config: RLConfig, reward_model: str) -> dict[str, Any]:
     config.algo.correction.level = CorrectionLevel.TOKEN
     config.train.max_steps = 4
     config.cluster.strategy = Strategy.FSDP2
-    config.vllm.sync_backend = SyncBackend.DISK
+    config.vllm.sync_backend, config.vllm.sync_delta = SyncBackend.DISK, True
     return {}
 
 

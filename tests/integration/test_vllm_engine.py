@@ -22,7 +22,9 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenize
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import EngineWeights
+from rollgrad.adapters.weights.delta import Changes
 from rollgrad.adapters.weights.disk import Disk
+from rollgrad.adapters.weights.shared_memory import shared_memory
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.batches.packed import PackedBatch, pack
@@ -426,6 +428,42 @@ async def test_weights_through_files_are_the_trainer_s(
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="does not take the weights for the engines"):
         await EngineWeights(vllm_engine, backend=Disk(tmp_path / "file")).push(policy, 5)
+
+
+@pytest.mark.parametrize("way", ["shared_memory", "disk"])
+async def test_changes_alone_make_the_engine_that_all_weights_make(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights, tmp_path: Path, way: str
+) -> None:
+    """Its log-probs have the same bits. After a push that the channel of changes does not know of, the engine refuses
+    them, and takes all weights."""
+    chance = torch.Generator().manual_seed(0)
+    backend = Disk(tmp_path / "weights") if way == "disk" else shared_memory
+    of_changes = EngineWeights(vllm_engine, backend=Changes(backend))
+
+    @torch.no_grad()
+    def step() -> None:
+        for _, tensor in policy.weights():
+            changed = torch.rand(tensor.shape, generator=chance) < 0.02
+            tensor.add_(changed * torch.randn(tensor.shape, generator=chance) * 0.1)
+
+    whole = (await of_changes.push(policy, 1))["bytes"]
+    assert whole == sum(tensor.nbytes for _, tensor in policy.weights())
+    for version in (2, 3, 4):
+        step()
+        assert 0 < (await of_changes.push(policy, version))["bytes"] < 0.1 * whole
+    found = await vllm_engine.generate(ask())
+    assert set(found.versions) == {4}
+    assert found.logprobs == pytest.approx(scores(policy, PROMPT, found.token_ids), abs=TOLERANCE)
+    assert (await channel.push(policy, 5))["bytes"] == whole
+    expected = await vllm_engine.generate(ask())
+    assert (found.token_ids, list(found.logprobs)) == (expected.token_ids, list(expected.logprobs))
+    step()
+    with pytest.raises(EngineError, match="but here are those of None"):
+        await of_changes.push(policy, 6)
+    for version, size in ((7, whole), (8, 0)):
+        assert (await of_changes.push(policy, version))["bytes"] == size
+        healed = await vllm_engine.generate(ask())
+        assert healed.logprobs == pytest.approx(scores(policy, PROMPT, healed.token_ids), abs=TOLERANCE)
 
 
 def test_files_that_the_engine_does_not_see_are_told(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rollgrad.adapters.engines.vllm.weight_receiver import FullBucket, ReceiverSettings, receiver_class
 from rollgrad.adapters.models.torch.sent_names import sent_name, sent_weights
+from rollgrad.adapters.weights.delta import changes
 from rollgrad.adapters.weights.disk import write
-from rollgrad.adapters.weights.shared_buckets import Run, SharedMemory, fill_part_at
+from rollgrad.adapters.weights.shared_buckets import Run, SharedMemory, fill, fill_part_at
 from tests.tiny_models import make_tiny_tokenizer, saved, tiny_model
 
 pytestmark = [pytest.mark.slow]
@@ -274,3 +275,91 @@ def test_files_are_read_as_far_as_a_share_needs(directory: Path, worker: Any, tm
         receiver.receive_weights(FullBucket(last=True))
         receiver.finish_weight_update()
     assert_same(pushed.computed(), expected)
+
+
+def changed(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Weights after a step: of every third tensor nothing is new, of the others one element of a hundred, or, of one,
+    all."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for number, (name, tensor) in enumerate(weights.items()):
+        share = (0.0, 0.01, 0.01 if number != 4 else 1.0)[number % 3]
+        new = torch.randn(tensor.shape, generator=generator) * 0.1
+        found[name] = torch.where(torch.rand(tensor.shape, generator=generator) < share, new, tensor)
+    return found
+
+
+def push_changes(
+    worker: Worker, receiver: Any, weights: dict[str, Tensor], base: str | None, key: str, *, buckets: int = 10**9
+) -> int:
+    """Pushes what changed since the transfer `base`, or all weights without one; returns the bytes that came."""
+    memory, came = SharedMemory(bucket_bytes=8192), 0
+    try:
+        with worker.within():
+            receiver.init_transfer_engine(ReceiverSettings(memory.path, memory.bucket_bytes))
+            receiver.start_weight_update()
+            for number, (bucket, pieces) in enumerate(fill(changes(iter(weights.items()), base, key), memory)):
+                if number < buckets:
+                    receiver.receive_weights(FullBucket(bucket=bucket, pieces=pieces, base=base, key=key))
+                    memory.bucket(bucket).fill_(0xFF)
+                    came += sum(piece["size"] for piece in pieces)
+            if buckets == 10**9:
+                receiver.receive_weights(FullBucket(last=True, base=base, key=key))
+            receiver.finish_weight_update()
+    finally:
+        memory.unlink()
+    return came
+
+
+@pytest.mark.parametrize(("rank", "size"), SHARES)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "as loaded"])
+def test_changes_make_the_engine_that_vllm_makes_of_the_files(
+    directory: Path, worker: Any, rank: int, size: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where kernels read what is loaded, as those of a GPU do."""
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+    if not packed:
+        elsewhere = SimpleNamespace(is_cpu=lambda: False, is_xpu=lambda: False, is_cuda=lambda: False)
+        monkeypatch.setattr(linear, "current_platform", elsewhere)
+        monkeypatch.setattr(vocab_parallel_embedding, "current_platform", elsewhere)
+    weights = trained(directory, 1)
+    pushed = worker(rank, size).load(trained(directory, 3))
+    receiver = pushed.receiver()
+    whole = push_changes(pushed, receiver, weights, None, "0")
+    assert whole == sum(tensor.nbytes for tensor in weights.values())
+    for number in range(1, 4):
+        weights = changed(weights, number)
+        came = push_changes(pushed, receiver, weights, str(number - 1), str(number))
+        assert 0 < came < whole / 3
+        assert_same(pushed.computed(), worker(rank, size).load(weights).computed())
+    kept = receiver._loading._kept
+    assert any("proj" in name or "c_attn" in name for name, layer in pushed.model.named_modules() if layer in kept) is (
+        packed
+    )
+
+
+def test_changes_of_other_weights_are_refused_and_all_weights_heal(directory: Path, worker: Any) -> None:
+    """Others are those that the engine has missed, has not wholly, or had before it was restarted."""
+    first, second = trained(directory, 1), changed(trained(directory, 1), 1)
+    pushed = worker(1, 2).load(trained(directory, 3))
+    receiver = pushed.receiver()
+    with pytest.raises(ValueError, match="changes of the weights of transfer 0 came, but here are those of None"):
+        push_changes(pushed, receiver, first, "0", "1")
+    push_changes(pushed, receiver, first, None, "0")
+    push_changes(pushed, receiver, second, "0", "1", buckets=1)
+    with pytest.raises(ValueError, match="transfer 1 came, but here are those of None"):
+        push_changes(pushed, receiver, second, "1", "2")
+    push(pushed, receiver, first)
+    with pytest.raises(ValueError, match="transfer 2 came, but here are those of None"):
+        push_changes(pushed, receiver, second, "2", "3")
+    push_changes(pushed, receiver, first, None, "4")
+    push_changes(pushed, receiver, second, "4", "5")
+    assert_same(pushed.computed(), worker(1, 2).load(second).computed())
+
+
+def test_weights_that_changes_of_a_quantised_engine_cannot_reach_are_named(directory: Path, worker: Any) -> None:
+    pushed = worker(0, 1).load(trained(directory, 1))
+    pushed.config.model_config.quantization = "so to speak"
+    with pytest.raises(ValueError, match=r"their changes alone cannot be loaded: \[.*leave --vllm.sync_delta out"):
+        push_changes(pushed, pushed.receiver(), trained(directory, 2), None, "0")

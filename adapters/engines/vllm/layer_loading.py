@@ -137,16 +137,10 @@ class LayerLoading:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
-        dtype = getattr(torch, piece["dtype"])
-        run = memory[piece["offset"] : piece["offset"] + piece["size"]].view(dtype)
-        begin = piece["begin"] // dtype.itemsize
-        missing = self._missing.setdefault(piece["name"], prod(piece["shape"]) * dtype.itemsize)
-        self._missing[piece["name"]] = missing - piece["size"]
-        for copy in loading.copies or ():
+        for copy, parts in self._wanted(memory, piece, loading):
             layer, name = copy.place
             info = get_layerwise_info(layer)
-            parts = list(_parts(copy, begin, begin + len(run)))
-            if not parts or not info.can_load():  # vLLM, too, leaves out what comes after all of a layer has come
+            if not info.can_load():  # vLLM, too, leaves out what comes after all of a layer has come
                 continue
             if layer not in self._open:
                 self._open[layer] = self._prepare(layer, info)
@@ -155,17 +149,34 @@ class LayerLoading:
                 if source is None:
                     target.view(tensor).fill_(copy.value)
                 else:
-                    target.view(tensor).copy_(source.view(run, begin))
+                    target.view(tensor).copy_(source)
             if name not in SKIP_LOAD_TENSORS:
                 info.load_numel += sum(prod(target.shape) for _, target in parts)
             if info.load_numel >= info.load_numel_total:
                 self._complete(layer, info)
 
+    def _wanted(
+        self, memory: Tensor, piece: Piece, loading: Loading
+    ) -> Iterator[tuple[Copy, list[tuple[Tensor | None, Region]]]]:
+        """Yields the copies that a piece has elements of, with these and where they go; notes that the piece came."""
+        dtype = getattr(torch, piece["dtype"])
+        run = memory[piece["offset"] : piece["offset"] + piece["size"]].view(dtype)
+        begin = piece["begin"] // dtype.itemsize
+        missing = self._missing.setdefault(piece["name"], prod(piece["shape"]) * dtype.itemsize)
+        self._missing[piece["name"]] = missing - piece["size"]
+        for copy in loading.copies or ():
+            parts = [
+                (None if source is None else source.view(run, begin), target)
+                for source, target in _parts(copy, begin, begin + len(run))
+            ]
+            if parts:
+                yield copy, parts
+
     def _prepare(self, layer: Any, info: Any) -> bool:
         """Gives a layer memory to be loaded into; returns whether it is where its kernels read."""
         from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-        in_place = _stays_as_loaded(layer, info)
+        in_place = stays_as_loaded(layer, info)
         if in_place:
             layer._parameters.update(info.kernel_tensors[0])
         materialize_layer(layer, info)
@@ -218,7 +229,7 @@ def _pack_anew(method: Any, process: Callable[[Any], None], layer: Any) -> None:
     process(layer)
 
 
-def _stays_as_loaded(layer: Any, info: Any) -> bool:
+def stays_as_loaded(layer: Any, info: Any) -> bool:
     """Returns whether what a layer's kernels read is what is loaded: its method is one that changes nothing, unless it
     changes the shape, and the memory is there."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod

@@ -1,5 +1,5 @@
 """The end of the weight channel in vLLM's workers: it reads tensors in shared memory, or in files, and loads them
-(`layer_loading.py`).
+(`layer_loading.py`), or what changed in them (`layer_changes.py`).
 
 A worker reads of each tensor what its share of the model has of it: with tensor parallelism, a part.
 """
@@ -13,7 +13,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from rollgrad.adapters.engines.vllm.layer_loading import LayerLoading
+from rollgrad.adapters.engines.vllm.layer_changes import LayerChanges
 from rollgrad.adapters.weights.gpu_buckets import dtype_name
 from rollgrad.adapters.weights.shared_buckets import Piece, SharedMemory
 
@@ -38,6 +38,10 @@ class FullBucket:
     pieces: list[Piece] = field(factory=list)
     shard: str | None = None
     last: bool = False
+    base: str | None = None
+    """Key of the transfer on which a transfer of changes builds; None of one of all weights."""
+    key: str | None = None
+    """Key of this transfer; None if none of changes follows it."""
 
 
 def receiver_class() -> type:
@@ -54,6 +58,10 @@ def receiver_class() -> type:
 
         _begun = False
         _loading: Any = None
+        _has: str | None = None
+        """Key of the transfer whose weights the model has; None if it has none, or not wholly."""
+        _comes: str | None = None
+        """Key of the transfer that has begun."""
 
         def init_transfer_engine(self, init_info: ReceiverSettings) -> None:
             """Maps the trainer's memory."""
@@ -66,17 +74,22 @@ def receiver_class() -> type:
             if self._loading is None or self._loading.model is not self.model:
                 # Quantised layers are made from whole tensors; balanced experts move, and a plan would not know.
                 planned = self.model_config.quantization is None and not self.parallel_config.enable_eplb
-                self._loading = LayerLoading(self.model, self.device, planned=planned)
+                self._loading = LayerChanges(self.model, self.device, planned=planned)
             self._lacking = {name for name, _ in self.model.named_parameters()}
-            self._begun, self._complete = True, False
+            self._begun, self._complete, self._changing, self._comes = True, False, False, None
             self._loading.begin()
 
         def receive_weights(self, update_info: FullBucket) -> None:
             """Loads the contents of a bucket or a file.
 
             Raises:
-                ValueError: it was the last, and a parameter did not come or was cut short.
+                ValueError: it was the last, and a parameter did not come or was cut short, or could not be changed by
+                the transfers to come; or it has changes of weights that are not here.
             """
+            if update_info.base is not None:
+                self._change(update_info)
+                return
+            self._loading.keeps, self._has, self._comes = update_info.key is not None, None, update_info.key
             memory, pieces = self._contents(update_info)
             loaded = self._loading.take(memory, pieces)
             self._lacking -= self._lacking if loaded is None else loaded  # a model that names nothing checks for itself
@@ -86,6 +99,25 @@ def receiver_class() -> type:
                 if lacking or not self._loading.whole():
                     more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
                     raise ValueError(f"these parameters did not come from the trainer: {lacking[:NAMED]}{more}")
+                if self._loading.keeps and (fixed := sorted(self._loading.unchangeable())):
+                    raise ValueError(
+                        "vLLM computes something from these tensors when it loads them, so that their changes alone "
+                        f"cannot be loaded: {fixed[:NAMED]}; leave --vllm.sync_delta out"
+                    )
+                self._complete = True
+
+        def _change(self, update: FullBucket) -> None:
+            """Changes the model by the contents of a bucket or a file."""
+            if not self._changing:
+                if self._has != update.base:
+                    raise ValueError(
+                        f"changes of the weights of transfer {update.base} came, but here are those of {self._has}"
+                    )
+                self._changing, self._has, self._comes = True, None, update.key
+            self._loading.change(*self._contents(update))
+            if update.last:
+                if not self._loading.whole():
+                    raise ValueError("changes of weights came incomplete from the trainer")
                 self._complete = True
 
         def _contents(self, update: FullBucket) -> tuple[Tensor, list[Piece]]:
@@ -98,7 +130,7 @@ def receiver_class() -> type:
             self._loading.end(well=self._complete)
             finalize_layerwise_reload(self.model, self.model_config)
             _repack_tied(self.model)
-            self._begun = False
+            self._begun, self._has = False, self._comes if self._complete else None
 
         def shutdown(self) -> None:
             """Does nothing: the memory is freed with the process."""

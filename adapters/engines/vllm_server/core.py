@@ -2,13 +2,14 @@
 ids.
 
 The abilities of a server are tested, not configured: `probe` lets it sample, `require_images` shows it an image,
-`require_weights` lets it map this machine's shared memory. Does not own: the state of a rollout engine
+`require_weights` lets it map this machine's shared memory, or a file. Does not own: the state of a rollout engine
 (`adapters.engines.vllm.engine`).
 """
 
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,15 @@ SERVER_INFO = "/server_info?config_format=json"
 GRAMMARS_FOLLOWED_ALIKE = ("auto", "guidance")
 """vLLM's backends of structured outputs that allow the tokens which the trainer finds again: `auto` takes guidance for
 grammars with llguidance's directives, which xgrammar refuses."""
+
+UNSEEN_MEMORY = (
+    "start it on the machine that trains, in the same container, or let weights go through files that both machines "
+    "have (--rollout.server_sync disk)."
+)
+UNSEEN_FILES = (
+    "point --ckpt.output_dir to a file system that its machine has, too, at the same path, and may write to, or start "
+    "it on the machine that trains."
+)
 
 
 class ServedCore(Core):
@@ -157,8 +167,9 @@ class ServedCore(Core):
         with foreign_code(self._no_answer):
             check_expanded(answer, request, self.http.url)
 
-    async def require_weights(self) -> None:
-        """Makes sure that weights can be brought. Whatever the server is at is ended.
+    async def require_weights(self, directory: Path | None = None) -> None:
+        """Makes sure that weights can be brought, through files in `directory` or, without, through shared memory.
+        Whatever the server is at is ended.
 
         Raises:
             EngineError: it does not answer.
@@ -188,7 +199,7 @@ class ServedCore(Core):
         self.model = EngineModel(dtype, self.model.vocabulary)
         await self.abort(())
         await self.thaw()
-        await self._require_shared_memory()
+        await self._require_files(directory)
         self._controlled = True
 
     def _configured(self, info: Any) -> tuple[str | None, torch.dtype, str]:
@@ -210,14 +221,15 @@ class ServedCore(Core):
     def _no_answer(self, words: str) -> EngineError:
         return EngineError(f"The server {self.http.url} answers otherwise than vLLM does ({words}).")
 
-    async def _require_shared_memory(self) -> None:
-        memory = SharedMemory(bucket_bytes=ALIGNMENT)
+    async def _require_files(self, directory: Path | None) -> None:
+        place = DIRECTORY if directory is None else str(directory)
+        memory = SharedMemory(bucket_bytes=ALIGNMENT, directory=place)
         try:
             await self._announce_memory({"path": memory.path, "bucket_bytes": memory.bucket_bytes})
         except EngineError as error:
             raise ConfigurationError(
                 f"rollout.server_urls names {self.http.url}, which cannot be trained with, for it does not see this "
-                f"machine's {DIRECTORY} ({error}): start it on the machine that trains, in the same container."
+                f"machine's {place} ({error}): " + (UNSEEN_MEMORY if directory is None else UNSEEN_FILES)
             ) from error
         finally:
             memory.unlink()

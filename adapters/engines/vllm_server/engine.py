@@ -6,6 +6,7 @@ current weights first (`application.engines.fleet`).
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import structlog
 
@@ -44,6 +45,7 @@ class ServedEngine(CoreEngine, FleetMember):
         self._server = ServedCore(url, vocabulary=vocabulary, max_requests=max_requests, flag=flag)
         super().__init__(self._server, eos_token_ids=eos_token_ids)
         self._trains = False
+        self._directory: Path | None = None
 
     async def ready(self) -> None:
         """Finds out how the server samples.
@@ -64,15 +66,16 @@ class ServedEngine(CoreEngine, FleetMember):
         """
         await self._server.require_images(renderer)
 
-    async def require_weights(self) -> None:
-        """Makes sure that it takes weights, now and whenever it comes back. Whatever the server is at is ended.
+    async def require_weights(self, directory: Path | None = None) -> None:
+        """Makes sure that it takes weights, now and whenever it comes back, through files in `directory` or, without,
+        through shared memory. Whatever the server is at is ended.
 
         Raises:
             EngineError: it does not answer.
             ConfigurationError: it takes none; the message says how to start it.
         """
-        await self._server.require_weights()
-        self._trains = True
+        await self._server.require_weights(directory)
+        self._trains, self._directory = True, directory
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +98,7 @@ class ServedEngine(CoreEngine, FleetMember):
             try:
                 await self.ready()
                 if self._trains:
-                    await self.require_weights()
+                    await self.require_weights(self._directory)
                 break
             except EngineError as error:
                 log.debug("server.lost", url=self._server.http.url, reason=str(error))

@@ -4,19 +4,28 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from rollgrad.application.settings.derived import longest_sequence, ranks
+from rollgrad.application.settings.engine_memory import engines_sleep
 from rollgrad.application.settings.presets import traits_of
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import LoraSync
 from rollgrad.application.settings.sections.optimizer import Optim
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.application.settings.weight_backend import engines_without_actor, shares_gpus
 from rollgrad.domain.addresses import address_problem
 
+WHOLE = {
+    "quantization": "quantised weights are made of whole tensors",
+    "enable_eplb": "experts that are balanced change their places",
+}
+"""Engine arguments of vLLM with which a change of weights cannot go alone, and why."""
+
 
 def cluster_problems(config: RLConfig) -> Iterator[str]:
     """Yields the problems of the places of processes."""
     if config.rollout.engine is Engine.VLLM:
         yield from _sync_problems(config)
+        yield from _delta_problems(config)
     if not config.cluster.enable:
         return
     yield from _division_problems(config)
@@ -88,6 +97,35 @@ def _sync_problems(config: RLConfig) -> Iterator[str]:
             f"vllm.sync_backend is cuda_ipc, which goes within a GPU, but {lone} of the engines' GPUs have no process "
             "of the actor: set --vllm.sync_backend auto, or lower the number or the size of the engines."
         )
+
+
+def _delta_problems(config: RLConfig) -> Iterator[str]:
+    """Engines to which changes of weights cannot go alone."""
+    backend, extra = config.vllm.sync_backend, config.vllm.extra or {}
+    if not config.vllm.sync_delta:
+        return
+    if config.actor.lora.sync is LoraSync.ADAPTER:
+        yield (
+            "vllm.sync_delta is on with actor.lora.sync adapter, which brings no weights: leave one of "
+            "--vllm.sync_delta and --actor.lora.sync out."
+        )
+    elif backend not in (SyncBackend.SHARED_MEMORY, SyncBackend.DISK):
+        yield (
+            f"vllm.sync_delta is on with vllm.sync_backend {backend}, but changes go through the CPU's memory or "
+            "through files: set --vllm.sync_backend shared_memory or disk, or leave --vllm.sync_delta out."
+        )
+    if engines_sleep(config):
+        yield (
+            "vllm.sync_delta is on, but engines on the trainer's GPUs give up their weights while models train, so "
+            "that all have to come back: leave --vllm.sync_delta out, or give the engines GPUs of their own "
+            "(--cluster.enable without --train.colocate_all)."
+        )
+    for name in sorted(WHOLE.keys() & extra.keys()):
+        if extra[name]:
+            yield (
+                f"vllm.sync_delta is on with vllm.extra.{name} {extra[name]}, but {WHOLE[name]}: leave one of "
+                f"--vllm.sync_delta and --vllm.extra.{name} out."
+            )
 
 
 def _joint_problems(config: RLConfig) -> Iterator[str]:

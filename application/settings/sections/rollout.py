@@ -18,6 +18,15 @@ class Engine(StrEnum):
     """Servers that are there already (`vllm serve`), by their URLs."""
 
 
+class ServerSync(StrEnum):
+    """Way of weights from the trainer to servers."""
+
+    SHARED_MEMORY = "shared_memory"
+    """Through the memory of the machine, which is the trainer's."""
+    DISK = "disk"
+    """Through files below ckpt.output_dir, on a file system that all machines share."""
+
+
 OF_SERVERS = Condition(
     lambda here, run: here.engine is Engine.SERVER, "rollout.engine is {here.engine}", "set --rollout.engine server"
 )
@@ -74,6 +83,17 @@ class RolloutConfig:
         (),
         "Addresses of rollout.engine server, which share the prompts: http://host:port each, as `vllm serve` "
         "listens. The environment variable ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
+        only_if=OF_SERVERS,
+    )
+    server_sync: ServerSync = setting(
+        ServerSync.SHARED_MEMORY,
+        "How weights reach the servers: shared_memory to those on this machine, or disk, through files below "
+        "ckpt.output_dir, which their machines have at the same path.",
+        only_if=OF_SERVERS,
+    )
+    server_sync_delta: bool = setting(
+        False,
+        "Send the servers what changed in the weights since the last transfer; as vllm.sync_delta.",
         only_if=OF_SERVERS,
     )
     max_batch_size: int | None = setting(

@@ -60,6 +60,11 @@ class VLLMConfig:
         "none does, else shared_memory; disk goes through files below ckpt.output_dir, which all machines then "
         "share.",
     )
+    sync_delta: bool = setting(
+        False,
+        "Send the engines what changed in the weights since the last transfer, with sync_backend shared_memory or "
+        "disk: a small part in bfloat16. The actor's first process keeps a copy of all weights to compare with.",
+    )
 
     extra: FREE = setting(
         None,

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -148,6 +150,17 @@ async def test_a_server_elsewhere_does_not_see_the_shared_memory(serve: Serve, m
     monkeypatch.setattr("tests.fakes.model_server.Path.exists", lambda path: False)
     with pytest.raises(ConfigurationError, match="start it on the machine that trains"):
         await using(engine_of(server.url), ServedEngine.require_weights)
+
+
+async def test_a_server_elsewhere_sees_files_of_a_shared_directory(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server, require = serve(), partial(ServedEngine.require_weights, directory=tmp_path)
+    await using(engine_of(server.url), require)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("tests.fakes.model_server.Path.exists", lambda path: False)
+    with pytest.raises(ConfigurationError, match=r"point --ckpt\.output_dir to a file system"):
+        await using(engine_of(server.url), require)
 
 
 async def test_a_server_that_is_not_ready_lacks_nothing(serve: Serve) -> None:

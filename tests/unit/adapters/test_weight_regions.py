@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.weights.regions import Region, parts_within
+from rollgrad.adapters.weights.regions import Region, elements_within, parts_within
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda whole: whole,
@@ -54,3 +54,30 @@ def test_a_run_without_anything_wanted_is_not_read() -> None:
 def test_what_lies_wholly_in_a_run_is_one_copy() -> None:
     rows = Region(20, (2, 10), (10, 1))
     assert list(parts_within(rows, Region(0, (2, 10), (10, 1)), 20, 40)) == [(rows, Region(0, (2, 10), (10, 1)))]
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
+def test_elements_that_are_set_are_set_in_the_part(name: str, share: float) -> None:
+    whole = torch.arange(6 * 4 * 5).reshape(6, 4, 5)
+    source = Region.of(VIEWS[name](torch.empty(whole.shape, device="meta")))
+    assert source.nested() is (name != "a row over and over")
+    if not source.nested():
+        return
+    memory = torch.full((2 * whole.numel() + 40,), -1)
+    target = Region.of(memory[3 : 3 + 2 * VIEWS[name](whole).numel() : 2].view(VIEWS[name](whole).shape))
+    target.view(memory).copy_(VIEWS[name](whole))
+    before = memory.clone()
+    positions = (torch.rand(whole.numel(), generator=torch.Generator().manual_seed(0)) < share).nonzero().squeeze(1)
+    whole.view(-1)[positions] = new = -2 - positions
+    found, places = elements_within(source, target, positions)
+    memory[places] = new[found]
+    assert torch.equal(target.view(memory), VIEWS[name](whole))
+    assert (memory != before).sum() == len(found) == (VIEWS[name](whole) < -1).sum()
+
+
+def test_axes_that_overlap_are_not_nested() -> None:
+    assert not Region(0, (3, 4), (2, 1)).nested()
+    assert not Region(0, (3, 4), (0, 1)).nested()
+    assert Region(0, (1, 4), (0, 1)).nested(), "an axis of one index has no step"
+    assert Region(7, (), ()).nested()

@@ -1,3 +1,4 @@
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -6,9 +7,10 @@ from rollgrad.application.settings.rules.algorithm import kl_problems
 from rollgrad.application.settings.rules.cluster import cluster_problems, server_problems
 from rollgrad.application.settings.rules.lora import lora_problems
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import LoraSync
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.optimizer import Optim
-from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.rollout import Engine, ServerSync
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.application.settings.validation import condition_problems
 from rollgrad.domain.algorithms.settings import KLAgainst, KLEstimator, KLSettings
@@ -23,13 +25,14 @@ TOGETHER: dict[str, Any] = {"train.colocate_all": True}
 MODELS = ("actor", "critic", "ref", "reward")
 IPC: dict[str, Any] = {"vllm.sync_backend": SyncBackend.CUDA_IPC}
 NCCL: dict[str, Any] = {"vllm.sync_backend": SyncBackend.NCCL}
+DELTA: dict[str, Any] = {"vllm.sync_backend": SyncBackend.DISK, "vllm.sync_delta": True}
 
 
 def problems(settings: dict[str, Any]) -> list[str]:
     config = RLConfig()
     for name, value in settings.items():
-        section, key = name.split(".")
-        setattr(getattr(config, section), key, value)
+        at, _, key = name.rpartition(".")
+        setattr(attrgetter(at)(config), key, value)
     return [*condition_problems(config).values(), *cluster_problems(config), *server_problems(config)]
 
 
@@ -60,6 +63,9 @@ def problems(settings: dict[str, Any]) -> list[str]:
         *(VLLM | {"vllm.sync_backend": backend} for backend in SyncBackend if backend is not SyncBackend.NCCL),
         *(CLUSTER | VLLM | {"vllm.sync_backend": way} for way in SyncBackend if way is not SyncBackend.CUDA_IPC),
         CLUSTER | VLLM | TOGETHER | IPC | {"vllm.num_engines": 2, "actor.num_gpus_per_node": 2},
+        CLUSTER | VLLM | DELTA | {"vllm.extra": {"quantization": None, "enable_eplb": False}},
+        CLUSTER | VLLM | DELTA | {"vllm.sync_backend": SyncBackend.SHARED_MEMORY, "train.async_enable": True},
+        SERVER | {"rollout.server_sync": ServerSync.DISK, "rollout.server_sync_delta": True},
     ],
 )
 def test_allows(settings: dict[str, Any]) -> None:
@@ -73,6 +79,7 @@ def test_allows(settings: dict[str, Any]) -> None:
         ("vllm.tensor_parallel_size", 2),
         ("vllm.gpu_memory_utilization", 0.5),
         ("vllm.sync_backend", SyncBackend.NCCL),
+        ("vllm.sync_delta", True),
     ],
 )
 def test_engines_of_vllm_need_vllm(name: str, value: Any) -> None:
@@ -359,3 +366,38 @@ def test_weights_go_where_there_is_a_way(settings: dict[str, Any], why: str) -> 
     (problem,) = problems(VLLM | settings)
     assert why in problem
     assert "set --vllm.sync_backend auto" in problem
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        *(
+            (CLUSTER | {"vllm.sync_backend": way}, f"vllm.sync_backend {way}, but changes go")
+            for way in (SyncBackend.AUTO, SyncBackend.NCCL)
+        ),
+        ({}, "engines on the trainer's GPUs give up their weights while models train"),
+        (CLUSTER | TOGETHER, "engines on the trainer's GPUs give up their weights while models train"),
+        (
+            CLUSTER | {"vllm.extra": {"quantization": "fp8"}},
+            "vllm.extra.quantization fp8, but quantised weights are made of whole tensors",
+        ),
+        (
+            CLUSTER | {"vllm.extra": {"enable_eplb": True}},
+            "vllm.extra.enable_eplb True, but experts that are balanced change their places",
+        ),
+        (
+            CLUSTER | {"actor.lora.sync": LoraSync.ADAPTER, "actor.lora.rank": 8},
+            "leave one of --vllm.sync_delta and --actor.lora.sync out",
+        ),
+    ],
+)
+def test_changes_alone_go_where_the_rest_is(settings: dict[str, Any], why: str) -> None:
+    (problem,) = problems(VLLM | DELTA | settings)
+    assert problem.startswith("vllm.sync_delta is on")
+    assert why in problem
+
+
+@pytest.mark.parametrize(("name", "value"), [("server_sync", ServerSync.DISK), ("server_sync_delta", True)])
+def test_ways_to_servers_need_servers(name: str, value: Any) -> None:
+    (problem,) = problems({f"rollout.{name}": value})
+    assert problem.endswith(f"set --rollout.engine server, or leave --rollout.{name} out.")
