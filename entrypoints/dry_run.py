@@ -29,6 +29,7 @@ from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.time_floor import least_seconds, step_work
+from rollgrad.application.settings.unit_ratio import idle_sentence
 from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
 from rollgrad.entrypoints.run_directory import check_output
@@ -205,6 +206,8 @@ def show_plan(config: RLConfig, console: "Console") -> list[str]:
         console.print(_weights_way(config, device))
     for name, words in correction_summary(config).items():
         console.print(f"{'off-policy correction' if name == 'weights' else '  ' + name}: {words}")
+    if idle := idle_sentence(config):
+        console.print(idle)
     return list(shortages(rows, machine))
 
 

@@ -13,6 +13,7 @@ from rollgrad.application.settings.correction import log_correction
 from rollgrad.application.settings.rules import validate, validate_evaluation
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.application.settings.unit_ratio import log_idle
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.cluster import keep_roles
@@ -67,8 +68,14 @@ def train(
             config,
             container,
             title=f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}",
-            before_run=lambda: log_correction(config),
+            before_run=lambda: _log_choices(config),
         )
+
+
+def _log_choices(config: RLConfig) -> None:
+    """Logs which off-policy correction acts, and which settings do nothing."""
+    log_correction(config)
+    log_idle(config)
 
 
 @gives_memory_back

@@ -53,13 +53,15 @@ class PolicyLossTraits(_AlgorithmTraits):
 
     `clip`: default (lower, upper) clip range, None if it clips nothing. `aggregation`: default way from token losses to
     one number. `uses`: settings of `actor` that it reads besides the clip range. `proportional`: whether a token with
-    advantage 0 has no gradient, so that samples without advantages may be left out.
+    advantage 0 has no gradient, so that samples without advantages may be left out. `on_policy`: whether it takes every
+    sample for one of the current policy: it has no ratio, so that only a correction accounts for others.
     """
 
     clip: tuple[float, float] | None = (0.2, 0.2)
     aggregation: str = "token_mean"
     uses: tuple[str, ...] = ()
     proportional: bool = False
+    on_policy: bool = False
 
 
 @frozen(kw_only=True)
@@ -111,7 +113,7 @@ POLICY_LOSSES: dict[str, PolicyLossTraits] = {
     "kl_cov": PolicyLossTraits(clip=None, uses=("cov_share", "cov_kl_coef")),
     "dppo_tv": PolicyLossTraits(proportional=True, clip=(0.15, 0.15)),
     "dppo_kl": PolicyLossTraits(proportional=True, clip=(0.05, 0.05)),
-    "policy_gradient": PolicyLossTraits(proportional=True, clip=None),
+    "policy_gradient": PolicyLossTraits(proportional=True, clip=None, on_policy=True),
     "dro": PolicyLossTraits(clip=None, uses=("dro_beta",)),
 }
 """The names that `--actor.policy_loss_type` takes."""

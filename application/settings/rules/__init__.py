@@ -33,6 +33,7 @@ from rollgrad.application.settings.rules.sampling import (
     rollout_problems,
     sampling_problems,
     shaping_problems,
+    turn_estimator_problems,
     turn_problems,
 )
 from rollgrad.application.settings.run import RLConfig
@@ -91,6 +92,7 @@ def setting_errors(
         yield image_problems(config)
         yield reward_problems(config, config.data.prompt_dataset, has_reward=has_reward or plays)
         yield agent_problems(config, has_environment=plays)
+        yield turn_estimator_problems(config, has_environment=plays)
         yield turn_problems(config, has_environment=plays)
         yield eval_problems(config)
 

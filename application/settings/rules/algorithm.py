@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-from rollgrad.application.settings.correction import correction_level
+from rollgrad.application.settings.correction import correction_level, may_be_stale
 from rollgrad.application.settings.derived import first_change
 from rollgrad.application.settings.presets import refuse_preset, traits_of
 from rollgrad.application.settings.run import RLConfig
@@ -127,6 +127,13 @@ def policy_loss_problems(config: RLConfig) -> Iterator[str]:
                 f"actor.{key} is {value}, which the {name} loss does not use: leave --actor.{key} out, or set "
                 f"--actor.policy_loss_type to {_either(users)}."
             )
+    old, corrected = config.algo.old_logprobs, correction_level(config) is not CorrectionLevel.OFF
+    if traits.on_policy and old is not OldLogprobs.RECOMPUTE and (corrected or may_be_stale(config)):
+        yield (
+            f"algo.old_logprobs is {old} with actor.policy_loss_type {name}, which has no ratio, so that samples of "
+            "other policies would weigh as if they were the current one's: leave --algo.old_logprobs out, or set "
+            "--actor.policy_loss_type to ppo."
+        )
     if actor.eps_clip is not None and actor.eps_clip_low_high is not None:
         yield (
             f"actor.eps_clip is {actor.eps_clip} and actor.eps_clip_low_high is {actor.eps_clip_low_high}, which "

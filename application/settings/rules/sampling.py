@@ -10,7 +10,10 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import RouterReplay
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
-from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, Normalise, OldLogprobs
+from rollgrad.domain.algorithms.settings import AdvantageSettings, CorrectionLevel, KLAgainst, Normalise, OldLogprobs
+
+SHAPING = ("cosine_length", "overlong_buffer_len", "stop_properly_penalty_coef", "normalize", "clip_range")
+"""Settings that change the sum of an episode's rewards."""
 
 
 def sampling_problems(config: RLConfig) -> Iterator[str]:
@@ -127,6 +130,7 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
         )
     traits = traits_of(config.algo.advantage.estimator)
     yield from _unshaped_problems(config) if "reward_parts" in traits.needs else ()
+    yield from _unrewarded_problems(config) if "teacher" in traits.needs else ()
     yield from _negative_problems(config) if "rewards_from_0" in traits.needs else ()
     by_length = [
         key
@@ -149,13 +153,24 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
 
 def _unshaped_problems(config: RLConfig) -> Iterator[str]:
     """Shaping of a sum of rewards with an estimator that reads the named ones."""
-    for key in ("cosine_length", "overlong_buffer_len", "stop_properly_penalty_coef", "normalize", "clip_range"):
+    for key in SHAPING:
         if getattr(config.reward, key) != getattr(RewardConfig(), key):
             yield (
                 f"reward.{key} is {getattr(config.reward, key)} with algo.advantage.estimator "
                 f"{config.algo.advantage.estimator}, which normalises each named reward apart and never sees their "
                 f"sum, which is what would be changed: leave --reward.{key} out, and return what it is for as one more "
                 "named reward of the reward function."
+            )
+
+
+def _unrewarded_problems(config: RLConfig) -> Iterator[str]:
+    """Shaping of rewards with an estimator that reads none."""
+    for key in (*SHAPING, "weights"):
+        if getattr(config.reward, key) != getattr(RewardConfig(), key):
+            yield (
+                f"reward.{key} is {getattr(config.reward, key)} with algo.advantage.estimator "
+                f"{config.algo.advantage.estimator}, which learns from the teacher and never sees a reward: leave "
+                f"--reward.{key} out."
             )
 
 
@@ -201,4 +216,18 @@ def turn_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
                 f"rollout.{key} is {value}, but episodes have one turn without an agent: set --agent.tools, "
                 f"--agent.attempts, --agent.command or --train.agent_func_path (environment= in Python), or leave "
                 f"--rollout.{key} out."
+            )
+
+
+def turn_estimator_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
+    """Yields the problems of counting by turns where there is one."""
+    advantage = config.algo.advantage
+    for key in ("gamma", "lambd", "critic_lambd"):
+        value = getattr(advantage, key)
+        by_turn = advantage.estimator.startswith("turn_") and value != getattr(AdvantageSettings(), key)
+        if by_turn and not (has_environment or config.agent.plays):
+            yield (
+                f"algo.advantage.{key} is {value}, which the {advantage.estimator} estimator counts by turns, but "
+                f"episodes have one turn without an agent: leave --algo.advantage.{key} out, or set "
+                "--algo.advantage.estimator to gae."
             )

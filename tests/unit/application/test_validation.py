@@ -117,7 +117,7 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"data.chat_template": "{{ messages }}", "data.chat_template_kwargs": {"enable_thinking": False}},
         {"algo.advantage.lambd": 0.95, "algo.advantage.critic_lambd": 1.0},
         {"algo.advantage.length_adaptive_alpha": 0.05, "critic.freezing_steps": 5},
-        {"algo.advantage.estimator": "turn_gae", "algo.advantage.gamma": 0.9},
+        {"algo.advantage.estimator": "turn_gae", "algo.advantage.gamma": 0.9, "agent.attempts": 2},
         {"algo.advantage.estimator": "rloo", "algo.advantage.whiten": Whiten.GROUP, "algo.advantage.no_std_norm": True}
         | GROUPS,
         {"algo.advantage.estimator": "remax", "reward.clip_range": (0.0, 1.0)},
@@ -125,6 +125,8 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         DISTILL,
         DISTILL | {"reward.verifier": None},
         DISTILL | WHOLE_KL,
+        {"actor.policy_loss_type": "policy_gradient", "algo.old_logprobs": OldLogprobs.ROLLOUT},
+        {"actor.policy_loss_type": "policy_gradient"} | ASYNC,
         DISTILL | {"algo.advantage.estimator": "iw_opd", "algo.advantage.prefix_weight": 1.0},
         {"algo.kl.init_coef": 0.1, **WHOLE_KL, "algo.kl.top_k": 8},
         {"algo.old_logprobs": OldLogprobs.ROLLOUT},
@@ -355,6 +357,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         TIS | {"algo.correction.gate": CorrectionGate.SECOND_MOMENT, "algo.old_logprobs": OldLogprobs.ROLLOUT},
         "--algo.old_logprobs to recompute",
     ),
+    (
+        {"actor.policy_loss_type": "policy_gradient", "algo.old_logprobs": OldLogprobs.ROLLOUT} | ASYNC,
+        "samples of other policies would weigh as if they were the current one's",
+    ),
+    (
+        {"actor.policy_loss_type": "policy_gradient", "algo.old_logprobs": OldLogprobs.ROLLOUT}
+        | TIS
+        | {"algo.correction.mode": CorrectionMode.MASK},
+        "leave --algo.old_logprobs out",
+    ),
+    *(
+        (DISTILL | {f"reward.{key}": value}, f"never sees a reward: leave --reward.{key} out")
+        for key, value in {"clip_range": (0.0, 1.0), "overlong_buffer_len": 4, "weights": {"a": 2.0}}.items()
+    ),
+    ({"algo.advantage.estimator": "turn_gae", "algo.advantage.lambd": 0.9}, "episodes have one turn"),
     ({"actor.vespo_k": (1.0, 2.0)}, "--actor.policy_loss_type to vespo"),
     ({"algo.advantage.prefix_weight": 1.0}, "--algo.advantage.estimator to iw_opd"),
     (
