@@ -1,4 +1,4 @@
-"""What the sections of first light share: shapes, a model, a batch, times, memory, and where findings go."""
+"""Shapes, a model, a batch, times and memory that the sections of first light share, and where their findings go."""
 
 import asyncio
 import gc

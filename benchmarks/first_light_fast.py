@@ -100,7 +100,7 @@ def update(out: Any) -> None:
 
 
 def compiled(out: Any) -> None:
-    """The same with compiled layers, and the time that compiling takes."""
+    """Optimizer steps as in `update` with compiled layers, and the time that compiling takes."""
     from rollgrad.adapters.models.torch.compiling import compile_layers
 
     if RUN.tiny and not GPU:

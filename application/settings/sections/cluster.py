@@ -72,8 +72,8 @@ class ClusterConfig:
     )
     max_restarts: int = setting(
         3,
-        "Starts of a run by the command line from its last training state after the loss of a process of actor or "
-        "critic, those before it trained for an hour not counted.",
+        "Times that a run of the command line starts again from its last training state when a process that trains is "
+        "lost, those before it trained for an hour not counted.",
         NOT_NEGATIVE,
         only_if=IN_CLUSTER,
     )

@@ -15,7 +15,7 @@ Call = Callable[[str], Any]
 
 
 class Group:
-    """What a `WorkerGroup` does with `call`, which gets the method's name."""
+    """Double of a `WorkerGroup` whose calls are those of `call`, which gets the method's name."""
 
     name, size = "reward", 2
 

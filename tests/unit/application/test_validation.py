@@ -555,6 +555,7 @@ OUT_OF_RANGE = {
     "report_to": ("wndb",),
     "trajectories_max_gib": -1.0,
     "max_len": 1,
+    "max_restarts": -1,
 }
 
 
@@ -607,7 +608,12 @@ def test_broken_rules_of_every_kind_are_told_at_once() -> None:
 
 def words_of(name: str, kind: Any) -> list[str]:
     """A flag with a value that is not the default."""
-    given = {"actor.lora.target_modules": ["q_proj"], "ds.zero_stage": ["3"], "algo.kl.estimator": ["k2"]}
+    given = {
+        "actor.lora.target_modules": ["q_proj"],
+        "ds.zero_stage": ["3"],
+        "cluster.max_restarts": ["0"],
+        "algo.kl.estimator": ["k2"],
+    }
     return [f"--{name}", *given.get(name, [*kind][-1:] if isinstance(kind, type(Enum)) else example(kind))]
 
 
