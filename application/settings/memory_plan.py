@@ -115,7 +115,7 @@ def memory_plan(
     in the compute format; they appear only where the settings use them. `reward`: of the reward model, if there is one.
     """
     row = _resting(config, _trained(config, "actor", actor, compute_bytes, machine), machine)
-    rows = [_saved(config, row, actor, machine)]
+    rows = [_compared(config, _saved(config, row, actor, machine), actor, compute_bytes, machine)]
     base = evolve(actor, adapters=0)
     plain = evolve(base, quantised=0)
     if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
@@ -282,6 +282,15 @@ def _saved(config: RLConfig, row: RoleMemory, shape: ModelShape, machine: Machin
     return evolve(row, offloaded=row.offloaded + copy) if machine.gpu else evolve(row, optimizer=row.optimizer + copy)
 
 
+def _compared(config: RLConfig, row: RoleMemory, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
+    """Returns the actor's row with the copy of the weights that its first process compares them with, in the machine's
+    memory, where changes alone go to engines; each process on its machine counts as much."""
+    if not (config.vllm.sync_delta or config.rollout.server_sync_delta):
+        return row
+    copy = math.ceil(shape.parameters * compute_bytes / row.on_a_machine)
+    return evolve(row, offloaded=row.offloaded + copy) if machine.gpu else evolve(row, weights=row.weights + copy)
+
+
 def _of_fsdp2(config: RLConfig, role: str, shape: ModelShape, tokens: int, compute_bytes: int) -> int:
     """Returns the bytes of what is whole in a pass: everything outside of the layers and two layers, of these the
     experts that a process holds, with the gradients of all that but one layer, in the format that they are computed in
@@ -346,6 +355,8 @@ def _engine(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Ma
         sleeps = bool(machine.gpu) and engines_sleep(config)
         width = config.vllm.gpus_per_engine
         weights = math.ceil(weights / width)
+        if config.vllm.sync_delta and not machine.gpu:
+            weights *= 2  # as they were loaded, and as they are packed
         share = int(engine_share(config) * machine.gpu)
         return evolve(
             _where(config, "engines"),

@@ -105,6 +105,19 @@ def test_a_moving_average_is_float32_in_the_machines_memory() -> None:
         assert (row.optimizer, row.offloaded) == ((3000, 1000) if machine is GPU else (4000, 0))
 
 
+def test_changes_of_weights_are_found_by_a_copy_on_the_first_machine() -> None:
+    """A CPU's engines keep one, too, of what they repack."""
+    config = cluster_config()
+    config.rollout.engine = Engine.VLLM
+    whole = {machine: plan(config, machine) for machine in (CPU, GPU)}
+    config.vllm.sync_delta = True
+    for machine, rows in whole.items():
+        actor, engines = (plan(config, machine)[role] for role in ("actor", "engines"))
+        copy = 2000 / actor.on_a_machine
+        assert (actor.weights - rows["actor"].weights, actor.offloaded) == ((copy, 0) if machine is CPU else (0, copy))
+        assert engines.weights == rows["engines"].weights * (2 if machine is CPU else 1)
+
+
 def test_fsdp2_divides_what_is_trained_and_the_reference() -> None:
     config = cluster_config()
     config.cluster.strategy, config.algo.kl.init_coef = Strategy.FSDP2, 0.1
