@@ -9,7 +9,17 @@ import pytest
 
 from rollgrad.adapters.tracking.trajectory_files import read_trajectories
 from tests.browser.conftest import DESK, PHONE, Page, opened, serving
-from tests.fakes.kept_run import HOSTILE, LONG_LINE, SAMPLES, STEPS, write_run
+from tests.fakes.kept_run import (
+    HOSTILE,
+    LONG_LINE,
+    SAMPLES,
+    STEPS,
+    Vocabulary,
+    learned,
+    row,
+    write_rows,
+    write_run,
+)
 
 pytestmark = pytest.mark.browser
 
@@ -77,6 +87,29 @@ def test_a_line_of_a_megabyte_is_shown_when_asked_for(page: Page) -> None:
     assert page.page.evaluate("document.querySelector('.message.assistant .text').textContent.length") > 2 * len(
         LONG_LINE
     )
+
+
+def test_what_a_tool_wrote_at_length_is_folded(browser: Any, tmp_path: Path) -> None:
+    output = [token for line in range(60) for token in (f"line {line}", "\n")]
+    parts = [(0, ["What is in the file?"]), (1, ["cat file"]), (2, output), (1, ["Sixty lines."])]
+    vocabulary = Vocabulary()
+    rows = [row(vocabulary, group=1, sample=sample, parts=parts, seed=sample) for sample in range(2)]
+    rows[1]["token"][-1] += 1  # the last reply is another one
+    learned(rows)
+    write_rows(tmp_path / "agent/trajectories/step-000001.parquet", rows)
+    (tmp_path / "agent/metrics.jsonl").write_text('{"step": 1, "reward/mean": 1.0}\n')
+    with serving(tmp_path) as address, opened(browser, address) as page:
+        page.open("#/r/agent/t/1/1/0")
+        written = page.page.locator(".message.environment")
+        assert "line 15" in written.inner_text()
+        assert "line 16" not in written.inner_text()
+        assert page.page.locator(".message.assistant h2").first.inner_text().startswith("assistant turn 0")
+        written.get_by_role("button", name="Show all 61 lines").click()
+        assert "line 59" in written.inner_text()
+        page.open("#/r/agent/t/1/1/1")
+        assert "line 59" not in written.inner_text(), "another trajectory is folded again"
+        page.page.get_by_role("button", name="Show all lines of every message").click()
+        assert "line 59" in written.inner_text()
 
 
 def test_failed_episodes_say_why(page: Page) -> None:

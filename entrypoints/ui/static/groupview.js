@@ -8,6 +8,7 @@ import { number, signed, visible } from "./text.js";
 import { treeOf } from "./tree.js";
 
 const BEGIN = 240, END = 120; // characters that are shown of a long stretch
+const OPEN = 2000; // characters of a stretch that is open at first
 
 export function GroupTree({ source, run, row }) {
   const [kind, step, group] = row.key.split("/");
@@ -37,7 +38,7 @@ function Node({ node, rows, run, current, scale, root }) {
   const text = textOf(row, node.from, node.to);
   const count = node.members.length;
   return html`<li class=${node.members.some((member) => rows[member].key === current) ? "current" : ""}>
-    ${text && html`<details open=${!root || text.length <= BEGIN + END}><summary><span class="soft">${root ? "all have" : count > 1 ? `${count} have` : ""} ${number(node.to - node.from)} tokens</span>
+    ${text && html`<details open=${text.length <= (root ? BEGIN + END : OPEN)}><summary><span class="soft">${root ? "all have" : count > 1 ? `${count} have` : ""} ${number(node.to - node.from)} ${node.to - node.from === 1 ? "token" : "tokens"}</span>
       <span class="stretch" dir="auto">${lines(text.length > BEGIN + END ? `${text.slice(0, BEGIN)} … ${text.slice(-END)}` : text)}</span></summary>
       ${text.length > BEGIN + END && html`<div class="text" dir="auto">${visible(text)}</div>`}</details>`}
     ${node.children.length

@@ -4,6 +4,7 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/pre
 import { colour, legend } from "./scales.js";
 import { cut, number, visible } from "./text.js";
 
+const LITTLE = 8; // lines that are not worth a button
 const SHOWN = 20_000; // characters of a text before the reader asks for more: a line of a megabyte takes seconds to lay out
 
 /** Shows what was asked for, that it is on its way, or why it did not come. */
@@ -32,12 +33,21 @@ export function Sparkline({ values, label }) {
     <polyline points=${known.map(at).join(" ")} /></svg>`;
 }
 
-/** Shows a text of a model or a tool: hidden characters written out, and only the beginning of a very long one. */
-export function Text({ text, className = "" }) {
+/** Shows a text of a model or a tool: hidden characters written out, and only the beginning of a very long one, or of one
+ * with many more than so many `lines`. */
+export function Text({ text, className = "", lines = Infinity }) {
   const [all, setAll] = useState(false);
-  const long = !all && text.length > SHOWN;
-  return html`<div class="text ${className}" dir="auto">${visible(long ? cut(text, SHOWN) : text)}</div>
-    ${long && html`<button class="more" onClick=${() => setAll(true)}>Show all ${text.length.toLocaleString("en-US")} characters</button>`}`;
+  const first = all ? text : beginning(text, lines);
+  const folded = first.length < text.length;
+  const long = !all && first.length > SHOWN;
+  return html`<div class="text ${className}" dir="auto">${visible(long ? cut(first, SHOWN) : first)}</div>
+    ${(folded || long) && html`<button class="more" onClick=${() => setAll(true)}>Show all ${folded && !long ? `${number(text.split("\n").length)} lines` : `${number(text.length)} characters`}</button>`}`;
+}
+
+/** Returns the first `lines` of a text; all of it where little more follows. */
+export function beginning(text, lines) {
+  const all = text.split("\n");
+  return all.length > lines + LITTLE ? all.slice(0, lines).join("\n") : text;
 }
 
 /** Shows a colour scale with its numbers. */

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
 import { GroupTree } from "./groupview.js";
-import { Answer, Copy, Tabs, Text } from "./parts.js";
+import { Answer, beginning, Copy, Tabs, Text } from "./parts.js";
 import { policyLoss, SAMPLED, PROMPT } from "./quantities.js";
 import { go, keyOf, link, trajectoryLink, useAnswer, useKeys } from "./state.js";
 import { duration, number, signed } from "./text.js";
@@ -51,7 +51,7 @@ export function Trajectory({ source, run, facts, route }) {
       <${Headline} row=${found} />
       <${Tabs} tabs=${TABS} open=${tab} onOpen=${(name) => set({ tab: name })} label="Views of the trajectory" />
       <section id="panel" role="tabpanel" aria-labelledby="tab-${tab}">
-        ${tab === "conversation" && html`<${Conversation} row=${found} />`}
+        ${tab === "conversation" && html`<${Conversation} key=${found.key} row=${found} />`}
         ${tab === "tokens" && (found.tokens ? html`<${ChosenTokens} row=${found} route=${route} set=${set} />` : html`<${Failure} row=${found} />`)}
         ${tab === "tree" && html`<${GroupTree} source=${source} run=${run} row=${found} />`}
         ${tab === "numbers" && html`<${Numbers} source=${source} run=${run} row=${found} />`}
@@ -99,15 +99,22 @@ function stretches(tokens) {
   return parts.map(({ texts, ...part }) => ({ ...part, text: texts.join("") }));
 }
 
+const LINES = 16; // of a prompt, or of what an environment wrote, before the reader asks for more
+
 function Conversation({ row }) {
   const parts = useMemo(() => (row.tokens ? stretches(row.tokens) : []), [row]);
-  const asked = row.messages ?? null;
+  const [whole, setWhole] = useState(false);
+  const lines = whole ? Infinity : LINES;
+  const asked = (row.messages ?? [{ role: "prompt", content: row.prompt ?? "" }]).map((message) => [message.role ?? "message", contentOf(message)]);
+  const foldable = [...asked.map(([, text]) => text), ...parts.filter((part) => part.kind !== SAMPLED && part.kind !== PROMPT).map((part) => part.text)];
+  const turn = (part) => (row.turns > 1 ? `turn ${part.turn ?? "–"}, ` : "");
   return html`<div class="conversation">
-    ${asked ? asked.map((message) => html`<${Message} role=${message.role ?? "message"} text=${contentOf(message)} />`) : html`<${Message} role="prompt" text=${row.prompt ?? ""} />`}
+    ${!whole && foldable.some((text) => beginning(text, LINES).length < text.length) && html`<button class="more" onClick=${() => setWhole(true)}>Show all lines of every message</button>`}
+    ${asked.map(([role, text]) => html`<${Message} role=${role} text=${text} lines=${lines} />`)}
     ${row.failure && html`<${Message} role="failure" note=${row.failure} text=${row.failure_message ?? ""} />`}
     ${parts.filter((part) => part.kind !== PROMPT).map((part) => part.kind === SAMPLED
-      ? html`<${Message} role="assistant" text=${part.text} note=${`${number(part.count)} tokens${row.turns > 1 && row.tokens.reward ? `, reward ${number(part.reward)}` : ""}`} />`
-      : html`<${Message} role="environment" text=${part.text} note=${`${number(part.count)} tokens, without loss`} />`)}
+      ? html`<${Message} role="assistant" text=${part.text} note=${`${turn(part)}${number(part.count)} tokens${row.turns > 1 && row.tokens.reward ? `, reward ${number(part.reward)}` : ""}`} />`
+      : html`<${Message} role="environment" text=${part.text} lines=${lines} note=${`${number(part.count)} tokens, without loss`} />`)}
     ${!row.tokens && row.response && html`<${Message} role="assistant" text=${row.response} />`}
   </div>`;
 }
@@ -118,8 +125,8 @@ function contentOf(message) {
   return Object.keys(rest).length ? `${text}${text ? "\n" : ""}${JSON.stringify(rest, null, 1)}` : text;
 }
 
-const Message = ({ role, text, note }) => html`<article class="message ${["assistant", "user", "system", "environment", "tool", "failure"].includes(role) ? role : "other"}">
-  <h2>${role}${note && html` <span class="soft">${note}</span>`}</h2><${Text} text=${text} /></article>`;
+const Message = ({ role, text, note, lines }) => html`<article class="message ${["assistant", "user", "system", "environment", "tool", "failure"].includes(role) ? role : "other"}">
+  <h2>${role}${note && html` <span class="soft">${note}</span>`}</h2><${Text} text=${text} lines=${lines} /></article>`;
 
 function Numbers({ source, run, row }) {
   const shown = [
