@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES
 from rollgrad.entrypoints.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +108,16 @@ def test_the_extras_that_the_readme_lists_are_those_there_are() -> None:
     listed = re.search(r"extras are (.*?);", install, re.DOTALL)
     assert listed is not None
     assert set(re.findall(r"`([\w-]+)`", listed[1])) == extras.keys()
+
+
+def test_the_readme_counts_the_algorithms_that_there_are() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    words = {12: "twelve", 13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen", 17: "seventeen"}
+    words |= {18: "eighteen", 19: "nineteen", 20: "twenty", 21: "twenty-one", 22: "twenty-two"}
+    estimators, losses = len(ESTIMATORS), len(POLICY_LOSSES)
+    assert f"{words[estimators].capitalize()} estimators, {words[losses]} policy losses" in text
+    assert f"| {estimators} estimators (" in text
+    assert f"| {losses} policy losses (" in text
 
 
 def test_the_readme_begins_with_its_reader_then_python_then_the_picture() -> None:
