@@ -60,6 +60,8 @@ class Cuda:
         """Streams that were made."""
         self.under_way: set[tuple[int, int]] = set()
         """Pools of the captures under way."""
+        self.draws = True
+        """Whether the generator draws random numbers: its state knows of a capture, a clone of it does not."""
         self._live: dict[tuple[int, int], int] = {}
         cuda = self
 
@@ -96,15 +98,23 @@ class Cuda:
             cuda._live[made.own] = cuda._live.get(made.own, 0) + 1
             cuda.pools.append(made.own)
             cuda.under_way.add(pool)
-            cuda.stream = "capturing"
+            cuda.stream, cuda.draws = "capturing", False
             yield  # where the block raises, nothing follows: torch ends the capture first, which then raises
             cuda.under_way.remove(pool)
+            cuda.draws = True
             cuda.stream = own
 
         def end(device: int, pool: tuple[int, int]) -> None:
             if pool not in cuda.under_way:
                 raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
             cuda.under_way.remove(pool)
+
+        class Generator:
+            def clone_state(self) -> str:
+                return "clone"
+
+            def graphsafe_set_state(self, state: str) -> None:
+                cuda.draws = state == "clone"
 
         own = Stream()
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
@@ -117,6 +127,7 @@ class Cuda:
             "graph": graph,
             "graph_pool_handle": lambda: (0, len(cuda._live) + 1),
             "current_device": lambda: 0,
+            "default_generators": (Generator(),),
             "current_stream": lambda: cuda.stream,
             "set_stream": lambda chosen: setattr(cuda, "stream", chosen),
         }.items():

@@ -129,9 +129,14 @@ class CudaCapture:
 
 def _end_capture(pool: tuple[int, int]) -> None:
     """Tells torch that a capture that has failed is over, which before 2.13 it does not notice by itself: its allocator
-    would then wait for the end, and `empty_cache` fail, as long as the process lives (pytorch#180395)."""
+    and its generator of random numbers would wait for the end as long as the process lives, and `empty_cache` fail
+    (pytorch#180395), and `torch.randn`."""
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())  # the same numbers follow
     with suppress(RuntimeError):  # it has noticed
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        torch._C._cuda_endAllocateToPool(device, pool)
 
 
 def step_graphs(model: Any, device: torch.device) -> StepGraphs | None:
