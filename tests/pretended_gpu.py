@@ -182,6 +182,7 @@ def efficient_attention_backward(
     *,
     scale: float,
 ) -> tuple[Tensor | None, ...]:
+    check_deterministic()
     assert dropout == 0
     assert (*wanted,) == (True, True, True, False)
     scores = efficient_scores(query, key, value, bias, is_causal, scale)
@@ -191,6 +192,11 @@ def efficient_attention_backward(
     assert bool(sums[..., count:].isposinf().all()), "keys of queries that are not there would have gradients"
     assert all(x.stride(-1) == 1 for x in (gradient, out))
     return *recomputed_gradients(gradient, query, key, value, out, scores, sums[..., :count], scale), None
+
+
+def check_deterministic() -> None:
+    """Fails where kernels are to be deterministic, but torch chooses those of attention that are not."""
+    assert not torch.is_deterministic_algorithms_warn_only_enabled(), "torch warns, and computes otherwise"
 
 
 def recomputed_gradients(
@@ -286,6 +292,7 @@ def flash_attention_backward(
     scale: float,
     window: Sequence[int],
 ) -> tuple[Tensor, ...]:
+    check_deterministic()
     assert state.dtype == torch.uint64
     assert (sums_HQ.dtype, sums_HQ.shape) == (torch.float32, (query.shape[1], query.shape[0]))
     assert all(x.is_contiguous() for x in (gradient, out, sums_HQ))
@@ -422,6 +429,9 @@ def dense_attention(
     given = [x for x in (query, key, value, attn_mask) if x is not None]
     assert all(isinstance(x, OnGPU) for x in given)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+    fused = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
+    if query.requires_grad and fused:
+        check_deterministic()
     if attn_mask is not None:
         assert attn_mask.dtype in (query.dtype, torch.bool)
         assert query.shape[1] == key.shape[1], "no fused kernel takes a mask and shares heads"

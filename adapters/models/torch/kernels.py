@@ -16,7 +16,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rollgrad.adapters.models.torch.capped import capped_dense, capped_with_logsumexp
-from rollgrad.adapters.models.torch.sinks import HEAD_STEP, dense_with_sinks, varlen_with_sinks, widened
+from rollgrad.adapters.models.torch.determinism import are_deterministic
+from rollgrad.adapters.models.torch.sinks import HEAD_STEP, dense_with_sinks, no_sinks, varlen_with_sinks, widened
 
 log = structlog.get_logger(__name__)
 
@@ -53,6 +54,8 @@ def sdpa_on(query: Tensor) -> AbstractContextManager[None]:
     block; they are right elsewhere."""
     if not query.is_cuda:
         return nullcontext()
+    if are_deterministic() and query.requires_grad:
+        return sdpa_kernel([SDPBackend.MATH])  # torch computes gradients by another kernel in a way that is not
     flash = has_varlen(query.device, query.dtype, query.shape[-1])
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, *WITHOUT_CUDNN] if flash else WITHOUT_CUDNN)
 
@@ -121,6 +124,8 @@ def varlen(
     query, key, value = (_in_rows(widened(x, common)) for x in (query_QHD, key_KGD, value_KGE))
     left = -1 if window is None else window - 1
     sharing: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if SINCE_2_12 else {}
+    if sinks_H is None and are_deterministic() and query.requires_grad:
+        sinks_H = no_sinks(query, query.shape[1])
     if sinks_H is not None:
         place = (cu_q, cu_k, max_q, max_k)
         with_sinks = varlen_with_sinks(query, key, value, sinks_H, *place, scaling=scaling, left=left, sharing=sharing)
@@ -171,6 +176,8 @@ def dense(
     shared = query.shape[1] // key.shape[1]
     if query.is_cuda and shared > 1:  # of the kernels that take a mask, or float32, none shares heads by itself
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    if sinks is None and query.is_cuda and are_deterministic() and query.requires_grad:
+        sinks = no_sinks(query, *query.shape[1:3])
     if sinks is not None:
         return dense_with_sinks(query, key, value, sinks, scaling=scaling, mask=mask)
     with sdpa_on(query):

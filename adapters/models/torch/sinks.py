@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rollgrad.adapters.models.torch.determinism import strictly
+
 HEAD_STEP = 8
 """A GPU's heads have a multiple of this many numbers."""
 
@@ -63,6 +65,12 @@ def dense_with_sinks(
     return out.narrow(3, 0, width)
 
 
+def no_sinks(query: Tensor, *shape: int) -> Tensor:
+    """Returns scores of sinks that change nothing. With them the kernels' backward pass is called here, where it can be
+    made deterministic."""
+    return query.new_full(shape, -torch.inf)
+
+
 def widened(x: Tensor, width: int) -> Tensor:
     """Returns heads of `width` numbers; those that have as many are not copied, as `functional.pad` would."""
     return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
@@ -98,9 +106,10 @@ class _Varlen(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, sinks_H, out, sums_HQ, state = ctx.saved_tensors
         gradient = gradient.contiguous()
-        gradients = torch.ops.torch_attn._varlen_attn_backward(
-            gradient, query, key, value, out, sums_HQ, *ctx.place, state, *ctx.settings
-        )
+        with strictly():
+            gradients = torch.ops.torch_attn._varlen_attn_backward(
+                gradient, query, key, value, out, sums_HQ, *ctx.place, state, *ctx.settings
+            )
         of_sinks_H = _gradient_of_sinks(gradient, out, sums_HQ.t(), sinks_H).sum(0).to(sinks_H.dtype)
         return *gradients, of_sinks_H, None, None, None, None
 
@@ -152,12 +161,13 @@ class _DenseOnGPU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, sinks_HQ, mask, out, sums, *state = ctx.saved_tensors
-        *gradients, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            gradient.contiguous(),
-            *(query, key, value, mask, out, sums, *state),
-            *(0.0, [True, True, True, False], mask is None),
-            scale=ctx.scaling,
-        )
+        with strictly():
+            *gradients, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+                gradient.contiguous(),
+                *(query, key, value, mask, out, sums, *state),
+                *(0.0, [True, True, True, False], mask is None),
+                scale=ctx.scaling,
+            )
         sums = sums.narrow(2, 0, query.shape[2])
         of_sinks_HQ = _gradient_of_sinks(gradient, out, sums, sinks_HQ).sum(0).to(sinks_HQ.dtype)
         return *gradients, of_sinks_HQ, None, None
