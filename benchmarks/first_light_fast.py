@@ -35,6 +35,7 @@ from benchmarks.first_light_common import (
 def attention_is_fast(out: Any) -> None:
     """One layer's attention of a group: 8 replies of 2048 behind a prompt of 1024, Qwen3's heads, in ms."""
     from rollgrad.adapters.models.torch.attention import ForestAttention
+    from rollgrad.adapters.models.torch.determinism import compute_deterministically
     from rollgrad.adapters.models.torch.layout import Node
 
     n, p, r = (8, 1024, 2048) if not RUN.tiny else (2, 16, 32)
@@ -44,8 +45,12 @@ def attention_is_fast(out: Any) -> None:
     g = torch.randn(1, total, 16, 128, device=DEV, dtype=DT)
     pairs = p * p / 2 + n * (r * p + r * r / 2)
     flops = 3.5 * 4 * pairs * 16 * 128
-    for name in ("varlen", "buckets") if GPU else ("buckets",):
-        use(name)
+    ways = ("varlen", "buckets", "varlen, deterministic", "buckets, deterministic") if GPU else ("buckets",)
+    for name in ways:
+        kind, _, exact = name.partition(", ")
+        use(kind)
+        if exact:
+            compute_deterministically()
         plan = ForestAttention(nodes, device=DEV, dtype=DT)
 
         def work(plan: Any = plan) -> None:
@@ -59,15 +64,19 @@ def attention_is_fast(out: Any) -> None:
             work()
             sync()
             first = time.perf_counter() - t0
+            before = [t.grad for t in (q, k, v)]
             t = ms(work)
             out[name] = {
                 "ms": round(t, 2),
                 "first_ms": round(1e3 * first, 1),
                 "tflops": round(flops / t / 1e9, 1),
                 "peak_gib": round(peak_gib(), 2),
+                "same_bits": all(torch.equal(one, x.grad) for one, x in zip(before, (q, k, v), strict=True)),
             }
         except torch.OutOfMemoryError as error:
             out[name] = f"out of memory: {str(error)[:80]}"
+    exact_ways = [out[name] for name in ways if "deterministic" in name]
+    assert all(isinstance(found, str) or found["same_bits"] for found in exact_ways)
 
 
 def head(out: Any) -> None:
