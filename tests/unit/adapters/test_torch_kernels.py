@@ -227,6 +227,8 @@ def test_attention_comes_with_the_logarithm_of_its_sums(
     widths: tuple[int, int], dtype: torch.dtype, allowed: float, device: str
 ) -> None:
     """Results of keys in two halves are combined by it."""
+    if device == "cuda" and dtype == torch.float32:
+        allowed = 1e-4  # a GPU's tensor cores multiply float32 in parts
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(3, 2, tokens, width, generator=generator).to(device=device, dtype=dtype)

@@ -113,10 +113,15 @@ ON_EACH = pytest.mark.parametrize(
 )
 
 
-def assert_close(found: list[Tensor], exact: list[Tensor], dtype: torch.dtype) -> None:
+ON_A_GPU = {**ROUNDING, torch.float32: 1e-4}
+"""Whose tensor cores multiply float32 in parts."""
+
+
+def assert_close(found: list[Tensor], exact: list[Tensor], dtype: torch.dtype, machine: str) -> None:
+    rounding = (ON_A_GPU if machine == "gpu" else ROUNDING)[dtype]
     for mine, theirs in zip(found, exact, strict=True):
         assert mine.dtype == dtype
-        assert (mine.double() - theirs).norm() <= ROUNDING[dtype] * theirs.norm()
+        assert (mine.double() - theirs).norm() <= rounding * theirs.norm()
 
 
 @ON_EACH
@@ -139,7 +144,7 @@ def test_a_forest_is_what_float64_computes(
         (plan,) = plan._chunked.values() if "chunks" in form else [plan]
         assert len(plan._sliced) == ("capped" in form)
         assert all(len(slices) > len(NODES) for slices in plan._sliced.values() if "slices" in form)
-    assert_close(found, exact, dtype)
+    assert_close(found, exact, dtype, machine)
 
 
 @ON_EACH
@@ -191,4 +196,4 @@ def test_decoding_is_what_float64_computes(
             query, key, value = (x.to(device) for x in news)
             out = plan.attend(0, query, key, value, SCALE, window, FORMS[form](sinks_H.to(device))).to(CPU)
             for row, count in enumerate(counts):
-                assert_close([out[row, :count]], [exact(row, news, count)], dtype)
+                assert_close([out[row, :count]], [exact(row, news, count)], dtype, machine)
