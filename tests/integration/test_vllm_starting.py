@@ -17,7 +17,7 @@ from rollgrad.adapters.engines.vllm.launch import start
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.weights.channel import PROBE_TOKENS, EngineWeights
 from rollgrad.application.settings.sections.vllm import SyncBackend
-from rollgrad.domain.errors import EngineError, MissingExtraError
+from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtraError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.cli.main import main
 from tests.caught_requests import begun, caught
@@ -68,6 +68,12 @@ def test_vllm_holds_what_a_run_can_ask_for_and_no_more_than_the_model_has_positi
     monkeypatch.setattr(AsyncLLM, "from_engine_args", seen.append)
     start(SyncBackend.SHARED_MEMORY, longest=longest, model=str(wide_headed_model_dir), max_num_seqs=8)
     assert seen[0].max_model_len == held
+
+
+def test_guessing_ahead_is_refused_where_its_log_probs_are_wrong(wide_headed_model_dir: Path) -> None:
+    ahead = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    with pytest.raises(ConfigurationError, match=r"on a CPU the log-probs .* leave --vllm\.extra\.speculative_config"):
+        start(SyncBackend.SHARED_MEMORY, model=str(wide_headed_model_dir), max_num_seqs=8, extra=ahead)
 
 
 @pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size", None], ids=str)

@@ -45,7 +45,7 @@ def start(
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ConfigurationError: vLLM has no such argument, or it is one of `settings`.
+        ConfigurationError: vLLM has no such argument, it is one of `settings`, or its results would be wrong here.
         EngineError: it does not start with `settings`, arguments of `AsyncEngineArgs` with `max_num_seqs` among them.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -68,6 +68,11 @@ def start(
     raise_together([ConfigurationError(problem) for problem in argument_problems(extra)])
     register()
     cpu = current_platform.is_cpu()
+    if cpu and "speculative_config" in extra:
+        raise ConfigurationError(
+            "vLLM is to guess tokens ahead (speculative_config), but on a CPU the log-probs of its tokens are then not "
+            "the model's: leave --vllm.extra.speculative_config (of chat and serve: --vllm_extra.) out."
+        )
     try:
         chosen: dict[str, Any] = {
             "enable_chunked_prefill": not cpu,
