@@ -219,7 +219,7 @@ async def test_a_server_of_tools_that_is_lost_is_no_mistake_of_the_model() -> No
 async def test_a_huge_result_loses_its_middle() -> None:
     whole, huge = "x" * RESULT_CHARACTERS, f"begin{'x' * 10**7}end"
     results = await steps(ToolEnvironment([FakeTool()]), act("", call(whole)), act("", call(huge)))
-    ((kept,), (cut,)) = map(contents, results)
+    kept, cut = (contents(result)[0] for result in results)
     assert kept == whole
     assert len(cut) < RESULT_CHARACTERS + 100
     assert cut.startswith("begin")

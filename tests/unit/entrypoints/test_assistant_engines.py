@@ -13,6 +13,7 @@ from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.domain.errors import EngineError
+from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
 from rollgrad.entrypoints.composition import cluster
 from rollgrad.entrypoints.composition.assistant import LoadedAssistant, load_assistant
@@ -113,6 +114,22 @@ async def test_a_server_without_hope_of_an_engine_says_so(loaded: tuple[LoadedAs
         async with asyncio.timeout(SECONDS):
             await waiting
     await served.aclose()
+
+
+def test_the_command_ends_with_the_reason_when_no_engine_is_left(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Doomed(FakeCluster):
+        def engines(self, settings: Mapping[str, Any], beside_training: bool) -> EngineFleet:
+            self.members[0].kill()
+            return EngineFleet(self.members, bounds=FleetBounds(max_restarts=0), ping_seconds=0.005)
+
+    monkeypatch.setattr(cluster, "Cluster", Doomed)
+    model = ["--model", str(tiny_model_dir), "--dtype", "float32"]
+    assert main(["serve", "agent", *model, "--engine", "vllm", "--num_engines", "1", "--port", "0"]) == 2
+    told = capsys.readouterr()
+    assert told.out.startswith("http://127.0.0.1:")
+    assert "error: All 1 engines are dead, each after 0 restarts" in told.err
 
 
 async def test_engines_that_die_before_any_request_do_not_count_as_ready(
