@@ -30,10 +30,12 @@ class ContinuingEngine(RolloutEngine):
         versions: list[int] = []
         likeliest: list[Sequence[tuple[int, float]]] = []
         routed: list[RoutedTokens] = []
+        kept: int | None = None
         while True:
             part = await self._engine.generate(
                 _remaining(request, tokens, recorded(routed, request.known_experts)), on_token=on_token
             )
+            kept = kept if tokens else part.kept
             tokens.extend(part.token_ids)
             logprobs.extend(part.logprobs)
             versions.extend(part.versions)
@@ -47,6 +49,7 @@ class ContinuingEngine(RolloutEngine):
                     stop_reason=part.stop_reason,
                     top_logprobs=likeliest,
                     routed=tuple(routed),
+                    kept=kept,
                 )
 
     async def pause(self, mode: PauseMode) -> None:

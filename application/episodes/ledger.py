@@ -23,7 +23,8 @@ from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, SeesImag
 @frozen(kw_only=True, eq=False)
 class Prepared:
     """A prompt for the engine, with the images that some of its tokens stand for. `parent` is the turn whose tokens it
-    continues; None opens a branch. `continues`, `known_experts`: as in `GenerationRequest`."""
+    continues; None opens a branch. `continues`, `continues_version`, `known_experts`: as in
+    `GenerationRequest`."""
 
     token_ids: tuple[int, ...]
     images: PlacedImages = ()
@@ -31,6 +32,7 @@ class Prepared:
     tools: tuple[ToolSchema, ...] = ()
     parent: int | None = None
     continues: int = 0
+    continues_version: int | None = None
     known_experts: int = 0
 
     def room(self, wanted: int, max_tokens: int | None) -> int:
@@ -55,6 +57,11 @@ class _Turn:
     def __attrs_post_init__(self) -> None:
         self.token_ids = (*self.prepared.token_ids, *self.generation.token_ids)
         self.known_experts = recorded(self.generation.routed, self.prepared.known_experts)
+
+    @property
+    def version(self) -> int:
+        """Version of the policy that sampled the last token."""
+        return int(self.generation.versions[-1])
 
     def followed_by(self, added: RenderedPrompt) -> PlacedImages:
         """Returns the images of the turn's tokens and those of the tokens added to them."""
@@ -109,7 +116,7 @@ class TokenLedger:
         return LatestReply(
             token_ids=latest.token_ids,
             opening=len(first.prepared.token_ids),
-            version=int(latest.generation.versions[-1]),
+            version=latest.version,
             images=latest.prepared.images,
         )
 
@@ -141,6 +148,7 @@ class TokenLedger:
                     tools=tuple(tools),
                     parent=best,
                     continues=len(turn.token_ids),
+                    continues_version=turn.version,
                     known_experts=turn.known_experts,
                 )
         rendered = self._codec.render(messages, tools)
@@ -152,6 +160,7 @@ class TokenLedger:
             tools=tuple(tools),
             parent=parent,
             continues=0 if parent is None else len(self._turns[parent].token_ids),
+            continues_version=None if parent is None else self._turns[parent].version,
             known_experts=0 if parent is None else self._turns[parent].known_experts,
         )
 
@@ -187,6 +196,7 @@ class TokenLedger:
             tools=latest.prepared.tools,
             parent=len(self._turns) - 1,
             continues=len(latest.token_ids),
+            continues_version=latest.version,
             known_experts=latest.known_experts,
         )
 

@@ -52,6 +52,7 @@ async def sample_tokens(
         keep=True,
         images=prepared.images,
         continues=prepared.continues,
+        continues_version=prepared.continues_version,
         known_experts=prepared.known_experts,
     )
     generation = await engine.generate(request, on_token=on_token)

@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 import structlog
 from attrs import evolve, field, frozen
 
+from rollgrad.application.rollouts.slots import EpisodeSlots
+from rollgrad.domain.control.admission import Admission
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
@@ -101,17 +103,24 @@ class RolloutService:
 
     Args:
         executor: plays one episode.
-        max_concurrent: episodes in flight at once.
+        max_concurrent: episodes in flight at once, or what bounds them; of both pipelines and evaluations each has
+            as many places.
         max_failures: failed episodes tolerated in one `stream`; one more raises. None tolerates `FAILURE_SHARE` of its
             episodes.
         seed: run seed, from which each sample's seed is computed.
     """
 
     def __init__(
-        self, executor: AgentExecutor, *, max_concurrent: int, max_failures: int | None = None, seed: int = 0
+        self,
+        executor: AgentExecutor,
+        *,
+        max_concurrent: int | Admission,
+        max_failures: int | None = None,
+        seed: int = 0,
     ) -> None:
         self._executor = executor
-        self._max_concurrent = max_concurrent
+        self.admission = max_concurrent if isinstance(max_concurrent, Admission) else Admission(max_concurrent)
+        """Bound on the episodes in flight."""
         self._max_failures = max_failures
         self._seed = seed
 
@@ -179,9 +188,9 @@ class RolloutService:
         groups = [group async for group in stream]
         return sorted(groups, key=lambda group: group.group_id)
 
-    def slots(self) -> asyncio.Semaphore:
-        """Returns a semaphore for `max_concurrent` episodes, which the groups of one stream share."""
-        return asyncio.Semaphore(self._max_concurrent)
+    def slots(self) -> EpisodeSlots:
+        """Returns the places of episodes in flight that the groups of one stream share."""
+        return EpisodeSlots(self.admission)
 
     def failure_budget(self, episodes: int) -> FailureBudget:
         """Returns the failure budget of a rollout of `episodes`."""
@@ -194,7 +203,7 @@ class RolloutService:
         *,
         samples: int,
         group_id: int,
-        slots: asyncio.Semaphore,
+        slots: EpisodeSlots,
         greedy_baseline: bool = False,
     ) -> RolloutGroup:
         """Plays one group; the arguments are as for `stream`."""

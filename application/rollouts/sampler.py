@@ -146,7 +146,8 @@ class GroupSampler:
         taken, self._ready = self._ready[: plan.groups], self._ready[plan.groups :]
         self._deals = {group.group_id: self._deals[group.group_id] for group in self._ready}
         self._dealer.learn(played)
-        return taken, sampling_metrics(played, rejected) | {"rollout/kept_for_next": float(len(self._ready))}
+        kept = {"rollout/kept_for_next": float(len(self._ready))}
+        return taken, sampling_metrics(played, rejected) | kept | self._rollout.admission.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state, JSON-serialisable; groups kept for the next rollout are positions in the stream."""

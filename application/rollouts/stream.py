@@ -107,7 +107,7 @@ class GroupStream:
         }
         self._played, self._rejected, self._failures = [], Counter(), self._failure_budget()
         lags = lag_metrics(groups, self.gate.version, self.gate.bound.max_staleness)
-        return groups, metrics | lags
+        return groups, metrics | lags | self._rollout.admission.metrics()
 
     def updated(self) -> None:
         """Records that the groups of the last `take` are trained on, and that the engine samples from the new

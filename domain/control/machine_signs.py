@@ -1,5 +1,5 @@
-"""Signs that a run gets less from its machine than it could, or is about to lose it: the memory is full, or most of the
-time goes into something else than sampling and learning. Pure.
+"""Signs that a run gets less from its machine than it could, or is about to lose it: the memory is full, engines
+compute the same again and again, or most of the time goes into something else than sampling and learning. Pure.
 """
 
 from rollgrad.domain.control.rule import LearningSettings, Metrics, Rule, in_rollouts, in_steps
@@ -11,6 +11,9 @@ SYNC_SHARE, TRAINER_IDLE_SHARE, GENERATION_IDLE_SHARE, SHORTEST_STEP = 0.3, 0.8,
 """Shares of a step's time from which on most of it is lost: to the way of the weights, or to waiting of the trainer (as
 rollouts take longer than updates, much of that is usual) or of the engines. In steps of less than a second, the last
 number, such shares are chance."""
+
+RECOMPUTED_SHARE = 0.5
+"""Share of the tokens of earlier turns that engines compute again from which on most of their work is in vain."""
 
 
 def _memory_full(metrics: Metrics, run: LearningSettings) -> bool | None:
@@ -73,7 +76,20 @@ def _describe_time_lost(metrics: Metrics, run: LearningSettings, rollouts: int) 
     return evidence, look_at
 
 
+def _recomputing(metrics: Metrics, run: LearningSettings) -> bool | None:
+    return metrics.get("rollout/recomputed_share", 0.0) >= RECOMPUTED_SHARE or None
+
+
+def _describe_recomputing(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"Engines computed {metrics['rollout/recomputed_share']:.0%} of the tokens of earlier turns again in "
+        f"{in_rollouts(rollouts)}: they have no memory for the keys and values of so many episodes."
+    )
+    return evidence, "--rollout.adaptive_concurrency true, a lower --rollout.max_concurrent, or more engines"
+
+
 MACHINE_RULES = {
+    "recomputing": Rule(sign=_recomputing, describe=_describe_recomputing),
     "memory_full": Rule(sign=_memory_full, describe=_describe_memory_full),
     "time_lost": Rule(sign=_time_lost, describe=_describe_time_lost),
 }

@@ -69,7 +69,8 @@ class GenerationRequest:
     the same seed: random draws continue after theirs, and a stop string may begin in them. Lengths in `params` count
     only tokens still to be sampled.
     `continues`: number of prompt tokens at the beginning that are prompt and reply of an earlier request, whose engine
-    has probably kept their keys and values; 0 where there is none.
+    has probably kept their keys and values; 0 where there is none. `continues_version`: version of that one's last
+    token.
     `known_experts`: number of prompt tokens at the beginning whose experts earlier answers have: the engine need not
     say them again.
     """
@@ -80,6 +81,7 @@ class GenerationRequest:
     begun: int = field(default=0, validator=validators.ge(0))
     images: PlacedImages = ()
     continues: int = field(default=0, validator=validators.ge(0))
+    continues_version: int | None = None
     known_experts: int = field(default=0, validator=validators.ge(0))
 
 
@@ -92,6 +94,7 @@ class Generation:
     request asked for none. `grammar` is that of the request, which says among which tokens each was sampled.
     `routed` has the experts of tokens of prompt and reply together that the engine computed for it: all but the last,
     those that it had kept of an earlier request, and those that the request knows; empty where it does not say.
+    `kept`: number of prompt tokens whose keys and values the engine had kept; None where it does not say.
     """
 
     token_ids: Sequence[int]
@@ -101,3 +104,4 @@ class Generation:
     top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
     grammar: str | None = None
     routed: "tuple[RoutedTokens, ...]" = ()
+    kept: int | None = None

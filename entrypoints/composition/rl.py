@@ -14,6 +14,7 @@ from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.rewards.none import NoReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
+from rollgrad.application.engines.observed import ObservedEngine
 from rollgrad.application.episodes.single_turn import SingleTurnExecutor
 from rollgrad.application.learning.experience import ExperienceService
 from rollgrad.application.learning.update import UpdateService
@@ -39,6 +40,7 @@ from rollgrad.application.settings.sections.actor import RouterReplay
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective
+from rollgrad.domain.control.admission import Admission
 from rollgrad.entrypoints.composition.algorithm import (
     PAUSES,
     advantage_is_all,
@@ -201,7 +203,12 @@ class RLContainer(EngineContainer):
     )
 
     tracing = providers.Resource(closed_at_end, Tracing, base.config.provided.actor.model_name_or_path)
-    traced_engine = providers.Singleton(Tracing.engine, tracing, base.engine)
+    admission = providers.Singleton(
+        Admission, base.config.provided.rollout.max_concurrent, base.config.provided.rollout.adaptive_concurrency
+    )
+    traced_engine = providers.Singleton(
+        ObservedEngine, providers.Singleton(Tracing.engine, tracing, base.engine), admission
+    )
     traced_reward = providers.Singleton(Tracing.rewards, tracing, reward)
     brought: providers.Provider[list[str]] = providers.Object([])
     """Names of adapters that the caller brought."""
@@ -233,7 +240,7 @@ class RLContainer(EngineContainer):
     rollout = providers.Singleton(
         RolloutService,
         traced_executor,
-        max_concurrent=base.config.provided.rollout.max_concurrent,
+        max_concurrent=admission,
         max_failures=base.config.provided.rollout.max_failures,
         seed=base.config.provided.train.seed,
     )

@@ -28,6 +28,7 @@ from rollgrad.adapters.weights.shared_memory import shared_memory
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.control.admission import BLOCK
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
@@ -100,6 +101,15 @@ def plain_logits(model_dir: Path, tokens: Sequence[int]) -> torch.Tensor:
 def scores(policy: TorchPolicy, prompt: Sequence[int], reply: Sequence[int]) -> list[float]:
     """The trainer's log-probs of `reply`."""
     return policy.score(pack([make_trajectory(prompt, reply)])).logprobs_N[len(prompt) :].tolist()
+
+
+async def test_of_earlier_turns_whole_blocks_are_kept(vllm_engine: VLLMEngine) -> None:
+    prompt = tuple(range(20, 220))
+    first = await vllm_engine.generate(ask(prompt=prompt))
+    assert first.kept == 0
+    later = await vllm_engine.generate(ask(prompt=(*prompt, *first.token_ids, 7, 8)))
+    assert later.kept is not None
+    assert len(prompt) - BLOCK < later.kept <= len(prompt) + len(first.token_ids)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -68,10 +68,12 @@ async def test_numbers_of_experts_get_the_type_that_has_one_for_none(experts: in
             max_model_len=8, dtype=torch.float32, get_vocab_size=lambda: 9, get_num_experts=lambda: experts
         )
 
+        vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
+
         async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
             logprobs = SimpleNamespace(start_indices=[0], logprobs=[-1.0])
             output = CompletionOutput(0, "", [5], -1.0, logprobs, finish_reason="length", routed_experts=said_RLK)
-            yield SimpleNamespace(outputs=[output])
+            yield SimpleNamespace(outputs=[output], num_cached_tokens=0)
 
     request = GenerationRequest(prompt_token_ids=(2, 3, 4), params=SamplingParams(max_new_tokens=1), known_experts=1)
     [routed] = (await LocalCore(Told()).sample("name", request, frozenset(), None)).routed

@@ -53,6 +53,7 @@ class LocalCore(Core):
         self._sleep_level = sleep_level
         self.keeps_weights = sleep_level < GIVES_UP_WEIGHTS
         config = llm.model_config
+        self._keeps = bool(llm.vllm_config.cache_config.enable_prefix_caching)
         self.max_tokens = config.max_model_len
         self.model = EngineModel(config.dtype, config.get_vocab_size())
 
@@ -78,7 +79,8 @@ class LocalCore(Core):
                 on_token(token)  # type: ignore[misc]
 
         params = parameters(request, eos_token_ids, streamed=on_token is not None)
-        last = (await self._last_output(name, request.prompt_token_ids, params, take, request.images)).outputs[0]
+        output = await self._last_output(name, request.prompt_token_ids, params, take, request.images)
+        last = output.outputs[0]
         if last.finish_reason not in STOP_REASONS:
             raise EngineError(f"Generation failed: vLLM ended the request with {last.finish_reason!r}.")
         versions = [int(span.version) for span in last.weight_versions or () for _ in range(span.start, span.end)]
@@ -89,6 +91,7 @@ class LocalCore(Core):
             stop_reason=STOP_REASONS[last.finish_reason],
             top_logprobs=likeliest,
             routed=() if last.routed_experts is None else (self._routed(request.known_experts, last.routed_experts),),
+            kept=output.num_cached_tokens if self._keeps else None,
         )
 
     def _routed(self, start: int, experts_RLK: np.ndarray) -> RoutedTokens:

@@ -43,6 +43,7 @@ MAY_DIFFER = (
     "rollout.server_urls",
     "rollout.max_batch_size",
     "rollout.max_concurrent",
+    "rollout.adaptive_concurrency",
     "agent.python_isolation",
     "reward.isolation",
     # what ends a run that somebody then mends

@@ -68,6 +68,11 @@ class RolloutConfig:
         (), "Texts that end a reply, besides the model's own end token.", Range(all, "texts that are not empty")
     )
     max_concurrent: int = setting(4096, "Episodes in flight at once.", COUNT)
+    adaptive_concurrency: bool = setting(
+        False,
+        "Lowers the episodes in flight while engines of vLLM give up the keys and values of earlier turns, so that "
+        "later turns compute them again, and raises them, rollout.max_concurrent at most, while they keep them.",
+    )
     max_failures: int | None = setting(
         None,
         "Failed episodes tolerated per rollout (with train.async_enable from update to update), each named on the "

@@ -184,6 +184,7 @@ class SleepCalls:
     """vLLM as far as sleep goes, with its own signatures."""
 
     model_config = SimpleNamespace(max_model_len=64, dtype=torch.float32, get_vocab_size=lambda: 100)
+    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
     errored = False
 
     def __init__(self) -> None:

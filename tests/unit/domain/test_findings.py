@@ -56,6 +56,7 @@ SIGNS: dict[str, dict[str, float]] = {
     "clipped": {"policy/clip_low_share": 0.2, "policy/clip_high_share": 0.2},
     "part_falls": {"reward/part/right": 0.1, "reward/mean": 0.6},
     "memory_full": {"memory/host_share": 0.99},
+    "recomputing": {"rollout/recomputed_share": 0.7},
     "time_lost": {"time/sync_s": 9.0},
 }
 GROWING = ("reward_follows_length", "mismatch_grows", "part_falls")
@@ -77,6 +78,7 @@ LOOK_AT = {
     "clipped": "--actor.adam.lr",
     "part_falls": "--reward.weights",
     "memory_full": "--rollout.max_concurrent",
+    "recomputing": "--rollout.adaptive_concurrency",
     "time_lost": "--vllm.sync_backend",
 }
 
