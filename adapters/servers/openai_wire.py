@@ -236,10 +236,13 @@ def _finish_reason(reply: ChatReply) -> str:
     return "tool_calls" if reply.parsed.message.get("tool_calls") else "stop"
 
 
-def token_usage(replies: Sequence[ChatReply]) -> dict[str, int]:
-    """Returns the tokens of the prompt and of all replies to it, by OpenAI's names."""
+def token_usage(replies: Sequence[ChatReply]) -> dict[str, Any]:
+    """Returns the tokens of the prompt and of all replies to it, by OpenAI's names, and those of the prompt that the
+    engine had kept, if it says so."""
     prompt, completion = usage_of(replies)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    kept = replies[0].generation.kept
+    details = {} if kept is None else {"prompt_tokens_details": {"cached_tokens": kept}}
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion, **details}
 
 
 def _logprobs(reply: ChatReply, decode: Decode) -> dict[str, Any]:

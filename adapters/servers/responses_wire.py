@@ -187,7 +187,7 @@ def _response(call: Call, call_id: str, output: Sequence[Mapping[str, Any]], rep
         read_tokens, written = usage_of([reply])
         usage = {
             "input_tokens": read_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": reply.generation.kept or 0, "cache_write_tokens": 0},
             "output_tokens": written,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": read_tokens + written,

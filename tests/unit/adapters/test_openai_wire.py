@@ -179,6 +179,12 @@ JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCH
 OTHER: Any = {"type": "function", "function": {"name": "g"}}
 
 
+def test_tokens_that_the_engine_had_kept_are_told_where_it_says_so() -> None:
+    told = evolve(reply(), generation=evolve(reply().generation, kept=2))
+    usage = WIRE.encode(WIRE.decode({"messages": HI}), [told], "1", decode)["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
 def test_the_model_is_shown_the_tools_that_are_allowed() -> None:
     call = WIRE.decode({"messages": HI, "tools": [TOOL, OTHER], "tool_choice": allowed("auto", "g", "other")})
     assert [tool["function"]["name"] for tool in call.request.tools] == ["g"]
