@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from rollgrad.adapters.models.torch import sleeping
 from rollgrad.adapters.models.torch.muon import MuonSettings
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 
@@ -58,6 +61,49 @@ def test_a_state_is_loaded_into_what_sleeps() -> None:
     assert continued._sleeping.asleep
     assert step(continued) == step(begun)
     assert all(map(torch.equal, kept(continued), kept(begun)))
+
+
+@given(st.lists(st.integers(0, 3000), max_size=30))
+def test_tensors_that_share_slabs_lie_apart(sizes: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sleeping, "SLAB", 1024)
+        slabs, places = sleeping.packed(sizes)
+    assert all(size.bit_count() == 1 for size in slabs), "torch would round it up"
+    taken: set[tuple[int, int]] = set()
+    for size, (slab, first) in zip(sizes, places, strict=True):
+        own = {(slab, byte) for byte in range(first, first + size)}
+        assert first % sleeping.STEP == 0
+        assert first + size <= slabs[slab]
+        assert taken.isdisjoint(own)
+        taken |= own
+
+
+def test_slabs_take_little_more_than_a_model_needs() -> None:
+    """Masters and moments of Qwen3-0.6B."""
+    layer = (2**21, 2**20, 2**20, 2**21, *[3 * 2**20] * 3, 128, 128, 1024, 1024)
+    sizes = [4 * numbers for numbers in (151936 * 1024, *layer * 28, 1024) for _ in range(3)]
+    slabs, _ = sleeping.packed(sizes)
+    assert sum(1 << (size - 1).bit_length() for size in sizes) > 1.3 * sum(sizes), "each alone"
+    assert sum(slabs) < 1.06 * sum(sizes)
+
+
+def test_what_sleeps_beside_a_gpu_shares_slabs_and_no_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files refuse tensors that share a storage, which has what each says it has."""
+    made, locked = torch.empty, list[int]()
+
+    def empty(size: int, *, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+        assert pin_memory
+        locked.append(size)
+        return made(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    tensors = [torch.randn(5, 7), torch.randn(3, 4).t(), torch.randn(0), torch.randn(9)]
+    before = [tensor.clone() for tensor in tensors]
+    sleeping.SleepingTensors(lambda: tensors, CUDA).sleep()
+    assert len(locked) == 1
+    assert all(map(torch.equal, tensors, before))
+    assert [tensor.stride() for tensor in tensors] == [tensor.stride() for tensor in before]
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [tensor.nbytes for tensor in before]
 
 
 @pytest.mark.gpu
