@@ -4,11 +4,12 @@
 
 Each section runs in a process of its own, which is killed when its time or that of all is over, so that none spoils or
 holds up the next; those whose answers matter most come first. While one runs, the next makes its imports. What a
-section finds is printed at once, and with --out written to OUT/first_light.json, as is where it failed, or hung; at
-the end comes a table. `--smoke` is the same code on small shapes, for machines without a GPU too. Model: random weights
-in the shape of Qwen3-0.6B, so nothing has to be downloaded. `ipc` unpacks by vLLM's own file, of the installed vLLM or
---vllm-packed; `deepspeed` needs that library, `gpu_tests` what tests need. For a machine without a network
-`scripts/offline.py` gathers what it lacks.
+section finds is printed at once, and with --out written to OUT/first_light.json, as is where it failed, or hung; those
+that an error of CUDA's has ended are tried again, where each call is waited for; at the end comes a table. `--smoke` is
+the same code on small shapes, for machines without a GPU too. Model: random weights in the shape of Qwen3-0.6B, so
+nothing has to be downloaded. `ipc` unpacks by vLLM's own file, of the installed vLLM or --vllm-packed; `deepspeed`
+needs that library, `gpu_tests` what tests need. For a machine without a network `scripts/offline.py` gathers what it
+lacks.
 """
 
 import argparse
@@ -88,6 +89,9 @@ SECTIONS = {
 }
 """Seconds of each on a GPU at most, and what it compiles included."""
 
+LEAST = 30.0
+"""Seconds at least for a section that is tried again because of an error of CUDA's, which comes some calls later."""
+
 STACKS = 4.0
 """Seconds before its end at which a section writes where each of its threads is."""
 
@@ -119,12 +123,16 @@ def run_section(name: str) -> bool:
 class Section:
     """A section in a process of its own, which makes its imports and waits."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **variables: str) -> None:
+        self._ended = False
         self._folder = tempfile.TemporaryDirectory()
         self._file = Path(self._folder.name) / "found.json"
         words = [*sys.argv[1:], "--section", name, "--out", str(self._file)]
         self._child = subprocess.Popen(
-            [sys.executable, __file__, *words], start_new_session=True, stdin=subprocess.PIPE
+            [sys.executable, __file__, *words],
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            env={**os.environ, **variables},
         )
 
     def found(self, seconds: float) -> dict[str, Any]:
@@ -147,10 +155,19 @@ class Section:
         return {**found, "FAILED": status, "at": at}
 
     def end(self) -> None:
-        """Ends it, and the processes that it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
+        """Ends it, and the processes that it has started, once."""
+        if not self._ended:
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+        self._ended = True
+
+
+def tell(name: str, results: dict[str, dict[str, Any]], folder: str) -> None:
+    """Prints what a section has found, and writes what all have."""
+    print(f"== {name}: {json.dumps(results[name])}", flush=True)
+    if folder:
+        Path(folder, "first_light.json").write_text(json.dumps(results, indent=1))
 
 
 def main() -> None:
@@ -162,20 +179,29 @@ def main() -> None:
     names = {s.__name__: seconds for s, seconds in SECTIONS.items() if not wanted or s.__name__ in wanted}
     results: dict[str, dict[str, Any]] = {}
     began = time.perf_counter()
-    begun = {name: Section(name) for name in [*names][:1]}
-    for name, following in zip(names, [*[*names][1:], None], strict=True):
-        t = time.perf_counter()
-        left = min(given.seconds if given.tiny else names[name], given.seconds - (t - began))
-        if following is not None and left > 0:
-            begun[following] = Section(following)
-        section = begun.pop(name, None)
-        results[name] = {"FAILED": "no time was left for it"} if left <= 0 or section is None else section.found(left)
-        if section is not None:
+    begun: dict[str, Section] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # sections are in sessions of their own, and would go on
+    try:
+        for name, following in zip(names, [*[*names][1:], None], strict=True):
+            t = time.perf_counter()
+            left = min(given.seconds if given.tiny else names[name], given.seconds - (t - began))
+            results[name] = {"FAILED": "no time was left for it"}
+            if left > 0:
+                for each in (name, following):
+                    if each is not None and each not in begun:
+                        begun[each] = Section(each)
+                results[name] = begun[name].found(left)
+            results[name]["seconds of it"] = round(time.perf_counter() - t, 1)
+            tell(name, results, given.out)
+        for name in [name for name, found in results.items() if "CUDA error" in str(found.get("FAILED"))]:
+            left = min(names[name], given.seconds - (time.perf_counter() - began))
+            if left > LEAST:
+                again = begun[f"{name}, blocking"] = Section(name, CUDA_LAUNCH_BLOCKING="1")
+                results[f"{name}, blocking"] = again.found(left)
+                tell(f"{name}, blocking", results, given.out)
+    finally:
+        for section in begun.values():
             section.end()
-        results[name]["seconds of it"] = round(time.perf_counter() - t, 1)
-        print(f"== {name} ({time.perf_counter() - t:.0f} s): {json.dumps(results[name])}", flush=True)
-        if given.out:
-            Path(given.out, "first_light.json").write_text(json.dumps(results, indent=1))
     failed = [name for name, found in results.items() if "FAILED" in found]
     print("\n".join(f"{name:20} {'FAILED' if name in failed else 'ok'}" for name in results))
     sys.exit(bool(failed))

@@ -37,7 +37,9 @@ class Found(dict):
         super().__setitem__(name, value)
         print(f"   {name}: {json.dumps(value, default=str)}", flush=True)
         if RUN.file:
-            Path(RUN.file).write_text(json.dumps(self, default=str))
+            whole = Path(f"{RUN.file}.whole")
+            whole.write_text(json.dumps(self, default=str))
+            whole.replace(RUN.file)  # at once: it may be killed while it writes
 
 
 def sync() -> None:

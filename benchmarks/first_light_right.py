@@ -169,7 +169,10 @@ def _error(kind: str, dtype: torch.dtype, width: int, value_width: int, window: 
     found = plan.attend(0, ours[0], ours[1], ours[2], width**-0.5, window, given)
     found.backward(g.to(dtype))
     count = 4 if form == "sinks" else 3
-    pairs = [(found, expected), *((a.grad, b.grad) for a, b in zip(ours[:count], leaves[:count], strict=True))]
+    pairs = [
+        (found.detach(), expected.detach()),
+        *((a.grad, b.grad) for a, b in zip(ours[:count], leaves[:count], strict=True)),
+    ]
     return max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
 
 
