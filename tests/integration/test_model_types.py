@@ -34,9 +34,11 @@ REPRESENTATIVES = (
     "kimi_linear",
     "lfm2",
     "nemotron_h",
-    "mamba",
+    "jamba",
+    "minimax",
     "bloom",
     "stablelm",
+    "moshi",
     "roberta",
     "deepseek_v32",
     "reformer",
@@ -46,7 +48,8 @@ REPRESENTATIVES = (
 
 
 def rows() -> dict[str, str]:
-    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    _, head, rest = TABLE.read_text(encoding="utf-8").partition("| type |")
+    lines = (head + rest).splitlines()
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
 
 

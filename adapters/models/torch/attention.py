@@ -20,6 +20,7 @@ from torch.nn import functional
 from rollgrad.adapters.models.torch.attention_buckets import Bucket, Kernel, blocks, bucketed, chunks, slices
 from rollgrad.adapters.models.torch.capped import SLICE, capped_attention
 from rollgrad.adapters.models.torch.kernels import dense, has_varlen, varlen
+from rollgrad.adapters.models.torch.layer_plans import loses_plans, note_plans, noted_plan
 from rollgrad.adapters.models.torch.layout import Node
 from rollgrad.adapters.models.torch.query_scales import install_query_scales, scaled_by_position
 from rollgrad.adapters.models.torch.recurrence import ForestRecurrence
@@ -28,6 +29,7 @@ from rollgrad.adapters.models.torch.recurrent_layers import (
     TOKENWISE,
     check_recurrent_layers,
     install_recurrence,
+    scans_without_plan,
 )
 from rollgrad.domain.errors import ConfigurationError
 
@@ -126,12 +128,13 @@ def attention_forward(
             f"{type(module).__name__} passes softcap and s_aux to its attention, which packed training does not "
             "compute together."
         )
+    attention_plan = noted_plan() if attention_plan is None else attention_plan
     if attention_plan is None:
         raise ConfigurationError("its code does not hand keywords on to its attention, which packed training needs.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query_positions is not None:
         query = scaled_by_position(module, query, query_positions)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx or 0)  # type: ignore[arg-type]  # layers that share their attention leave it out
     masked = None if attention_mask is None else attention_mask.window
     chunk, masked = (masked, None) if _kind(module, layer) == CHUNKED else (None, masked)
     window = masked if sliding_window is None else min(sliding_window, masked or sliding_window)
@@ -194,6 +197,8 @@ def install_attention(model: Any) -> None:
     AttentionMaskInterface.register(ATTENTION, layer_mask)
     install_recurrence(model)
     install_query_scales(model)
+    if loses_plans(backbone(model)) or scans_without_plan(model):
+        note_plans(backbone(model))
     use_attention(model, ATTENTION)
 
 

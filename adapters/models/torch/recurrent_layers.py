@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from rollgrad.adapters.models.torch.layer_plans import noted_plan
 from rollgrad.adapters.models.torch.recurrence import Recurrence
 from rollgrad.domain.errors import ConfigurationError
 
@@ -34,6 +36,9 @@ STATE_ALONE = RECURRENT - {"hybrid"} | TOKENWISE
 
 SHORTEST_CHUNK = 16
 """Tokens of a chunk of Mamba 2's scan at least, which kernels need."""
+
+MOST_DECAYS = 1 << 24
+"""Numbers of Mamba's states at all tokens that are computed together at most, if those of one are not more."""
 
 
 def recurrent_types(model: Any) -> list[str]:
@@ -74,13 +79,20 @@ def install_recurrence(model: Any) -> None:
             part.register_forward_pre_hook(_plan_as_seq_idx, with_kwargs=True)
 
 
+def scans_without_plan(model: Any) -> bool:
+    """Returns whether a transformers model has Mamba's scan, to which no code hands keywords on."""
+    return any(_MAMBA_SCAN in vars(module) for module in _modules(model))
+
+
 def check_planned(model: Any, calls: int) -> None:
     """Checks that a pass called its plan as often as the layers that hand a state on need.
 
     Raises:
         ConfigurationError: it did not.
     """
-    expected = sum(1 if kind == CONVOLUTION else 2 for kind in recurrent_types(model))
+    config = model.config.get_text_config()
+    scans = config.n_mamba_heads if config.model_type == "zamba" else 1  # which scans head by head
+    expected = sum(1 if kind == CONVOLUTION else 1 + scans for kind in recurrent_types(model))
     if calls != expected:
         raise ConfigurationError(
             "its code does not hand keywords on to all layers that hand a state on, which packed training needs."
@@ -105,6 +117,7 @@ class _Planned:
         given = named.pop("attention_plan", None)
         if given is None and isinstance(named.get("seq_idx"), _HandedOn):
             given = named.pop("seq_idx").plan
+        given = noted_plan() if given is None else given
         if given is None:
             return self._own(*positional, **named)
         return self._planned(given.recurrence, self._own, self._module, *positional, **named)
@@ -202,6 +215,60 @@ def _mamba_2(
     return recurrence.scan(scan, [x, step, B, C])
 
 
+def _mamba_1(
+    recurrence: Recurrence,
+    own: Callable[..., Any],
+    module: ModuleType,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    return_last_state: bool,
+    **named: Any,
+) -> Tensor:
+    """Mamba's scan of x [B, C, T] (Gu & Dao 2023, arXiv:2312.00752, equations 2 and 4: of the state h at each token
+    exp(dt A) h is left) begins with no state, but is linear in one: it adds C exp(A (dt_1 + ... + dt_t)) h to token
+    t."""
+    # A time step of 0 leaves the state as it is, but its softplus never is 0.
+    step = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
+    step = (functional.softplus(step) if delta_softplus else step).to(dt.dtype)
+
+    def scan(rows: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, step, B, C = (each.transpose(1, 2) for each in rows)
+        out, after = own(x, step, A, B, C, return_last_state=True, **named)
+        if state is not None:
+            passed = step.float().cumsum(2)
+            out = out + _of_state(passed, A, C.float(), state)
+            after = after + torch.exp(A * passed[:, :, -1:]) * state
+        return out.transpose(1, 2), after
+
+    out = recurrence.scan(scan, [each.transpose(1, 2) for each in (x, step, B, C)]).transpose(1, 2)
+    return (out + x * D[:, None]) * functional.silu(z)
+
+
+def _of_state(passed_RCT: Tensor, A_CN: Tensor, C_RNT: Tensor, state_RCN: Tensor) -> Tensor:
+    """Returns what the states before rows add to them [R, C, T], some of each state's N numbers at a time; the backward
+    pass computes it again."""
+    count = max(1, MOST_DECAYS // passed_RCT.numel())
+
+    def some(*given: Tensor) -> Tensor:
+        passed_RCT, A_CN, C_RNT, state_RCN = given
+        left_RCTN = torch.exp(passed_RCT[..., None] * A_CN[:, None]) * state_RCN[:, :, None]
+        return torch.einsum("rctn,rnt->rct", left_RCTN, C_RNT)
+
+    parts = zip(
+        torch.split(A_CN, count, 1), torch.split(C_RNT, count, 1), torch.split(state_RCN, count, 2), strict=True
+    )
+    added = [checkpoint(some, passed_RCT, *part, use_reentrant=False) for part in parts]
+    return torch.stack(added).sum(0)
+
+
 def _unfused(*_: Any, **__: Any) -> None:
     """Answers as transformers does where there is no kernel for convolution and scan together."""
 
@@ -219,10 +286,13 @@ def _plan_as_seq_idx(module: nn.Module, positional: Any, named: Mapping[str, Any
 
 
 _CONVOLVED = "causal_conv1d_fn"
+_MAMBA_SCAN = "mamba_selective_scan"
 _RECURRENCES: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta_rule("torch_recurrent_gated_delta_rule"),
     "chunk_kimi_delta_attention": _delta_rule("recurrent_kimi_delta_attention"),
     "mamba2_chunk_scan": _mamba_2,
+    _MAMBA_SCAN: _mamba_1,
+    "mamba_inner_fn": _unfused,
     "mamba2_split_conv1d_scan_combined": _unfused,
 }
 """The plan's form of each function of transformers, by its name."""

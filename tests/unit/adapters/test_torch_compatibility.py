@@ -153,6 +153,8 @@ def test_a_pack_beyond_the_rotary_embedding_is_refused(tmp_path: Path) -> None:
         ("gemma4_text", 2, 512),
         ("qwen3_next", 2, 8),
         ("mamba2", 0, 0),
+        ("mamba", 0, 0),
+        ("jamba", 2, 8),
         ("mimo_v2_flash", 4, 10),
     ],
 )
@@ -164,7 +166,7 @@ def test_the_plan_knows_the_cache_of_every_kind_of_attention(
     assert (shape.kv_heads, shape.head_dim) == (kv_heads, head_dim)
 
 
-@pytest.mark.parametrize(("model_type", "kv_heads"), [("mamba", 0), ("bloom", 0), ("jamba", 0), ("gemma2", 2)])
+@pytest.mark.parametrize(("model_type", "kv_heads"), [("minimax", 0), ("bloom", 0), ("gemma2", 2)])
 def test_the_plan_counts_no_keys_where_sequences_are_computed_anew(
     model_type: str, kv_heads: int, tmp_path: Path
 ) -> None:

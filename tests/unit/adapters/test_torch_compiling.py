@@ -132,6 +132,8 @@ def compiled(model: Any) -> Any:
                 ("gpt2", False),
                 ("deepseek_v3", True),
                 ("llama4_text", True),
+                ("jamba", True),
+                ("nemotron", True),
             ]
         ),
     ],
@@ -310,8 +312,8 @@ def is_compiled(model: Any) -> bool:
 
 @pytest.mark.usefixtures("compiled_as_it_is")
 def test_a_model_that_is_computed_padded_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="MambaForCausalLM is computed with padding"):
-        compile_layers(installed("mamba"))
+    with pytest.raises(ConfigurationError, match="MiniMaxForCausalLM is computed with padding"):
+        compile_layers(installed("minimax"))
 
 
 def test_the_time_that_compiling_takes_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,10 +110,8 @@ def bloom_alibi() -> Any:
     return BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=2))
 
 
-def mamba_recurrence() -> Any:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    return MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, state_size=4, num_hidden_layers=2))
+def lightning_attention() -> Any:
+    return tiny_model("minimax")
 
 
 def gpt2_learned_positions() -> Any:
@@ -126,7 +124,7 @@ def gpt2_learned_positions() -> Any:
     ("family", "message"),
     [
         (bloom_alibi, "attention interface"),
-        (mamba_recurrence, "linear_attention"),
+        (lightning_attention, "linear_attention"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -261,12 +259,12 @@ def test_learned_positions_load(tmp_path: Path) -> None:
     assert load(tmp_path).config._attn_implementation == ATTENTION
 
 
-def test_chunked_attention_is_refused() -> None:
+def test_layers_of_an_unknown_type_are_refused() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    model.config.layer_types = ["chunked_attention", "full_attention"]
-    with pytest.raises(ConfigurationError, match="chunked_attention"):
+    model.config.layer_types = ["block_attention", "full_attention"]
+    with pytest.raises(ConfigurationError, match="block_attention"):
         install_attention(model)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgrad.adapters.models.deepspeed.tensor_parallel import divided
-from rollgrad.adapters.models.torch import row_widths, sequence_parallel
+from rollgrad.adapters.models.torch import recurrent_layers, row_widths, sequence_parallel
 from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedReward, PackedValue
 from rollgrad.adapters.models.torch.layout import Node, build_layout
@@ -39,6 +39,10 @@ FAMILIES = (
     "granitemoehybrid",
     "zamba2",
     "mamba2",
+    "mamba",
+    "falcon_mamba",
+    "jamba",
+    "zamba",
 )
 WIDTH = 4
 """Tokens that a convolution sees."""
@@ -181,7 +185,7 @@ def test_a_forest_has_the_values_and_gradients_of_its_sequences(model_type: str)
 
 
 @pytest.mark.usefixtures("calls")
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "kimi_linear", "lfm2", "bamba"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "kimi_linear", "lfm2", "bamba", "mamba", "jamba", "zamba"])
 def test_so_it_has_where_layers_are_computed_again_for_gradients(model_type: str) -> None:
     value_gap, gradient_gap = packed_gaps(*made(model_type, recomputes=True), forest(1))
     assert value_gap < LOGPROB_TOLERANCE
@@ -266,13 +270,26 @@ def test_adapters_and_routers_are_those_of_padded_sequences() -> None:
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "jamba", "minimax", "zamba"])
-def test_a_recurrence_that_takes_no_state_is_padded(model_type: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_model(model_type)
+def test_a_recurrence_that_is_no_function_is_padded(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model("minimax")
     install_and_compare(model)
     assert is_padded(model)
     told = capsys.readouterr()
     assert "whose recurrence packed training does not know" in told.out + told.err
+
+
+@pytest.mark.parametrize("states_at_once", [1, 3, 4])
+def test_states_of_mamba_are_carried_some_numbers_at_a_time(
+    states_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed_RCT, A_CN = torch.rand(2, 3, 5).cumsum(2), -torch.rand(3, 4)
+    monkeypatch.setattr(recurrent_layers, "MOST_DECAYS", states_at_once * passed_RCT.numel())
+    given = [x.requires_grad_() for x in (passed_RCT, A_CN, torch.randn(2, 4, 5), torch.randn(2, 3, 4))]
+    found_RCT = recurrent_layers._of_state(*given)
+    decays_RCTN = torch.exp(passed_RCT[..., None] * A_CN[:, None])
+    expected_RCT = torch.einsum("rctn,rcn,rnt->rct", decays_RCTN, given[3], given[2])
+    torch.testing.assert_close(found_RCT, expected_RCT)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), given) for x in (found_RCT, expected_RCT)))
 
 
 def test_a_layer_that_does_not_get_the_plan_is_padded(

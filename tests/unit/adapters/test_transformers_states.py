@@ -26,7 +26,10 @@ def packed(model_type: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "kimi_linear", "lfm2", "nemotron_h", "falcon_h1", "mamba2"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_5_text", "kimi_linear", "lfm2", "nemotron_h", "falcon_h1", "mamba2", "mamba", "jamba", "zamba"],
+)
 async def test_rows_that_come_and_go_and_go_on_are_exact(model_type: str) -> None:
     """Two at a time, of seven of unlike lengths that wait, and on what is kept of them."""
     plain, model = tiny_model(model_type).requires_grad_(False), packed(model_type)
@@ -73,7 +76,7 @@ def test_states_of_a_pass_stay_where_they_are() -> None:
     assert states.nbytes == 0
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2", "falcon_h1", "jamba"])
 def test_the_size_of_states_is_what_sequences_have(model_type: str, tmp_path: Path) -> None:
     """As a plan of a run's memory says."""
     model = packed(model_type)
