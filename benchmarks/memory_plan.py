@@ -153,7 +153,7 @@ def measure(architecture: str, work: Work, directory: str) -> Iterator[Row]:
     make_model(architecture, work, directory)
     config = make_config(directory, work)
     passes = partial(measured_passes, directory, dtype=torch.float32, device=CPU, longest=PROMPT + REPLY)
-    shape = evolve(model_shape("actor.model_name_or_path", directory), passes=passes())
+    shape = evolve(model_shape("actor.model_name_or_path", directory), passes=passes(prompt=PROMPT))
     if shape.passes is None:
         print(f"{architecture} cannot be measured without weights")
     judge = evolve(shape, passes=passes(judges=True))

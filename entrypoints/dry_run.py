@@ -30,6 +30,7 @@ from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.time_floor import least_seconds, step_work
 from rollgrad.application.settings.unit_ratio import idle_sentence
+from rollgrad.application.settings.way_out import way_out
 from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
 from rollgrad.entrypoints.run_directory import check_output
@@ -183,15 +184,7 @@ def show_plan(config: RLConfig, console: "Console") -> list[str]:
     machine, device = _machine(), default_device()
     dtype = resolve_dtype(config.actor.dtype, device)
     shapes = _shapes(config, dtype, device)
-    rows = memory_plan(
-        config,
-        shapes["actor"],
-        compute_bytes=dtype.itemsize,
-        machine=machine,
-        critic=shapes.get("critic"),
-        reference=shapes.get("reference"),
-        reward=shapes.get("reward"),
-    )
+    rows = _rows(config, shapes, machine, dtype)
     console.print(_memory_table(rows, machine))
     for place in places(rows, machine):
         console.print(f"{_mib(place.held)} MiB at once in {place.name}, which has {_mib(place.available)}")
@@ -208,7 +201,25 @@ def show_plan(config: RLConfig, console: "Console") -> list[str]:
         console.print(f"{'off-policy correction' if name == 'weights' else '  ' + name}: {words}")
     if idle := idle_sentence(config):
         console.print(idle)
-    return list(shortages(rows, machine))
+    short = list(shortages(rows, machine))
+    way = way_out(config, machine, partial(_fits, machine=machine, dtype=dtype, device=device)) if short else None
+    return short if way is None else [*short, way]
+
+
+def _rows(config: RLConfig, shapes: dict[str, ModelShape], machine: Machine, dtype: "torch.dtype") -> list[RoleMemory]:
+    return memory_plan(
+        config,
+        shapes["actor"],
+        compute_bytes=dtype.itemsize,
+        machine=machine,
+        critic=shapes.get("critic"),
+        reference=shapes.get("reference"),
+        reward=shapes.get("reward"),
+    )
+
+
+def _fits(config: RLConfig, *, machine: Machine, dtype: "torch.dtype", device: "torch.device") -> bool:
+    return not [*shortages(_rows(config, _shapes(config, dtype, device), machine, dtype), machine)]
 
 
 def _weights_way(config: RLConfig, device: "torch.device") -> str:
@@ -250,6 +261,7 @@ def _shapes(config: RLConfig, dtype: "torch.dtype", device: "torch.device") -> d
         device=device,
         longest=longest_sample(config),
         checkpointing=config.actor.gradient_checkpointing,
+        offloads=config.actor.offload_activations,
     )
     lora: dict[str, AdapterConfig] = {"actor": config.actor.lora, "critic": config.critic.lora}
     named = {role: getattr(config, section).model_name_or_path for role, section in SECTIONS.items()}
@@ -263,7 +275,7 @@ def _shapes(config: RLConfig, dtype: "torch.dtype", device: "torch.device") -> d
                 lora.get(role),
                 expert_parallel_size=config.cluster.expert_parallel_size,
             ),
-            passes=passes(name, judges=role == "reward"),
+            passes=passes(name, judges=role == "reward", prompt=config.data.prompt_limit if role == "actor" else None),
         )
         for role, name in named.items()
         if name

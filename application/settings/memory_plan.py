@@ -17,6 +17,7 @@ from rollgrad.application.settings.memory_plan_passes import (
     MIB,
     embedded_bytes,
     head_bytes,
+    offloaded_bytes,
     pass_tokens,
     scoring_bytes,
     shared_keys_bytes,
@@ -114,12 +115,12 @@ def memory_plan(
     it: 2 or, for float32, 4. `critic` and `reference` default to the actor's shape without adapters, that of the critic
     in the compute format; they appear only where the settings use them. `reward`: of the reward model, if there is one.
     """
-    row = _resting(config, _trained(config, "actor", actor, compute_bytes, machine), machine)
-    rows = [_compared(config, _saved(config, row, actor, machine), actor, compute_bytes, machine)]
+    row = _saved(config, _at_rest(config, "actor", actor, compute_bytes, machine), actor, machine)
+    rows = [_compared(config, row, actor, compute_bytes, machine)]
     base = evolve(actor, adapters=0)
     plain = evolve(base, quantised=0)
     if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
-        row = _resting(config, _trained(config, "critic", critic or plain, compute_bytes, machine), machine)
+        row = _at_rest(config, "critic", critic or plain, compute_bytes, machine)
         rows.append(_saved(config, row, _headless(critic or plain), machine))
     compares = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
     whole = config.algo.kl.estimator is KLEstimator.FULL
@@ -170,8 +171,9 @@ def shortages(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[str]:
             yield (
                 f"This may not fit: {place.name} would hold {place.held / MIB:,.0f} MiB at once, and has "
                 f"{place.available / MIB:,.0f}. Lower --train.max_tokens_per_micro_batch (or, where engines share a "
-                "GPU, --vllm.gpu_memory_utilization), turn on --actor.gradient_checkpointing, or divide models over "
-                "more processes (--cluster.enable, --actor.num_gpus_per_node, --ds.zero_stage 3)."
+                "GPU, --vllm.gpu_memory_utilization), turn on --actor.gradient_checkpointing or "
+                "--actor.offload_activations, or divide models over more processes (--cluster.enable, "
+                "--actor.num_gpus_per_node, --ds.zero_stage 3)."
             )
 
 
@@ -202,7 +204,7 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     moments = ADAM_MOMENTS * trained * FLOAT32_BYTES
     masters = trained * FLOAT32_BYTES
     average = trained * FLOAT32_BYTES if role == "actor" and config.train.enable_ema else 0  # in the machine's memory
-    passes = training_bytes(config, shape, tokens, compute_bytes, head) + shape.dequantised(compute_bytes)
+    passes = training_bytes(config, shape, tokens, compute_bytes, head, machine.gpu) + shape.dequantised(compute_bytes)
     passes += shared_keys_bytes(config, shape, tokens, compute_bytes, trained=True)
     if config.cluster.enable and config.cluster.strategy is Strategy.FSDP2:
         size = where.processes
@@ -259,10 +261,15 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     )
 
 
-def _resting(config: RLConfig, row: RoleMemory, machine: Machine) -> RoleMemory:
-    """Returns the row of actor or critic with the bytes that its optimizer leaves to engines while these sample: under
-    FSDP2 the moments, for the masters are the weights."""
-    if not (machine.gpu and config.train.optimizer_sleeps):
+def _at_rest(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
+    """Returns the row of actor or critic with the inputs of layers that are in the machine's memory, and the bytes that
+    its optimizer leaves to engines while these sample: under FSDP2 the moments, for the masters are the weights."""
+    row = _trained(config, role, shape, compute_bytes, machine)
+    if not machine.gpu:
+        return row
+    tokens = pass_tokens(config, row.processes / config.ds.tensor_parallel_size)
+    row = evolve(row, offloaded=row.offloaded + offloaded_bytes(config, shape, tokens, compute_bytes))
+    if not config.train.optimizer_sleeps:
         return row
     divided = config.cluster.strategy is Strategy.FSDP2
     stepped = row.optimizer * ADAM_MOMENTS // (1 + ADAM_MOMENTS) if divided else row.optimizer

@@ -9,6 +9,7 @@ import math
 from rollgrad.application.settings.derived import longest_sample, ranks, sequences_at_once
 from rollgrad.application.settings.model_shape import ModelShape, bytes_of_pass
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import Checkpointing
 
 FLOAT32_BYTES = 4
 
@@ -22,8 +23,13 @@ Recomputation in Large Transformer Models", equation 1)."""
 WHOLE_ACTIVATIONS_PER_HIDDEN = 11
 """Those of them that tensor parallelism does not divide, 5 of 17 (the same, equation 2)."""
 
-CHECKPOINTED_ACTIVATIONS_PER_HIDDEN = 1
-"""Under gradient checkpointing a layer keeps its input only."""
+KEPT_PER_HIDDEN = {Checkpointing.FULL: 1, Checkpointing.SELECTIVE: 15}
+"""Those that a layer keeps under gradient checkpointing: its input, and the results of attention and products, as many
+as in Qwen3-0.6B, whose heads are twice as wide as its states."""
+
+INPUTS_AT_ONCE = 2
+"""Inputs of layers on their device at most, where the others are in the machine's memory
+(`adapters.models.torch.offloading`)."""
 
 CACHE_BLOCK, PREFILL_TOKENS, SAMPLED_LOGITS = 128, 8192, 6
 """Tokens of a block of the embedded engine's cache, those that it computes in one pass, and copies of a step's logits
@@ -47,27 +53,40 @@ def pass_tokens(config: RLConfig, parts: float, budget: int | None = None) -> in
     return max(least, math.ceil(min(most, samples * longest / parts)))
 
 
-def training_bytes(config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, head: int) -> int:
-    """Returns what the forward and backward pass of actor or critic hold at their peak; `head` is held by the output
-    embedding between the two."""
+def training_bytes(config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, head: int, gpu: int) -> int:
+    """Returns what the forward and backward pass of actor or critic hold at their peak, on a GPU of `gpu` bytes or
+    without one (0); `head` is held by the output embedding between the two."""
     of_layer = _activations_per_hidden(config)
     if shape.passes is not None:
         share = tokens * of_layer / ACTIVATIONS_PER_HIDDEN
         # The head's gradient comes before those of the layers.
         return max(bytes_of_pass(shape.passes.saved, share) + head, bytes_of_pass(shape.passes.trained, share))
-    checkpointing = config.actor.gradient_checkpointing
-    kept = CHECKPOINTED_ACTIVATIONS_PER_HIDDEN if checkpointing else of_layer
+    kept = KEPT_PER_HIDDEN.get(config.actor.gradient_checkpointing)
     # Checkpointing recomputes one layer at a time in full.
-    per_token = shape.hidden * (shape.layers * kept + (of_layer if checkpointing else 0))
-    return math.ceil(tokens * per_token * compute_bytes) + head
+    numbers = shape.layers * of_layer if kept is None else shape.layers * kept + of_layer
+    if config.actor.offload_activations:
+        numbers += min(INPUTS_AT_ONCE, shape.layers) - (shape.layers if gpu else 0)
+    return math.ceil(tokens * shape.hidden * numbers * compute_bytes) + head
 
 
-def scoring_bytes(config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int) -> int:
-    """Returns what a pass of so many tokens without gradients holds at its peak, the output embedding left out."""
+def offloaded_bytes(config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int) -> int:
+    """Returns the bytes of the machine's memory that inputs of layers have while a model on a GPU is trained: torch
+    gives pinned memory in powers of two."""
+    if not config.actor.offload_activations:
+        return 0
+    return int(shape.layers * 2 ** math.ceil(math.log2(tokens * shape.hidden * compute_bytes)))
+
+
+def scoring_bytes(
+    config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, *, prompts: bool = False
+) -> int:
+    """Returns what a pass of so many tokens without gradients holds at its peak, the output embedding left out; of
+    `prompts` or of whole sequences."""
     of_layer = _activations_per_hidden(config)
     if shape.passes is None:
         return math.ceil(tokens * shape.hidden * of_layer * compute_bytes)
-    return bytes_of_pass(shape.passes.scored, tokens * of_layer / ACTIVATIONS_PER_HIDDEN)
+    points = (shape.passes.prompted if prompts else ()) or shape.passes.scored
+    return bytes_of_pass(points, tokens * of_layer / ACTIVATIONS_PER_HIDDEN)
 
 
 def shared_keys_bytes(
@@ -80,7 +99,7 @@ def shared_keys_bytes(
     size = config.ds.sequence_parallel_size
     teams = size // math.gcd(size, shape.kv_heads)
     own = tokens * 2 * shape.kv_heads * shape.head_dim * compute_bytes
-    kept = shape.layers - 1 if trained and not config.actor.gradient_checkpointing else 0
+    kept = shape.layers - 1 if trained and config.actor.gradient_checkpointing is Checkpointing.OFF else 0
     return math.ceil(own * (3 * (teams - 1) + kept * (teams - 0.5))) if teams > 1 else 0
 
 
@@ -119,7 +138,7 @@ def embedded_bytes(config: RLConfig, shape: ModelShape, compute_bytes: int) -> i
     once = max(prompt, min(PREFILL_TOKENS, sequences * prompt))
     logits = SAMPLED_LOGITS * sequences * (shape.embedding // shape.hidden) * FLOAT32_BYTES
     kept = sequences * (length * numbers * compute_bytes + (0 if padded else shape.state_bytes))
-    return kept + max(scoring_bytes(config, shape, once, compute_bytes), logits)
+    return kept + max(scoring_bytes(config, shape, once, compute_bytes, prompts=not padded), logits)
 
 
 def _activations_per_hidden(config: RLConfig) -> float:

@@ -20,6 +20,8 @@ class PassMemory:
 
     scored: Points
     """At the peak of a pass without gradients."""
+    prompted: Points = ()
+    """The same, of sequences as long as prompts; none where that was not measured."""
     saved: Points = ()
     """At the end of a forward pass whose gradients follow, of a model that is trained."""
     trained: Points = ()
@@ -29,6 +31,8 @@ class PassMemory:
     """Whether the model is computed with padding."""
     flops: float = 0.0
     """Floating-point operations of products in a token's forward pass, without those of fused attention."""
+    recomputed: float = 0.0
+    """Those of them that the backward pass makes again."""
 
 
 def bytes_of_pass(points: Points, tokens: float) -> int:

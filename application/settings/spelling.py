@@ -12,7 +12,7 @@ import attrs
 
 from rollgrad.application.settings.presets import refuse_preset
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.actor import Checkpointing, DType
 from rollgrad.application.settings.sections.optimizer import LRScheduler, Optim
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.algorithms.catalogue import (
@@ -29,6 +29,7 @@ Kind = TypeVar("Kind", bound=StrEnum)
 
 OTHER_SPELLINGS: Mapping[type[StrEnum], Mapping[str, str]] = {
     DType: {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
+    Checkpointing: {"true": "full", "on": "full", "false": "off"},
     Engine: {"hf": "embedded", "transformers": "embedded"},
     Optim: {"adamw": "adam", "adamw_torch": "adam"},
     LRScheduler: {"wsd": "warmup_stable_decay"},
@@ -50,7 +51,7 @@ def choice(kind: type[Kind], value: Any) -> Kind:
     """
     if value is False and "off" in list(kind):  # YAML reads an unquoted off as false
         value = "off"
-    name = plain_name(value) if isinstance(value, str) else value
+    name = plain_name(str(value)) if isinstance(value, str | bool) else value
     return kind(OTHER_SPELLINGS.get(kind, {}).get(name, name))
 
 

@@ -74,7 +74,7 @@ def _flops(config: RLConfig, role: str, shape: ModelShape) -> float:
         return body + head
     # Backward passes have two products for each of the forward pass, one where its weight is not trained.
     frozen_weights = bool(shape.adapters)
-    trained = body * (3 - frozen_weights + config.actor.gradient_checkpointing)
+    trained = body * (3 - frozen_weights) + tokens * shape.passes.recomputed
     if role == "critic":
         return config.train.max_epochs * trained + body  # the values of all tokens come before
     return config.train.max_epochs * (trained + head * (HEAD_PASSES - frozen_weights))

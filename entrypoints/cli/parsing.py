@@ -17,8 +17,9 @@ from attrs import define, frozen
 
 from rollgrad.application.settings.brought import with_brought
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.application.settings.sections.ckpt import Resume
-from rollgrad.application.settings.spelling import choice, choice_kind
+from rollgrad.application.settings.spelling import OTHER_SPELLINGS, choice, choice_kind
 from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.domain.settings import FREE, setting
 from rollgrad.entrypoints.cli.free_settings import take_free_settings
@@ -105,7 +106,16 @@ RESUME = OptionalValue(
     negated=Resume.NEVER.value,
 )
 
-OPTIONAL_VALUES: Mapping[str, OptionalValue] = {"ckpt.resume": RESUME}
+CHECKPOINTING = OptionalValue(
+    {**{kind.value: kind.value for kind in Checkpointing}, **OTHER_SPELLINGS[Checkpointing]},
+    alone=Checkpointing.FULL.value,
+    negated=Checkpointing.OFF.value,
+)
+
+OPTIONAL_VALUES: Mapping[str, OptionalValue] = {
+    "ckpt.resume": RESUME,
+    "actor.gradient_checkpointing": CHECKPOINTING,
+}
 """Flags with an optional value besides the booleans, by their dotted names."""
 
 

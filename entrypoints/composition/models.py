@@ -159,6 +159,7 @@ def make_policy(
         optimizer,
         temperature=temperature,
         gradient_checkpointing=actor.gradient_checkpointing,
+        offload_activations=actor.offload_activations,
         aux_loss_coef=actor.aux_loss_coef,
         router_z_loss_coef=actor.router_z_loss_coef,
         correct=correct,
@@ -215,6 +216,7 @@ def make_critic(
         optimizer,
         head=head,
         gradient_checkpointing=actor.gradient_checkpointing,
+        offload_activations=actor.offload_activations,
         optimize=optimize,
     )
 
@@ -258,6 +260,7 @@ def make_trained_reward(
         optimizer,
         head={"weight": head["weight"]},  # a critic's bias is the same for all scores
         gradient_checkpointing=actor.gradient_checkpointing,
+        offload_activations=actor.offload_activations,
         optimize=optimize,
     )
 

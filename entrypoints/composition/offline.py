@@ -24,7 +24,8 @@ from rollgrad.entrypoints.composition.examples import (
 from rollgrad.entrypoints.description import Description, describe_run
 
 LESS_MEMORY = (
-    "lower --train.max_tokens_per_micro_batch or --data.max_tokens, or turn on --actor.gradient_checkpointing."
+    "lower --train.max_tokens_per_micro_batch or --data.max_tokens, or turn on --actor.gradient_checkpointing or "
+    "--actor.offload_activations."
 )
 
 

@@ -92,8 +92,8 @@ from rollgrad.entrypoints.composition.training_server import TrainingServer
 from rollgrad.entrypoints.description import describe
 
 LESS_MEMORY = (
-    "lower --train.max_tokens_per_micro_batch or --rollout.max_batch_size, turn on --actor.gradient_checkpointing, or "
-    "see --dry_run for what takes how much."
+    "lower --train.max_tokens_per_micro_batch or --rollout.max_batch_size, turn on --actor.gradient_checkpointing (or "
+    "--actor.offload_activations), or see --dry_run for what takes how much."
 )
 """Advice in the error of a run that ran out of memory."""
 

@@ -47,9 +47,7 @@ COMMON: Mapping[str, Flag] = {
     "full_determinism": Flag(SWITCH, "actor.deterministic"),
     "gradient_checkpointing": Flag(SWITCH, "actor.gradient_checkpointing", default=True),
     "torch_compile": Flag(SWITCH, "actor.compile"),
-    "activation_offloading": Flag(
-        SWITCH, reason="activations stay on their device: --gradient_checkpointing keeps few"
-    ),
+    "activation_offloading": Flag(SWITCH, "actor.offload_activations"),
     "disable_dropout": Flag(SWITCH),
     # The trackers
     "report_to": Flag(WORDS, idle=NOTHING),

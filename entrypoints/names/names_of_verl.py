@@ -43,6 +43,7 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.model.path": "actor.model_name_or_path",
     "actor_rollout_ref.model.custom_chat_template": "data.chat_template",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.gradient_checkpointing",
+    "actor_rollout_ref.model.enable_activation_offload": "actor.offload_activations",
     "actor_rollout_ref.model.lora_rank": "actor.lora.rank",
     "actor_rollout_ref.model.lora_alpha": "actor.lora.alpha",
     "actor_rollout_ref.model.target_modules": "actor.lora.target_modules",
@@ -172,6 +173,7 @@ VERL: Mapping[str, str] = {
         "critic.ppo_mini_batch_size critic.ppo_epochs", "the critic takes the actor's steps: see --train.batch_size."
     ),
     "critic.model.enable_gradient_checkpointing": "actor.gradient_checkpointing",
+    "critic.model.enable_activation_offload": "actor.offload_activations",
     **alike("critic.model.fsdp_config.param_offload critic.model.fsdp_config.optimizer_offload", "cluster.offload"),
     "reward_model.enable": REWARD_MODEL,
     "reward_model.model.path": "reward.model_name_or_path",

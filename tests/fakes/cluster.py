@@ -35,6 +35,7 @@ from rollgrad.adapters.models.torch.together import Divide
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.adapters.models.torch.weight_shards import Shard, shard_rows, whole_layers
 from rollgrad.adapters.ray.placement import Placement
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores, ValueModel
 from rollgrad.testing.agent_executor import make_trajectory
@@ -155,7 +156,9 @@ def replaying(path: str, optimize: Optimize = MasterOptimizer, shard: Shard | No
     with whole_layers(model):
         install_router_replay(model, "actor.router_replay is trainer")
     tokenizer = load_tokenizer(path, flag=FLAG)
-    return TorchPolicy(model, tokenizer, SETTINGS, keeps_experts=True, gradient_checkpointing=True, optimize=optimize)
+    return TorchPolicy(
+        model, tokenizer, SETTINGS, keeps_experts=True, gradient_checkpointing=Checkpointing.FULL, optimize=optimize
+    )
 
 
 def rank_replaying(path: str, stage: int | str) -> RankPolicy:

@@ -22,7 +22,7 @@ from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.tracking.trajectory_files import rows
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.actor import Checkpointing, DType
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.rollout import Engine
@@ -158,17 +158,15 @@ TRAINERS: dict[str, tuple[type[Any], Callable[[Any], rollgrad.TrainResult], tupl
     "prm": (rollgrad.PRMRun, rollgrad.train_prm, ("train/step_accuracy", "eval/error_f1")),
 }
 """Settings, the function that trains, and metrics of its own."""
+SAVING = {"actor.gradient_checkpointing": Checkpointing.FULL, "actor.offload_activations": True}
+SELECTIVE = SAVING | {"actor.gradient_checkpointing": Checkpointing.SELECTIVE}
 DIVISIONS: dict[str, dict[str, Any]] = {
     "sft": {"cluster.strategy": Strategy.FSDP2},
-    "sft_of_a_mixture": {"cluster.strategy": Strategy.FSDP2, "cluster.expert_parallel_size": 2},
-    "dpo": {"cluster.strategy": Strategy.FSDP2, "cluster.offload": True},
-    "dpo_of_three": {"ds.zero_stage": 3, "ds.sequence_parallel_size": 3},
-    "rm": {"ds.zero_stage": 2, "ds.tensor_parallel_size": 2},
-    "rm_of_three": {
-        "cluster.strategy": Strategy.FSDP2,
-        "ds.sequence_parallel_size": 3,
-        "actor.gradient_checkpointing": True,
-    },
+    "sft_of_a_mixture": {"cluster.strategy": Strategy.FSDP2, "cluster.expert_parallel_size": 2, **SELECTIVE},
+    "dpo": {"cluster.strategy": Strategy.FSDP2, "cluster.offload": True, **SELECTIVE},
+    "dpo_of_three": {"ds.zero_stage": 3, "ds.sequence_parallel_size": 3, **SAVING},
+    "rm": {"ds.zero_stage": 2, "ds.tensor_parallel_size": 2, **SAVING},
+    "rm_of_three": {"cluster.strategy": Strategy.FSDP2, "ds.sequence_parallel_size": 3, **SELECTIVE},
     "prm": {"cluster.strategy": Strategy.FSDP2, "ds.sequence_parallel_size": 2},
 }
 """How processes share a model, where not by ZeRO alone: two, or three, which divide queries, for there are two

@@ -8,7 +8,7 @@ run that continues leaves out what it would have. Nothing is left out in samplin
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -66,11 +66,6 @@ class AdapterDropout:
             self._tokens.follow(module)
             self._model.get_input_embeddings().register_forward_hook(self._begin)
 
-    @property
-    def checkpointing(self) -> dict[str, Any]:
-        """Settings of gradient checkpointing, by which what is computed again leaves out the same."""
-        return {"use_reentrant": False} | ({"context_fn": self._contexts} if self._there else {})
-
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
         """Leaves out what is left out in this optimizer step inside the block."""
@@ -105,10 +100,6 @@ class AdapterDropout:
         keys_M = torch.zeros(len(share.layout.tokens_M), dtype=torch.int32)
         keys_M[share.layout.index_N] = token_keys(batch, step)
         return share.of(keys_M)
-
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Returns the contexts in which a layer is computed, and later computed again: another pass may have begun."""
-        return nullcontext(), self.again()
 
     def again(self) -> AbstractContextManager[None]:
         """Returns the context in which a layer of the pass that is computed now is computed again later."""

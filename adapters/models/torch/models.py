@@ -34,7 +34,8 @@ from rollgrad.adapters.models.torch.neftune import EmbeddingNoise
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.optimizer_state import check_same_weights
 from rollgrad.adapters.models.torch.padded import is_padded
-from rollgrad.adapters.models.torch.router_replay import recomputation, scored_with_experts
+from rollgrad.adapters.models.torch.recomputation import Recomputation
+from rollgrad.adapters.models.torch.router_replay import scored_with_experts
 from rollgrad.adapters.models.torch.saving import save_in_files, save_pretrained
 from rollgrad.adapters.models.torch.sent_names import sent_weights
 from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
@@ -44,6 +45,7 @@ from rollgrad.adapters.models.torch.trained_module import TrainedModule
 from rollgrad.adapters.models.torch.weight_parts import weight_parts
 from rollgrad.adapters.models.torch.weight_shards import whole_layers
 from rollgrad.adapters.weights.shared_buckets import Run
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.batches.metrics import Total
 from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.ports.models import (
@@ -71,18 +73,6 @@ writes them; a layer that is larger has a file of its own."""
 
 GATHERED_BYTES = 64 * 2**20
 """Bytes of divided weights that are gathered at a time."""
-
-
-def train_without_dropout(model: nn.Module) -> None:
-    """Puts a model in train mode without dropout: transformers recomputes activations in train mode only, but
-    ratios need a deterministic policy."""
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.eval()
-        for name, value in [*vars(module).items()]:
-            if "drop" in name and isinstance(value, float):  # of functional dropout, and of layers that are left out
-                setattr(module, name, 0.0)
 
 
 def save_averaged(save: Callable[[Path], None], path: Path, trained: TrainedModule | None) -> None:
@@ -164,7 +154,8 @@ class TorchPolicy(CopiesState, PolicyModel):
         tokenizer: saved beside it.
         settings: of the optimizer.
         temperature: of the distribution of log-probs and entropy.
-        gradient_checkpointing: recompute activations in the backward pass.
+        gradient_checkpointing: which activations the backward pass computes again.
+        offload_activations: keep what it computes them from in the machine's memory.
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`expert_balance.py`).
         router_z_loss_coef: weight of its routers' z-loss; each of the two, or both, takes another forward pass.
         correct: whether scores say which tokens are the most likely ones.
@@ -187,7 +178,8 @@ class TorchPolicy(CopiesState, PolicyModel):
         settings: OptimizerSettings,
         *,
         temperature: float = 1.0,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Checkpointing = Checkpointing.OFF,
+        offload_activations: bool = False,
         aux_loss_coef: float = 0.0,
         router_z_loss_coef: float = 0.0,
         correct: bool = False,
@@ -206,11 +198,9 @@ class TorchPolicy(CopiesState, PolicyModel):
                 check_routers(model, self._coefs)
         self.module = model
         self._tokenizer = tokenizer
-        self._checkpointing = gradient_checkpointing
         self._dropout = AdapterDropout(model)
         self._keeps_experts, self._mean = keeps_experts, mean
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable(recomputation(model, self._dropout))
+        self._recomputation = Recomputation(model, self._dropout, gradient_checkpointing, offloads=offload_activations)
         self._averages = settings.ema_beta is not None and settings.ema_saved
         packed = PackedLM(
             model,
@@ -252,18 +242,13 @@ class TorchPolicy(CopiesState, PolicyModel):
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Implements `PolicyModel.update`."""
         self.steps += 1
-        if self._checkpointing:
-            train_without_dropout(self.module)
         noise = nullcontext() if self._noise is None else self._noise.during(self._trained.steps)
-        try:
-            with noise, self._dropout.during(self._trained.steps):
-                if not self._coefs:
-                    scored = self._scores
-                    return optimizer_step(micro_batches, lambda batch: objective(scored(batch), batch), self._trained)
-                routed = partial(self._routed, objective=objective, step=self._routing(micro_batches))
-                return optimizer_step(micro_batches, routed, self._trained)
-        finally:
-            self.module.eval()
+        with self._recomputation.during(self.module), noise, self._dropout.during(self._trained.steps):
+            if not self._coefs:
+                scored = self._scores
+                return optimizer_step(micro_batches, lambda batch: objective(scored(batch), batch), self._trained)
+            routed = partial(self._routed, objective=objective, step=self._routing(micro_batches))
+            return optimizer_step(micro_batches, routed, self._trained)
 
     @torch.no_grad()
     def _routing(self, micro_batches: Sequence[PackedBatch]) -> StepRouting:

@@ -20,28 +20,31 @@ from attrs import evolve
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
 from rollgrad.adapters.models.torch.attention import ATTENTION, ForestAttention, backbone, install_attention
+from rollgrad.adapters.models.torch.attention_buckets import LEAST_QUERIES
 from rollgrad.adapters.models.torch.capped import SLICE
 from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.kernels import has_varlen
 from rollgrad.adapters.models.torch.layout import Node
-from rollgrad.adapters.models.torch.models import train_without_dropout
+from rollgrad.adapters.models.torch.offloading import PlainTransfers, transfers_of
 from rollgrad.adapters.models.torch.padded import use_exact_attention, use_own_attention
+from rollgrad.adapters.models.torch.recomputation import ATTENTION as KEPT
+from rollgrad.adapters.models.torch.recomputation import PRODUCTS as LINEAR
+from rollgrad.adapters.models.torch.recomputation import Recomputation
 from rollgrad.adapters.models.torch.recurrence import Convolution, ForestRecurrence, Scan
 from rollgrad.adapters.models.torch.recurrent_layers import recurrent_types
 from rollgrad.application.settings.model_shape import PassMemory, Points
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 aten = torch.ops.aten
 
-PRODUCTS = {
-    **dict.fromkeys((aten.mm.default, aten.bmm.default, aten._grouped_mm.default), 0),
-    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), 1),
-}
+PRODUCTS = {**LINEAR, aten.bmm.default: 0, aten.baddbmm.default: 1}
 """Products of matrices, and which of their arguments is the left factor."""
 
 ROUNDING = 1.05
@@ -54,8 +57,11 @@ ROWS = (1, 8)
 """Sequences of the passes that are measured of a model that is computed padded."""
 
 
-WORKED_SCORES, WORKED_ROWS = 3, 7
-"""Copies of a slice's scores, and in the backward pass of its queries, with which capped attention works at once."""
+WORKED = {"forward": (2, 3, 2), "backward": (3, 5, 2)}
+"""Copies of a slice's scores, of its queries, and of its keys and values, with which capped attention works at once."""
+
+MEASURED_RESULT = "aten::new_empty_strided"
+"""Name of the operation that makes the results of fused attention here, which selective checkpointing keeps."""
 
 States = Callable[[int, int], Tensor]
 """Function that returns the last hidden states of so many sequences of one length."""
@@ -67,7 +73,9 @@ def measured_passes(
     dtype: torch.dtype,
     device: torch.device,
     longest: int,
-    checkpointing: bool = False,
+    prompt: int | None = None,
+    checkpointing: Checkpointing = Checkpointing.OFF,
+    offloads: bool = False,
     judges: bool = False,
 ) -> PassMemory | None:
     """Returns what passes of a model hold; None where its code cannot run without numbers.
@@ -78,7 +86,9 @@ def measured_passes(
         device: where the model would compute.
         longest: tokens of the longest sequence, by which memory grows faster than by the token where a model is
             computed padded.
-        checkpointing: whether training recomputes activations.
+        prompt: tokens of the longest prompt, of which an engine computes many; None measures no passes over prompts.
+        checkpointing: which activations training recomputes.
+        offloads: whether it keeps inputs of layers in the machine's memory, which counts where that is the device's.
         judges: whether it is a reward model, which is not trained and has texts side by side (`reward_model.py`).
     """
     from transformers import AutoConfig
@@ -89,27 +99,51 @@ def measured_passes(
     try:
         if judges:
             return _judging(model, longest)
-        return _measured(model, device, longest=longest, checkpointing=checkpointing)
+        found = _measured(model, device, longest=longest, checkpointing=checkpointing, offloads=offloads)
+        return found if prompt is None or found.padded else evolve(found, prompted=_prompted(model, device, prompt))
     except Exception as error:  # a model's code may do anything that has no meaning without numbers
         log.debug(f"Passes of {type(model).__name__} cannot be measured without weights: {error}")
         return None
 
 
-def _measured(model: Any, device: torch.device, *, longest: int, checkpointing: bool) -> PassMemory:
+def _measured(
+    model: Any, device: torch.device, *, longest: int, checkpointing: Checkpointing, offloads: bool
+) -> PassMemory:
     states = partial(_states, model, device)
     try:
         install_attention(model)
-        padded, shapes = False, [_sequences(tokens, longest) for tokens in sorted({*PACKED, longest})]
+        padded, shapes = False, _shapes(longest)
         scored = [_scored(model, states, *shape) for shape in shapes]
     except ConfigurationError:
         use_own_attention(model)
         padded, shapes = True, [(rows, longest) for rows in ROWS]
         scored = [_scored(model, states, *shape) for shape in shapes]
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        train_without_dropout(model)
-    saved, trained = zip(*(_trained(model, states, *shape) for shape in shapes), strict=True)
-    return evolve(_found(shapes, scored, padded=padded), saved=_points(shapes, saved), trained=_points(shapes, trained))
+    recomputation = Recomputation(
+        model,
+        AdapterDropout(model),
+        checkpointing,
+        offloads=offloads,
+        transfers=transfers_of if device.type == "cpu" else _Elsewhere,
+        attention=KEPT | {MEASURED_RESULT},
+    )
+    passes = []
+    for shape in shapes:
+        with recomputation.during(model):
+            passes.append(_trained(model, states, *shape))
+    found = _found(shapes, scored, padded=padded)
+    # Without recomputation a backward pass has two products for each of the forward pass.
+    again = passes[-1][1].flops / math.prod(shapes[-1]) - 3 * found.flops
+    return evolve(
+        found,
+        saved=_points(shapes, [saved for saved, _ in passes]),
+        trained=_points(shapes, [alive.peak for _, alive in passes]),
+        recomputed=max(0.0, again),
+    )
+
+
+def _prompted(model: Any, device: torch.device, prompt: int) -> Points:
+    shapes = _shapes(prompt)
+    return _points(shapes, [_scored(model, partial(_states, model, device), *shape).peak for shape in shapes])
 
 
 def _judging(model: Any, longest: int) -> PassMemory:
@@ -128,9 +162,9 @@ def _found(shapes: Sequence[tuple[int, int]], scored: Sequence["_Alive"], *, pad
     )
 
 
-def _sequences(tokens: int, longest: int) -> tuple[int, int]:
-    """Returns how many sequences a pass of about so many tokens has, and the length of each."""
-    return math.ceil(tokens / longest), min(tokens, longest)
+def _shapes(longest: int) -> list[tuple[int, int]]:
+    """Returns of passes of sequences of one length, at most `longest`, how many each has, and how long they are."""
+    return [(math.ceil(tokens / longest), min(tokens, longest)) for tokens in sorted({*PACKED, longest})]
 
 
 def _points(shapes: Sequence[tuple[int, int]], found: Sequence[int]) -> Points:
@@ -147,9 +181,9 @@ def _scored(model: Any, states: States, rows: int, length: int) -> "_Alive":
     return alive
 
 
-def _trained(model: Any, states: States, rows: int, length: int) -> tuple[int, int]:
-    """Returns the bytes at the end of a forward pass whose gradients follow, and the peak of both passes. Gradients of
-    weights are counted while they are computed."""
+def _trained(model: Any, states: States, rows: int, length: int) -> tuple[int, "_Alive"]:
+    """Returns the bytes at the end of a forward pass whose gradients follow, and what was counted in both passes.
+    Gradients of weights are counted while they are computed."""
     handles = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
     alive = _Alive(model)
     try:
@@ -162,7 +196,7 @@ def _trained(model: Any, states: States, rows: int, length: int) -> tuple[int, i
     finally:
         for handle in handles:
             handle.remove()
-    return saved, alive.peak
+    return saved, alive
 
 
 def state_bytes(model: Any) -> int:
@@ -193,6 +227,21 @@ class _CountedStates(ForestRecurrence):
         result, states = super().scan_to_ends(scan, columns)
         self.nbytes += sum(state.nbytes for state in states)
         return result, states
+
+
+class _Elsewhere(PlainTransfers):
+    """Transfers to memory that is not counted, of any device."""
+
+    def __init__(self, _: torch.device) -> None:
+        pass
+
+    def room(self, tensor: Tensor) -> Tensor:
+        """Implements `Transfers.room`."""
+        with _disable_current_modes():
+            return torch.empty_like(tensor)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Implements `Transfers.copy`."""
 
 
 def _drop(parameter: Tensor) -> None:
@@ -273,14 +322,16 @@ class _UncomputedAttention(ForestAttention):
 
     def capped(self, q_MHD: Tensor, k_MGD: Tensor, v_MGE: Tensor, *_: Any, **__: Any) -> Tensor:
         """Returns a tensor in the place of what is computed in slices, [M, H, E]."""
-        scores = q_MHD.shape[1] * len(q_MHD) * max(node.length for node in self._nodes)
-        rows = WORKED_ROWS * q_MHD.numel() + k_MGD.numel() + v_MGE.numel()
-        return _kept(
-            q_MHD,
-            k_MGD,
-            v_MGE,
-            work=[int(x * min(1.0, SLICE / scores)) for x in (WORKED_SCORES * scores, WORKED_SCORES * scores + rows)],
-        )
+        tokens, heads = q_MHD.shape[:2]
+        longest = max(node.length for node in self._nodes)
+        share = min(1.0, SLICE / (heads * tokens * longest))
+        scores = max(share * tokens, min(tokens, LEAST_QUERIES)) * heads * longest
+        # Of one long sequence each slice has all keys.
+        keys = max(share, longest / tokens) * (k_MGD.numel() + v_MGE.numel())
+        wide = q_MHD.itemsize / 4 if self._computing.type == "cuda" else 1  # a CPU has all in float32
+        seen = scores / heads / 4  # a byte for each pair of query and key
+        work = [int(a * scores + seen + wide * (b * share * q_MHD.numel() + c * keys)) for a, b, c in WORKED.values()]
+        return _kept(q_MHD, k_MGD, v_MGE, work=work)
 
     def varlen(self, query_QHD: Tensor, key_KGD: Tensor, value_KGE: Tensor, *_: Any, **__: Any) -> Tensor:
         """Returns a tensor in the place of the kernel's result, [Q, H, E]."""
@@ -308,23 +359,37 @@ def _kept(
     return out
 
 
+def _in_slices(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _fused(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+    return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
 class _Uncomputed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, work: Sequence[int]
     ) -> Tensor:
         ctx.work = work
-        query.new_empty(work[0], dtype=torch.float32)
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        working = query.new_empty(work[0], dtype=torch.float32)  # beside the result
+        # Selective checkpointing keeps results of fused attention, which are told by this operation here.
+        make = _in_slices if any(work) else _fused
+        out = make(query, (*query.shape[:-1], value.shape[-1]), query.dtype)
+        sums = make(query, query.shape[:-1], torch.float32)
         ctx.save_for_backward(query, key, value, mask, out, sums)
+        del working
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *_ = ctx.saved_tensors
-        query.new_empty(ctx.work[1], dtype=torch.float32)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+        working = query.new_empty(ctx.work[1], dtype=torch.float32)
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del working
+        return *gradients, None, None
 
 
 def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:

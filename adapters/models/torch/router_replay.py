@@ -18,7 +18,6 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
 from rollgrad.adapters.models.torch.attention import backbone
 from rollgrad.adapters.models.torch.expert_balance import two_token_pass
 from rollgrad.adapters.models.torch.layout import build_layout
@@ -68,21 +67,6 @@ def scored_with_experts(model: Any, batch: PackedBatch, score: Callable[[PackedB
         scores = score(batch)
     layout = padded_layout(model, batch) if is_padded(model) else build_layout(batch)
     return evolve(scores, experts_NLK=replay.recorded(passes)[layout.index_N])
-
-
-def recomputation(model: Any, dropout: AdapterDropout) -> dict[str, Any]:
-    """Returns settings of gradient checkpointing, by which what is computed again leaves out the same, and goes to the
-    same experts: another pass may have begun."""
-    replay = router_replay(model)
-    if replay is None:
-        return dropout.checkpointing
-    return {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _both(dropout.again(), replay.again()))}
-
-
-@contextmanager
-def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 class RouterReplay:

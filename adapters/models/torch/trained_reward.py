@@ -21,6 +21,7 @@ from rollgrad.adapters.models.torch.optimizer_state import check_same_weights
 from rollgrad.adapters.models.torch.saving import PROCESSOR_FILES, save_in_files
 from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import TrainedReward
 
@@ -36,7 +37,8 @@ class TorchReward(TorchValue, TrainedReward):
         tokenizer: saved beside it; its padding token ends no text.
         settings: of the optimizer.
         head: `weight` [1, H] to start from; without one all scores start at 0.
-        gradient_checkpointing: recompute activations in the backward pass.
+        gradient_checkpointing: which activations the backward pass computes again.
+        offload_activations: keep what it computes them from in the machine's memory.
         optimize: puts the model under an optimizer.
 
     Raises:
@@ -52,11 +54,18 @@ class TorchReward(TorchValue, TrainedReward):
         settings: OptimizerSettings,
         *,
         head: Mapping[str, Tensor] | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Checkpointing = Checkpointing.OFF,
+        offload_activations: bool = False,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
         super().__init__(
-            model, tokenizer, settings, head=head, gradient_checkpointing=gradient_checkpointing, optimize=optimize
+            model,
+            tokenizer,
+            settings,
+            head=head,
+            gradient_checkpointing=gradient_checkpointing,
+            offload_activations=offload_activations,
+            optimize=optimize,
         )
         self._averages = settings.ema_beta is not None
         self._moments: tuple[float, float] | None = None

@@ -18,14 +18,15 @@ from rollgrad.adapters.models.torch.models import (
     Optimize,
     copied_weights,
     file_parts,
-    train_without_dropout,
     weight_values,
 )
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.recomputation import Recomputation
 from rollgrad.adapters.models.torch.saving import save_in_files, writing
 from rollgrad.adapters.models.torch.state_copy import CopiesState
 from rollgrad.adapters.models.torch.stored_state import opened
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.ports.models import ValueModel, ValueObjective
 
@@ -34,7 +35,8 @@ class TorchValue(CopiesState, ValueModel):
     """A language model whose vocabulary head is replaced by one scalar a token.
 
     `head`: `weight` [1, H] and, if there is one, `bias` [1] to start from (a reward model's, say); empty starts from
-    values of 0. `gradient_checkpointing`: recompute activations in the backward pass.
+    values of 0. `gradient_checkpointing`: which activations the backward pass computes again; `offload_activations`:
+    keep what it computes them from in the machine's memory.
     """
 
     packed: type[PackedValue] = PackedValue
@@ -47,14 +49,13 @@ class TorchValue(CopiesState, ValueModel):
         settings: OptimizerSettings,
         *,
         head: Mapping[str, Tensor] | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Checkpointing = Checkpointing.OFF,
+        offload_activations: bool = False,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
         self._tokenizer = tokenizer
-        self._checkpointing = gradient_checkpointing
         self._dropout = AdapterDropout(model)
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable(self._dropout.checkpointing)
+        self._recomputation = Recomputation(model, self._dropout, gradient_checkpointing, offloads=offload_activations)
         self._module = self.packed(model, dict(head or {}))
         self._dropout.of(self._module, self._module.group)
         self._trained = optimize(self._module, settings)
@@ -73,13 +74,8 @@ class TorchValue(CopiesState, ValueModel):
 
     def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
         """Implements `ValueModel.update`."""
-        if self._checkpointing:
-            train_without_dropout(self._module)
-        try:
-            with self._dropout.during(self._trained.steps):
-                return optimizer_step(micro_batches, lambda batch: objective(self._values(batch), batch), self._trained)
-        finally:
-            self._module.eval()
+        with self._recomputation.during(self._module), self._dropout.during(self._trained.steps):
+            return optimizer_step(micro_batches, lambda batch: objective(self._values(batch), batch), self._trained)
 
     def save(self, path: Path) -> None:
         """Writes the backbone as a Hugging Face model and the head as `value_head.safetensors`."""

@@ -36,6 +36,7 @@ MAY_DIFFER = (
     "train.max_tokens_per_micro_batch",
     "train.max_tokens_per_scoring_pass",
     "actor.gradient_checkpointing",
+    "actor.offload_activations",
     "actor.compile",
     "actor.deterministic",
     "actor.lora.sync",

@@ -48,6 +48,17 @@ class RouterReplay(StrEnum):
     ENGINE = "engine"
 
 
+class Checkpointing(StrEnum):
+    """Activations that the backward pass computes again."""
+
+    OFF = "off"
+    """None: all that it needs is kept."""
+    FULL = "full"
+    """All but the input of each layer."""
+    SELECTIVE = "selective"
+    """All but the input of each layer, and results of attention and of matrix products."""
+
+
 class LoraSync(StrEnum):
     """Weights of a model with adapters that go to engines."""
 
@@ -130,6 +141,29 @@ WITHOUT_FETCHING = Condition(
 )
 
 
+WHERE_IT_SELECTS = (
+    Condition(
+        lambda here, run: here.gradient_checkpointing is not Checkpointing.SELECTIVE or not here.compile,
+        "inside of compiled layers ({at}compile) nobody sees which results to keep",
+        "set --{at}gradient_checkpointing full, or leave --{at}compile out",
+    ),
+    Condition(
+        lambda here, run: (
+            here.gradient_checkpointing is not Checkpointing.SELECTIVE or WITHOUT_FETCHING.holds(here, run)
+        ),
+        "DeepSpeed's ds.zero_stage 3 fetches weights in the midst of layers, and ds.tensor_parallel_size adds up kept "
+        "results in place",
+        "set --{at}gradient_checkpointing full, or --cluster.strategy fsdp2",
+    ),
+)
+
+WITH_CHECKPOINTING = Condition(
+    lambda here, run: here.gradient_checkpointing is not Checkpointing.OFF,
+    "{at}gradient_checkpointing is off, which keeps what each operation needs where it was computed",
+    "set --{at}gradient_checkpointing full",
+)
+
+
 @define(kw_only=True)
 class ModelConfig:
     """A model that is trained, and its optimizer."""
@@ -158,9 +192,19 @@ class ModelConfig:
         "Compute models with deterministic kernels, which are slower: on the same machines the same numbers give the "
         "same bits. An operation that has no such kernel is warned of.",
     )
-    gradient_checkpointing: bool = setting(
+    gradient_checkpointing: Checkpointing = setting(
+        Checkpointing.OFF,
+        "Recompute activations in the backward pass: full keeps the input of each layer alone, for about a third more "
+        "compute; selective also keeps results of attention and of matrix products, which take nearly all of that "
+        "third, and holds about two fifths of what off does. True is full, False is off.",
+        only_if=WHERE_IT_SELECTS,
+    )
+    offload_activations: bool = setting(
         False,
-        "Recompute activations in the backward pass: less memory, about a third more compute.",
+        "Keep the inputs of layers, from which activations are recomputed, in the machine's memory: they are copied "
+        "there and back while layers are computed, and a GPU holds those of two layers alone. Without a GPU they are "
+        "copied for nothing.",
+        only_if=WITH_CHECKPOINTING,
     )
     compile: bool = setting(
         False,

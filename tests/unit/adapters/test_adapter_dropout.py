@@ -15,7 +15,7 @@ from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.padded import use_fast_attention
 from rollgrad.adapters.models.torch.value import TorchValue
-from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.application.settings.sections.actor import Checkpointing, LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput
@@ -109,13 +109,13 @@ def test_the_gradient_is_that_of_the_numbers_that_are_left(tiny_model_dir: Path)
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [*Checkpointing])
 def test_a_step_is_the_same_in_any_split_and_after_an_interruption(
-    tiny_model_dir: Path, checkpointing: bool, padded: bool
+    tiny_model_dir: Path, checkpointing: Checkpointing, padded: bool
 ) -> None:
     batch = cluster.batch()
 
-    def make(dropout: float = 0.3, recomputes: bool = checkpointing) -> TorchPolicy:
+    def make(dropout: float = 0.3, recomputes: Checkpointing = checkpointing) -> TorchPolicy:
         made = policy(tiny_model_dir, dropout, gradient_checkpointing=recomputes)
         if padded:
             use_fast_attention(made.module)
@@ -124,7 +124,9 @@ def test_a_step_is_the_same_in_any_split_and_after_an_interruption(
 
     whole = make()
     once = taken(whole, batch)
-    assert same(once, taken(make(recomputes=False), batch, *[[place] for place in reversed(range(len(batch)))]))
+    assert same(
+        once, taken(make(recomputes=Checkpointing.OFF), batch, *[[place] for place in reversed(range(len(batch)))])
+    )
     assert not same(once, taken(make(0.0), batch)), "dropout matters"
     continued = make()
     continued.load_state_dict(whole.state_dict())

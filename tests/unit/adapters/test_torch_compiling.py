@@ -20,13 +20,14 @@ from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.forward import PackedLM, scatter
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import add_lora
-from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, train_without_dropout
+from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from rollgrad.adapters.models.torch.router_replay import install_router_replay, scored_with_experts
 from rollgrad.adapters.models.torch.weight_shards import layer_stacks
 from rollgrad.application.settings.rules import setting_errors
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import ActorConfig, AdapterConfig, DType
+from rollgrad.application.settings.sections.actor import ActorConfig, AdapterConfig, Checkpointing, DType
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.application.settings.sections.examples import ExampleModelConfig
@@ -174,7 +175,13 @@ def test_a_policy_with_adapters_whose_layers_are_fused_and_recomputed_takes_the_
         add_lora(model, AdapterConfig(rank=4), seed=0)
         if compiles:
             compile_layers(model)
-        return TorchPolicy(model, None, OptimizerSettings(lr=1e-3), gradient_checkpointing=True)
+        return TorchPolicy(
+            model,
+            None,
+            OptimizerSettings(lr=1e-3),
+            gradient_checkpointing=Checkpointing.FULL,
+            offload_activations=compiles,
+        )
 
     policies = [make(compiles) for compiles in (False, True)]
     for _ in range(2):

@@ -18,7 +18,7 @@ from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPol
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.adapters.models.torch.value import TorchValue
-from rollgrad.application.settings.sections.actor import ActorConfig, AdapterConfig, DType, LoraConfig
+from rollgrad.application.settings.sections.actor import ActorConfig, AdapterConfig, Checkpointing, DType, LoraConfig
 from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
@@ -197,7 +197,7 @@ def test_a_gradient_is_that_of_the_two_matrices(
 def test_adapters_alone_are_trained_and_kept(
     make: Callable[..., TorchPolicy], tiny_model_dir: Path, batch: PackedBatch, dtype: torch.dtype
 ) -> None:
-    policy = make(dtype=dtype, gradient_checkpointing=True)
+    policy = make(dtype=dtype, gradient_checkpointing=Checkpointing.FULL)
     before = raw(policy)
     learn(policy, batch, 2)
     for name, weight in raw(policy).items():

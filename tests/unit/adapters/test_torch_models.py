@@ -13,7 +13,7 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenize
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.value import TorchValue
-from rollgrad.application.settings.sections.actor import ActorConfig, DType
+from rollgrad.application.settings.sections.actor import ActorConfig, Checkpointing, DType
 from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.batches.packed import PackedBatch, pack
@@ -171,7 +171,7 @@ def test_checkpointing_keeps_dropout_off(tiny_model_dir: Path, tokenizer: Any, b
     module.config.attention_dropout = 0.5
     for layer in module.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    policy = TorchPolicy(module, tokenizer, SETTINGS, gradient_checkpointing=True)
+    policy = TorchPolicy(module, tokenizer, SETTINGS, gradient_checkpointing=Checkpointing.FULL)
     expected = TorchPolicy(load(tiny_model_dir), tokenizer, SETTINGS).update([batch], OBJECTIVE)
     assert policy.update([batch], OBJECTIVE) == pytest.approx(expected, rel=1e-6)
 

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from rollgrad.adapters.models.torch import pass_memory
+from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
 from rollgrad.adapters.models.torch.forward import PackedValue
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.padded import use_exact_attention
 from rollgrad.adapters.models.torch.pass_memory import ROUNDING, measured_passes
+from rollgrad.adapters.models.torch.recomputation import Recomputation
 from rollgrad.adapters.models.torch.reward_model import EncodedText, RewardModel
 from rollgrad.application.settings.model_shape import PassMemory, bytes_of_pass
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.tiny_architectures import tiny_model
@@ -31,8 +34,8 @@ def path(architecture: str, tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def measured(path: str, device: torch.device = CPU) -> PassMemory:
-    found = measured_passes(path, dtype=torch.float32, device=device, longest=LENGTH)
+def measured(path: str, device: torch.device = CPU, **settings: Any) -> PassMemory:
+    found = measured_passes(path, dtype=torch.float32, device=device, longest=LENGTH, **settings)
     assert found is not None
     return found
 
@@ -69,6 +72,55 @@ def test_passes_hold_what_is_measured_without_weights(path: str) -> None:
     for name, found in held.items():
         planned = bytes_of_pass(getattr(without, name), ROWS * LENGTH) / ROUNDING
         assert planned == pytest.approx(found, rel=TOLERANCE), name
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("kind", [Checkpointing.FULL, Checkpointing.SELECTIVE])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_passes_that_are_computed_again_hold_what_is_measured(path: str, kind: Checkpointing, offloads: bool) -> None:
+    without = measured(path, checkpointing=kind, offloads=offloads)
+    model = load_causal_lm(path, dtype=torch.float32, device=CPU, flag="--model")
+    recomputation = Recomputation(model, AdapterDropout(model), kind, offloads=offloads)
+    value = PackedValue(model, {})
+    with recomputation.during(value), gradients_dropped(value), pass_memory._Alive(value) as alive:
+        values_A = value(batch())
+        saved = alive.now
+        values_A.sum().backward()
+    for points, found in ((without.saved, saved), (without.trained, alive.peak)):
+        assert bytes_of_pass(points, ROWS * LENGTH) / ROUNDING == pytest.approx(found, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("architecture", ["llama"])
+def test_inputs_in_the_machines_memory_are_not_on_a_gpu(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_memory, "has_varlen", lambda *_: True)
+    stay, moved = (
+        bytes_of_pass(
+            measured(path, torch.device("cuda"), checkpointing=Checkpointing.FULL, offloads=offloads).saved, 1024
+        )
+        for offloads in (False, True)
+    )
+    layers, hidden = 2, 32
+    assert (stay - moved) / ROUNDING == pytest.approx((layers - 1) * 1024 * hidden * 4, rel=0.01), (
+        "but that of the last"
+    )
+
+
+@pytest.mark.parametrize("architecture", ["llama"])
+def test_products_that_are_made_again_are_counted(path: str) -> None:
+    found = {kind: measured(path, checkpointing=kind) for kind in Checkpointing}
+    last = 2 * 32 * 32 * 2  # of each layer, on whose result no gradient depends
+    assert found[Checkpointing.FULL].recomputed == pytest.approx(found[Checkpointing.OFF].flops - last, rel=1e-3)
+    assert found[Checkpointing.SELECTIVE].recomputed == found[Checkpointing.OFF].recomputed == 0
+
+
+@pytest.mark.parametrize(("architecture", "tolerance"), [("llama", 0.1), ("gemma2", 0.25)])
+def test_short_prompts_have_few_scores(path: str, tolerance: float) -> None:
+    whole = measured(path, prompt=16)
+    model = PackedValue(load_causal_lm(path, dtype=torch.float32, device=CPU, flag="--model"), {})
+    prompts = pack([make_trajectory([3 + row], [5] * 15, group_id=row, sample_id=row) for row in range(64)])
+    with torch.no_grad(), pass_memory._Alive(model) as alive:
+        model(prompts)
+    assert bytes_of_pass(whole.prompted, 1024) / ROUNDING == pytest.approx(alive.peak, rel=tolerance)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2"])

@@ -14,6 +14,7 @@ from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, TorchReference
 from rollgrad.adapters.models.torch.quantised import is_quantised, quantised_numbers
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
 from tests.compiled_layers import AS_IT_IS, compiler, graphs
@@ -167,7 +168,7 @@ def test_the_trainer_scores_what_a_plain_model_does_with_the_weights_that_leave(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_adapters_alone_are_trained_and_kept(tiny_model_dir: Path, dtype: torch.dtype) -> None:
-    policy = qlora(tiny_model_dir, dtype, gradient_checkpointing=True)
+    policy = qlora(tiny_model_dir, dtype, gradient_checkpointing=Checkpointing.FULL)
     before = raw(policy)
     cluster.trained(policy)
     for name, weight in raw(policy).items():

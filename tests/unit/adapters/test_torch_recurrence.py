@@ -15,8 +15,8 @@ from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedReward, PackedValue
 from rollgrad.adapters.models.torch.layout import Node, build_layout
 from rollgrad.adapters.models.torch.lora import add_lora
-from rollgrad.adapters.models.torch.models import train_without_dropout
 from rollgrad.adapters.models.torch.padded import is_padded, mark_padded, use_fast_attention
+from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from rollgrad.adapters.models.torch.recurrence import ForestRecurrence, Segment, segments
 from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack

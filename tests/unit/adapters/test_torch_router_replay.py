@@ -16,6 +16,7 @@ from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.router_replay import install_router_replay, router_replay
 from rollgrad.application.engines.resuming import ContinuingEngine
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.batches.packed import RolloutBatch, pack
 from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
@@ -154,9 +155,9 @@ def exact_gradients(path: Path, batch: RolloutBatch) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("checkpointing", [*Checkpointing])
 async def test_gradients_are_those_of_a_float64_reference_in_any_split(
-    tiny_mixture_dir: Path, checkpointing: bool
+    tiny_mixture_dir: Path, checkpointing: Checkpointing
 ) -> None:
     batch = await played(sampler(load(tiny_mixture_dir, shaken=1.0)))
     assert batch.experts_NLK is not None

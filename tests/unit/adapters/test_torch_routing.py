@@ -14,7 +14,7 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenize
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.application.settings.sections.actor import Checkpointing, LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.sharding import weightless
 from rollgrad.domain.errors import ConfigurationError
@@ -145,7 +145,7 @@ def test_routers_that_do_not_show_their_choices_are_refused(tiny_tokenizer: Any,
 def test_they_join_the_objective_under_checkpointing(mixture: str) -> None:
     batch = cluster.batch()
     plain = policy(mixture, 0.0)
-    balanced = policy(mixture, gradient_checkpointing=True, router_z_loss_coef=2.0)
+    balanced = policy(mixture, gradient_checkpointing=Checkpointing.FULL, router_z_loss_coef=2.0)
     alone, both = plain.update([batch], cluster.likelihood), balanced.update([batch], cluster.likelihood)
     assert both["likelihood"] == pytest.approx(alone["likelihood"], rel=1e-5)
     assert both["loss"] == pytest.approx(alone["loss"] + COEF * both["aux_loss"] + 2 * both["router_z_loss"], rel=1e-5)

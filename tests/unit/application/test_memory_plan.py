@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,19 @@ from rollgrad.application.settings.memory_plan import (
 )
 from rollgrad.application.settings.memory_plan_passes import (
     ACTIVATIONS_PER_HIDDEN,
+    INPUTS_AT_ONCE,
     WHOLE_ACTIVATIONS_PER_HIDDEN,
     head_bytes,
     pass_tokens,
 )
 from rollgrad.application.settings.model_shape import ModelShape, PassMemory, bytes_of_pass
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.ds import BUCKET_NUMBERS, PARAMETERS
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES
+from rollgrad.application.settings.way_out import way_out
 from rollgrad.domain.algorithms.settings import KLEstimator
 from rollgrad.entrypoints.openrlhf.command import translated_config
 
@@ -263,11 +267,57 @@ def test_a_reference_that_is_compared_over_the_vocabulary_is_in_the_actors_proce
 
 def test_checkpointing_keeps_layer_inputs_and_one_layer() -> None:
     config = small_config()
-    config.actor.gradient_checkpointing = True
+    config.actor.gradient_checkpointing = Checkpointing.FULL
     config.algo.advantage.estimator = "gae"
     rows = plan(config)
     assert rows["actor"].passes == 32 * 8 * (3 + ACTIVATIONS_PER_HIDDEN) * 2
     assert rows["critic"].passes == rows["actor"].passes
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(Checkpointing.FULL, 1), (Checkpointing.SELECTIVE, 15)])
+def test_inputs_of_layers_may_be_in_the_machines_memory(kind: Checkpointing, kept: int) -> None:
+    config = small_config()
+    config.actor.gradient_checkpointing = kind
+    config.algo.advantage.estimator = "gae"
+    token, layers = 8 * 2, 3
+    stay = plan(config, GPU)["actor"]
+    assert stay.passes == 32 * token * (layers * kept + ACTIVATIONS_PER_HIDDEN)
+    config.actor.offload_activations = True
+    rows = plan(config, GPU)
+    for role in ("actor", "critic"):
+        assert stay.passes - rows[role].passes == 32 * token * (layers - INPUTS_AT_ONCE)
+        assert rows[role].offloaded == layers * 32 * token
+    held = plan(config)["actor"]
+    assert held.passes - stay.passes == 32 * token * INPUTS_AT_ONCE, "without a GPU they are copied for nothing"
+    assert held.offloaded == 0
+    config.train.max_tokens_per_micro_batch = 48
+    assert plan(config, GPU)["actor"].offloaded == layers * 64 * token, "pinned memory is given in powers of two"
+
+
+def test_the_way_out_is_what_costs_least_among_what_fits() -> None:
+    config, tried = small_config(), list[tuple[str, bool]]()
+
+    def fits(*enough: str) -> Callable[[RLConfig], bool]:
+        def judged(changed: RLConfig) -> bool:
+            actor = changed.actor
+            tried.append((actor.gradient_checkpointing, actor.offload_activations))
+            return f"{actor.gradient_checkpointing}{' moved' if actor.offload_activations else ''}" in enough
+
+        return judged
+
+    assert way_out(config, GPU, fits("full", "selective")) == (
+        "It would fit with --actor.gradient_checkpointing selective."
+    )
+    assert way_out(config, GPU, fits("full moved")) == (
+        "It would fit with --actor.gradient_checkpointing full --actor.offload_activations true."
+    )
+    assert tried[1:] == [("selective", False), ("full", False), ("full", True)]
+    assert way_out(config, GPU, fits()) is None
+    assert way_out(config, CPU, fits("full moved")) is None
+    config.actor.compile = True
+    assert way_out(config, GPU, fits("selective")) is None
+    config.actor.compile, config.cluster.enable, config.ds.zero_stage = False, True, PARAMETERS
+    assert way_out(config, GPU, fits("selective")) is None
 
 
 def test_a_micro_batch_holds_at_least_the_longest_sequence() -> None:
@@ -377,8 +427,8 @@ def test_processes_that_share_a_sequence_divide_its_tokens() -> None:
     assert plan(config, compute_bytes=4)["actor"].passes == 8 * 3 * LAYER * 4
 
 
-@pytest.mark.parametrize(("checkpointing", "layers"), [(False, 3), (True, 1)])
-def test_teams_that_share_a_sequence_have_keys_of_all_its_tokens(checkpointing: bool, layers: int) -> None:
+@pytest.mark.parametrize(("checkpointing", "layers"), [(Checkpointing.OFF, 3), (Checkpointing.FULL, 1)])
+def test_teams_that_share_a_sequence_have_keys_of_all_its_tokens(checkpointing: Checkpointing, layers: int) -> None:
     config = cluster_config(0)
     config.train.max_tokens_per_micro_batch, config.algo.kl.init_coef = 1, 0.1
     config.actor.gradient_checkpointing = checkpointing
@@ -590,7 +640,8 @@ LLAMA_3_70B = ModelShape(
 
 def test_llama_3_70b_shares_the_gpus_of_two_machines_with_engines_over_eight() -> None:
     config = small_config()
-    config.cluster.enable = config.train.colocate_all = config.actor.gradient_checkpointing = True
+    config.cluster.enable = config.train.colocate_all = True
+    config.actor.gradient_checkpointing = Checkpointing.FULL
     config.actor.num_nodes, config.actor.num_gpus_per_node = 2, 8
     config.ds.zero_stage, config.ds.adam_offload = 3, True
     config.rollout.engine, config.vllm.num_engines = Engine.VLLM, 2

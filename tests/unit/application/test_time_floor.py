@@ -43,11 +43,12 @@ def test_each_role_multiplies_every_token() -> None:
 
 def test_what_is_recomputed_and_what_is_frozen() -> None:
     config = small_config()
-    config.train.max_epochs, config.actor.gradient_checkpointing = 2, True
-    found = seconds(config)
+    config.train.max_epochs = 2
+    shape = evolve(SHAPE, passes=evolve(PASSES, recomputed=10.0))
+    found = seconds(config, shape)
     assert found["actor"] == 2 * (4 * BODY + 4 * HEAD)
     assert found["critic"] == BODY + 2 * 4 * BODY
-    adapters = seconds(config, evolve(SHAPE, adapters=10))
+    adapters = seconds(config, evolve(shape, adapters=10))
     assert adapters["actor"] == 2 * (3 * BODY + 3 * HEAD)
 
 

@@ -633,8 +633,8 @@ def test_every_condition_is_a_sentence_that_says_what_to_set() -> None:
             assert "{" not in problem or kinds[name] == FREE  # whose value has braces of its own
     assert len(conditional) > 50
     needs_default = {"data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "data.image_key"}
-    # States are saved by default, and what does not go with compiled layers is off.
-    assert silent == needs_default | {"ckpt.async_save", "actor.compile"}
+    # States are saved by default, and what does not go with compiled layers, or with selective checkpointing, is off.
+    assert silent == needs_default | {"ckpt.async_save", "actor.compile", "actor.gradient_checkpointing"}
 
 
 def test_a_wrong_number_hides_no_rule_and_breaks_none() -> None:

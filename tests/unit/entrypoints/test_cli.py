@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.application.settings.validation import leaves
@@ -99,7 +100,23 @@ def test_values_of_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert config.eval.steps == -1
     assert config.actor.adam.lr == 2e-5
     assert not config.data.apply_chat_template
-    assert config.actor.gradient_checkpointing
+    assert config.actor.gradient_checkpointing is Checkpointing.FULL
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["--actor.gradient_checkpointing", "True"], Checkpointing.FULL),
+        (["--actor.gradient_checkpointing=false"], Checkpointing.OFF),
+        (["--actor.no_gradient_checkpointing"], Checkpointing.OFF),
+        (["--actor.gradient_checkpointing", "selective"], Checkpointing.SELECTIVE),
+        (["--actor.gradient-checkpointing", "Full"], Checkpointing.FULL),
+    ],
+)
+def test_gradient_checkpointing_is_a_switch_and_a_word(
+    capsys: pytest.CaptureFixture[str], words: list[str], kind: Checkpointing
+) -> None:
+    assert printed_config(capsys, *words).actor.gradient_checkpointing is kind
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ({"train": {"max_epochs": True}}, "must be an integer"),
         ({"actor": {"eps_clip": True}}, "must be a number"),
         ({"actor": {"model_name_or_path": 5}}, "must be text"),
-        ({"actor": {"gradient_checkpointing": "yes please"}}, "must be true or false"),
+        ({"actor": {"deterministic": "yes please"}}, "must be true or false"),
         ({"actor": {"eps_clip_low_high": [0.2]}}, "must be a list of 2 numbers or null"),
         ({"rollout": {"stop_strings": "ab"}}, "must be a list of texts"),
         ({"reward": {"verifier": "maths"}}, "must be one of last_number, exact_match, math, format or null"),
@@ -110,6 +110,16 @@ def test_refuses_with_the_key_and_the_rule(data: Any, message: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         structure_config(data)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [("true", "full"), ("false", "off"), ("off", "off"), ("on", "full"), ("selective", "selective")],
+)
+def test_gradient_checkpointing_is_what_yaml_makes_of_it(written: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"actor: {{gradient_checkpointing: {written}}}")
+    assert load_config(path).actor.gradient_checkpointing == kind
 
 
 def test_all_that_cannot_be_read_is_told_at_once(tmp_path: Path) -> None:

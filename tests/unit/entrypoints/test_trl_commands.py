@@ -132,7 +132,7 @@ def test_the_defaults_of_trl_count(command: str, lr: float) -> None:
         "ckpt.output_dir": "trainer_output",
         "ckpt.save_steps": 500,
         "actor.dtype": "auto",
-        "actor.gradient_checkpointing": True,
+        "actor.gradient_checkpointing": "full",
     }
     if command != "grpo":
         expected |= {"train.num_epochs": 3, "data.max_tokens": 1024}
@@ -254,7 +254,7 @@ def test_trackers() -> None:
 
 
 def test_switches_are_turned_off() -> None:
-    assert not settings("sft", "--no_gradient_checkpointing")["actor.gradient_checkpointing"]
+    assert settings("sft", "--no_gradient_checkpointing")["actor.gradient_checkpointing"] == "off"
     assert settings("sft", "--no_bf16")["actor.dtype"] == settings("sft", "--bf16", "False")["actor.dtype"] == "float32"
     assert not any("unused" in note for note in translated("sft", "--no_remove_unused_columns").notes)
 

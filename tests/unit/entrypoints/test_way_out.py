@@ -1,0 +1,41 @@
+"""The memory plan of a run that does not fit says with which settings of recomputation it would."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+from rich.console import Console
+
+from rollgrad.application.settings.memory_plan import Machine, places
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import Checkpointing, DType
+from rollgrad.entrypoints import dry_run
+
+CPU = torch.device("cpu")
+
+
+def test_a_run_that_does_not_fit_is_told_the_way_out(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RLConfig()
+    config.actor.model_name_or_path, config.actor.dtype = str(tiny_model_dir), DType.FLOAT32
+    config.rollout.max_new_tokens = config.data.max_prompt_tokens = 512
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt = 8, 4
+    held = {}
+    for kind in Checkpointing:
+        changed = evolve(config, actor=evolve(config.actor, gradient_checkpointing=kind))
+        machine = Machine(gpu=0, memory=0)
+        rows = dry_run._rows(changed, dry_run._shapes(changed, torch.float32, CPU), machine, torch.float32)
+        (held[kind],) = (place.held for place in places(rows, machine))
+    assert held[Checkpointing.FULL] < held[Checkpointing.SELECTIVE] < held[Checkpointing.OFF]
+
+    def said(memory: int) -> list[str]:
+        monkeypatch.setattr(dry_run, "_machine", lambda: Machine(gpu=0, memory=memory))
+        return dry_run.show_plan(config, Console(quiet=True))
+
+    assert said(held[Checkpointing.OFF]) == []
+    for kind in (Checkpointing.SELECTIVE, Checkpointing.FULL):
+        short, way = said(held[kind])
+        assert "This may not fit" in short
+        assert way == f"It would fit with --actor.gradient_checkpointing {kind}."
+    (short,) = said(held[Checkpointing.FULL] - 1)
+    assert "--actor.offload_activations" in short
