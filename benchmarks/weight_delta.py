@@ -93,7 +93,7 @@ def learn(work: Work, rate: float) -> Learned:
     """Runs the demo in bfloat16."""
     config = rollgrad.load_config("examples/sums.yaml")
     config.actor.model_name_or_path, config.actor.dtype, config.actor.adam.lr = str(work.model), "bfloat16", rate
-    config.train.max_steps, config.eval.dataset = work.steps, None
+    config.train.max_steps, config.eval.dataset, config.eval.steps = work.steps, None, -1
     if work.smoke:
         shrink(config, work.model)
     last: dict[str, Tensor] = {}

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -94,7 +94,7 @@ class Changes:
         keys = {self._had.pop(life, None) for life in engines}
         self._count += 1
         base, key = keys.pop() if len(keys) == 1 else None, f"{self._name}.{self._count}"
-        stream = self.way(_Changed(policy, base, key), engines, version)  # type: ignore[arg-type]
+        stream = self.way(cast(PolicyModel, _Changed(policy, base, key)), engines, version)
 
         def updates() -> Generator[Update]:
             if base is None:
@@ -190,4 +190,5 @@ def distances_of(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def positions_of(distances: Tensor) -> Tensor:
     """Returns the positions that `distances_of` has made distances of, int64."""
-    return distances.to(torch.int64).cumsum(0)
+    signed = distances.view(torch.int16).to(torch.int64)  # GPUs compute little with uint16
+    return (signed & FARTHEST).cumsum(0)
