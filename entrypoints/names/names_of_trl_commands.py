@@ -228,6 +228,12 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "vllm_gpu_memory_utilization": Flag(NUMBER),
         "vllm_tensor_parallel_size": Flag(INTEGER),
         "vllm_max_model_length": Flag(INTEGER),
+        "vllm_importance_sampling_correction": Flag(SWITCH, default=True),
+        "vllm_importance_sampling_mode": Flag(TEXT, default="sequence_mask"),
+        "vllm_importance_sampling_clip_max": Flag(NUMBER, default=3.0),
+        "vllm_importance_sampling_clip_min": Flag(NUMBER),
+        "vllm_importance_sampling_cap": Flag(NUMBER),
+        "off_policy_mask_threshold": Flag(NUMBER),
         "log_completions": Flag(SWITCH, reason="sampled texts are always written to samples.jsonl"),
         "num_completions_to_print": Flag(INTEGER, "logger.log_samples"),
     },
@@ -256,12 +262,11 @@ OTHERS_OF_GRPO = """
 cache_implementation chat_template_kwargs ds3_gather_for_generation entropy_coef_delta entropy_coef_max
 entropy_coef_min entropy_target generation_kwargs log_completions_hub_repo log_multimodal log_unique_prompts
 mask_truncated_completions max_tool_calling_iterations min_p multi_objective_aggregation
-off_policy_mask_threshold ref_model_mixup_alpha ref_model_sync_steps repetition_penalty
+ref_model_mixup_alpha ref_model_sync_steps repetition_penalty
 shuffle_dataset sync_ref_model top_entropy_quantile transformers_continuous_batching_config
 use_adaptive_entropy use_transformers_continuous_batching use_transformers_paged
 vllm_enable_sleep_mode vllm_group_port
-vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_model_impl
+vllm_model_impl
 vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
 """
 """Those of `trl grpo`."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.translation.draft import Draft
@@ -43,6 +44,15 @@ GPU_MEMORY = 0.3
 OF_ENGINES = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length")
 """Flags that say how TRL starts engines of its own."""
 
+OF_CORRECTION = (
+    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min"),
+    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
+)
+"""Flags that say how TRL corrects for the difference between vLLM's log-probs and the trainer's."""
+
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+"""TRL's modes of it: the level, and what becomes of a ratio outside the bounds."""
+
 COUNTED = ("train.max_steps", "ckpt.save_steps", "ckpt.state_steps", "eval.steps")
 """Settings that count rollouts, where TRL counts optimizer steps."""
 
@@ -74,18 +84,13 @@ def finish_grpo(draft: Draft, *, dataset: str | None, samples: int) -> None:
     if draft.value("use_vllm", False):
         _engines(draft)
     else:
-        for name in ("vllm_mode", *OF_ENGINES):
+        for name in ("vllm_mode", *OF_ENGINES, *OF_CORRECTION):
             draft.lose(name, "vLLM does not sample without --use_vllm")
+    _correction(draft)
 
 
 def _engines(draft: Draft) -> None:
     """Translates vLLM: a server, or engines on the GPUs of the processes that train."""
-    if "vllm_importance_sampling_correction" not in draft.options:
-        draft.changed.append(
-            "samples are not corrected for vLLM's rounding, in TRL by its ratio up to 3 of each reply: set "
-            "algo.correction.level sequence, algo.correction.mode mask, algo.correction.low 0 and "
-            "algo.correction.high 3"
-        )
     if draft.value("vllm_mode") == "server":
         draft.set("rollout.engine", "server")
         for name in OF_ENGINES:
@@ -162,6 +167,48 @@ def _kl(draft: Draft) -> None:
     draft.set("algo.kl.init_coef", beta)
     draft.set("algo.kl.use_loss", True)
     draft.set("algo.kl.estimator", "k3_unbiased" if draft.value("use_bias_correction_kl") else "k3")
+
+
+def _correction(draft: Draft) -> None:
+    """Translates the off-policy correction: a mask of negative replies, or vLLM's ratio within bounds.
+
+    Raises:
+        ConfigurationError: there is no such mode.
+    """
+    threshold, mode = draft.value("off_policy_mask_threshold"), draft.value("vllm_importance_sampling_mode")
+    corrects = draft.value("use_vllm", False) and draft.value("vllm_importance_sampling_correction")
+    corrects = corrects and draft.value("loss_type") != "vespo"  # whose own ratio is against vLLM
+    if corrects and mode not in CORRECTIONS:
+        raise ConfigurationError(
+            f"--vllm_importance_sampling_mode is {mode}, but there are {', '.join(CORRECTIONS)}: change it."
+        )
+    if (threshold is not None or corrects) and (draft.value("top_p", 1.0) < 1 or draft.value("top_k", 0) > 0):
+        told = "samples are not corrected, for of less than the full distribution (--top_p, --top_k) no ratio is right"
+        draft.changed.append(told)
+    elif threshold is not None:
+        draft.set("algo.old_logprobs", "rollout")
+        _set_correction(draft, level="sequence", mode="mask", gate="opsm", threshold=threshold)
+        if corrects:
+            draft.change("off_policy_mask_threshold", "ratios are against vLLM's log-probs, which nothing else bounds")
+    elif corrects:
+        level, _, kind = mode.partition("_")
+        low = draft.value("vllm_importance_sampling_clip_min")
+        high = draft.value("vllm_importance_sampling_cap", draft.value("vllm_importance_sampling_clip_max"))
+        if kind == "mask":
+            _set_correction(draft, level=level, mode="mask", low=low or 0.0, high=high)
+        elif low is None:
+            _set_correction(draft, level=level, mode="truncate", high=high)
+        else:
+            _set_correction(draft, level=level, mode="clip", low=low, high=high)
+        if mode == "sequence_mask":
+            draft.changed.append(
+                "tokens of a reply whose ratio to vLLM is within bounds weigh by their own ratio, in TRL by the reply's"
+            )
+
+
+def _set_correction(draft: Draft, **settings: Any) -> None:
+    for key, value in settings.items():
+        draft.set(f"algo.correction.{key}", value)
 
 
 def _loss(draft: Draft) -> None:

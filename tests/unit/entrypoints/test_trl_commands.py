@@ -7,6 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import yaml
 
@@ -78,6 +79,8 @@ def test_every_flag_is_honoured_or_the_reason_is_said(command: str) -> None:
         "loss_type": {"dpo": ("ipo",), "kto": ("apo_zero_unpaired",), "sft": ("dft",)}.get(command, ("grpo",)),
         "importance_sampling_level": ("sequence",),
         "scale_rewards": ("none",),
+        "vllm_importance_sampling_correction": ("False",),
+        "vllm_importance_sampling_mode": ("token_truncate",),
         "f_divergence_type": ("js_divergence",),
         "vllm_mode": ("server",),
         "eval_strategy": ("steps",),
@@ -414,13 +417,48 @@ def test_rollouts_of_one_optimizer_step_are_one() -> None:
 
 
 def test_what_else_trl_does_is_named() -> None:
-    def told(*flags: str) -> bool:
-        return any("algo.correction.level" in note for note in translated("grpo", *flags).notes)
-
-    assert told("--use_vllm")
-    assert not told()
     assert any("data.apply_chat_template False" in note for note in translated("grpo").notes)
-    assert not told("--use_vllm", "--no_vllm_importance_sampling_correction")
+
+
+@pytest.mark.parametrize(
+    ("flags", "correction"),
+    [
+        ((), {"level": "sequence", "mode": "mask", "low": 0.0, "high": 3.0}),
+        (("--vllm_importance_sampling_mode", "token_truncate"), {"level": "token", "mode": "truncate", "high": 3.0}),
+        (
+            ("--vllm_importance_sampling_mode", "token_mask", "--vllm_importance_sampling_clip_min", "0.5"),
+            {"level": "token", "mode": "mask", "low": 0.5, "high": 3.0},
+        ),
+        (
+            (
+                *("--vllm_importance_sampling_mode", "sequence_truncate"),
+                *("--vllm_importance_sampling_clip_min", "0.5", "--vllm_importance_sampling_cap", "4"),
+            ),
+            {"level": "sequence", "mode": "clip", "low": 0.5, "high": 4.0},
+        ),
+        (("--no_vllm_importance_sampling_correction",), {"level": "auto"}),
+        (("--loss_type", "vespo"), {"level": "auto"}),
+        (("--top_p", "0.9"), {"level": "auto"}),
+        (("--off_policy_mask_threshold", "0.2"), {"level": "sequence", "mode": "mask", "gate": "opsm"}),
+    ],
+)
+def test_corrections_for_vllm(flags: tuple[str, ...], correction: dict[str, Any]) -> None:
+    found = translated("grpo", "--use_vllm", *flags)
+    chosen = attrs.asdict(found.run.algo.correction)
+    assert {key: chosen[key] for key in correction} == correction
+    assert any("own ratio" in note for note in found.notes) is (flags == ())
+    assert any("less than the full distribution" in note for note in found.notes) is ("--top_p" in flags)
+    if "--off_policy_mask_threshold" in flags:
+        assert (chosen["threshold"], found.run.algo.old_logprobs) == (0.2, "rollout")
+
+
+def test_nothing_is_corrected_without_vllm_unless_it_is_masked() -> None:
+    found = translated("grpo", "--vllm_importance_sampling_cap", "2")
+    assert found.run.algo.correction.level == "auto"
+    assert any("--vllm_importance_sampling_cap" in note for note in found.notes)
+    assert settings("grpo", "--off_policy_mask_threshold", "0.2")["algo.correction.gate"] == "opsm"
+    with pytest.raises(ConfigurationError, match="--vllm_importance_sampling_mode is other"):
+        translated("grpo", "--use_vllm", "--vllm_importance_sampling_mode", "other")
 
 
 def test_engines_share_the_gpus_of_the_processes_that_train() -> None:
