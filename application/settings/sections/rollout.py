@@ -32,6 +32,11 @@ OF_SERVERS = Condition(
 )
 
 
+OF_VLLM = Condition(
+    lambda here, run: here.engine is Engine.VLLM, "rollout.engine is {here.engine}", "set --rollout.engine vllm"
+)
+
+
 @define(kw_only=True)
 class RolloutConfig:
     """Sampling of episodes."""
@@ -72,6 +77,7 @@ class RolloutConfig:
         False,
         "Lowers the episodes in flight while engines of vLLM give up the keys and values of earlier turns, so that "
         "later turns compute them again, and raises them, rollout.max_concurrent at most, while they keep them.",
+        only_if=OF_VLLM,
     )
     max_failures: int | None = setting(
         None,

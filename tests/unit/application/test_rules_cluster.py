@@ -338,6 +338,7 @@ def test_critic_and_reward_model_share_where_both_are() -> None:
     ("settings", "message"),
     [
         ({"rollout.server_urls": (URL,)}, "set --rollout.engine server"),
+        ({"rollout.adaptive_concurrency": True}, "set --rollout.engine vllm"),
         ({"rollout.engine": Engine.SERVER}, "set --rollout.server_urls"),
         (SERVER | {"rollout.server_urls": ("127.0.0.1:8000",)}, "starts with http:// or https://"),
         (SERVER | {"rollout.server_urls": (URL, URL)}, f"names {URL} twice"),

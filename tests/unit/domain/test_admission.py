@@ -67,7 +67,7 @@ def played(
 
 
 def test_as_many_episodes_as_the_engine_keeps_are_in_flight() -> None:
-    """Whose histories have half of their last length on average."""
+    """Histories have half of their last length on average."""
     room = 40
     capacity = room * TURNS * TURN_TOKENS // 2
     _, share_without, _ = played(capacity, 400, 1500, adapts=False)
