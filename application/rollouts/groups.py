@@ -8,7 +8,9 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import structlog
 from attrs import evolve, field, frozen
@@ -23,10 +25,15 @@ from rollgrad.domain.errors import EngineError, RewardError, RollgradError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 
 log = structlog.get_logger(__name__)
+Result = TypeVar("Result")
 
 FAILURE_SHARE = 0.05
 """Share of a rollout's episodes that may fail if no number is set: more than a flaky service fails now and then, and
 far less than a broken reward or environment does."""
+
+SILENT_SECONDS = 600.0
+"""Seconds without a finished group after which a rollout says what it waits for, and again after as many: an agent or
+an environment that hangs would hold it up without a word."""
 
 SEED_MULTIPLIER = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio, which spreads consecutive sample ids over the whole range of seeds."""
@@ -169,7 +176,8 @@ class RolloutService:
         finished: set[asyncio.Task[RolloutGroup]] = set()
         try:
             while running:
-                finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                first = partial(asyncio.wait, running, return_when=asyncio.FIRST_COMPLETED)
+                finished, running = await not_in_silence(first, len(running))
                 for group in (task.result() for task in finished):
                     budget.charge(group.failures)
                     if refill(group):
@@ -245,6 +253,24 @@ class RolloutService:
             baseline=baselines[0] if baselines else None,
             seconds=seconds,
         )
+
+
+async def not_in_silence(wait: Callable[[], Awaitable[Result]], groups: int) -> Result:
+    """Returns what `wait` returns; logs every `SILENT_SECONDS` that it still waits, for `groups` that are being
+    played."""
+    silent = 0.0
+    while True:
+        try:
+            async with asyncio.timeout(SILENT_SECONDS):
+                return await wait()
+        except TimeoutError:
+            silent += SILENT_SECONDS
+            log.warning(
+                "no group of episodes has finished",
+                seconds=silent,
+                groups_in_flight=groups,
+                bound="--rollout.max_episode_seconds",
+            )
 
 
 def _too_many(last: RolloutFailure, failures: "Counter[FailureKind]", allowed: int) -> RollgradError:

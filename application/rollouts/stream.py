@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rollgrad.application.foreign import error_text
-from rollgrad.application.rollouts.groups import FailureBudget, RolloutGroup, RolloutService
+from rollgrad.application.rollouts.groups import FailureBudget, RolloutGroup, RolloutService, not_in_silence
 from rollgrad.application.rollouts.prompt_dealer import Deal, PromptDealer
 from rollgrad.application.rollouts.sampler import SamplingPlan, exhausted, sampling_metrics
 from rollgrad.domain.algorithms.curriculum import Curriculum
@@ -97,7 +97,7 @@ class GroupStream:
             if chosen is not None:
                 break
             self._changed.clear()
-            await self._changed.wait()
+            await not_in_silence(self._changed.wait, self.gate.running)
         groups = [self._ready.pop(group_id) for group_id in chosen]
         self._dealer.learn(self._played)
         self._played.sort(key=lambda group: group.group_id)

@@ -4,9 +4,11 @@ import asyncio
 from collections import Counter
 
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollgrad.application.rollouts import groups as groups_module
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService, sample_seed
 from rollgrad.application.rollouts.metrics import rollout_metrics
 from rollgrad.domain.episodes.generation import Generation, SamplingParams, StopReason
@@ -145,6 +147,22 @@ async def test_a_misconfiguration_ends_the_run_and_leaves_nothing_behind() -> No
     with pytest.raises(ConfigurationError, match="too long"):
         await collect(RolloutService(executor, max_concurrent=100, max_failures=5), 4, 2)
     assert executor.in_flight == 0
+
+
+async def test_a_rollout_that_nothing_of_finishes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "SILENT_SECONDS", 0.01)
+    with structlog.testing.capture_logs() as logs:
+        playing = asyncio.create_task(
+            collect(RolloutService(FakeAgentExecutor(delay=lambda request: 10**9), max_concurrent=9), 3, 2)
+        )
+        async with asyncio.timeout(60):
+            while len(logs) < 2:
+                await asyncio.sleep(0.001)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+    assert [log["event"] for log in logs[:2]] == ["no group of episodes has finished"] * 2
+    assert (logs[0]["groups_in_flight"], logs[0]["bound"]) == (3, "--rollout.max_episode_seconds")
+    assert logs[1]["seconds"] == pytest.approx(0.02)
 
 
 async def test_cancelling_cancels_every_episode() -> None:
