@@ -95,6 +95,10 @@ class RunRecord:
         """Records that a signal ended the run."""
         self._facts |= {"status": RunStatus.INTERRUPTED, "reason": signal}
 
+    def finished(self, reason: str) -> None:
+        """Records why the run ended before all its steps, as it was set to."""
+        self._facts |= {"status": RunStatus.FINISHED, "reason": reason}
+
     def _beat(self) -> None:
         while not self._over.wait(HEARTBEAT_SECONDS):
             self._write()

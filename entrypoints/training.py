@@ -154,6 +154,8 @@ def train_in(
                 outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(on_save), container)))
                 if outcome.interrupted:
                     record.interrupted(signal.Signals(stopped_by).name)
+                elif outcome.enough is not None:
+                    record.finished(outcome.enough)
         except (Exception, SystemExit):  # whatever ended the run, it is reported, with its end
             report_run(output_dir, title)
             raise

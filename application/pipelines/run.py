@@ -73,12 +73,14 @@ class Schedule:
 
 @frozen(kw_only=True)
 class RunOutcome:
-    """Outcome of a run: `steps` finished; held-out metrics `before` and `after`; whether it was interrupted."""
+    """Outcome of a run: `steps` finished; held-out metrics `before` and `after`; whether it was interrupted; and why it
+    ended before its schedule did, if evaluations were the reason."""
 
     steps: int
     before: Mapping[str, float] = field(factory=dict)
     after: Mapping[str, float] = field(factory=dict)
     interrupted: bool = False
+    enough: str | None = None
 
 
 class TrainedModels(Protocol):
@@ -215,7 +217,8 @@ class Run(Generic[Sample]):
         except Exception as error:
             self._tell_failure(error)
             raise
-        return RunOutcome(steps=self._done, before=self._before, after=after, interrupted=interrupted)
+        enough = self._enough if self._done < self._schedule.steps and not interrupted else None
+        return RunOutcome(steps=self._done, before=self._before, after=after, interrupted=interrupted, enough=enough)
 
     async def _train(self, on_save: Callable[[], None]) -> Mapping[str, float]:
         """Takes the remaining steps; returns the last evaluation."""
@@ -230,7 +233,7 @@ class Run(Generic[Sample]):
             self._before = await self._evaluate()
         elif self._due(schedule.eval_steps):
             await self._evaluate()  # a run that was interrupted after this step may have missed it
-        while self._done < schedule.steps and not self._is_enough():
+        while self._done < schedule.steps and self._enough is None:
             async with self._profile(self._done + 1):
                 report = await self._steps.step(self._done)
             self._count(report)
@@ -245,20 +248,21 @@ class Run(Generic[Sample]):
                 self._save_training(in_background=schedule.state_in_background)
             if model_due or state_due:
                 on_save()
+        if self._done < schedule.steps:
+            log.info("the run ends before all its steps", why=self._enough, step=self._done)
         return await self._evaluate()
 
-    def _is_enough(self) -> bool:
-        """Returns whether as many evaluations as the schedule waits for have not been better than the best one."""
+    @property
+    def _enough(self) -> str | None:
+        """Says that as many evaluations as the schedule waits for have been no better than the best one; None
+        before."""
         patience, best = self._schedule.patience, self._best
         if patience is None or best.waited < patience:
-            return False
-        log.info(
-            f"the run ends here: {best.metric} has been no better in {best.waited} evaluations",
-            step=self._done,
-            best_step=best.step,
-            best_value=best.value,
-        )
-        return True
+            return None
+        times = "1 evaluation" if best.waited == 1 else f"{best.waited} evaluations"
+        if best.value is None:
+            return f"{best.metric} was no number in {times}"
+        return f"{best.metric} was no better in {times} than the {best.value:.4g} after step {best.step}"
 
     def _count(self, report: StepReport[Sample]) -> None:
         """Counts and reports a finished step.

@@ -409,14 +409,29 @@ async def test_a_run_ends_when_evaluations_do_not_get_better_and_goes_on_with_mo
     first = trained("first", patience=1)
     outcome = await play(first)
     assert (outcome.steps, outcome.after, outcome.interrupted) == (4, {"eval/loss": 2.0}, False)
+    assert outcome.enough == "eval/loss was no better in 1 evaluation than the 1 after step 2"
     assert first.store.models[-1] == "model"
     again, more = trained("again", patience=1), trained("more", patience=2)
     for run in (again, more):
         run.run.resume(first.run.training_state())
     assert (await play(again)).steps == 4, "it had ended"
     assert again.trained == []
-    assert (await play(more)).steps == STEPS
+    ended = await play(more)
+    assert (ended.steps, ended.enough) == (STEPS, None)
     assert [*first.trained, *more.trained] == (await whole(tmp_path / "whole")).trained
+
+
+async def test_evaluations_that_are_no_numbers_end_a_run_too(tmp_path: Path) -> None:
+    trained = Trained(tmp_path, best_metric="eval/loss", patience=2)
+
+    async def evaluated(step: int) -> dict[str, float]:
+        return {"eval/loss": math.nan}
+
+    assert trained.run._evaluation is not None
+    trained.run._evaluation.run = evaluated  # type: ignore[method-assign]
+    outcome = await play(trained)
+    assert (outcome.steps, outcome.enough) == (4, "eval/loss was no number in 2 evaluations")
+    assert "best" not in trained.store.models
 
 
 async def whole(path: Path) -> Trained:

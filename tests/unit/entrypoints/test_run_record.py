@@ -43,6 +43,12 @@ def test_a_signal_interrupts(tmp_path: Path) -> None:
     assert status(tmp_path) == (RunStatus.INTERRUPTED, "SIGINT")
 
 
+def test_a_run_that_ends_before_its_schedule_says_why(tmp_path: Path) -> None:
+    with RunRecord(tmp_path, learning={"steps": 9}) as record:
+        record.finished("eval/loss was no better")
+    assert status(tmp_path) == (RunStatus.FINISHED, "eval/loss was no better")
+
+
 def test_a_run_whose_heart_stopped_has_died(tmp_path: Path) -> None:
     with RunRecord(tmp_path, learning={"steps": 1}):
         pass
