@@ -172,8 +172,9 @@ def _note(problems: dict[str, RollgradError], key: str, check: Callable[..., Non
         problems.setdefault(key, DataError(f"{key} names a place that cannot be read ({why}): check --{key}."))
 
 
-def show_plan(config: RLConfig, console: "Console") -> list[str]:
+def show_plan(config: RLConfig, console: "Console", *, samples: bool = True) -> list[str]:
     """Prints the memory plan of a run whose settings hold; returns a sentence for each place where it does not fit.
+    `samples`: the run learns from what it samples, of which more is said.
 
     Raises:
         CheckpointError: a model cannot be found.
@@ -193,11 +194,11 @@ def show_plan(config: RLConfig, console: "Console") -> list[str]:
             f"{role}: computed with padding, exactly but slower, each sequence with its whole prompt; when it is "
             "loaded, a warning says why"
         )
-    if floor := _time_floor(config, rows, shapes, machine, dtype, device):
+    if samples and (floor := _time_floor(config, rows, shapes, machine, dtype, device)):
         console.print(floor)
     if config.rollout.engine is Engine.VLLM:
         console.print(_weights_way(config, device))
-    for name, words in correction_summary(config).items():
+    for name, words in correction_summary(config).items() if samples else ():
         console.print(f"{'off-policy correction' if name == 'weights' else '  ' + name}: {words}")
     if idle := idle_sentence(config):
         console.print(idle)

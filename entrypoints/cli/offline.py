@@ -25,8 +25,8 @@ class ExampleFlags(TrainFlags):
 
     dry_run: bool = setting(
         False,
-        "Check all that the run would refuse before its first step: settings, files and data; show the settings, the "
-        "report of the data and a row, and leave.",
+        "Check all that the run would refuse before its first step: settings, files, data and memory; show the "
+        "settings, the report of the data, a row and the memory plan, and leave.",
     )
 
 
@@ -100,14 +100,18 @@ def parse_offline(name: str, arguments: Sequence[str]) -> tuple[ExampleFlags, Of
 
 
 def rehearse_offline(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
-    """`--dry_run`: prepares the data, held-out ones too, shows their reports and a row, and says all that is wrong.
+    """`--dry_run`: prepares the data, held-out ones too, shows their reports, a row and the memory plan, and says all
+    that is wrong.
 
     Raises:
         RollgradError: settings, files or data are wrong.
     """
+    from rich.console import Console
+
     from rollgrad.entrypoints.config_io import dump_config
     from rollgrad.entrypoints.data_show import show_held_out, show_rows
     from rollgrad.entrypoints.dry_run import example_file_problems
+    from rollgrad.entrypoints.example_plan import show_example_plan
     from rollgrad.entrypoints.run_directory import check_output
 
     sys.stdout.write(dump_config(run))
@@ -115,8 +119,16 @@ def rehearse_offline(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
         sys.stdout.write(f"# actor.adam.lr: {run.actor.peak_lr:g} by default\n")
     raise_together([*errors, *example_file_problems(run)])
     check_output(run.ckpt)
+    problems: list[RollgradError] = []
     examples = show_rows(run, count=1)
     show_held_out(run, examples)
+    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    longest = run.data.max_tokens if run.data.stream else examples.report.lengths["p100"]
+    for sentence in show_example_plan(run, console, longest=longest):
+        if run.cluster.address is None:
+            problems.append(ConfigurationError(sentence))
+        else:  # the cluster's machines are not this one
+            console.print(sentence)
     if isinstance(run, KTORun):
         from rollgrad.entrypoints.composition.kto import check_labels
 
@@ -135,3 +147,4 @@ def rehearse_offline(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
         from rollgrad.entrypoints.composition.prm import reward_token_ids
 
         reward_token_ids(run.prm.reward_tokens, make_tokenizer(run.actor, run.data))
+    raise_together(problems)

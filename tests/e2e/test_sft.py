@@ -277,7 +277,10 @@ def test_held_out_data_are_looked_at_before_the_model_is_loaded(
     wrong.write_text('{"question": "1"}\n')
     arguments = ["train", "sft", *words(tiny_model_dir, conversations, tmp_path / "run"), "--eval.dataset"]
     assert main([*arguments, str(conversations), "--dry_run"]) == 0
-    assert capsys.readouterr().out.count("20 of 20") == 2
+    shown = capsys.readouterr().out
+    assert shown.count("20 of 20") == 2
+    assert "Memory plan" in shown
+    assert "at once in a machine's memory" in shown
     monkeypatch.setattr("rollgrad.entrypoints.composition.models.load_causal_lm", None)
     idle = tmp_path / "idle.jsonl"
     idle.write_text("".join(json.dumps({"prompt": "1?", "completion": "2", "weight": 0}) + "\n" for _ in range(3)))

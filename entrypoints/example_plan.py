@@ -1,0 +1,22 @@
+"""The memory plan of a run over examples, for `--dry_run`."""
+
+from rich.console import Console
+
+from rollgrad.application.settings.example_plan import as_sampling_nothing
+from rollgrad.application.settings.kd import KDRun
+from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.entrypoints.dry_run import show_plan
+
+
+def show_example_plan(run: OfflineRun, console: Console, *, longest: int) -> list[str]:
+    """Prints the memory plan of a run whose settings hold, and whose longest example has `longest` tokens; returns a
+    sentence for each place where it does not fit.
+
+    Raises:
+        CheckpointError: a model cannot be found.
+        ConfigurationError: a model cannot be divided as the settings say.
+    """
+    sentences = show_plan(as_sampling_nothing(run, longest=longest), console, samples=False)
+    if isinstance(run, KDRun) and not run.kd.cache:
+        console.print("reference: the teacher")
+    return sentences

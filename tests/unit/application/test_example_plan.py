@@ -1,0 +1,76 @@
+"""The memory plan of runs over examples."""
+
+import pytest
+
+from rollgrad.application.settings.dpo import DPORun
+from rollgrad.application.settings.example_plan import as_sampling_nothing, frozen_model
+from rollgrad.application.settings.kd import KDRun
+from rollgrad.application.settings.kto import KTORun
+from rollgrad.application.settings.memory_plan import Machine, RoleMemory, memory_plan
+from rollgrad.application.settings.memory_plan_passes import pass_tokens
+from rollgrad.application.settings.model_shape import ModelShape
+from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.prm import PRMRun
+from rollgrad.application.settings.rm import RMRun
+from rollgrad.application.settings.sft import SFTRun
+
+SHAPE = ModelShape(parameters=1000, layers=3, hidden=8, kv_heads=2, head_dim=4, stored=2)
+MACHINE = Machine(gpu=0, memory=2**40)
+
+
+def plan(run: OfflineRun) -> dict[str, RoleMemory]:
+    config = as_sampling_nothing(run, longest=50)
+    reference = SHAPE if config.ref.model_name_or_path else None
+    rows = memory_plan(config, SHAPE, compute_bytes=2, machine=MACHINE, reference=reference)
+    return {row.role: row for row in rows}
+
+
+@pytest.mark.parametrize("kind", [SFTRun, DPORun, KTORun, RMRun, PRMRun])
+def test_a_trainer_holds_its_model_alone(kind: type[OfflineRun]) -> None:
+    rows = plan(kind())
+    assert list(rows) == ["actor"]
+    assert (rows["actor"].weights, rows["actor"].gradients, rows["actor"].optimizer) == (2000, 4000, 12000)
+
+
+def test_a_pass_has_as_many_tokens_as_a_step_at_most() -> None:
+    run = SFTRun()
+    run.train.batch_size, run.train.max_tokens_per_micro_batch = 4, 1000
+    for longest, tokens in ((50, 200), (400, 1000), (3000, 3000)):
+        assert pass_tokens(as_sampling_nothing(run, longest=longest), 1) == tokens
+    run.train.batch_tokens = 120
+    assert pass_tokens(as_sampling_nothing(run, longest=50), 1) == 150
+
+
+def test_an_average_and_a_reference_that_moves_are_in_memory() -> None:
+    averaged, moving = SFTRun(), DPORun()
+    averaged.train.enable_ema, moving.dpo.ref_sync_steps = True, 8
+    for run in (averaged, moving):
+        assert plan(run)["actor"].optimizer == 12000 + 4000
+
+
+def test_models_that_stay_beside_the_one_that_is_trained() -> None:
+    def made(kind: type[OfflineRun], **settings: object) -> OfflineRun:
+        run = kind()
+        run.actor.model_name_or_path = "actor"
+        for name, value in settings.items():
+            section, key = name.split("__")
+            setattr(getattr(run, section), key, value)
+        return run
+
+    taught = {"teacher__model_name_or_path": "teacher"}
+    for run, model in (
+        (made(KDRun, **taught), "teacher"),
+        (made(KDRun, kd__cache=True, kd__top_k=8, **taught), None),
+        (made(DPORun), None),
+        (made(DPORun, ref__model_name_or_path="other"), None),
+        (made(DPORun, data__stream=True), "actor"),
+        (made(DPORun, data__stream=True, ref__model_name_or_path="other"), "other"),
+        (made(DPORun, data__stream=True, dpo__loss=("simpo",)), None),
+        (made(KTORun, data__stream=True), "actor"),
+        (made(SFTRun, data__stream=True), None),
+    ):
+        assert frozen_model(run) == model
+        assert list(plan(run)) == ["actor", *(["reference"] if model else [])]
+    adapted = made(DPORun, data__stream=True)
+    adapted.actor.lora.rank = 4
+    assert frozen_model(adapted) is None, "it is the same model without its adapters"
