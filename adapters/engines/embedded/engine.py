@@ -22,6 +22,7 @@ from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, StoredKeys, block
 from rollgrad.adapters.engines.embedded.rows import PromptKey, Row, check_request
 from rollgrad.adapters.engines.embedded.sampler import likeliest, sample
 from rollgrad.adapters.models.torch.compatibility import usable_positions
+from rollgrad.adapters.models.torch.lora import plain_buffers
 from rollgrad.adapters.models.torch.router_replay import RouterReplay
 from rollgrad.adapters.models.torch.sent_names import sent_name
 from rollgrad.application.foreign import error_text, foreign_code
@@ -70,8 +71,8 @@ class EmbeddedEngine(RolloutEngine):
         self._memory_share = memory_share
         self._block_bytes = BLOCK * self._decoder.token_bytes
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
-        own, sent = dict(model.named_parameters()), sent_name(model)
-        self._parameters = own | {sent(name): parameter for name, parameter in own.items()}
+        own, sent = {**dict(model.named_parameters()), **plain_buffers(model)}, sent_name(model)
+        self._weights = own | {sent(name): tensor for name, tensor in own.items()}
         self._eos = frozenset(eos_token_ids)
         self._max_batch_size = self._most_rows = max_batch_size
         self._decode = decode
@@ -104,7 +105,7 @@ class EmbeddedEngine(RolloutEngine):
         self._kept.clear()
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
-        """Copies parameters, by their names in the model or those under which a trainer sends them, into the model,
+        """Copies weights, by their names in the model or those under which a trainer sends them, into the model,
         which must not be the one that they come from; tokens sampled from then on carry `version`. Returns the bytes
         copied.
 
@@ -118,9 +119,9 @@ class EmbeddedEngine(RolloutEngine):
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
         copied = 0
         for name, tensor in weights:
-            target = self._parameters.get(name)
+            target = self._weights.get(name)
             if target is None or target.shape != tensor.shape:
-                found = "no such parameter" if target is None else f"the shape {tuple(target.shape)}"
+                found = "no such weight" if target is None else f"the shape {tuple(target.shape)}"
                 raise EngineError(f"The engine's model has {found}: {name} of shape {tuple(tensor.shape)} was sent.")
             target.copy_(tensor)
             copied += tensor.nbytes

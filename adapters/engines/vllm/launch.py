@@ -108,6 +108,8 @@ def start(
                 return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if arguments.max_num_seqs is None:
             arguments.max_num_seqs = SEQUENCES_AT_ONCE
+        if model.has_inner_state:  # states are kept for later prompts only where prompts are computed in parts
+            choose(enable_prefix_caching=False)
         choose(
             max_num_batched_tokens=max(model.max_model_len, PREFILL_TOKENS),
             kv_cache_memory_bytes=_cache_bytes(model, arguments.max_num_seqs),

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollgrad.adapters.engines.vllm.loading_plan import Copy, Loading, LoadingPlan
+from rollgrad.adapters.engines.vllm.loading_plan import COPY, Copy, Loading, LoadingPlan, Place, memory_of
 from rollgrad.adapters.weights.regions import Region, parts_within
 from rollgrad.adapters.weights.shared_buckets import Assembler, Piece
 
@@ -45,6 +46,9 @@ class LayerLoading:
     """Bytes of each incomplete tensor with a plan that have not come."""
     _open: dict[Any, bool] = field(factory=dict, init=False)
     """Layers that have been written to and are not complete; whether they are written where their kernels read."""
+    _direct: dict[Place, int] = field(factory=dict, init=False)
+    """Elements that vLLM's own loaders have copied to each tensor of layers that are written where their kernels
+    read."""
     _came: set[str] = field(factory=set, init=False)
     """Names of the tensors of which a piece has come."""
 
@@ -61,7 +65,7 @@ class LayerLoading:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._assembler = Assembler(self.device)
-        self._missing, self._open, self._came = {}, {}, set()
+        self._missing, self._open, self._direct, self._came = {}, {}, {}, set()
         initialize_layerwise_reload(self.model)
 
     def whole(self) -> bool:
@@ -128,8 +132,21 @@ class LayerLoading:
         self._open = {}
 
     def _take_whole(self, memory: Tensor, pieces: list[Piece]) -> set[str] | None:
-        """Loads the tensors that pieces complete by vLLM's own loaders."""
-        loaded: set[str] | None = self.model.load_weights(self._assembler.take(memory, pieces))
+        """Loads the tensors that pieces complete by vLLM's own loaders, which do not count what they write where
+        kernels read."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        with _CopyCounter([layer for layer, in_place in self._open.items() if in_place]) as counter:
+            loaded: set[str] | None = self.model.load_weights(self._assembler.take(memory, pieces))
+        for (layer, name), copied in counter.copied.items():
+            info, before = get_layerwise_info(layer), self._direct.get((layer, name), 0)
+            if not info.can_load():
+                continue
+            # A loader may copy twice: what has come, and then what it makes of that.
+            self._direct[layer, name] = min(getattr(layer, name).numel(), before + copied)
+            info.load_numel += self._direct[layer, name] - before
+            if info.load_numel >= info.load_numel_total:
+                self._complete(layer, info)
         return loaded
 
     def _take_parts(self, memory: Tensor, piece: Piece, loading: Loading) -> None:
@@ -191,7 +208,7 @@ class LayerLoading:
             _place_kernel_tensors,
         )
 
-        if not self._open.pop(layer):
+        if not self._open.pop(layer) or info.loaded_weights:
             _layerwise_process(layer, info)
             return
         for tensor in layer._parameters.values():
@@ -201,6 +218,29 @@ class LayerLoading:
         info.reset()
         if isinstance(method := getattr(layer, "quant_method", None), QuantizeMethodBase):
             method.process_weights_after_loading(layer)
+
+
+class _CopyCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the elements that are copied to each tensor of some layers, as vLLM counts those of the others."""
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _get_weight_loader
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places = {
+            memory_of(tensor): (layer, name)
+            for layer in layers
+            for name, tensor in layer._parameters.items()
+            if tensor is not None and _get_weight_loader(tensor) is _get_original_loader(tensor)
+        }
+        self.copied: dict[Place, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Counts a copy, and makes it."""
+        place = self._places.get(memory_of(args[0])) if func is COPY else None
+        if place is not None:
+            self.copied[place] = self.copied.get(place, 0) + args[0].numel()
+        return func(*args, **(kwargs or {}))
 
 
 def _parts(copy: Copy, begin: int, end: int) -> Iterator[tuple[Region | None, Region]]:
@@ -231,11 +271,13 @@ def _pack_anew(method: Any, process: Callable[[Any], None], layer: Any) -> None:
 
 def stays_as_loaded(layer: Any, info: Any) -> bool:
     """Returns whether what a layer's kernels read is what is loaded: its method is one that changes nothing, unless it
-    changes the shape, and the memory is there."""
+    changes the shape, and the memory is there; nor does a part of it wait."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     method = getattr(layer, "quant_method", None)
+    if info.loaded_weights:  # which wait until the layer is complete
+        return False
     if type(method) not in (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return False
     loaded = {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}

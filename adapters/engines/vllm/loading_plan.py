@@ -22,6 +22,7 @@ from rollgrad.adapters.weights.regions import Region
 Place = tuple[Any, str]
 """A layer, and the name of a tensor of its own."""
 
+CLONE = torch.ops.aten.clone.default
 COPY = torch.ops.aten.copy_.default
 SETS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
@@ -50,6 +51,21 @@ class Loading:
     copies: Sequence[Copy] | None
     loaded: frozenset[str] | None
     """Names of the parameters that it loads, or a part of them; None if the model does not name what it loads."""
+
+
+@frozen(eq=False)
+class _Made:
+    """A tensor that a loader has made of a stand-in: its elements in another order, or a number in place of each."""
+
+    name: str
+    source: Region | None = None
+    value: float = 0.0
+    tensor: Tensor | None = None
+    """Itself, where it has memory of its own, which so is no other's."""
+
+    def is_all_of(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor in the same memory is all of it, as it was made."""
+        return self.tensor is not None and Region.of(tensor) == Region.of(self.tensor)
 
 
 @define
@@ -105,14 +121,15 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: Any, kinds: Sequence[Kind], deferred: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stand_ins = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in kinds}
-        self._names = {_memory(tensor): name for name, tensor in self._stand_ins.items()}
+        self._names = {memory_of(tensor): name for name, tensor in self._stand_ins.items()}
+        self._made: dict[int, _Made] = {}
         self._owned: dict[int, _Owned | None] = {}
         for path, layer in model.named_modules():
             for name, tensor in {**layer._parameters, **layer._buffers}.items():
                 if tensor is not None:
                     own = _Owned((layer, name), f"{path}.{name}".removeprefix("."), tensor.storage_offset())
-                    shared = _memory(tensor) in self._owned
-                    self._owned[_memory(tensor)] = None if shared or deferred(layer) else own
+                    shared = memory_of(tensor) in self._owned
+                    self._owned[memory_of(tensor)] = None if shared or deferred(layer) else own
         self._current = ""
         self._copies: dict[str, list[Copy]] = {name: [] for name in self._stand_ins}
         self._loaded: dict[str, set[str]] = {name: set() for name in self._stand_ins}
@@ -139,28 +156,53 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Returns whether a loader has kept a stand-in, or a part of one, to load it with another tensor."""
         return any(
             sys.getrefcount(self._stand_ins[name]) > IN_A_DICT
-            or torch._C._storage_Use_Count(_memory(self._stand_ins[name])) > IN_A_TENSOR
+            or torch._C._storage_Use_Count(memory_of(self._stand_ins[name])) > IN_A_TENSOR
             for name in self._stand_ins
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Notes what writes to a layer's tensor, instead of doing it."""
         target = args[0] if args else None
-        if not func._schema.is_mutable or not isinstance(target, Tensor) or _memory(target) not in self._owned:
+        if not isinstance(target, Tensor) or memory_of(target) not in self._owned:
+            made = func(*args, **(kwargs or {}))
+            if isinstance(target, Tensor) and memory_of(target) in self._names:
+                self._follow(func, target, made, *args[1:2])
+            elif isinstance(target, Tensor) and func._schema.is_mutable:
+                self._made.pop(memory_of(target), None)
+            return made
+        if not func._schema.is_mutable:
             return func(*args, **(kwargs or {}))
-        own = self._owned[_memory(target)]
+        own = self._owned[memory_of(target)]
         note = self._copied if func is COPY else self._set if func in SETS else None
         if own is None or note is None or not note(own, target, *args[1:2]):
             self._clear = False
         return target
 
+    def _follow(self, func: Any, stand_in: Tensor, made: Tensor, value: float = 0.0) -> None:
+        """Notes what a loader makes of a stand-in, or of a part of it, that another tensor's memory or its own has."""
+        name = self._names[memory_of(stand_in)]
+        if func is CLONE and memory_of(stand_in) not in self._made:
+            self._made[memory_of(made)] = _Made(name, Region.of(stand_in), tensor=made)
+        elif func in SETS and stand_in.numel() == self._stand_ins[name].numel():
+            self._made[memory_of(stand_in)] = _Made(name, value=float(value))
+        elif func._schema.is_mutable:
+            self._clear = False
+
     def _copied(self, own: "_Owned", target: Tensor, source: Tensor) -> bool:
         """Notes a copy; returns whether it is one of a tensor's part as it is."""
-        name = self._names.get(_memory(source))
+        made = self._made.get(memory_of(source))
+        name = self._names.get(memory_of(source)) if made is None else made.name
         if name is None or source.dtype != self._stand_ins[name].dtype:
             return False
+        region = Region.of(source.expand(target.shape))
+        if made is not None and made.source is None:
+            copy = Copy(own.place, own.region(target), None, made.value)
+        elif made is None or (made.is_all_of(source) and region == Region.of(source)):
+            copy = Copy(own.place, own.region(target), region if made is None else made.source)
+        else:
+            return False
         if target.numel():
-            self._copies[name].append(Copy(own.place, own.region(target), Region.of(source.expand(target.shape))))
+            self._copies[name].append(copy)
         self._loaded[name].add(own.parameter)
         return True
 
@@ -186,6 +228,6 @@ class _Owned:
         return Region(region.offset - self.begin, region.shape, region.strides)
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
     """Returns the identity of a tensor's storage."""
     return int(tensor.untyped_storage()._cdata)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.recomputation import Recomputation
 from rollgrad.adapters.models.torch.router_replay import scored_with_experts
 from rollgrad.adapters.models.torch.saving import save_in_files, save_pretrained
-from rollgrad.adapters.models.torch.sent_names import sent_weights
+from rollgrad.adapters.models.torch.sent_names import sent_buffers, sent_weights
 from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
 from rollgrad.adapters.models.torch.state_copy import CopiesState
 from rollgrad.adapters.models.torch.stored_state import opened
@@ -266,11 +266,11 @@ class TorchPolicy(CopiesState, PolicyModel):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Implements `PolicyModel.weights`."""
-        return weight_values(sent_weights(self.module), self._trained)
+        return chain(weight_values(sent_weights(self.module), self._trained), sent_buffers(self.module).items())
 
     def own_parts(self) -> Iterator[Run] | None:
         """Returns what this process has of each weight (`weight_parts`)."""
-        return weight_parts(sent_weights(self.module), self._trained)
+        return weight_parts(sent_weights(self.module), sent_buffers(self.module), self._trained)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the adapters' own weights, by their names in peft's files; nothing without adapters."""

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import evolve
+from torch import Tensor
 
-from rollgrad.adapters.models.torch.lora import NamedWeight, plain_weights
+from rollgrad.adapters.models.torch.lora import NamedWeight, plain_buffers, plain_weights
 
 JOINED = {".experts.gate_up_proj": ".experts.w13", ".experts.down_proj": ".experts.w2"}
 """vLLM's names of joined experts by those of transformers, where files have w1, w2 and w3."""
@@ -41,3 +42,10 @@ def sent_weights(model: Any) -> list[NamedWeight]:
     """Returns every weight of a model without adapters, under the name under which it is sent."""
     name = sent_name(model)
     return [evolve(weight, name=name(weight.name)) for weight in plain_weights(model)]
+
+
+def sent_buffers(model: Any) -> dict[str, Tensor]:
+    """Returns the numbers in a model's files that are no parameters, such as the corrections of DeepSeek's routers,
+    under the names under which they are sent: engines that gave their memory up have them no more."""
+    name = sent_name(model)
+    return {name(own): buffer for own, buffer in plain_buffers(model).items() if buffer.is_floating_point()}

@@ -4,7 +4,10 @@ Invariants: the runs of all processes are all weights, each element once.
 Does not own: how a module divides its parameters (`TrainedModule.part`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+from torch import Tensor
 
 from rollgrad.adapters.models.torch.lora import NamedWeight
 from rollgrad.adapters.models.torch.quantised import is_quantised
@@ -13,15 +16,18 @@ from rollgrad.adapters.models.torch.weight_shards import whole_shape
 from rollgrad.adapters.weights.shared_buckets import Run
 
 
-def weight_parts(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[Run] | None:
-    """Returns an iterator of this process's run of each weight, which may be empty; None if a weight has no parts as it
-    is sent: it has an adapter to be merged, or is in 4 bits, or its processes have other parts than runs."""
+def weight_parts(
+    weights: Sequence[NamedWeight], buffers: Mapping[str, Tensor], trained: TrainedModule
+) -> Iterator[Run] | None:
+    """Returns an iterator of this process's run of each weight, which may be empty, and of each buffer, which the first
+    process has; None if a weight has no parts as it is sent: it has an adapter to be merged, or is in 4 bits, or its
+    processes have other parts than runs."""
     if any(
         weight.layer is not None or is_quantised(weight.parameter) or trained.part(weight.parameter) is None
         for weight in weights
     ):
         return None
-    return _runs(weights, trained)
+    return chain(_runs(weights, trained), _runs_of_buffers(buffers, trained))
 
 
 def _runs(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[Run]:
@@ -29,3 +35,9 @@ def _runs(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[Ru
         part = trained.part(weight.parameter)
         assert part is not None
         yield Run(weight.name, tuple(whole_shape(weight.parameter)), *part)
+
+
+def _runs_of_buffers(buffers: Mapping[str, Tensor], trained: TrainedModule) -> Iterator[Run]:
+    for name, buffer in buffers.items():
+        begin = 0 if trained.first else buffer.numel()
+        yield Run(name, tuple(buffer.shape), begin, buffer.detach().reshape(-1)[begin:])

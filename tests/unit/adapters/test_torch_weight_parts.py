@@ -10,13 +10,19 @@ from attrs import frozen
 from torch import Tensor, distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.deepspeed.partition import own_run
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
+from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.lora import NamedWeight, add_lora, plain_weights
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.sent_names import sent_buffers
 from rollgrad.adapters.models.torch.trained_module import TrainedModule
 from rollgrad.adapters.models.torch.weight_parts import weight_parts
 from rollgrad.application.settings.sections.actor import LoraConfig
 from tests.fakes import cluster
+from tests.tiny_architectures import tiny_model as architecture
 from tests.tiny_models import make_tiny_tokenizer, tiny_model
 
 
@@ -25,6 +31,7 @@ class Halves:
     """The second of two processes, each of which has a half of every parameter but of those `without`."""
 
     without: frozenset[int] = frozenset()
+    first: bool = False
 
     def part(self, parameter: nn.Parameter) -> tuple[int, Tensor] | None:
         half = parameter.numel() // 2
@@ -32,7 +39,7 @@ class Halves:
 
 
 def of(weights: list[NamedWeight], trained: Halves) -> Any:
-    return weight_parts(weights, cast(TrainedModule, trained))
+    return weight_parts(weights, {}, cast(TrainedModule, trained))
 
 
 def test_a_run_says_where_in_which_tensor_it_is() -> None:
@@ -44,6 +51,27 @@ def test_a_run_says_where_in_which_tensor_it_is() -> None:
         assert run.shape == parameter.shape
         assert run.begin == parameter.numel() // 2
         assert torch.equal(run.elements, parameter.flatten()[run.begin :])
+
+
+def test_the_first_process_has_the_numbers_that_are_no_parameters() -> None:
+    buffers = sent_buffers(architecture("glm4_moe"))
+    assert [*buffers] == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    for first in (True, False):
+        (run,) = list(weight_parts([], buffers, cast(TrainedModule, Halves(first=first))) or [])
+        (buffer,) = buffers.values()
+        assert (run.name, run.shape) == (*buffers, buffer.shape)
+        assert run.begin + run.elements.numel() == buffer.numel()
+        assert torch.equal(run.elements, buffer if first else buffer[:0])
+
+
+async def test_a_copy_of_the_model_takes_them() -> None:
+    trained, copied = (architecture("glm4_moe") for _ in range(2))
+    for model in (trained, copied):
+        install_and_compare(model)
+    policy = TorchPolicy(trained, None, OptimizerSettings(lr=0.0))
+    trained.model.layers[1].mlp.gate.e_score_correction_bias += 1.0
+    await EmbeddedEngine(copied, eos_token_ids=()).load_weights(policy.weights(), 1)
+    assert all(torch.equal(tensor, copied.state_dict()[name]) for name, tensor in trained.state_dict().items())
 
 
 def test_merged_adapters_and_other_divisions_have_no_parts() -> None:

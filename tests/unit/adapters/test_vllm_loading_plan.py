@@ -46,6 +46,21 @@ class Loaded(nn.Module):
                 loaded.add("narrow.weight")
             elif name == "turned":
                 self.narrow.weight.data.copy_(tensor.t())
+            elif name == "turned into another":
+                self.narrow.weight.data.copy_(tensor.t().contiguous())
+            elif name == "part of another":
+                self.narrow.weight.data.copy_(tensor.t().contiguous()[:, :2])
+            elif name == "changed":
+                changed = tensor.clone()
+                changed[0] *= 2
+                self.narrow.weight.data.copy_(changed)
+            elif name == "emptied":
+                self.narrow.weight.data.copy_(tensor.zero_())
+            elif name == "half emptied":
+                tensor[1:].zero_()
+                self.narrow.weight.data.copy_(tensor)
+            elif name == "emptied, then another":
+                self.narrow.weight.data.copy_(tensor.zero_().t().contiguous())
             elif name in ("kept", "half kept"):
                 self.kept = tensor if name == "kept" else tensor[1:]
             elif name == "added":
@@ -58,7 +73,17 @@ class Loaded(nn.Module):
         return loaded
 
 
-SHAPES = {"first": (6, 4), "second": (6, 4), "wide": (3, 4), "rows": (6, 4), "elsewhere": (9,), "turned": (2, 3)}
+SHAPES = {
+    "first": (6, 4),
+    "second": (6, 4),
+    "wide": (3, 4),
+    "rows": (6, 4),
+    "elsewhere": (9,),
+    "turned": (2, 3),
+    "turned into another": (2, 3),
+    "part of another": (4, 3),
+    "emptied, then another": (2, 3),
+}
 
 
 def kinds(*names: str) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -101,11 +126,28 @@ def test_rows_that_pad_a_vocabulary_are_set(collects: bool) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["scaled", "read", "taken", "added", "caught", "kept", "half kept"])
+def test_tensors_that_a_loader_makes_of_another_are_followed() -> None:
+    model = Loaded()
+    plan = LoadingPlan(model)
+    plan.learn(kinds("turned into another"))
+    plan.learn(kinds("emptied"))
+    place = (model.narrow, "weight")
+    whole = Region(0, (3, 2), (2, 1))
+    assert plan.loading("turned into another", (2, 3)).copies == [Copy(place, whole, Region(0, (3, 2), (1, 3)))]
+    assert plan.loading("emptied", (3, 2)).copies == [Copy(place, whole, None, 0.0)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("scaled", "read", "taken", "added", "caught", "kept", "half kept"),
+        *("part of another", "changed", "half emptied", "emptied, then another"),
+    ],
+)
 def test_what_is_more_than_a_copy_has_no_plan_and_what_comes_with_it_has(name: str) -> None:
     plan = LoadingPlan(Loaded())
     plan.learn(kinds("first", name, "wide"))
-    assert plan.loading(name, (3, 2)).copies is None
+    assert plan.loading(name, SHAPES.get(name, (3, 2))).copies is None
     assert plan.loading("first", SHAPES["first"]).copies
     assert plan.loading("wide", SHAPES["wide"]).copies
 
