@@ -21,7 +21,7 @@ class PassMemory:
     scored: Points
     """At the peak of a pass without gradients."""
     prompted: Points = ()
-    """The same, of sequences as long as prompts; none where that was not measured."""
+    """Peaks of passes over sequences as long as prompts; none where they were not measured."""
     saved: Points = ()
     """At the end of a forward pass whose gradients follow, of a model that is trained."""
     trained: Points = ()

@@ -124,8 +124,9 @@ class OffloadedInputs:
         self._latest = None
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Saved":
-        # Layers are also given what needs no gradient, such as positions, which is the same for all of them.
-        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+        # Layers are also given what needs no gradient, such as positions, which is the same for all of them; and torch
+        # 2.11 saves an empty tensor of its own beside their inputs.
+        if not tensor.requires_grad or not tensor.numel() or isinstance(tensor, nn.Parameter):
             return tensor.detach()
         here = tensor.detach()
         if self._transfers is None:
