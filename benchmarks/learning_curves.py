@@ -30,7 +30,9 @@ from benchmarks.results import IMAGES, learned  # noqa: E402
 from benchmarks.smoke import REPLY_TOKENS, shrink, smoke_model  # noqa: E402
 
 TEACHER = "grpo"
-"""The recipe whose model teaches `on_policy_distill`."""
+"""The recipe whose model teaches those of `DISTILLED`."""
+DISTILLED = ("on_policy_distill", "iw_opd")
+"""Recipes that learn from a teacher."""
 
 _CRITIC = {"critic": {"adam": {"lr": 1e-4}}}
 _TWO_STEPS = {"train": {"batch_size": 32}}
@@ -39,6 +41,7 @@ _STALE = {"rollout": {"generate_batch_size": 12}}
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {},
+    "lite_ppo": {},
     "dapo": {},
     "rloo": {},
     "reinforce_pp": {},
@@ -52,17 +55,22 @@ RECIPES: dict[str, dict[str, Any]] = {
     "ppo": _CRITIC,
     "vapo": {"critic": {"adam": {"lr": 1e-4}, "freezing_steps": 2}},
     "gspo": _TWO_STEPS,
+    "luspo": _TWO_STEPS,
     "cispo": _TWO_STEPS,
     "sapo": _TWO_STEPS,
+    "vespo": _TWO_STEPS,
     "gmpo": _TWO_STEPS,
     "clip_cov": _TWO_STEPS,
     "kl_cov": _TWO_STEPS,
     "dppo": _TWO_STEPS,
+    "dro": _TWO_STEPS,
     "dr_grpo,tis": _STALE,
     "dr_grpo,icepop": _STALE,
     "dr_grpo,seq_mask_tis": _STALE,
     "dr_grpo,opsm": _STALE,
+    "dr_grpo,m2po": _STALE,
     "on_policy_distill": {},
+    "iw_opd": {},
 }
 """Presets and what they need besides."""
 SMOKE = ("grpo", "on_policy_distill")
@@ -122,7 +130,7 @@ def run(recipe: str, options: Options, folder: Path, tiny: Path | None) -> Curve
         shrink(config, tiny)
     config.logger.console = False
     config.ckpt.output_dir = str(folder)
-    if recipe == "on_policy_distill":
+    if recipe in DISTILLED:
         config.ref.model_name_or_path = str(folder.parent / TEACHER / "model")
     result = rollgrad.train(config, reward=correct_and_short if recipe == "gdpo" else None)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
