@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.engines.vllm_server.teacher import ServedTeacher
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
@@ -103,6 +104,19 @@ def answers(address: str) -> bool:
     with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as reply:
         return bool(reply.status == 200)
     return False
+
+
+async def test_completions_are_streamed_in_the_tokens_of_the_whole_reply(url: str, wide_headed_model_dir: Path) -> None:
+    """By OpenAI's endpoint, which a server has that was started without any other."""
+    async with connected(url, wide_headed_model_dir) as engine:
+        engine._server._wire = CompletionsWire(engine.names[0])
+        for stops in ((), ("e", "a")):
+            request, heard = ask(seed=4, stop_strings=stops), list[int]()
+            whole = await engine.generate(request)
+            streamed = await engine.generate(request, on_token=heard.append)
+            assert heard == list(streamed.token_ids) == list(whole.token_ids)
+            assert list(streamed.logprobs) == pytest.approx(list(whole.logprobs), abs=TOLERANCE)
+            assert (streamed.stop_reason, streamed.versions) == (whole.stop_reason, whole.versions)
 
 
 @asynccontextmanager
