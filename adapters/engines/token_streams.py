@@ -7,32 +7,54 @@ returned. Replies that nobody listens to cost nothing.
 
 import asyncio
 import itertools
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from attrs import define, field
 
 from rollgrad.domain.episodes.generation import Generation
 from rollgrad.domain.errors import EngineError
+from rollgrad.domain.ports.rollout_engine import SampleListener, tell
 
-News = Mapping[int, Sequence[int]]
+UNKNOWN = (math.nan, 0, False)
+"""Log-prob, version and end of a token of which nothing was said."""
+Told = tuple[int, float, int, bool]
+"""A token as `rollout_engine.tell` tells it, with its log-prob and version, and whether it is the last; without them
+the log-prob is NaN."""
+News = Mapping[int, Sequence[Told]]
 """Tokens that have not been told, in order, by the number of their reply."""
+
+
+@define(eq=False)
+class _Ear(SampleListener):
+    """Keeps the tokens of a reply with how they were sampled."""
+
+    _keep: Callable[[Told], None]
+    _next: tuple[float, int, bool] = UNKNOWN
+
+    def sampled(self, logprob: float, version: int, last: bool) -> None:
+        self._next = logprob, version, last
+
+    def __call__(self, token: int) -> None:
+        (logprob, version, last), self._next = self._next, UNKNOWN
+        self._keep((token, logprob, version, last))
 
 
 @define(eq=False)
 class ToldTokens:
     """The end where replies are sampled: keeps tokens until they are fetched."""
 
-    _news: dict[int, list[int]] = field(factory=dict)
+    _news: dict[int, list[Told]] = field(factory=dict)
     _some: asyncio.Event = field(factory=asyncio.Event)
 
     def listener(self, number: int) -> Callable[[int], None]:
         """Returns the `on_token` of a reply; `end` it afterwards."""
 
-        def hear(token: int) -> None:
-            self._news.setdefault(number, []).append(token)
+        def keep(told: Told) -> None:
+            self._news.setdefault(number, []).append(told)
             self._some.set()
 
-        return hear
+        return _Ear(keep)
 
     def end(self, number: int) -> None:
         """Forgets the tokens of a reply that is returned, or given up; whoever waits for news looks again."""
@@ -56,7 +78,7 @@ class TokenStreams:
     """
 
     _fetch: Callable[[], Awaitable[News]]
-    _replies: dict[int, Callable[[int], None]] = field(factory=dict)
+    _replies: dict[int, Callable[[Told], None]] = field(factory=dict)
     _numbers: Iterator[int] = field(factory=itertools.count)
     _fetching: asyncio.Task[None] | None = None
 
@@ -69,12 +91,16 @@ class TokenStreams:
         failed: BaseException | None = None
         sampling = asyncio.ensure_future(sample(number))
 
-        def hear(token: int) -> None:
+        def hear(news: Told) -> None:
             nonlocal told, failed
             if failed is None:
                 told += 1
+                token, logprob, version, last = news
                 try:
-                    on_token(token)
+                    if math.isnan(logprob):
+                        on_token(token)
+                    else:
+                        tell(on_token, token, logprob, version, last=last)
                 except BaseException as error:
                     failed = error
                     sampling.cancel()

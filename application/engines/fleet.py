@@ -44,10 +44,12 @@ class EngineFleet(RolloutEngine):
     """A `RolloutEngine` for one event loop; the members have been started.
 
     A request whose engine dies is played again from its beginning with the same seed, so its tokens differ only if the
-    weights have changed or products are rounded differently; `on_token` is then called only for new positions, and if
-    it has heard other tokens the request fails. A request that `on_token` has heard of is replayed before `pause(WAIT)`
-    ends, if an engine serves. Another that begins or is replayed during a pause waits for `resume`, and the pause does
-    not wait for it; `pause(ABORT)` ends it at once, unless `on_token` has heard more of it than there is to return.
+    weights have changed or products are rounded differently. One that `on_token` has heard of goes on after what it has
+    heard, if engines tell how they sampled it. Otherwise, or if it has a form, stop strings or `top_logprobs`, it is
+    played again too: `on_token` is called only for new positions, and if it has heard other tokens the request fails. A
+    request that `on_token` has heard of is replayed before `pause(WAIT)` ends, if an engine serves. Another that begins
+    or is replayed during a pause waits for `resume`, and the pause does not wait for it; `pause(ABORT)` ends it at
+    once, unless `on_token` has heard more of it than there is to return.
 
     Args:
         members: the engines, all with the same weights.
@@ -72,7 +74,7 @@ class EngineFleet(RolloutEngine):
         self.health = FleetHealth(bounds or FleetBounds(), len(self._members))
         self.max_tokens = self._members[0].max_tokens
         self.replayed = 0
-        """Number of requests played again because their engine died."""
+        """Number of requests played again, or continued, because their engine died."""
         self.refresh: Callable[[Taker], Awaitable[None]] | None = None
         """Brings the current weights to a member that has restarted, and says so by `took` or `lost`; without it, or if
         it does neither, the member waits for the next push."""
@@ -112,7 +114,8 @@ class EngineFleet(RolloutEngine):
                 engine = await self._assigned(request, arrived, ends=not listener.told)
                 if engine is None:
                     return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
-                part = await self._run(engine, request, listener)
+                part = await self._run(engine, listener.rest(request), listener)
+                part = None if part is None else listener.joined(part)
                 if part is not None and listener.accepts(part):
                     if request.keep:
                         self._seen.put(hash((*request.prompt_token_ids, *part.token_ids)), engine)

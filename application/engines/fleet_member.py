@@ -5,12 +5,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import structlog
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
+from rollgrad.application.engines.resuming import remaining
 from rollgrad.application.foreign import foreign_code
-from rollgrad.domain.episodes.generation import Generation
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest
 from rollgrad.domain.errors import EngineError
-from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from rollgrad.domain.ports.rollout_engine import RolloutEngine, SampleListener
 
 log = structlog.get_logger(__name__)
 
@@ -144,38 +145,67 @@ class MemberCalls:
                 answer.set_exception(GaveUpError())
 
 
-@define
+@define(eq=False)
 class Listener:
-    """Calls `on_token`, if there is one, once for each position of a reply, however often the reply is played. An
-    attempt that samples another token than it has been called with tells nothing from there on."""
+    """Calls `on_token`, if there is one, once for each position of a reply, however often the reply is played. Where
+    engines tell how they sampled, a later attempt goes on after the tokens that were told; otherwise it begins again,
+    and one that samples another token than was told tells nothing from there on."""
 
     on_token: Callable[[int], None] | None
     _told: list[int] = field(factory=list)
+    _samples: list[tuple[float, int]] = field(factory=list)
+    """Log-prob and version of the first of them, as far as engines have said."""
+    _whole: bool = False
+    """Whether the last one is the reply's last."""
     _attempt: int = 0
+    _begun: int = 0
+    """Number of tokens that the attempt goes on after."""
 
     @property
     def told(self) -> int:
         """Number of positions for which `on_token` has been called."""
         return len(self._told)
 
+    def rest(self, request: GenerationRequest) -> GenerationRequest:
+        """Returns what the next attempt is to sample of `request`: what follows the tokens that were told, unless they,
+        or what they mean for what follows (a form, a text that ends the reply), are not known in full."""
+        params = request.params
+        known = len(self._samples) == self.told and not self._whole and self.told < params.max_new_tokens
+        depends = params.grammar is not None or params.stop_strings or params.top_logprobs
+        self._begun = self.told if known and not depends else 0
+        return remaining(request, self._told[: self._begun], request.known_experts)
+
     def attempt(self) -> Callable[[int], None] | None:
         """Returns the `on_token` of an attempt, which has an effect until the attempt is `over`."""
-        if (on_token := self.on_token) is None:
+        if self.on_token is None:
             return None
-        mine, heard = self._attempt, 0
+        return _Hearing(self, self._attempt, self._begun)
 
-        def hear(token: int) -> None:
-            nonlocal heard
-            if mine != self._attempt:
-                return
-            if heard == self.told:
-                self._told.append(token)
-                on_token(token)
-            elif token != self._told[heard]:
-                self.over()
-            heard += 1
+    def hear(self, attempt: int, place: int, token: int, sample: "tuple[float, int, bool] | None") -> None:
+        """Hears the token at a place of the reply in an attempt, and how it was sampled if that is known."""
+        if attempt != self._attempt or self.on_token is None:
+            return
+        if place == self.told:
+            if sample is not None and len(self._samples) == place:
+                self._samples.append(sample[:2])
+                self._whole = sample[2]
+            self._told.append(token)
+            self.on_token(token)
+        elif token != self._told[place]:
+            self.over()
 
-        return hear
+    def joined(self, reply: Generation) -> Generation:
+        """Returns the reply of an attempt with the tokens that it went on after."""
+        if not self._begun:
+            return reply
+        before = self._samples[: self._begun]
+        return evolve(
+            reply,
+            token_ids=[*self._told[: self._begun], *reply.token_ids],
+            logprobs=[*(logprob for logprob, _ in before), *reply.logprobs],
+            versions=[*(version for _, version in before), *reply.versions],
+            kept=None,  # it is that of the attempt, of which the request knows nothing
+        )
 
     def accepts(self, reply: Generation) -> bool:
         """Returns whether a reply has all tokens that were told; one that was aborted may have too few.
@@ -190,3 +220,21 @@ class Listener:
     def over(self) -> None:
         """Ends an attempt: tokens that its engine still sends are ignored."""
         self._attempt += 1
+
+
+@define(eq=False)
+class _Hearing(SampleListener):
+    """The `on_token` of one attempt; `_place` is that of the next token."""
+
+    _listener: Listener
+    _attempt: int
+    _place: int
+    _sample: tuple[float, int, bool] | None = None
+
+    def sampled(self, logprob: float, version: int, last: bool) -> None:
+        self._sample = logprob, version, last
+
+    def __call__(self, token: int) -> None:
+        sample, self._sample = self._sample, None
+        place, self._place = self._place, self._place + 1
+        self._listener.hear(self._attempt, place, token, sample)

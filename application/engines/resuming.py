@@ -33,7 +33,7 @@ class ContinuingEngine(RolloutEngine):
         kept: int | None = None
         while True:
             part = await self._engine.generate(
-                _remaining(request, tokens, recorded(routed, request.known_experts)), on_token=on_token
+                remaining(request, tokens, recorded(routed, request.known_experts)), on_token=on_token
             )
             kept = kept if tokens else part.kept
             tokens.extend(part.token_ids)
@@ -78,7 +78,7 @@ class ContinuingEngine(RolloutEngine):
         return await self._engine.end_profile() if isinstance(self._engine, Profiled) else {}
 
 
-def _remaining(request: GenerationRequest, tokens: list[int], known_experts: int) -> GenerationRequest:
+def remaining(request: GenerationRequest, tokens: Sequence[int], known_experts: int) -> GenerationRequest:
     """Returns the rest of `request`, which follows `tokens`."""
     if not tokens:
         return request

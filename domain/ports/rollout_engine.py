@@ -19,6 +19,27 @@ class PauseMode(StrEnum):
 
 
 @runtime_checkable
+class SampleListener(Protocol):
+    """An `on_token` that wants to know how each token was sampled; engines that can tell do so before each token."""
+
+    def __call__(self, token: int) -> None:
+        """Hears a token."""
+        ...
+
+    def sampled(self, logprob: float, version: int, last: bool) -> None:
+        """Hears of the token that comes next: its log-prob, the version of the policy that sampled it, and whether it
+        is the reply's last."""
+        ...
+
+
+def tell(on_token: Callable[[int], None], token: int, logprob: float, version: int, *, last: bool) -> None:
+    """Tells a listener a token, and how it was sampled if it wants to know."""
+    if isinstance(on_token, SampleListener):
+        on_token.sampled(logprob, version, last)
+    on_token(token)
+
+
+@runtime_checkable
 class RolloutEngine(Protocol):
     """Samples from the policy.
 

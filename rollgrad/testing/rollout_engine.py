@@ -9,7 +9,7 @@ from rollgrad.application.engines.changes import Changes
 from rollgrad.domain.control.request_flow import ArrivedRequest, RequestFlow
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.errors import EngineError
-from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine, tell
 
 VOCABULARY = 256
 """Tokens 0..255: the bytes of `FakeChatCodec`."""
@@ -80,7 +80,8 @@ class FakeRolloutEngine(RolloutEngine):
                 raise EngineError(f"Generation failed: {message}")
             tokens.append(generator.randrange(VOCABULARY))
             versions.append(self.version)
-            on_token(tokens[-1])
+            last = len(tokens) == params.max_new_tokens or tokens[-1] in params.stop_token_ids
+            tell(on_token, tokens[-1], -math.log(VOCABULARY), self.version, last=last)
             if tokens[-1] in params.stop_token_ids and len(tokens) > params.min_new_tokens:
                 reason = StopReason.STOP
                 break

@@ -261,7 +261,7 @@ def test_streams_go_on_elsewhere_and_repeat_no_token_when_their_engine_is_killed
         for ear in ears:
             await ear.second.wait()
         cluster.kill(doomed_of(world.members[0]))
-        return await asyncio.gather(*tasks, return_exceptions=True)
+        return await asyncio.gather(*tasks)
 
     replayed = world.fleet.replayed
     for _ in range(3):  # a busy machine may kill the engine only after its replies have ended
@@ -271,15 +271,9 @@ def test_streams_go_on_elsewhere_and_repeat_no_token_when_their_engine_is_killed
             break
         world.run(world.both_serve())
     assert world.fleet.replayed > replayed
-    whole = 0
     for number, reply in enumerate(replies):
-        if isinstance(reply, EngineError):
-            assert "sampled other tokens: ask again" in str(reply)
-            continue
         assert ears[number].tokens == list(reply.token_ids)
         agrees(world, reply, (*PROMPT, number))
-        whole += 1
-    assert whole >= len(ears) - 1, "rounding, which goes by who is computed together, may turn a draw"
     world.run(world.both_serve())
 
 

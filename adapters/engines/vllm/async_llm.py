@@ -18,6 +18,7 @@ from rollgrad.domain.episodes.generation import Generation, GenerationRequest, S
 from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.routed import RoutedTokens, experts_type
 from rollgrad.domain.errors import EngineError, RollgradError
+from rollgrad.domain.ports.rollout_engine import tell
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ class LocalCore(Core):
     """vLLM's request for the adapter, part of every generation; None without an adapter."""
     _part = 0
     """Part of the prefix cache that requests read and write."""
+    _version = 0
+    """Version that was announced last, of tokens that are told as they come; when a reply ends, vLLM says it itself."""
 
     def __init__(self, llm: Any, *, sleep_level: int = 1) -> None:
         self._llm = llm
@@ -70,13 +73,18 @@ class LocalCore(Core):
         likeliest: list[list[tuple[int, float]]] = []
 
         def take(output: Any) -> None:
-            tokens.extend(output.outputs[0].token_ids)
-            given = output.outputs[0].logprobs
-            logprobs.extend(given.logprobs[start] for start in given.start_indices)  # the sampled token comes first
+            part = output.outputs[0]
+            given = part.logprobs
+            drawn = [given.logprobs[start] for start in given.start_indices]  # the sampled token comes first
+            tokens.extend(part.token_ids)
+            logprobs.extend(drawn)
             if request.params.top_logprobs:
                 likeliest.extend(_likeliest(given, request.params.top_logprobs))
-            for token in output.outputs[0].token_ids if on_token is not None else ():
-                on_token(token)  # type: ignore[misc]
+            if on_token is None:
+                return
+            for place, (token, logprob) in enumerate(zip(part.token_ids, drawn, strict=True), start=1):
+                last = part.finish_reason is not None and place == len(drawn)
+                tell(on_token, token, logprob, self._version, last=last)
 
         params = parameters(request, eos_token_ids, streamed=on_token is not None)
         output = await self._last_output(name, request.prompt_token_ids, params, take, request.images)
@@ -130,6 +138,7 @@ class LocalCore(Core):
     async def announce(self, version: int) -> None:
         """Implements `Core.announce`."""
         await self._call(self._llm.update_weight_version(str(version)))
+        self._version = version
 
     async def forget(self) -> None:
         """Implements `Core.forget`; the features of images are left to vLLM, which knows them by their part."""

@@ -17,6 +17,7 @@ from rollgrad.domain.control.engine_health import NEAR_REQUESTS, Death, EngineSt
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.testing import rollout_engine
 from rollgrad.testing.rollout_engine import FakeRolloutEngine
 from tests.fakes.fleet_member import FakeFleetMember
 
@@ -231,9 +232,73 @@ async def test_a_pause_does_not_wait_for_an_engine() -> None:
     await fleet.aclose()
 
 
-async def test_a_streamed_reply_that_would_go_on_otherwise_fails() -> None:
+@pytest.mark.parametrize("more", [{}, {"stop_strings": ("never",)}, {"top_logprobs": 1}], ids=str)
+async def test_a_streamed_reply_goes_on_after_what_was_told(more: dict[str, Any]) -> None:
+    """On an engine that would have sampled other tokens. Where it cannot, it fails, and tells nothing of them."""
+
+    fleet, members = make(2)
+    for member in members:
+        member.engine.latency = lambda request: 3
+    heard: list[int] = []
+    request = ask(max_new_tokens=60, **more)
+    task = asyncio.create_task(fleet.generate(request, on_token=heard.append))
+    await until(lambda: len(heard) > 5)
+    (first,) = (member for member in members if member.served)
+    (second,) = (member for member in members if not member.served)
+    another = second.engine.generate
+
+    def differently(asked: GenerationRequest, **how: Any) -> Awaitable[Generation]:
+        return another(evolve(asked, params=evolve(asked.params, seed=7)), **how)
+
+    second.engine.generate = differently  # type: ignore[method-assign]
+    second.engine.set_version(1)
+    told = list(heard)
+    first.kill()
+    if more:
+        with pytest.raises(EngineError, match="another sampled other tokens: ask again"):
+            await task
+        assert heard == told
+        return
+    answer = await task
+    ((rest, _),) = second.served
+    assert rest.prompt_token_ids == (*request.prompt_token_ids, *told)
+    assert (rest.begun, rest.params.max_new_tokens) == (len(told), 60 - len(told))
+    assert heard == list(answer.token_ids)
+    assert heard[: len(told)] == told
+    assert len(answer.token_ids) == len(answer.logprobs) == 60
+    assert list(answer.versions) == [0] * len(told) + [1] * (60 - len(told))
+    assert answer.token_ids[len(told) :] != (await alone(request))[len(told) :]
+    await fleet.aclose()
+
+
+async def test_a_reply_that_was_told_whole_is_played_again() -> None:
+    """Nothing follows it, so nothing can be asked to."""
+    fleet, members = make(2)
+    for member in members:
+        member.engine.latency = lambda request: 3
+    heard: list[int] = []
+    request = ask(max_new_tokens=20)
+    (stop,) = (await alone(request))[9:10]
+    request = ask(max_new_tokens=20, stop_token_ids=(stop,))
+
+    def hear(token: int) -> None:
+        heard.append(token)
+        if token == stop and len([member for member in members if member.served]) == 1:
+            next(member for member in members if member.served).kill()
+
+    answer = await fleet.generate(request, on_token=hear)
+    assert heard == list(answer.token_ids)
+    assert heard[-1] == stop
+    assert answer.stop_reason is StopReason.STOP
+    await fleet.aclose()
+
+
+async def test_a_streamed_reply_that_would_go_on_otherwise_fails_where_engines_tell_tokens_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An engine with other weights is as one that answers another request."""
 
+    monkeypatch.setattr(rollout_engine, "tell", lambda on_token, token, *_, **__: on_token(token))
     fleet, members = make(2)
     for member in members:
         member.engine.latency = lambda request: 3
