@@ -1,7 +1,7 @@
 """The layers of transformers that hand a state from token to token, computed by the plan of a pass.
 
 Such a layer computes each token on its own but for functions of its module: a causal convolution, and a recurrence (the
-gated delta rule of Qwen3-Next, Qwen3.5 and OLMo-Hybrid, Kimi's delta attention, the scan of Mamba 2). Where a pass has
+gated delta rule of Qwen3-Next, Qwen3.5 and OLMo-Hybrid, Kimi's delta attention, the scans of Mamba). Where a pass has
 a plan (keyword `attention_plan`), these functions are called for rows that its `Recurrence` makes; without one they are
 transformers' own. What they call, kernels for GPUs among it, stays as transformers chose it.
 Does not own: which token comes after which (`recurrence.py`).
@@ -10,6 +10,7 @@ Does not own: which token comes after which (`recurrence.py`).
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from types import ModuleType
 from typing import Any
 
@@ -241,7 +242,7 @@ def _mamba_1(
 
     def scan(rows: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
         x, step, B, C = (each.transpose(1, 2) for each in rows)
-        out, after = own(x, step, A, B, C, return_last_state=True, **named)
+        out, after = _scanned(partial(own, **named), x, step, A, B, C)
         if state is not None:
             passed = step.float().cumsum(2)
             out = out + _of_state(passed, A, C.float(), state)
@@ -250,6 +251,28 @@ def _mamba_1(
 
     out = recurrence.scan(scan, [each.transpose(1, 2) for each in (x, step, B, C)]).transpose(1, 2)
     return (out + x * D[:, None]) * functional.silu(z)
+
+
+def _scanned(
+    own: Callable[..., tuple[Tensor, Tensor]],
+    x_RCT: Tensor,
+    step_RCT: Tensor,
+    A_CN: Tensor,
+    B_RNT: Tensor,
+    C_RNT: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Returns the results of Mamba's scan [R, C, T] and the states after it [R, C, N], both with gradients. mamba_ssm's
+    kernel leaves the gradient of the states out, but not that of its results: N more tokens, whose time steps of 0
+    leave the states as they are, have a number of theirs each as their results."""
+    if not torch.is_grad_enabled():
+        return own(x_RCT, step_RCT, A_CN, B_RNT, C_RNT, return_last_state=True)
+    tokens, numbers = C_RNT.shape[2], A_CN.shape[1]
+    x, step, B = (functional.pad(each, (0, numbers)) for each in (x_RCT, step_RCT, B_RNT))
+    reading_RNN = torch.eye(numbers, dtype=C_RNT.dtype, device=C_RNT.device).expand(len(C_RNT), -1, -1)
+    out, after_RCN = own(x, step, A_CN, B, torch.cat([C_RNT, reading_RNN], 2), return_last_state=True)
+    out_RCT, read_RCN = torch.split(out, [tokens, numbers], 2)
+    # Results are rounded to the weights' number format, states are not.
+    return out_RCT, after_RCN.detach() + (read_RCN - read_RCN.detach())
 
 
 def _of_state(passed_RCT: Tensor, A_CN: Tensor, C_RNT: Tensor, state_RCN: Tensor) -> Tensor:
@@ -265,8 +288,9 @@ def _of_state(passed_RCT: Tensor, A_CN: Tensor, C_RNT: Tensor, state_RCN: Tensor
     parts = zip(
         torch.split(A_CN, count, 1), torch.split(C_RNT, count, 1), torch.split(state_RCN, count, 2), strict=True
     )
-    added = [checkpoint(some, passed_RCT, *part, use_reentrant=False) for part in parts]
-    return torch.stack(added).sum(0)
+    again = partial(checkpoint, some, passed_RCT, use_reentrant=False, preserve_rng_state=False)
+    added: Tensor = reduce(torch.add, (again(*part) for part in parts))
+    return added
 
 
 def _unfused(*_: Any, **__: Any) -> None:

@@ -1,5 +1,6 @@
 """Layers that hand a state from token to token are packed: values and gradients are those of each sequence alone."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -290,6 +291,27 @@ def test_states_of_mamba_are_carried_some_numbers_at_a_time(
     expected_RCT = torch.einsum("rctn,rcn,rnt->rct", decays_RCTN, given[3], given[2])
     torch.testing.assert_close(found_RCT, expected_RCT)
     torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), given) for x in (found_RCT, expected_RCT)))
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "zamba"])
+def test_states_of_mamba_have_the_gradient_that_its_kernel_leaves_out(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mamba_ssm says so of its `selective_scan_fn`, which transformers takes on a GPU, and whose sequences, inputs and
+    results have one number format."""
+    plain, model = made(model_type)
+    planned = vars(sys.modules[type(model).__module__])["mamba_selective_scan"]
+    own = planned._own
+
+    def kernel(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **named: Any) -> Any:
+        assert {u.dtype, delta.dtype, B.dtype, C.dtype} == {torch.float32}
+        result = own(u, delta, A, B, C, **named)
+        return (result[0], result[1].detach()) if named["return_last_state"] else result
+
+    monkeypatch.setattr(planned, "_own", kernel)
+    value_gap, gradient_gap = packed_gaps(plain, model, forest(longest=40))
+    assert value_gap < LOGPROB_TOLERANCE
+    assert gradient_gap < GRADIENT_TOLERANCE
 
 
 def test_a_layer_that_does_not_get_the_plan_is_padded(
