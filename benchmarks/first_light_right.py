@@ -43,10 +43,10 @@ VARIABLES = ("CUDA", "PYTORCH", "TORCH", "NCCL", "CUBLAS", "OMP")
 
 KINDS = (
     *("llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mimo_v2_flash", "qwen3_moe", "mixtral", "deepseek_v3"),
-    *("gpt2", "lfm2", "qwen3_5_text", "qwen3_next", "granitemoehybrid", "nemotron_h", "bloom"),
+    *("gpt2", "lfm2", "qwen3_5_text", "qwen3_next", "granitemoehybrid", "nemotron_h", "jamba", "bloom"),
 )
 """Plain heads; caps; windows; sinks, alone and beside values of another width; experts of three kinds; latent
-attention; biases; convolutions; the delta rule, alone and with experts; Mamba 2, too; computed padded."""
+attention; biases; convolutions; the delta rule, alone and with experts; both Mambas, too; computed padded."""
 
 
 def environment(out: Any) -> None:
