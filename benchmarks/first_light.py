@@ -167,6 +167,7 @@ def tell(name: str, results: dict[str, dict[str, Any]], folder: str) -> None:
     """Prints what a section has found, and writes what all have."""
     print(f"== {name}: {json.dumps(results[name])}", flush=True)
     if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, "first_light.json").write_text(json.dumps(results, indent=1))
 
 

@@ -162,7 +162,7 @@ def policy(made: Any, **settings: Any) -> Any:
     from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 
     rate = settings.pop("lr", 1e-6)
-    return TorchPolicy(made, None, OptimizerSettings(lr=rate, total_steps=10), **settings)
+    return TorchPolicy(made, None, OptimizerSettings(lr=rate, total_steps=20), **settings)
 
 
 def step(of: Any, *batches: Any) -> Any:
