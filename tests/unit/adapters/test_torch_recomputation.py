@@ -5,6 +5,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.recomputation import Recomputation
 from rollgrad.adapters.models.torch.trained_reward import TorchReward
 from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.application.settings.rules import setting_errors
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing, LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput
@@ -292,3 +295,29 @@ def test_memory_that_is_freed_too_early_is_found(tiny_model_dir: Path, monkeypat
             transfers=lambda device: StreamTransfers(device, streams),
         )
     assert streams.refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "problem"),
+    [
+        ({"actor.compile": True}, "actor.gradient_checkpointing", "inside of compiled layers"),
+        ({"cluster.enable": True, "ds.zero_stage": 3}, "actor.gradient_checkpointing", "fetches weights in the midst"),
+        (
+            {"cluster.enable": True, "ds.tensor_parallel_size": 2, "actor.num_gpus_per_node": 2},
+            "actor.gradient_checkpointing",
+            "adds up kept results in place",
+        ),
+        ({"actor.gradient_checkpointing": Checkpointing.OFF}, "actor.offload_activations", "keeps what each operation"),
+    ],
+)
+def test_what_does_not_combine_is_refused_by_name(changes: dict[str, Any], name: str, problem: str) -> None:
+    config = RLConfig()
+    config.actor.gradient_checkpointing, config.actor.offload_activations = Checkpointing.SELECTIVE, True
+    for setting, value in changes.items():
+        section, _, key = setting.rpartition(".")
+        setattr(attrgetter(section)(config), key, value)
+    [found] = [each for each in map(str, setting_errors(config)) if each.startswith(f"{name} is ")]
+    assert problem in found
+    assert found.endswith(f"set --actor.gradient_checkpointing full, or leave --{name} out.") or "full, or" in found
+    config.actor.gradient_checkpointing = Checkpointing.FULL
+    assert not any(each.startswith(f"{name} is ") for each in map(str, setting_errors(config)))
