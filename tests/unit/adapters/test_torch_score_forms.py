@@ -114,7 +114,7 @@ ON_EACH = pytest.mark.parametrize(
 
 
 ON_A_GPU = {**ROUNDING, torch.float32: 1e-4}
-"""Whose tensor cores multiply float32 in parts."""
+"""Tolerances on a GPU, whose tensor cores multiply float32 in parts."""
 
 
 def assert_close(found: list[Tensor], exact: list[Tensor], dtype: torch.dtype, machine: str) -> None:
