@@ -54,11 +54,12 @@ def idle_sentence(config: RLConfig) -> str | None:
     idle = idle_settings(config)
     if not idle:
         return None
-    older = ", or --algo.old_logprobs rollout, by which older samples have a ratio" if may_be_stale(config) else ""
+    ways = [f"--train.batch_size below {samples_per_rollout(config)}", "--train.max_epochs above 1"]
+    if may_be_stale(config):
+        ways.append("--algo.old_logprobs rollout, by which older samples have a ratio")
     return (
         f"{', '.join(idle)}: without effect, because a rollout feeds one optimizer step, which starts from what the "
-        f"update is compared with. Set --train.batch_size below {samples_per_rollout(config)}, --train.max_epochs "
-        f"above 1{older}."
+        f"update is compared with. Set {', '.join(ways[:-1])} or {ways[-1]}."
     )
 
 
