@@ -169,6 +169,18 @@ def test_over_sampled_groups_are_corrected(workspace: Path) -> None:
     assert rows[1]["policy/mismatch_abs"] > 1e-3, "two of three groups are one update old"
 
 
+def test_the_second_moment_is_that_of_the_whole_step(workspace: Path) -> None:
+    """Fresh samples are all kept; of samples one update old some are not, however the step is divided."""
+    flags = "--algo.preset dr_grpo,m2po --rollout.generate_batch_size 5 --actor.adam.lr 0.01"
+    fresh, stale = train(flags, "--algo.correction.threshold 1e-4")
+    assert fresh["policy/correction_dropped_share"] == 0.0
+    assert 0 < stale["policy/correction_dropped_share"] < 1
+    _, divided = train(flags, "--algo.correction.threshold 1e-4 --train.max_tokens_per_micro_batch 40")
+    assert divided["policy/correction_dropped_share"] == pytest.approx(
+        stale["policy/correction_dropped_share"], rel=1e-3
+    )
+
+
 @pytest.mark.slow
 def test_interpolated_proximal_logprobs(workspace: Path) -> None:
     rows = train("--algo.preset dr_grpo --algo.old_logprobs interpolate --rollout.generate_batch_size 5")
