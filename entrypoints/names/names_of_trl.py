@@ -48,10 +48,7 @@ TRL: Mapping[str, str] = {
     "lora_target_modules": "actor.lora.target_modules",
     "lora_dropout": "actor.lora.dropout",
     "use_rslora": "actor.lora.rslora",
-    **alike(
-        "use_dora dora",
-        "DoRA is not there: adapters are LoRA, with --actor.lora.rslora and a higher --actor.lora.rank, say.",
-    ),
+    **alike("use_dora dora", "actor.lora.dora"),
     "load_in_4bit": "actor.lora.load_in_4bit",
     "load_in_8bit": "weights beside adapters are kept in 4 bits by --actor.lora.load_in_4bit, never in 8.",
     "disable_dropout": "adapters alone leave anything out, as --actor.lora.dropout says.",

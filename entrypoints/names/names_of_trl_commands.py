@@ -38,7 +38,7 @@ COMMON: Mapping[str, Flag] = {
     ),
     "lora_task_type": Flag(TEXT, reason="it follows from the command", idle=("CAUSAL_LM", "SEQ_CLS")),
     "use_rslora": Flag(SWITCH),
-    "use_dora": Flag(SWITCH, reason=TRL["use_dora"].rstrip(".")),
+    "use_dora": Flag(SWITCH),
     "load_in_4bit": Flag(SWITCH),
     "bnb_4bit_quant_type": Flag(TEXT, reason="weights in 4 bits are NF4", idle=("nf4",)),
     "use_bnb_nested_quant": Flag(SWITCH, reason="quantisation is always double"),

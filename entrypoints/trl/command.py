@@ -157,7 +157,11 @@ def _model(draft: Draft) -> None:
         if draft.value("use_rslora", False):
             draft.set("actor.lora.rslora", True)
         off = draft.value("disable_dropout", False)
-        draft.set("actor.lora.dropout", 0.0 if off else draft.value("lora_dropout", LORA_DROPOUT))
+        dora = draft.value("use_dora", False)
+        draft.set("actor.lora.dropout", 0.0 if off or dora else draft.value("lora_dropout", LORA_DROPOUT))
+        if dora:
+            draft.set("actor.lora.dora", True)
+            draft.change("use_dora", "nothing is left out of the inputs of adapters, in TRL what --lora_dropout says")
         if off:
             draft.lose("lora_dropout", "with --disable_dropout nothing is left out, in TRL too")
         if draft.value("load_in_4bit", False):
@@ -165,7 +169,15 @@ def _model(draft: Draft) -> None:
         if "lora_target_modules" not in draft.options:
             draft.change("use_peft", "all linear layers get adapters, in TRL those that peft knows for the model")
         return
-    for name in ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout", "load_in_4bit", "use_rslora"):
+    for name in (
+        "lora_r",
+        "lora_alpha",
+        "lora_target_modules",
+        "lora_dropout",
+        "load_in_4bit",
+        "use_rslora",
+        "use_dora",
+    ):
         draft.lose(name, "all weights are trained without --use_peft")
     if not draft.value("disable_dropout", False):
         draft.lose("disable_dropout", "adapters alone leave anything out, and there are none without --use_peft")

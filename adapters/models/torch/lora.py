@@ -1,11 +1,14 @@
 """LoRA: a model whose weights stay, and a trained product of two narrow matrices beside each linear layer
 (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1: W + alpha / rank * B A; with
-`rslora` W + alpha / sqrt(rank) * B A, Kalajdzievski 2023, "rsLoRA", arXiv:2312.03732, eq. 2).
+`rslora` W + alpha / sqrt(rank) * B A, Kalajdzievski 2023, "rsLoRA", arXiv:2312.03732, eq. 2; with `dora` each row of
+that sum has a trained length m in place of its own, Liu et al. 2024, "DoRA", arXiv:2402.09353, eq. 5, and no gradient
+goes through its own, section 4.3).
 
-Invariants: the model keeps its class and its parts; B starts at 0, so that fresh adapters change nothing; A starts by
-the seed, equal in every process. Exported weights are those of the plain model: adapters are added to the weights in
-float32, and the sum is rounded once to the compute format. A forward pass through the adapters does not round that sum:
-in bfloat16 an engine with a copy of the weights differs by this rounding, one that shares the model does not.
+Invariants: the model keeps its class and its parts; B starts at 0, and m at the lengths of W's rows, so that fresh
+adapters change nothing; A starts by the seed, equal in every process. Exported weights are those of the plain model:
+adapters are added to the weights in float32, and the sum is rounded once to the compute format. A forward pass through
+the adapters does not round that sum: in bfloat16 an engine with a copy of the weights differs by this rounding, one
+that shares the model does not.
 Does not own: the optimizer, nor putting weights together that are divided over processes (`models.py`).
 """
 
@@ -42,7 +45,7 @@ class NamedWeight:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters that `value` reads."""
-        return [self.parameter, *(_matrices(self.layer) if self.layer is not None else ())]
+        return [self.parameter, *(_added(self.layer) if self.layer is not None else ())]
 
     def value(self, whole: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Returns the weight, with its adapter, and dequantised if it is in 4 bits; otherwise the parameter's own
@@ -51,7 +54,11 @@ class NamedWeight:
         if self.layer is not None:
             a, b = (whole(matrix).detach().float() for matrix in _matrices(self.layer))
             product = self.layer.scaling[ADAPTER] * (b @ a)
-            merged: Tensor = weight.float() + (product.T if self.layer.fan_in_fan_out else product)
+            turned = self.layer.fan_in_fan_out
+            merged: Tensor = weight.float() + (product.T if turned else product)
+            for lengths in _lengths(self.layer):
+                of_rows = whole(lengths).detach().float() / merged.norm(dim=0 if turned else 1)
+                merged = merged * (of_rows if turned else of_rows[:, None])
             weight = merged.to(weight.dtype)
         return weight.T.contiguous() if is_turned(self.parameter) else weight
 
@@ -83,6 +90,7 @@ def add_lora(model: Any, lora: AdapterConfig, *, seed: int, at: str = "actor.lor
         r=lora.rank,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         lora_dropout=lora.dropout,  # which `AdapterDropout` computes
         target_modules=targets,
         bias="none",
@@ -105,15 +113,16 @@ def adapter_numbers(model: Any, lora: AdapterConfig, *, at: str = "actor.lora") 
     Raises:
         ConfigurationError: as `add_lora`.
     """
-    weights = (model.get_submodule(name).weight for name in _targets(model, lora.target_modules, at))
-    return lora.rank * sum(sum(weight.shape) for weight in weights)
+    layers = [model.get_submodule(name) for name in _targets(model, lora.target_modules, at)]
+    lengths = sum(getattr(layer, "out_features", None) or layer.nf for layer in layers) if lora.dora else 0
+    return lengths + lora.rank * sum(sum(layer.weight.shape) for layer in layers)
 
 
 def plain_weights(module: nn.Module) -> list[NamedWeight]:
     """Returns every weight of the model without adapters, under its own name."""
     layers = _layers(module)
     adapted = {layer.base_layer.weight: layer for layer in layers}
-    added = {matrix for layer in layers for matrix in _matrices(layer)}
+    added = {parameter for layer in layers for parameter in _added(layer)}
     return [
         NamedWeight(name=_plain(name), parameter=parameter, layer=adapted.get(parameter))
         for name, parameter in module.named_parameters()
@@ -134,9 +143,9 @@ def plain_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def adapter_weights(module: nn.Module) -> list[NamedWeight]:
     """Returns the adapters' own weights, as peft names them in files; none without LoRA."""
-    added = {matrix for layer in _layers(module) for matrix in _matrices(layer)}
+    added = {parameter for layer in _layers(module) for parameter in _added(layer)}
     return [
-        NamedWeight(name=SAVED_PREFIX + name.replace(f".{ADAPTER}.", "."), parameter=parameter)
+        NamedWeight(name=SAVED_PREFIX + _saved(name), parameter=parameter)
         for name, parameter in module.named_parameters()
         if parameter in added
     ]
@@ -201,6 +210,23 @@ def _layers(module: nn.Module) -> list[Any]:
 def _matrices(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
     """Returns A [rank, in] and B [out, rank]."""
     return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+
+def _lengths(layer: Any) -> list[nn.Parameter]:
+    """Returns m [out], if the layer has one."""
+    found = layer.lora_magnitude_vector
+    return [found[ADAPTER].weight] if ADAPTER in found else []
+
+
+def _added(layer: Any) -> list[nn.Parameter]:
+    """Returns all parameters of a layer's adapter."""
+    return [*_matrices(layer), *_lengths(layer)]
+
+
+def _saved(name: str) -> str:
+    """Returns the name of an adapter's parameter in peft's files."""
+    lengths = f".lora_magnitude_vector.{ADAPTER}.weight"
+    return name.replace(lengths, ".lora_magnitude_vector").replace(f".{ADAPTER}.", ".")
 
 
 def _plain(name: str) -> str:

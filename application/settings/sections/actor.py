@@ -76,6 +76,23 @@ WITH_ADAPTERS = Condition(
 )
 
 
+PLAIN_ADAPTERS = Condition(
+    lambda here, run: (
+        not here.dropout
+        and not getattr(here, "load_in_4bit", False)
+        and getattr(here, "sync", LoraSync.MERGED) is LoraSync.MERGED
+    ),
+    "dropout, weights in 4 bits and engines that get adapters alone are not computed with DoRA",
+    "leave these out",
+)
+
+ONE_PROCESS = Condition(
+    lambda here, run: not run.cluster.enable and not run.actor.compile,
+    "DoRA is computed in one process, and not by compiled layers",
+    "leave --cluster.enable and --actor.compile out",
+)
+
+
 @define(kw_only=True)
 class AdapterConfig:
     """Adapters that are trained instead of the weights; the run saves the model with adapters merged."""
@@ -87,6 +104,12 @@ class AdapterConfig:
         "Count adapters alpha / sqrt(rank) times, so that those of a high rank learn as fast as others (rsLoRA, "
         "Kalajdzievski 2023, arXiv:2312.03732).",
         only_if=WITH_ADAPTERS,
+    )
+    dora: bool = setting(
+        False,
+        "Train the length of each row of the weights apart from its direction, which alone gets an adapter (DoRA, Liu "
+        "et al. 2024, arXiv:2402.09353). An update takes longer.",
+        only_if=(WITH_ADAPTERS, PLAIN_ADAPTERS, ONE_PROCESS),
     )
     dropout: float = setting(
         0.0,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,11 +19,10 @@ from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.sections.actor import ActorConfig, AdapterConfig, Checkpointing, DType, LoraConfig
 from rollgrad.application.settings.sections.critic import CriticConfig
-from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
-from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.entrypoints.composition.models import make_critic
-from rollgrad.testing.agent_executor import make_trajectory
+from tests.adapted_models import branching_batch, learn, logprobs, plain
 from tests.fakes import cluster
 from tests.tiny_models import saved, tiny_model
 
@@ -75,34 +73,7 @@ def family_dir(request: pytest.FixtureRequest, tiny_tokenizer: Any, tmp_path: Pa
 
 @pytest.fixture
 def batch() -> PackedBatch:
-    packed = pack([make_trajectory([5, 6, 7], [20 + i] * (i + 1), [9], [30, 31], group_id=0) for i in range(4)])
-    return evolve(packed, loss_weights_N=torch.where(packed.action_mask_N, 0.1, 0.0))
-
-
-def likelihood(scores: TokenScores, part: PackedBatch) -> LossOutput:
-    return LossOutput(loss=-(part.filled("loss_weights_N") * scores.logprobs_N).sum())
-
-
-def learn(policy: TorchPolicy, batch: PackedBatch, steps: int = 3) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for _ in range(steps):
-        metrics = policy.update([batch], likelihood)
-    return metrics
-
-
-def plain(path: Path, dtype: torch.dtype = torch.float64) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-
-
-def logprobs(model: Any, batch: PackedBatch) -> Tensor:
-    """Returns the log-prob of every action token, from transformers' own attention, a sequence a call."""
-    rows = []
-    for tokens in batch.tokens_N.split(batch.lengths_S.tolist()):
-        log_softmax = model(tokens[None]).logits[0, :-1].log_softmax(-1)
-        rows.append(torch.cat([log_softmax.new_zeros(1), log_softmax.gather(1, tokens[1:, None])[:, 0]]))
-    return torch.where(batch.action_mask_N, torch.cat(rows), 0.0)
+    return branching_batch()
 
 
 def named(policy: TorchPolicy) -> dict[str, Tensor]:

@@ -230,6 +230,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"actor.muon.lr": 0.1}, "set --actor.optim muon"),
     ({"critic.muon.momentum": 0.5, "algo.advantage.estimator": "gae"}, "leave --critic.muon.momentum out"),
     ({"critic.min_lr_ratio": 0.2}, "--critic.lr_scheduler"),
+    ({"actor.lora.dora": True}, "set --actor.lora.rank above 0"),
+    (
+        {"actor.lora.dora": True, "actor.lora.rank": 4, "actor.lora.dropout": 0.1},
+        "leave these out, or leave --actor.lora.dora",
+    ),
+    ({"actor.lora.dora": True, "actor.lora.rank": 4, "actor.lora.load_in_4bit": True}, "weights in 4 bits"),
+    ({"actor.lora.dora": True, "actor.lora.rank": 4, "cluster.enable": True}, "DoRA is computed in one process"),
     ({"actor.lr_scheduler": LRScheduler.LINEAR, "actor.lr_decay_ratio": 0.2}, "set --actor.lr_scheduler warmup_stable"),
     ({"actor.eps_clip": 0.1, "actor.eps_clip_low_high": (0.2, 0.28)}, "leave --actor.eps_clip out"),
     ({"train.max_steps": 3, "train.num_episodes": 2}, "--train.num_episodes"),

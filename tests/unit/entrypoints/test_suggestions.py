@@ -131,7 +131,7 @@ def errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--learning-rate=1e-6", "--learning_rate is not a flag; did you mean --actor.adam.lr?"),
         ("--bf16", "--bf16 is not a flag; write --actor.dtype bfloat16"),
         ("--use_vllm true", "--use_vllm is not a flag; write --rollout.engine vllm."),
-        ("--actor.lora.use_dora true", "--actor.lora.use_dora is not a flag; DoRA is not there: adapters are LoRA"),
+        ("--actor.lora.use_dora true", "--actor.lora.use_dora is not a flag; did you mean --actor.lora.dora?"),
         ("--train.z_loss_coef 1e-4", "--train.z_loss_coef is not a flag; there is no z-loss of the vocabulary's"),
         ("--actor.muon.lrs 1", "did you mean --actor.muon.lr?"),
         ("--rewrad.model_name_or_path x", "did you mean --reward.model_name_or_path?"),

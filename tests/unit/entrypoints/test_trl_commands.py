@@ -197,13 +197,14 @@ def test_adapters() -> None:
     assert settings("dpo", "--use_peft", "--use_rslora")["actor.lora.rslora"]
     assert not settings("dpo", "--use_peft")["actor.lora.rslora"]
     assert any("--use_rslora" in note for note in translated("sft", "--use_rslora").notes)
-    assert any("DoRA" in note for note in translated("sft", "--use_peft", "--use_dora").notes)
+    made = settings("sft", "--use_peft", "--use_dora")
+    assert (made["actor.lora.dora"], made["actor.lora.dropout"]) == (True, 0.0)
+    assert any("--use_dora" in note for note in translated("sft", "--use_dora").notes)
 
 
 @pytest.mark.parametrize(
     ("command", "flags", "instead"),
     [
-        ("sft", ("--use_peft", "--use_dora"), "--actor.lora.rslora and a higher --actor.lora.rank"),
         ("sft", ("--use_peft", "--lora_modules_to_save", "embed"), "leave --use_peft out"),
         ("sft", ("--use_peft", "--lora_target_parameters", "experts"), "--lora_target_modules"),
         ("sft", ("--optim", "adafactor"), "--actor.optim muon"),
