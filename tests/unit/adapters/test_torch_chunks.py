@@ -13,8 +13,8 @@ from rollgrad.adapters.models.torch.attention_buckets import chunks
 from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.layout import Node
-from rollgrad.adapters.models.torch.models import train_without_dropout
 from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from tests.model_sweep import LOGPROB_TOLERANCE, engine_gap, packed_gaps
 from tests.tiny_architectures import tiny_model
 from tests.unit.adapters.test_torch_recurrence import alone, forest

@@ -11,8 +11,8 @@ from rollgrad.adapters.models.torch.attention import backbone
 from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.layer_plans import loses_plans, noted_plan
-from rollgrad.adapters.models.torch.models import train_without_dropout
 from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from tests.model_sweep import GRADIENT_TOLERANCE, LOGPROB_TOLERANCE, engine_gap, packed_gaps
 from tests.tiny_architectures import tiny_model
 from tests.unit.adapters.test_torch_recurrence import forest
