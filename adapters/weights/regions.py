@@ -87,12 +87,28 @@ def elements_within(source: Region, target: Region, offsets: Tensor) -> tuple[Te
     bounds = offsets.new_tensor([source.offset, source.last() + 1])
     first, end = torch.searchsorted(offsets, bounds).tolist()
     rest = offsets[first:end] - source.offset
+    steps = _joined_steps(source, target)
+    if len(steps) == 1 and steps[0][1] == 1:  # a run, of which every element is there
+        places = rest if steps[0][2] == 1 else rest * steps[0][2]
+        return torch.arange(first, end, device=offsets.device), places + target.offset
     places = torch.full_like(rest, target.offset)
     inside = torch.ones_like(rest, dtype=torch.bool)
-    for axis in source.axes():
-        index = rest // source.strides[axis]
-        inside &= index < source.shape[axis]
-        rest = rest - index * source.strides[axis]
-        places += index * target.strides[axis]
+    for size, step, place in steps:
+        index = rest if step == 1 else torch.div(rest, step, rounding_mode="floor")
+        inside &= index < size
+        rest = rest - index * step
+        places += index * place
     found = (inside & (rest == 0)).nonzero().squeeze(1)
     return found + first, places[found]
+
+
+def _joined_steps(source: Region, target: Region) -> list[tuple[int, int, int]]:
+    """Returns size and strides in source and target of the axes of `source.axes()`, where one that goes on from the
+    next in both is joined to it."""
+    joined: list[tuple[int, int, int]] = []
+    for axis in source.axes():
+        size, step, place = source.shape[axis], source.strides[axis], target.strides[axis]
+        if joined and joined[-1][1:] == (size * step, size * place):
+            size *= joined.pop()[0]
+        joined.append((size, step, place))
+    return joined
