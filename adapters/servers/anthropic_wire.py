@@ -1,7 +1,7 @@
 """Anthropic's `POST /v1/messages`: bodies, events and errors.
 
 Thinking, tool use and tool results are mapped to the same conversation as on OpenAI's wire, so that both play the same
-sessions. Documents and server-side tools are refused.
+sessions. Of documents plain text is read; others, and server-side tools, are refused.
 """
 
 import json
@@ -183,6 +183,8 @@ def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text" or (kind == "image" and role == "user"):
             parts.append({**block, "text": read(block, "text", str, "")})
+        elif kind == "document" and role == "user" and (text := _plain_text(block)) is not None:
+            parts.append({"type": "text", "text": text})
         elif kind == "redacted_thinking":
             continue  # which only the server that wrote it can read
         elif kind == "thinking":
@@ -197,8 +199,8 @@ def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
             results.append({"role": "tool", "tool_call_id": use_id, "name": names.get(use_id, ""), "content": content})
         else:
             raise bad(
-                f"{where} has a block of type {kind!r}, but read are text, images, thinking and tool results, each in "
-                "messages of its role."
+                f"{where} has a block of type {kind!r}, but read are text (also as a document), images, thinking and "
+                "tool results, each in messages of its role."
             )
     content = content_of(parts, f"{where}.content")
     if role != "assistant":
@@ -209,6 +211,16 @@ def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
     if calls:
         reply["tool_calls"] = calls
     return [reply]
+
+
+def _plain_text(document: Mapping[str, Any]) -> str | None:
+    """Returns the text of a document, with its title and context before it and an empty line behind it; None for one
+    of another kind."""
+    source = document.get("source")
+    if not isinstance(source, dict) or source.get("type") != "text" or not isinstance(source.get("data"), str):
+        return None
+    words = [read(document, name, str, "") for name in ("title", "context")]
+    return "\n\n".join([*filter(None, words), source["data"], ""])
 
 
 def _schema(body: Mapping[str, Any]) -> Mapping[str, Any] | bool | None:

@@ -63,6 +63,17 @@ def test_a_conversation_becomes_ours() -> None:
     assert read.changes == {"max_new_tokens": 9, "temperature": 1.0, "top_k": 4, "stop_strings": ("x",)}
 
 
+def test_documents_of_plain_text_are_read() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "The grass is green."}
+    document = {"type": "document", "source": source, "title": "Grass", "citations": {"enabled": True}}
+    content = [document, {"type": "text", "text": "What is green?"}]
+    (message,) = WIRE.decode({"messages": [{"role": "user", "content": content}]}).request.messages
+    assert message == {"role": "user", "content": "Grass\n\nThe grass is green.\n\nWhat is green?"}
+
+
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [
@@ -73,6 +84,7 @@ def test_a_conversation_becomes_ours() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "an image without its content"),
         ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, "'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "'tool_use'"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": PDF}]}]}, "'document'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "'tool_result'"),
         ({"system": 3}, "system"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
