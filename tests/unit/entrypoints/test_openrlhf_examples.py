@@ -419,7 +419,9 @@ def test_it_says_all_that_a_run_would_refuse(capsys: pytest.CaptureFixture[str])
     assert len(refusals) == 2
 
 
-def test_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_trains(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     begun = []
 
     def begin(run: Any) -> Any:
@@ -427,10 +429,9 @@ def test_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         raise KeyboardInterrupt
 
     monkeypatch.setattr(offline, "train_sft", begin)
-    model, data = tmp_path / "model", tmp_path / "rows.jsonl"
-    model.mkdir()
+    data = tmp_path / "rows.jsonl"
     data.write_text("{}\n")
-    argv = ["openrlhf.cli.train_sft", "--pretrain", str(model), "--dataset", str(data)]
+    argv = ["openrlhf.cli.train_sft", "--pretrain", str(tiny_model_dir), "--dataset", str(data)]
     assert main(["openrlhf", "--run", *argv]) == 130
     assert [run.data.dataset for run in begun] == [str(data)]
     assert main(["openrlhf", *argv[:3], "--run"]) == 2
