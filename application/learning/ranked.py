@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rollgrad.application.learning.examples import Pack
 from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.algorithms.losses.transport import with_opposites
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.episodes.examples import Preference
 from rollgrad.domain.ports.models import PolicyModel

@@ -17,7 +17,7 @@ from rollgrad.application.settings.sections.examples import (
     with_default_lrs,
 )
 from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES
-from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import FDivergence, PreferenceSettings
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.settings import own_first, section
 

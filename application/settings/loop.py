@@ -33,7 +33,7 @@ from rollgrad.application.settings.sections.rollout import RolloutConfig
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.application.settings.sections.vllm import VLLMConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig, SupervisedTrainConfig
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.settings import COUNT, NOT_NEGATIVE, Range, own_first, section, setting
 
 RENDERING_ROOM = 256

@@ -16,7 +16,7 @@ from rollgrad.application.pipelines.epochs import Epochs
 from rollgrad.application.pipelines.run import TrainedModels
 from rollgrad.application.pipelines.step_source import StepReport, StepSource
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.batches.packed import Batch
 from rollgrad.domain.control.staleness import StalenessBound

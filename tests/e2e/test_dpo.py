@@ -17,7 +17,7 @@ from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.sections.examples import ExampleEvalConfig
 from rollgrad.application.settings.sections.optimizer import LRScheduler
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.domain.ports.models import TokenScores

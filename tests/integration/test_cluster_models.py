@@ -37,7 +37,7 @@ from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_comparisons, pack_preferences
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.batches.passes import Passes

@@ -28,7 +28,7 @@ from rollgrad.domain.algorithms.losses.reward_model import pairwise_reward_loss
 from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
 from rollgrad.domain.algorithms.losses.transport import with_opposites
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective
-from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import FDivergence, PreferenceSettings
 from rollgrad.domain.batches.examples import (
     ExampleBatch,
     mismatched,

@@ -8,7 +8,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import FDivergence, PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch
 
 PAIRED, UNPAIRED = 0, 1

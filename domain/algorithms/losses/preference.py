@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES, PairLossTraits
 from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
 from rollgrad.domain.algorithms.losses.pairs import PAIRED, UNPAIRED, Pairs, by_reply, gap, pairs_of
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.batches.metrics import Mean
 from rollgrad.domain.ports.models import LossOutput, TokenScores

@@ -10,7 +10,7 @@ from attrs import evolve
 from torch import Tensor
 
 from rollgrad.domain.algorithms.losses.pairs import gap, pairs_of
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.errors import DataError
 

@@ -19,7 +19,7 @@ from rollgrad.application.settings.sections.examples import (
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
-from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import FDivergence, PreferenceSettings
 from rollgrad.domain.settings import SettingMetadata
 from rollgrad.entrypoints.composition.models import make_optimizer
 

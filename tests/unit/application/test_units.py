@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch, pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
 from rollgrad.domain.batches.prefixes import shared_prefixes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES
 from rollgrad.domain.algorithms.losses.preference import FUNCTIONS, Pairs, PreferenceObjective
-from rollgrad.domain.algorithms.settings import FDivergence, PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import FDivergence, PreferenceSettings
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens

@@ -29,7 +29,7 @@ from rollgrad.application.settings.sections.examples import (
 )
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
-from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.entrypoints.composition.cluster import Cluster, Role, neighbours
 from rollgrad.entrypoints.composition.dpo import dpo_container, make_dpo_roles
