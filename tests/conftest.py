@@ -43,7 +43,7 @@ VLLM = (
     *("contract/test_rollout_engine.py", "contract/test_weight_channel.py", "integration/test_vllm_engine.py"),
     *("integration/test_lora.py", "integration/test_served_engine.py", "integration/test_vllm_starting.py"),
     *("integration/test_reward_in_vllm.py", "integration/test_served_images.py", "e2e/test_chat_and_serve.py"),
-    "integration/test_restarted_vllm.py",
+    *("integration/test_restarted_vllm.py", "integration/test_vllm_types.py"),
 )
 """Files whose tests start vLLM, for which the same holds. The first four share the fixture `_vllm`, which takes as long
 to start as any of them."""

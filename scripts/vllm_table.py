@@ -1,0 +1,48 @@
+"""Pushes weights of types of models to vLLM and writes the table of docs/models.md.
+
+    python scripts/vllm_table.py            # all that are examined: about a minute each
+    python scripts/vllm_table.py gpt_oss    # these alone; the docs stay as they are
+
+Ends with status 1 where vLLM takes weights and computes something else without an error.
+"""
+
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.forked_spawns import forked_by
+from tests.scripts import QUIET, VLLM_MODULES, ScriptHost
+
+os.environ |= QUIET
+from tests.model_sweep import TABLE
+from tests.vllm_sweep import HEAD, TYPES, Finding, examine, table
+
+
+def main(names: list[str]) -> int:
+    """Returns the exit status."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    found: list[Finding] = []
+    with tempfile.TemporaryDirectory() as folder:
+        host = ScriptHost(Path(folder), VLLM_MODULES, QUIET)  # whose forks need not import vLLM
+        try:
+            with forked_by(host.python()):
+                for name in names or TYPES:
+                    found.append(examine(name))
+                    gaps = f"before {found[-1].before:.0e}, after {found[-1].after:.0e}, moved {found[-1].moved:.0e}"
+                    print(f"{found[-1].row} {found[-1].error or gaps}", flush=True)
+        finally:
+            host.close()
+    if not names:
+        before, _, rest = TABLE.read_text(encoding="utf-8").partition(HEAD)
+        TABLE.write_text(before + table(found) + "\n" + rest.partition("\n\n")[2], encoding="utf-8")
+    return 1 if any(not finding.exact and not finding.error for finding in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
