@@ -131,7 +131,7 @@ def test_a_step_is_plain_transformers_with_torchs_adamw(
 
 def test_gradient_checkpointing_changes_nothing(tiny_model_dir: Path, tokenizer: Any, batch: PackedBatch) -> None:
     outcomes = []
-    for checkpointing in (False, True):
+    for checkpointing in (Checkpointing.OFF, Checkpointing.FULL):
         policy = TorchPolicy(load(tiny_model_dir), tokenizer, SETTINGS, gradient_checkpointing=checkpointing)
         calls: list[int] = []
         layer = policy.module.model.layers[0].mlp
@@ -149,7 +149,7 @@ def test_gradient_checkpointing_changes_nothing_of_the_critic(
     tiny_model_dir: Path, tokenizer: Any, batch: PackedBatch
 ) -> None:
     outcomes = []
-    for checkpointing in (False, True):
+    for checkpointing in (Checkpointing.OFF, Checkpointing.FULL):
         actor = ActorConfig(
             model_name_or_path=str(tiny_model_dir), gradient_checkpointing=checkpointing, dtype=DType.FLOAT32
         )
