@@ -1,6 +1,7 @@
 """OpenAI's `POST /v1/completions`: a text, or its token ids, that the model continues without a chat template.
 
-`min_tokens`, `stop_token_ids` and `return_token_ids` are as in vLLM, so that another rollgrad may sample here.
+`min_tokens`, `stop_token_ids` and `return_token_ids` are as in vLLM, so that another rollgrad may sample here; that
+names the tokens that end a reply besides `ignore_eos`, which changes nothing here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -43,7 +43,6 @@ SHAPING: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "ignore_eos": (False,),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
     "prompt_logprobs": (),
@@ -56,6 +55,7 @@ SHAPING: Mapping[str, tuple[Any, ...]] = {
 """Settings of both completions, some of them vLLM's, with the values that change nothing."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **SHAPING,
+    "ignore_eos": (False,),
     "functions": ([],),
     "modalities": (["text"],),
     "web_search_options": (),
