@@ -265,6 +265,11 @@ class ModelConfig:
         1.0, "Gradient norm above which gradients are scaled down; 0 turns clipping off.", NOT_NEGATIVE
     )
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "gradient_checkpointing" and isinstance(value, bool):  # a switch, as in other libraries
+            value = Checkpointing.FULL if value else Checkpointing.OFF
+        super().__setattr__(name, value)
+
     @property
     def peak_lr(self) -> float:
         """Learning rate of AdamW after warm-up."""

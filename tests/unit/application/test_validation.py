@@ -4,15 +4,16 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
-from attrs import fields
+from attrs import evolve, fields
 
 from rollgrad.application.settings.derived import longest_sequence, optimizer_steps_per_rollout
 from rollgrad.application.settings.rules import validate, validate_evaluation
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import RouterReplay
+from rollgrad.application.settings.sections.actor import ActorConfig, Checkpointing, RouterReplay
 from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.application.settings.sections.data import Overlong
+from rollgrad.application.settings.sections.examples import ExampleModelConfig
 from rollgrad.application.settings.sections.optimizer import LRScheduler, Optim
 from rollgrad.application.settings.sections.reward import JudgeIsolation, Verifier
 from rollgrad.application.settings.sections.rollout import Engine
@@ -622,6 +623,15 @@ def words_of(name: str, kind: Any) -> list[str]:
         "algo.kl.estimator": ["k2"],
     }
     return [f"--{name}", *given.get(name, [*kind][-1:] if isinstance(kind, type(Enum)) else example(kind))]
+
+
+@pytest.mark.parametrize("kind", [ActorConfig, ExampleModelConfig])
+def test_gradient_checkpointing_may_be_assigned_as_a_switch(kind: Any) -> None:
+    actor = kind(gradient_checkpointing=True)
+    assert actor.gradient_checkpointing is Checkpointing.FULL
+    actor.gradient_checkpointing = False
+    assert actor.gradient_checkpointing is Checkpointing.OFF
+    assert evolve(actor, gradient_checkpointing=True).gradient_checkpointing is Checkpointing.FULL
 
 
 def test_every_condition_is_a_sentence_that_says_what_to_set() -> None:
