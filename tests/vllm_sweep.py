@@ -30,8 +30,8 @@ from tests.tiny_models import make_tiny_tokenizer, saved
 HEAD = "| pushed to vLLM | |\n"
 """First line of the table."""
 FLAG = "--actor.model_name_or_path"
-TOLERANCE = 1e-3
-"""Nats, of the mean difference of a log-prob in float32, as of the comparison after a push."""
+TOLERANCE = 1e-4
+"""Nats, of the mean difference of a log-prob in float32."""
 MOVED = 0.05
 """Standard deviation of what is added to all weights before they are pushed."""
 PROMPTS = (2, 17, 140)
@@ -74,13 +74,6 @@ TYPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "mamba2": {"intermediate_size": 256, "num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "attention", "mlp"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 32,
-        "ssm_state_size": 16,
-        "sliding_window": None,
-    },
     "granitemoehybrid": STATES,
     "gpt2": {},
 }
