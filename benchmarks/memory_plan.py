@@ -5,8 +5,9 @@ own count of allocated bytes, beside the plan.
     python benchmarks/memory_plan.py --smoke         # two of them, smaller, in seconds
     python benchmarks/memory_plan.py qwen3 gemma2    # these alone
 
-A step of each role runs with random weights: an update of actor and critic in two micro-batches, a pass of the
-reference and of the reward model, and replies of the embedded engine.
+A step of each role runs with random weights: an update of actor and critic in two micro-batches, that of the actor also
+with activations that are computed again, a pass of the reference and of the reward model, and replies of the embedded
+engine.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.memory_plan import Machine, memory_plan
 from rollgrad.application.settings.memory_plan_passes import MIB
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.ports.models import LossOutput, TokenScores
@@ -52,6 +54,13 @@ ARCHITECTURES = (
     "gemma2",
 )
 """The last caps its scores."""
+WAYS = (
+    (Checkpointing.OFF, False),
+    (Checkpointing.SELECTIVE, False),
+    (Checkpointing.FULL, False),
+    (Checkpointing.FULL, True),
+)
+"""Kinds of checkpointing of the actor, and whether inputs of layers are moved: here within the same memory."""
 PROMPT, REPLY = 64, 192
 CPU = torch.device("cpu")
 FLAG = "--model"
@@ -169,10 +178,16 @@ def measure(architecture: str, work: Work, directory: str) -> Iterator[Row]:
         planned = plan[role].gradients + plan[role].passes
         return Row(architecture=architecture, role=role, measured=measured, planned=planned)
 
-    policy = TorchPolicy(load(), None, OPTIMIZER)
-    policy.update(halves, likelihood)
-    yield row("actor", peak(partial(policy.update, halves, likelihood)))
-    del policy
+    for kind, offloads in WAYS:
+        policy = TorchPolicy(load(), None, OPTIMIZER, gradient_checkpointing=kind, offload_activations=offloads)
+        policy.update(halves, likelihood)
+        config.actor.gradient_checkpointing, config.actor.offload_activations = kind, offloads
+        held = evolve(shape, passes=passes(checkpointing=kind, offloads=offloads))
+        again = memory_plan(config, held, compute_bytes=4, machine=machine)[0]
+        role = "actor" if kind is Checkpointing.OFF else f"actor, {kind}{', moved' if offloads else ''}"
+        plan[role] = again
+        yield row(role, peak(partial(policy.update, halves, likelihood)))
+        del policy
     critic = TorchValue(load(), None, OPTIMIZER, head={})
     critic.update(halves, squares)
     yield row("critic", peak(partial(critic.update, halves, squares)))
@@ -237,13 +252,13 @@ def main() -> None:
     names = arguments.architectures or (("llama", "olmo2") if arguments.smoke else ARCHITECTURES)
     work = Work(width=64, layers=2, samples=4) if arguments.smoke else Work()
     rows: list[Row] = []
-    print(f"{'architecture':14} {'role':10} {'measured MiB':>12} {'planned MiB':>12} ratio")
+    print(f"{'architecture':14} {'role':18} {'measured MiB':>12} {'planned MiB':>12} ratio")
     for name in names:
         with tempfile.TemporaryDirectory() as directory:
             for row in measure(name, work, str(Path(directory) / "model")):
                 rows.append(row)
                 found = f"{row.measured / MIB:12.2f} {row.planned / MIB:12.2f} {row.ratio:.2f}"
-                print(f"{row.architecture:14} {row.role:10} {found}", flush=True)
+                print(f"{row.architecture:14} {row.role:18} {found}", flush=True)
     print(f"planned over measured: {min(r.ratio for r in rows):.2f} to {max(r.ratio for r in rows):.2f}")
     if not arguments.smoke and not arguments.architectures:
         kept = [{"architecture": r.architecture, "role": r.role, "ratio": round(r.ratio, 3)} for r in rows]

@@ -19,6 +19,7 @@ def documented(page: str, head: str) -> str:
 
 
 RESULTS = {
+    "activations.py": r"(?s:^full, moved .*)^floor: \d+\.\d MiB, \d+\.\d\d s of the processor$",
     "advantages.py": r"^ratio \d+\.\d+$",
     "agents_learn.py": r"a taskset of verifiers 0\.4\s*│ \d\.\d\d",
     "async_overlap.py": r"partial rollout, recomputed │\s+\d+\.\d\d",
