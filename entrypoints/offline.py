@@ -1,7 +1,7 @@
 """The library face of trainers that learn from examples."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,8 @@ from rollgrad.application.settings.prm import PRMRun, prm_errors
 from rollgrad.application.settings.rm import RMRun, rm_errors
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
-from rollgrad.domain.errors import CheckpointError, raise_together
+from rollgrad.application.settings.spelling import canonical_choices
+from rollgrad.domain.errors import CheckpointError, RollgradError, raise_together
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.dpo import dpo_container
 from rollgrad.entrypoints.composition.examples import note_repeated
@@ -50,7 +51,7 @@ def train_sft(config: SFTRun, **adapters: Any) -> TrainResult:
         RollgradError: a setting, file or row is wrong; the message says which and how to fix it. What was trained until
             then is saved before.
     """
-    raise_together(sft_errors(config))
+    _check(config, sft_errors)
     return _train("train_sft", config, sft_container, adapters)
 
 
@@ -67,7 +68,7 @@ def train_dpo(config: DPORun, **adapters: Any) -> TrainResult:
     Raises:
         RollgradError: as `train_sft`; or the model does not begin as its reference.
     """
-    raise_together(dpo_errors(config))
+    _check(config, dpo_errors)
     return _train("train_dpo", config, dpo_container, adapters)
 
 
@@ -84,7 +85,7 @@ def train_kto(config: KTORun, **adapters: Any) -> TrainResult:
     Raises:
         RollgradError: as `train_sft`; or the model does not begin as its reference; or a step has one reply alone.
     """
-    raise_together(kto_errors(config))
+    _check(config, kto_errors)
     return _train("train_kto", config, kto_container, adapters)
 
 
@@ -101,7 +102,7 @@ def train_prm(config: PRMRun, **adapters: Any) -> TrainResult:
     Raises:
         RollgradError: as `train_sft`; or a reward token is no token of the model's.
     """
-    raise_together(prm_errors(config))
+    _check(config, prm_errors)
     return _train("train_prm", config, prm_container, adapters)
 
 
@@ -118,7 +119,7 @@ def train_rm(config: RMRun, **adapters: Any) -> TrainResult:
     Raises:
         RollgradError: as `train_sft`.
     """
-    raise_together(rm_errors(config))
+    _check(config, rm_errors)
     return _train("train_rm", config, rm_container, adapters)
 
 
@@ -135,11 +136,17 @@ def train_kd(config: KDRun, **adapters: Any) -> TrainResult:
     Raises:
         RollgradError: as `train_sft`; or the teacher has another vocabulary.
     """
-    raise_together(kd_errors(config))
+    _check(config, kd_errors)
     return _train("train_kd", config, kd_container, adapters)
 
 
 @gives_memory_back
+def _check(run: Offline, errors: Callable[[Offline], Sequence[RollgradError]]) -> None:
+    """Replaces other spellings of settings by the canonical ones, in place, and raises what `errors` finds."""
+    canonical_choices(run)
+    raise_together(errors(run))
+
+
 def _train(
     function: str, config: Offline, make: Callable[[Offline], BaseContainer], adapters: Mapping[str, Any]
 ) -> TrainResult:
