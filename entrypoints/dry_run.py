@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from rollgrad.adapters.checkpoints.weight_files import weights_problem
-from rollgrad.adapters.data.datasets.loading import check_name
+from rollgrad.adapters.data.datasets.loading import check_address
 from rollgrad.application.settings.correction import correction_summary
 from rollgrad.application.settings.derived import longest_sample, optimizer_steps_per_rollout
 from rollgrad.application.settings.function_path import FunctionPath
@@ -370,7 +370,7 @@ def _check_model(key: str, name: str | None) -> None:
 
 
 def _check_dataset(key: str, name: str) -> None:
-    check_name(name)
+    check_address(name)
     is_file_name = Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".arrow")
     folder = name.rpartition(":")[0]  # with a configuration
     if (is_file_name or _is_path(name)) and not Path(name).exists() and not (folder and Path(folder).is_dir()):

@@ -90,17 +90,26 @@ def origin(name: str) -> str:
     return Path(place).name if Path(place).is_dir() else place.partition("@")[0]
 
 
-def check_name(name: str) -> None:
-    """Checks that the file system can tell whether a dataset is a file or a folder.
+def check_address(name: str) -> None:
+    """Checks that a dataset is no address.
 
     Raises:
-        DataError: it cannot: the name is too long, is an address, or is of a place that may not be looked into.
+        DataError: it is one.
     """
     if "://" in name:
         raise DataError(
             f"The dataset {name} is an address, but datasets are files and folders of this machine, or names on the "
             "Hugging Face hub: download it, and name the file."
         )
+
+
+def check_name(name: str) -> None:
+    """Checks that the file system can tell whether a dataset is a file or a folder.
+
+    Raises:
+        DataError: it cannot: the name is too long, is an address, or is of a place that may not be looked into.
+    """
+    check_address(name)
     try:
         Path(name).exists()
     except OSError as error:
