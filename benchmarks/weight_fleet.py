@@ -53,7 +53,8 @@ from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.ports.models import PolicyModel
 from tests.tiny_models import make_tiny_tokenizer, saved, tiny_model
 
-ENGINES, RANKS = 2, 2
+RANKS = 2
+"""Ranks of each engine."""
 NEW_TOKENS = 16
 CHANGE = 0.01
 """Largest relative change of a weight: engines without it score tokens differently, and none becomes nonsense."""
@@ -75,6 +76,8 @@ class Work:
     """Tokens."""
     pushes: int = 5
     """Counted pushes, after one that is not."""
+    engines: int = 2
+    """Engines of two ranks each."""
     smoke: bool = False
     """Smallest work on a tiny random model, to see that the script runs; its figures mean nothing."""
 
@@ -210,7 +213,7 @@ def main(work: Work) -> None:
     """Measures and prints."""
     with ExitStack() as stack:
         if work.smoke:
-            work = evolve(work, hidden=64, layers=2, vocabulary=512, pushes=1)
+            work = evolve(work, hidden=64, layers=2, vocabulary=512, pushes=1, engines=1)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = make_model(work, directory / "model")
         session = RaySession(None, cpus=2)
@@ -218,7 +221,7 @@ def main(work: Work) -> None:
         others = OtherProcesses()
         copies = {"all": copy_seconds(torch.get_num_threads()), "one": copy_seconds(1)}
         engines = []
-        for _ in range(ENGINES):
+        for _ in range(work.engines):
             engine = VLLMEngine(
                 str(model),
                 eos_token_ids=(),
@@ -231,7 +234,7 @@ def main(work: Work) -> None:
             stack.callback(engine.close)
             engines.append(engine)
         measured = asyncio.run(all_ways(work, str(model), engines, directory / "weights"))
-        report(measured, copies, others.share(), kept=not work.smoke)
+        report(work, measured, copies, others.share())
 
 
 async def all_ways(work: Work, model: str, engines: list[VLLMEngine], directory: Path) -> list[Pushed]:
@@ -251,7 +254,7 @@ async def all_ways(work: Work, model: str, engines: list[VLLMEngine], directory:
     return found
 
 
-def report(measured: list[Pushed], copies: dict[str, float], others: float, *, kept: bool) -> None:
+def report(work: Work, measured: list[Pushed], copies: dict[str, float], others: float) -> None:
     """Prints the figures, and keeps them if they mean something."""
     table = Table("push by", "MB", "seconds", "times 3 copies", "of each engine's", "processor s", "times 3", "nats")
     for push in measured:
@@ -261,7 +264,7 @@ def report(measured: list[Pushed], copies: dict[str, float], others: float, *, k
             f"{push.bytes / 1e6:.0f}",
             f"{push.seconds:.3f}",
             f"{push.seconds / bound:.2f}",
-            f"{push.seconds / bound / ENGINES:.2f}",
+            f"{push.seconds / bound / work.engines:.2f}",
             f"{push.processor_seconds:.3f}",
             f"{push.processor_seconds / least:.2f}",
             f"{max(push.nats):.1e}",
@@ -271,9 +274,9 @@ def report(measured: list[Pushed], copies: dict[str, float], others: float, *, k
     print(f"memcpy: {speeds} of torch's threads; other processes took {others:.0%} of the machine")
     worst = max(max(push.nats) for push in measured)
     print(f"trainer and engines differ by {worst:.1e} nats a token at most")
-    if kept:
+    if not work.smoke:
         figures = {"pushes": [asdict(push) for push in measured], "memcpy_seconds_a_byte": copies}
-        print(f"kept in {keep('weight_fleet', {**figures, 'engines': ENGINES, 'ranks': RANKS, 'others': others})}")
+        print(f"kept in {keep('weight_fleet', {**figures, 'engines': work.engines, 'ranks': RANKS, 'others': others})}")
 
 
 if __name__ == "__main__":

@@ -245,7 +245,6 @@ def test_an_actor_without_experts_is_refused(group: WorkerGroup, tiny_model_dir:
     [
         (cluster.FSDP, 2, False),
         pytest.param(cluster.FSDP, 2, True, marks=WIDE),
-        pytest.param(2, 1, True, marks=WIDE),
     ],
 )
 def test_compiled_layers_with_experts_train_as_without_and_compile_nothing_anew(

@@ -21,6 +21,8 @@ from tests.fakes.reward_server import Answer, RewardServer
 
 SECONDS = 60.0
 """After which a test has hung."""
+SHORT = 1.0
+"""Seconds in which a server is asked again and again that never judges."""
 
 
 @pytest.fixture
@@ -135,8 +137,8 @@ async def test_final_failure_is_an_error_or_a_value(
     monkeypatch.setattr(posting, "BACKOFF", 0.01)
     server = serve(broken)
     with pytest.raises(RewardError, match="answered 503"):
-        await score(HttpReward([server.url], timeout=SECONDS), "x")
-    (reward,) = await score(HttpReward([server.url], timeout=SECONDS, failure_value=-1.0), "x")
+        await score(HttpReward([server.url], timeout=SHORT), "x")
+    (reward,) = await score(HttpReward([server.url], timeout=SHORT, failure_value=-1.0), "x")
     assert reward == Reward(value=-1.0, metrics={"reward_failed": 1.0})
     (reward,) = await score(HttpReward([serve(lengths).url], timeout=SECONDS, failure_value=-1.0), "x")
     assert (reward.value, reward.metrics) == (1.0, {"words": 1.0, "reward_failed": 0.0})
@@ -145,7 +147,7 @@ async def test_final_failure_is_an_error_or_a_value(
 async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(posting, "BACKOFF", 0.01)
     with pytest.raises(RewardError, match="ConnectError"):
-        await score(HttpReward(["http://127.0.0.1:9/"], timeout=SECONDS), "x")
+        await score(HttpReward(["http://127.0.0.1:9/"], timeout=SHORT), "x")
 
 
 @pytest.mark.parametrize(

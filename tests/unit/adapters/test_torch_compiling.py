@@ -127,13 +127,11 @@ def compiled(model: Any) -> Any:
             pytest.param(*case, marks=pytest.mark.wide)
             for case in [
                 ("llama", False),
-                ("qwen3_5_text", True),
+                ("qwen3_5_text", False),
                 ("lfm2", False),
-                ("cohere2", True),
-                ("gpt2", False),
                 ("deepseek_v3", True),
                 ("llama4_text", True),
-                ("jamba", True),
+                ("jamba", False),
                 ("nemotron", True),
             ]
         ),
