@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from rollgrad.application.engines.wrapped import WrappedEngine
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest
 from rollgrad.domain.episodes.messages import Action, ToolResult
 from rollgrad.domain.episodes.prompts import Prompt
@@ -18,7 +19,7 @@ from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.environment import Environment, Observation, OffersTools, StepResult, Tool
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -120,18 +121,13 @@ class TracedExecutor(AgentExecutor):
             _turns.reset(before)
 
 
-class TracedEngine(RolloutEngine):
+class TracedEngine(WrappedEngine):
     """A `RolloutEngine` each of whose replies is a span; `model` is the model's name."""
 
     def __init__(self, inner: RolloutEngine, spans: Spans, *, model: str) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._spans = spans
         self._model = model
-
-    @property
-    def max_tokens(self) -> int | None:  # type: ignore[override]
-        """The inner engine's."""
-        return self._inner.max_tokens
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -159,22 +155,6 @@ class TracedEngine(RolloutEngine):
                 span.set_attribute("rollgrad.version_first", int(min(generation.versions)))
                 span.set_attribute("rollgrad.version_last", int(max(generation.versions)))
             return generation
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Implements `RolloutEngine.pause`."""
-        await self._inner.pause(mode)
-
-    async def resume(self) -> None:
-        """Implements `RolloutEngine.resume`."""
-        await self._inner.resume()
-
-    async def sleep(self) -> None:
-        """Implements `RolloutEngine.sleep`."""
-        await self._inner.sleep()
-
-    async def wake(self) -> None:
-        """Implements `RolloutEngine.wake`."""
-        await self._inner.wake()
 
 
 class TracedReward(RewardSource):

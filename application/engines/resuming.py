@@ -8,18 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from attrs import evolve
 
+from rollgrad.application.engines.wrapped import WrappedEngine
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.episodes.routed import RoutedTokens, recorded
 from rollgrad.domain.ports.profiled import Profiled
-from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
 
-class ContinuingEngine(RolloutEngine):
-    """An engine that continues a request of `engine` that `pause(ABORT)` ends, after `resume`, and returns it whole."""
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-        self.max_tokens = engine.max_tokens
+class ContinuingEngine(WrappedEngine):
+    """An engine that continues a request of `inner` that `pause(ABORT)` ends, after `resume`, and returns it whole."""
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -32,7 +28,7 @@ class ContinuingEngine(RolloutEngine):
         routed: list[RoutedTokens] = []
         kept: int | None = None
         while True:
-            part = await self._engine.generate(
+            part = await self._inner.generate(
                 remaining(request, tokens, recorded(routed, request.known_experts)), on_token=on_token
             )
             kept = kept if tokens else part.kept
@@ -52,30 +48,14 @@ class ContinuingEngine(RolloutEngine):
                     kept=kept,
                 )
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Implements `RolloutEngine.pause`."""
-        await self._engine.pause(mode)
-
-    async def resume(self) -> None:
-        """Implements `RolloutEngine.resume`."""
-        await self._engine.resume()
-
-    async def sleep(self) -> None:
-        """Implements `RolloutEngine.sleep`."""
-        await self._engine.sleep()
-
-    async def wake(self) -> None:
-        """Implements `RolloutEngine.wake`."""
-        await self._engine.wake()
-
     async def begin_profile(self) -> None:
         """Implements `Profiled.begin_profile`, for an engine that is one."""
-        if isinstance(self._engine, Profiled):
-            await self._engine.begin_profile()
+        if isinstance(self._inner, Profiled):
+            await self._inner.begin_profile()
 
     async def end_profile(self) -> Mapping[str, bytes]:
         """Implements `Profiled.end_profile`."""
-        return await self._engine.end_profile() if isinstance(self._engine, Profiled) else {}
+        return await self._inner.end_profile() if isinstance(self._inner, Profiled) else {}
 
 
 def remaining(request: GenerationRequest, tokens: Sequence[int], known_experts: int) -> GenerationRequest:
