@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.images import PlacedImages
@@ -141,27 +141,36 @@ class TokenLedger:
             messages = (*turn.messages, *new)
             between = self._between(turn, new, tools)
             if between is not None:
-                return Prepared(
-                    token_ids=(*turn.token_ids, *between.token_ids),
-                    images=turn.followed_by(between),
-                    messages=messages,
-                    tools=tuple(tools),
-                    parent=best,
-                    continues=len(turn.token_ids),
-                    continues_version=turn.version,
-                    known_experts=turn.known_experts,
+                return self._with_history(
+                    Prepared(
+                        token_ids=(*turn.token_ids, *between.token_ids),
+                        images=turn.followed_by(between),
+                        messages=messages,
+                        tools=tuple(tools),
+                        parent=best,
+                    )
                 )
         rendered = self._codec.render(messages, tools)
-        parent = self._longest_prefix(rendered)
-        return Prepared(
-            token_ids=rendered.token_ids,
-            images=rendered.images,
-            messages=tuple(messages),
-            tools=tuple(tools),
-            parent=parent,
-            continues=0 if parent is None else len(self._turns[parent].token_ids),
-            continues_version=None if parent is None else self._turns[parent].version,
-            known_experts=0 if parent is None else self._turns[parent].known_experts,
+        return self._with_history(
+            Prepared(
+                token_ids=rendered.token_ids,
+                images=rendered.images,
+                messages=tuple(messages),
+                tools=tuple(tools),
+                parent=self._longest_prefix(rendered),
+            )
+        )
+
+    def _with_history(self, prepared: Prepared) -> Prepared:
+        """Returns a prompt with what is known of the tokens of its parent, with which it begins."""
+        if prepared.parent is None:
+            return prepared
+        turn = self._turns[prepared.parent]
+        return evolve(
+            prepared,
+            continues=len(turn.token_ids),
+            continues_version=turn.version,
+            known_experts=turn.known_experts,
         )
 
     def _between(self, turn: _Turn, new: Sequence[Message], tools: Sequence[ToolSchema]) -> RenderedPrompt | None:
@@ -189,15 +198,14 @@ class TokenLedger:
             if isinstance(self._codec, SeesImages)
             else RenderedPrompt(text=text, token_ids=self._codec.encode(text))
         )
-        return Prepared(
-            token_ids=(*latest.token_ids, *added.token_ids),
-            images=latest.followed_by(added),
-            messages=(*latest.messages, {"role": "user", "content": text}),
-            tools=latest.prepared.tools,
-            parent=len(self._turns) - 1,
-            continues=len(latest.token_ids),
-            continues_version=latest.version,
-            known_experts=latest.known_experts,
+        return self._with_history(
+            Prepared(
+                token_ids=(*latest.token_ids, *added.token_ids),
+                images=latest.followed_by(added),
+                messages=(*latest.messages, {"role": "user", "content": text}),
+                tools=latest.prepared.tools,
+                parent=len(self._turns) - 1,
+            )
         )
 
     def commit(self, prepared: Prepared, generation: Generation, message: Message) -> int:
