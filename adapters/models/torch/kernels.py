@@ -108,7 +108,7 @@ def varlen(
     Args:
         query_QHD: queries in half precision.
         key_KGD: keys; G divides H.
-        value_KGE: values, at most as wide as keys.
+        value_KGE: values.
         cu_q: int32, where each sequence's queries begin, and the end of the last.
         cu_k: int32, the same for keys and values.
         max_q: queries of the longest.
@@ -120,7 +120,7 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     width = value_KGE.shape[2]
-    common = -(-key_KGD.shape[2] // HEAD_STEP) * HEAD_STEP
+    common = -(-max(key_KGD.shape[2], width) // HEAD_STEP) * HEAD_STEP
     query, key, value = (_in_rows(widened(x, common)) for x in (query_QHD, key_KGD, value_KGE))
     left = -1 if window is None else window - 1
     sharing: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if SINCE_2_12 else {}
