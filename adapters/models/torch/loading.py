@@ -74,6 +74,7 @@ def load_causal_lm(
         keep_freed_memory()
     if device.type == "cuda":  # for towers of images and the model's own passes, whose attention is theirs (kernels.py)
         torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cudnn.allow_tf32 = False  # float32 is float32, also in the first layer of such a tower
     quantised = four_bits(dtype, device) if load_in_4bit else {}
     factory = _factory(name_or_path, flag)
     with sharded_loading(None if load_in_4bit else shard):
