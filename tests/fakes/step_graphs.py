@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from rollgrad.adapters.engines.embedded import step_graphs
 from rollgrad.adapters.engines.embedded.kv_cache import KVCache
 from rollgrad.adapters.engines.embedded.plans import DecodeInputs
 
@@ -66,7 +68,7 @@ class Cuda:
         cuda = self
 
         class Stream:
-            def __init__(self) -> None:
+            def __init__(self, device: int = 0) -> None:
                 cuda.streams += 1
 
             def wait_stream(self, other: object) -> None:
@@ -91,8 +93,9 @@ class Cuda:
             cuda.stream = before
 
         @contextmanager
-        def graph(made: Graph, pool: tuple[int, int], capture_error_mode: str = "global") -> Iterator[None]:
+        def graph(made: Graph, pool: tuple[int, int], stream: Stream, capture_error_mode: str) -> Iterator[None]:
             assert capture_error_mode == "thread_local"
+            assert stream is not own, "torch captures nothing on the default stream"
             assert cuda._live.get(pool) != 0, "torch asserts that another graph of a pool lives"
             made.own = pool
             cuda._live[made.own] = cuda._live.get(made.own, 0) + 1
@@ -117,6 +120,7 @@ class Cuda:
                 cuda.draws = state == "clone"
 
         own = Stream()
+        monkeypatch.setattr(step_graphs, "_beside", cache(Stream))
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
         cuda.stream = own
         cuda._live[Graph.own] = 0

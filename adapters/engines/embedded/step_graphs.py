@@ -10,7 +10,7 @@ Does not own: what a step computes.
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import structlog
@@ -98,15 +98,9 @@ class CudaCapture:
         self._latest: Callable[[], Any] = lambda: None
         """Returns the graph that was captured last, None where it was dropped: its pool of memory is then gone."""
 
-    @cached_property
-    def _beside(self) -> torch.cuda.Stream:
-        """The stream of all warming up: cuBLAS keeps a workspace for each stream that it was ever used on, on Hopper of
-        32 MiB."""
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
     def __call__(self, compute: Compute, inputs: DecodeInputs) -> tuple[Tensor, Callable[[], object]]:
         """Implements `Capture`."""
-        stream, beside = torch.cuda.current_stream(), self._beside
+        stream, beside = torch.cuda.current_stream(), _beside(torch.cuda.current_device())
         beside.wait_stream(stream)
         with torch.cuda.stream(beside):
             for _ in range(WARM_UPS):
@@ -116,7 +110,7 @@ class CudaCapture:
         pool = torch.cuda.graph_pool_handle() if latest is None else latest.pool()
         try:
             # Threads that train meanwhile may allocate memory.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):
                 result = compute(inputs)
         except BaseException:
             _end_capture(pool)
@@ -125,6 +119,13 @@ class CudaCapture:
             torch.cuda.set_stream(stream)  # which torch leaves behind where a capture fails
         self._latest = weakref.ref(graph)
         return result, graph.replay
+
+
+@cache
+def _beside(device: int) -> torch.cuda.Stream:
+    """Returns the stream on which steps are warmed up and captured: cuBLAS keeps a workspace for each stream that it
+    was ever used on, on Hopper of 32 MiB."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _end_capture(pool: tuple[int, int]) -> None:
@@ -141,6 +142,10 @@ def _end_capture(pool: tuple[int, int]) -> None:
 
 def step_graphs(model: Any, device: torch.device) -> StepGraphs | None:
     """Returns what captures a model's decoding steps on a GPU. None elsewhere, and where a step waits for its numbers:
-    mixtures of experts, and rotary embeddings whose angles depend on the longest sequence."""
-    waits = length_dependent_positions(model) or any(hasattr(part, "experts") for part in model.modules())
-    return None if waits or device.type != "cuda" else StepGraphs(model, device, CudaCapture())
+    mixtures of experts whose products torch does not group in their format, and rotary embeddings whose angles depend
+    on the longest sequence."""
+    if device.type != "cuda" or length_dependent_positions(model):
+        return None
+    if model.dtype != torch.bfloat16 and any(hasattr(part, "experts") for part in model.modules()):
+        return None
+    return StepGraphs(model, device, CudaCapture())

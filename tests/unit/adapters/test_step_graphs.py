@@ -152,7 +152,8 @@ def test_graphs_share_the_memory_of_those_that_live(monkeypatch: pytest.MonkeyPa
     assert capturing == "capturing"
     assert cuda.stream is own
     captured.clear()
-    captured = [capture(compute, None) for _ in range(2)]  # type: ignore[arg-type]
+    other = CudaCapture()
+    captured = [other(compute, None) for _ in range(2)]  # type: ignore[arg-type]
     assert cuda.pools[2] == cuda.pools[3] != cuda.pools[0]
     assert cuda.streams == 2, "each stream would have a workspace of cuBLAS for as long as the process lives"
     captured[0][1]()
@@ -180,9 +181,11 @@ def test_a_capture_that_fails_leaves_all_as_it_was(notices: bool, monkeypatch: p
     assert cuda.draws
 
 
-def test_steps_on_a_cpu_and_of_mixtures_are_not_captured(tiny_mixture_dir: Path) -> None:
+def test_steps_on_a_cpu_are_not_captured_and_those_of_mixtures_in_bfloat16(tiny_mixture_dir: Path) -> None:
+    cuda = torch.device("cuda")
     model = load_causal_lm(str(tiny_mixture_dir), dtype=torch.float32, device=CPU, flag="model")
-    assert step_graphs(model, torch.device("cuda")) is None
+    assert step_graphs(model, cuda) is None
+    assert step_graphs(model.to(torch.bfloat16), cuda) is not None
     assert step_graphs(tiny_model("llama"), CPU) is None
 
 
