@@ -22,6 +22,7 @@ from rollgrad.adapters.models.torch.capped import SLICE, capped_attention
 from rollgrad.adapters.models.torch.kernels import dense, has_varlen, varlen
 from rollgrad.adapters.models.torch.layer_plans import loses_plans, note_plans, noted_plan
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.norms import install_norms
 from rollgrad.adapters.models.torch.query_scales import install_query_scales, scaled_by_position
 from rollgrad.adapters.models.torch.recurrence import ForestRecurrence
 from rollgrad.adapters.models.torch.recurrent_layers import (
@@ -184,7 +185,7 @@ def check_layers(model: Any) -> None:
 
 
 def install_attention(model: Any) -> None:
-    """Switches a transformers model to `ATTENTION`.
+    """Switches a transformers model to `ATTENTION`, and its norms to a GPU's kernel.
 
     Raises:
         ConfigurationError: `check_layers` refuses the model.
@@ -195,6 +196,7 @@ def install_attention(model: Any) -> None:
     outside_of_graphs = torch.compiler.disable(attention_forward)  # type: ignore[no-untyped-call]
     AttentionInterface.register(ATTENTION, outside_of_graphs)
     AttentionMaskInterface.register(ATTENTION, layer_mask)
+    install_norms(model)
     install_recurrence(model)
     install_query_scales(model)
     if loses_plans(backbone(model)) or scans_without_plan(model):

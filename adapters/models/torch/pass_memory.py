@@ -30,6 +30,7 @@ from rollgrad.adapters.models.torch.capped import SLICE
 from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.kernels import has_varlen
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.norms import rms_norms
 from rollgrad.adapters.models.torch.offloading import PlainTransfers, transfers_of
 from rollgrad.adapters.models.torch.padded import use_exact_attention, use_own_attention
 from rollgrad.adapters.models.torch.recomputation import ATTENTION as KEPT
@@ -111,6 +112,8 @@ def _measured(
 ) -> PassMemory:
     states = partial(_states, model, device)
     try:
+        if device.type == "cuda":
+            _normalise_as_on_a_gpu(model)
         install_attention(model)
         padded, shapes = False, _shapes(longest)
         scored = [_scored(model, states, *shape) for shape in shapes]
@@ -144,6 +147,12 @@ def _measured(
 def _prompted(model: Any, device: torch.device, prompt: int) -> Points:
     shapes = _shapes(prompt)
     return _points(shapes, [_scored(model, partial(_states, model, device), *shape).peak for shape in shapes])
+
+
+def _normalise_as_on_a_gpu(model: Any) -> None:
+    """Has the norms that a GPU's kernel computes (`norms.py`) keep what it keeps, and compute nothing."""
+    for norm in rms_norms(model):
+        norm.forward = partial(_UncomputedNorm.apply, norm.weight)
 
 
 def _judging(model: Any, longest: int) -> PassMemory:
@@ -390,6 +399,18 @@ class _Uncomputed(torch.autograd.Function):
         gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         del working
         return *gradients, None, None
+
+
+class _UncomputedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, hidden, hidden.new_empty(*hidden.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        weight, hidden, _ = ctx.saved_tensors
+        return torch.empty_like(weight), torch.empty_like(hidden)
 
 
 def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
