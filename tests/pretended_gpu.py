@@ -474,10 +474,11 @@ class Captured:
 def pretended_gpu() -> Iterator[Counter[str]]:
     """Pretends that there is a GPU inside the block; yields how often the CPU has waited for it."""
     from rollgrad.adapters.engines.embedded import step_graphs
-    from rollgrad.adapters.models.torch import kernels
+    from rollgrad.adapters.models.torch import fusing, kernels
 
     WAITED.clear()
     kernels._widest_head.cache_clear()
+    fusing.fused.cache_clear()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     with pytest.MonkeyPatch.context() as patch, Pretending():
         patch.setattr(ThreadPoolExecutor, "submit", submit_pretending)
@@ -496,6 +497,8 @@ def pretended_gpu() -> Iterator[Counter[str]]:
         patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         patch.setattr(kernels, "_installed", lambda package: False)
         patch.setattr(step_graphs, "CudaCapture", Captured)
+        patch.setattr(fusing, "compiled", lambda function: function)
         yield WAITED
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     kernels._widest_head.cache_clear()
+    fusing.fused.cache_clear()

@@ -40,6 +40,10 @@ LOGITS_OF_A_SLICE, MASKED_LOGITS = 3, 2.5
 """Sizes of a slice's logits that the output embedding holds at once, and those more where other tokens than the
 possible ones are taken out of it: two copies of its logits, and two bytes for each number of 4 that say which."""
 
+FUSED_LOGITS = 2
+"""Results of the product with the output embedding, in its format, that it holds of a slice where a GPU fuses what
+follows (`adapters.models.torch.fusing`): one, and its gradient."""
+
 
 def pass_tokens(config: RLConfig, parts: float, budget: int | None = None) -> int:
     """Returns the tokens that one process passes over at a time: one of so many `parts` of a micro-batch of `budget`
@@ -107,10 +111,10 @@ def head_bytes(
     config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, gpu: int, *, gradients: bool = False
 ) -> int:
     """Returns what the output embedding holds at its peak on a GPU of `gpu` bytes, or without one (0): a slice of
-    float32 logits, its softmax and their product, and of its gradient a float32 sum, a product and, in another format,
-    the sum in it (`adapters.models.torch.chunked_logprobs`, whose slices these are). Where agents may prescribe the
-    form of replies, also a bit for each action token and token of the vocabulary, twice on a CPU, and what a slice
-    makes of its own (`adapters.models.torch.allowed_tokens`)."""
+    float32 logits, its softmax and their product, or `FUSED_LOGITS`, and of its gradient a float32 sum, a product and,
+    in another format, the sum in it (`adapters.models.torch.chunked_logprobs`, whose slices these are). Where agents
+    may prescribe the form of replies, also a bit for each action token and token of the vocabulary, twice on a CPU, and
+    what a slice makes of its own (`adapters.models.torch.allowed_tokens`)."""
     clients = config.train.agent_func_path is not None or config.agent.command is not None
     # An agent's replies may be nearly all of its tokens.
     share = 1.0 if clients or config.agent.plays else config.rollout.max_new_tokens / longest_sample(config)
@@ -120,6 +124,8 @@ def head_bytes(
     of_gradient = FLOAT32_BYTES + (2 * compute_bytes if compute_bytes < FLOAT32_BYTES else 0)
     size = config.ds.tensor_parallel_size
     in_slice = LOGITS_OF_A_SLICE + (MASKED_LOGITS if clients else 0)
+    if gpu and not (clients or config.actor.deterministic):
+        in_slice = FUSED_LOGITS if config.actor.float32_head else FUSED_LOGITS * compute_bytes / FLOAT32_BYTES
     slices = math.ceil(in_slice * min(logits // size, max(64 * MIB, gpu // 64)))
     return masks + slices + (shape.embedding // size * of_gradient if gradients and not shape.adapters else 0)
 

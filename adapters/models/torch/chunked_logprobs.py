@@ -1,10 +1,13 @@
 """Log-probs and entropy from hidden states, a chunk of rows at a time: never a full [N, V] matrix.
 
 The backward pass recomputes each chunk's logits, so memory is one chunk of logits whatever N is; the price is one
-more product with the output matrix. Where processes divide the vocabulary among them (tensor parallelism), each has
-some rows of that matrix, and what they exchange is three numbers a token, and the gradient of the hidden states.
+more product with the output matrix. On a GPU what is computed of a chunk is fused (`fusing.py`). Where processes
+divide the vocabulary among them (tensor parallelism), each has some rows of that matrix, and what they exchange is
+three numbers a token, and the gradient of the hidden states.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +15,10 @@ from attrs import frozen
 from torch import Tensor, distributed
 
 from rollgrad.adapters.models.torch.allowed_tokens import AllowedTokens
+from rollgrad.adapters.models.torch.fusing import fused
+
+Restrict = Callable[[Tensor], None]
+"""Function that sets logits of tokens that are not possible to minus infinity."""
 
 CHUNK_BYTES = 64 * 2**20
 """Float32 logits held at a time, where a GPU does not hold more."""
@@ -88,15 +95,22 @@ class LogitForm:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the float32 logits of hidden states [..., H]."""
+        return self.formed(self.product(hidden, weight, bias))
+
+    def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns hidden @ weight.T + bias of hidden states [..., H], in the weights' format or in float32."""
         hidden = hidden.to(weight.dtype)
         if not self.float32 or hidden.dtype == torch.float32:
-            logits = torch.nn.functional.linear(hidden, weight, bias).float()
-        elif hidden.is_cuda:  # a product with float32 output rounds no sum, and copies no weight
+            return torch.nn.functional.linear(hidden, weight, bias)
+        if hidden.is_cuda:  # a product with float32 output rounds no sum, and copies no weight
             rows = hidden.reshape(-1, hidden.shape[-1])
-            logits = torch.mm(rows, weight.t(), out_dtype=torch.float32).view(*hidden.shape[:-1], -1)
-            logits = logits if bias is None else logits.add_(bias)
-        else:
-            logits = torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+            product = torch.mm(rows, weight.t(), out_dtype=torch.float32).view(*hidden.shape[:-1], -1)
+            return product if bias is None else product.add_(bias)
+        return torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+
+    def formed(self, product: Tensor) -> Tensor:
+        """Returns the float32 logits of a `product`, which may be in its memory."""
+        logits = product.float()
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
@@ -191,23 +205,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = form.logits(hidden[part], weight, bias)
-            if temperature != 1.0:
-                logits.div_(temperature)
-            if allowed is not None:
-                allowed.restrict(logits, start, vocabulary.first)
-            lse, best = _logsumexp(logits)
-            target = torch.where(mine[part], logits.gather(1, index[part, None])[:, 0], 0.0)
-            found = [best] if correct else []
-            log_probs = logits.sub_(lse.clamp(min=NO_MASS)[:, None]).clamp_(min=NO_CHANCE, max=0.0)
-            if mean:
-                found += [log_probs.sum(-1), torch.full_like(lse, len(weight))]
-            probs = log_probs.exp()
-            if collision:
-                found.append(torch.linalg.vecdot(probs, probs))
-            # Entropy as lse minus the mean logit would cancel badly for logits beyond 100; this form does not.
-            columns[:, part] = torch.stack([lse, target, -torch.linalg.vecdot(probs, log_probs), *found])
-            del probs  # before the next chunk's logits take memory
+            product = form.product(hidden[part], weight, bias)
+            restrict, compute = _restricted(_columns, allowed, start, vocabulary.first)
+            wanted = (correct, mean, collision)
+            columns[:, part] = compute(product, form, temperature, restrict, index[part], mine[part], wanted)
+            del product  # before the next chunk's takes memory
         lse, target, own, *more = vocabulary.gathered(columns).unbind(1)
         normaliser = torch.logsumexp(lse, dim=0)
         logprobs = target.sum(0) - normaliser
@@ -243,23 +245,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        mean_share = None if grad_mean is None else grad_mean / ctx.size
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
-            logits = ctx.form.logits(hidden[part], weight, bias)
-            slope = ctx.form.slope(logits)
-            if ctx.allowed is not None:
-                ctx.allowed.restrict(logits, start, ctx.vocabulary.first)
-            grad = _logit_gradient(
-                logits.div_(ctx.temperature).sub_(normaliser[part, None]),
-                index[part, None],
-                mine[part, None],
-                None if grad_logprobs is None else grad_logprobs[part, None],
-                None if grad_entropy is None else grad_entropy[part, None],
-                entropy[part, None],
-                None if grad_mean is None else grad_mean[part, None],
-                None if grad_mean is None else (grad_mean / ctx.size)[part, None],
-            )
-            grad = grad.mul_(slope / ctx.temperature).to(weight.dtype)
+            product = ctx.form.product(hidden[part], weight, bias)
+            columns = (normaliser, index, mine, grad_logprobs, grad_entropy, entropy, grad_mean, mean_share)
+            parts: list[Any] = [None if column is None else column[part, None] for column in columns]
+            restrict, compute = _restricted(_product_gradient, ctx.allowed, start, ctx.vocabulary.first)
+            grad = compute(product, ctx.form, ctx.temperature, restrict, *parts)
+            del product  # which is not needed while these are computed
+            grad = grad.to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 if weight.dtype == torch.float32:
@@ -273,6 +268,52 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 8
 
 
+def _restricted(
+    function: Callable[..., Tensor], allowed: AllowedTokens | None, start: int, first: int
+) -> tuple[Restrict | None, Callable[..., Tensor]]:
+    """Returns what leaves only the `allowed` tokens in logits whose first row is `start`, and what computes a function
+    of them, which is fused where all tokens are allowed."""
+    if allowed is None:
+        return None, fused(function)
+    return partial(allowed.restrict, start=start, first=first), function
+
+
+def _columns(
+    product_AV: Tensor,
+    form: LogitForm,
+    temperature: float,
+    restrict: Restrict | None,
+    index_A: Tensor,
+    mine_A: Tensor,
+    wanted: tuple[bool, bool, bool],
+) -> Tensor:
+    """Returns what is to be known of rows of logits [K, A]: their logsumexp, the target's logit, and minus the mean of
+    the log-softmax; then, if `wanted`, the largest logit, the sum of the log-softmax and the number of logits, and the
+    probability of meeting a token twice. It may overwrite the product."""
+    correct, mean, collision = wanted
+    logits = form.formed(product_AV)
+    if temperature != 1.0:
+        logits.div_(temperature)
+    if restrict is not None:
+        restrict(logits)
+    lse, best = _logsumexp(logits)
+    target = torch.where(mine_A, logits.gather(1, index_A[:, None])[:, 0], 0.0)
+    found = [best] if correct else []
+    log_probs = logits.sub_(lse.clamp(min=NO_MASS)[:, None]).clamp_(min=NO_CHANCE, max=0.0)
+    if mean:
+        found += [log_probs.sum(-1), torch.full_like(lse, logits.shape[1])]
+    probs = log_probs.exp()
+    if collision:
+        found.append(_dot(probs, probs))
+    # Entropy as lse minus the mean logit would cancel badly for logits beyond 100; this form does not.
+    return torch.stack([lse, target, -_dot(probs, log_probs), *found])
+
+
+def _dot(one_AV: Tensor, other_AV: Tensor) -> Tensor:
+    """Returns the products of rows, which a compiler would compute apart from what makes them."""
+    return (one_AV * other_AV).sum(-1) if torch.compiler.is_compiling() else torch.linalg.vecdot(one_AV, other_AV)
+
+
 def _logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the logsumexp of each row and its largest element, which torch's own function finds and forgets."""
     best = logits.amax(-1)
@@ -280,8 +321,12 @@ def _logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
     return (logits - shift[:, None]).exp_().sum(-1).log_().add_(shift), best
 
 
-def _logit_gradient(
-    log_softmax: Tensor,
+def _product_gradient(
+    product_AV: Tensor,
+    form: LogitForm,
+    temperature: float,
+    restrict: Restrict | None,
+    normaliser: Tensor,
     index: Tensor,
     mine: Tensor,
     grad_logprobs: Tensor | None,
@@ -290,17 +335,27 @@ def _logit_gradient(
     grad_mean: Tensor | None,
     mean_share: Tensor | None,
 ) -> Tensor:
-    """Returns g_l (onehot - p) - g_H p (log p + H) + g_M (1 / V - p), the gradient at the scaled logits; `mean_share`
-    is g_M / V. It overwrites `log_softmax`; the other arguments are columns."""
-    log_softmax.clamp_(min=NO_CHANCE, max=0.0)
+    """Returns the gradient at hidden @ weight.T + bias, in its format: the slope of the logits times
+    g_l (onehot - p) - g_H p (log p + H) + g_M (1 / V - p), the gradient at the scaled logits; `mean_share` is g_M / V.
+    It may overwrite the product; the other tensors are columns [A, 1]."""
+    logits = form.formed(product_AV)
+    slope = form.slope(logits)
+    if restrict is not None:
+        restrict(logits)
+    log_softmax = logits.div_(temperature).sub_(normaliser).clamp_(min=NO_CHANCE, max=0.0)
     coefficient: Tensor | float = 0.0 if grad_logprobs is None else grad_logprobs
     if grad_mean is not None:
         coefficient = coefficient + grad_mean
     if grad_entropy is None:
         grad = log_softmax.exp_().mul_(-coefficient)
     else:
-        slope = (log_softmax + entropy).mul_(grad_entropy).add_(coefficient)
-        grad = log_softmax.exp_().mul_(slope).neg_()
-    if grad_logprobs is not None:
+        factor = (log_softmax + entropy).mul_(grad_entropy).add_(coefficient)
+        grad = log_softmax.exp_().mul_(factor).neg_()
+    if grad_logprobs is not None and torch.compiler.is_compiling():  # a scatter would need the gradient in memory
+        is_target = (torch.arange(grad.shape[1], device=grad.device) == index) & mine
+        grad = grad + torch.where(is_target, grad_logprobs, 0.0)
+    elif grad_logprobs is not None:
         grad.scatter_add_(1, index, torch.where(mine, grad_logprobs, 0.0))
-    return grad if mean_share is None else grad.add_(mean_share)
+    if mean_share is not None:
+        grad.add_(mean_share)
+    return grad.mul_(slope / temperature).to(product_AV.dtype)

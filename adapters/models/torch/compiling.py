@@ -19,16 +19,13 @@ import structlog
 import torch
 from torch import Tensor
 
+from rollgrad.adapters.models.torch.fusing import compiled, reason
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.weight_shards import layer_stacks
 from rollgrad.adapters.system.waiting import AFTER_SECONDS
 from rollgrad.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
-
-GRAPHS = 32
-"""Graphs of one piece of a layer at most, after which torch computes it without: layers of several kinds, with and
-without gradients, in training and in evaluation."""
 
 TURNED_OFF = "TORCHDYNAMO_DISABLE"
 """Environment variable with which torch compiles nothing, without a word."""
@@ -58,11 +55,7 @@ class _CompiledForward:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._plain = forward
-        if torch.__version__ >= "2.12":  # the argument that its annotations have forgotten
-            self._compiled = torch.compile(forward, dynamic=True, recompile_limit=GRAPHS)  # type: ignore[call-overload]
-        else:  # whose settings are those of all threads
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-            self._compiled = torch.compile(forward, dynamic=True)
+        self._compiled = compiled(forward)
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         """Returns what the layer computes."""
@@ -86,11 +79,9 @@ def _require_compiler(device: torch.device) -> None:
         torch.compile(_doubled)(torch.ones(2, device=device))
     except Exception as error:  # of torch, of Triton, or of the compiler that is not there
         needed = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler (g++, or the variable CXX)"
-        cause = getattr(error, "inner_exception", error)
-        reason = (str(cause).strip() or type(cause).__name__).split("\n")[0].rstrip(".:")
         raise ConfigurationError(
-            f"actor.compile is on, but torch.compile fails on this machine ({reason}): install {needed}, or leave "
-            "--actor.compile out."
+            f"actor.compile is on, but torch.compile fails on this machine ({reason(error)}): install {needed}, or "
+            "leave --actor.compile out."
         ) from error
 
 
