@@ -128,19 +128,19 @@ def compiled(out: Any) -> None:
         return
     made = model()
     compile_layers(made)
-    began = time.perf_counter()
-    step(policy(made), batch(1, 2, 8, 16))
+    trained, began = policy(made), time.perf_counter()
+    step(trained, batch(1, 2, 8, 16))
     out["first step, s"] = round(time.perf_counter() - began, 1)
-    _updates(out, "compiled", made)
+    _updates(out, "compiled", made, trained)
 
 
-def _updates(out: Any, way: str, made: Any, **settings: Any) -> None:
+def _updates(out: Any, way: str, made: Any, trained: Any = None, **settings: Any) -> None:
     from rollgrad.adapters.models.torch.layout import build_layout
 
     cases = {"1 x 16384": (1, 1, 16, 16368), "8 x 2048, prompt 1024 shared": (1, 8, 1024, 2048)}
     if RUN.tiny:
         cases = {"tiny": (1, 2, 8, 16)}
-    trained = policy(made, **settings)
+    trained = policy(made, **settings) if trained is None else trained
     body = sum(p.numel() for p in made.base_model.parameters()) - made.get_input_embeddings().weight.numel()
     weight = made.get_output_embeddings().weight.numel()
     for name, shape in cases.items():
@@ -265,7 +265,11 @@ def profile(out: Any) -> None:
         busy = sum(e.self_device_time_total for e in kernels) / 1e6
         out[name] = {"seconds": round(t, 3), "gpu_busy": round(busy / t, 3)}
         out[f"{name}: kernels"] = [
-            f"{e.self_device_time_total / 1e3:8.1f} ms {e.count:6d} {e.key[:70]}" for e in kernels[:12]
+            f"{e.self_device_time_total / 1e3:8.1f} ms {e.count:6d} {e.key[:110]}" for e in kernels[:20]
+        ]
+        operations = sorted((e for e in events if e.device_type.name == "CPU"), key=lambda e: -e.self_device_time_total)
+        out[f"{name}: operations"] = [
+            f"{e.self_device_time_total / 1e3:8.1f} ms {e.count:6d} {e.key[:60]}" for e in operations[:20]
         ]
         calls = sorted(events, key=lambda e: -e.self_cpu_time_total)
         out[f"{name}: calls"] = [f"{e.self_cpu_time_total / 1e3:8.1f} ms {e.count:6d} {e.key[:50]}" for e in calls[:8]]
