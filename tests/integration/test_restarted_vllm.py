@@ -1,6 +1,9 @@
 """vLLM in processes of a server's own: they start again when they die, with the weights that they had."""
 
 import asyncio
+import multiprocessing
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from rollgrad.adapters.engines.vllm.restarted import RestartedVLLM
 from rollgrad.application.episodes.chat_request import ChatRequest
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.rollout import Engine
@@ -62,3 +66,23 @@ async def test_vllm_that_dies_starts_again_with_the_weights_it_had(
         await loaded.check()
     finally:
         await loaded.aclose()
+
+
+async def test_a_start_that_is_cancelled_ends_at_once_with_its_processes(wide_headed_model_dir: Path) -> None:
+    engine = RestartedVLLM({"model": str(wide_headed_model_dir), "eos_token_ids": (), "dtype": "float32"})
+    before = set(multiprocessing.active_children())
+    restart = asyncio.create_task(engine.restart())
+    while not (started := set(multiprocessing.active_children()) - before):
+        await asyncio.sleep(0.05)
+    (core,) = started
+    assert core.pid is not None
+    os.kill(core.pid, signal.SIGSTOP)  # by itself the start would not end
+
+    try:
+        restart.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restart
+        assert not core.is_alive()
+    finally:
+        core.kill()
+        await engine.close()
