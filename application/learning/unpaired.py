@@ -1,11 +1,12 @@
 """Learning from labelled replies: the distance from the reference that KTO compares with, for each optimizer step.
 
-It is measured on mismatched replies: each prompt of the step with the completion before it, in the step's seeded order.
-Their log-probs under the reference are computed once for all coming steps, and kept; of streamed replies in each step.
+It is measured on mismatched replies: each prompt of the step with a completion to another (`mismatches`). Their
+log-probs under the reference are computed once for all coming steps, and kept; of streamed replies in each step.
 Invariant: the distance is that of the whole step, over all processes, however the step is divided.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import structlog
 import torch
@@ -16,7 +17,7 @@ from rollgrad.application.learning.examples import ExampleLearner, Pack
 from rollgrad.application.learning.reference import LiveReference, trained_logprobs
 from rollgrad.application.learning.scores import CHUNK
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective, reference_point
-from rollgrad.domain.batches.examples import mismatched, other_completion, pack_labels
+from rollgrad.domain.batches.examples import mismatched, mismatches, other_completion, pack_labels
 from rollgrad.domain.episodes.examples import Label
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.example_source import ExampleSource
@@ -29,8 +30,16 @@ Places = tuple[int, int]
 """Places of two labels: of the prompt, and of the completion put behind it."""
 
 
-class PlacedLabels(ExampleSource[Label]):
-    """A caller's own labels, each with its index as its `place`, whatever the caller wrote there."""
+class PromptedLabels(ExampleSource[Label], Protocol):
+    """Labels, each with its index as its `place`, whose prompts can be compared without reading images."""
+
+    def prompt_key(self, index: int) -> bytes:
+        """Returns the `prompt_key` of the reply of label `index`."""
+        ...
+
+
+class PlacedLabels(PromptedLabels):
+    """A caller's own labels, whatever the caller wrote as their `place`."""
 
     def __init__(self, labels: ExampleSource[Label]) -> None:
         self._labels = labels
@@ -41,14 +50,13 @@ class PlacedLabels(ExampleSource[Label]):
     def __getitem__(self, index: int) -> Label:
         return evolve(self._labels[index], place=index)
 
-
-def rotated(indices: Sequence[int]) -> list[Places]:
-    """Returns each index with the one before it; the first has the last before it."""
-    return list(zip(indices, [*indices[-1:], *indices[:-1]], strict=True))
+    def prompt_key(self, index: int) -> bytes:
+        """Implements `PromptedLabels.prompt_key`."""
+        return self._labels[index].reply.prompt_key
 
 
 def mismatched_references(
-    labels: ExampleSource[Label],
+    labels: PromptedLabels,
     steps: Iterable[Sequence[int]],
     make_reference: Callable[[], ReferenceModel],
     store: ScoreStore,
@@ -74,7 +82,9 @@ def mismatched_references(
     """
     kept = store.load(key)
     known = {(int(prompt), int(completion)): logprob for prompt, completion, logprob in (row.tolist() for row in kept)}
-    needed = dict.fromkeys(places for indices in steps for places in rotated(indices))
+    needed = dict.fromkeys(
+        places for indices in steps for places in _places(indices, [labels.prompt_key(index) for index in indices])
+    )
     missing = [places for places in needed if places not in known]
     if missing:
         log.info(f"computing the reference's log-probs of {name} mismatched", replies=len(missing), kept=len(known))
@@ -94,6 +104,11 @@ def mismatched_references(
             store.append(key, len(kept) + start, rows)
             known.update(zip(chunk, sums, strict=True))
     return {places: known[places] for places in needed}
+
+
+def _places(places: Sequence[int], prompts: Sequence[bytes]) -> list[Places]:
+    """Returns the places of each prompt of a step and of the completion put behind it."""
+    return [(place, places[other]) for place, other in zip(places, mismatches(prompts), strict=True)]
 
 
 def _sums(logprobs: Iterable[Tensor]) -> list[float]:
@@ -149,7 +164,8 @@ class UnpairedLearner(ExampleLearner[Label]):
                 )
             expected = _sums(references.logprobs(replies))
         else:
-            expected = [references[places] for places in rotated([label.place for label in examples])]
+            prompts = [label.reply.prompt_key for label in examples]
+            expected = [references[places] for places in _places([label.place for label in examples], prompts)]
         found = _sums(trained_logprobs(self._policy, replies, self._max_tokens, self._shares))
         ratios_S = torch.tensor(found, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)
         return evolve(self._unpaired, kl=reference_point(ratios_S))

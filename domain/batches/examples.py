@@ -5,7 +5,7 @@ gradient.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -156,24 +156,47 @@ def pack_labels(labels: Sequence[Label]) -> ExampleBatch:
     )
 
 
+def mismatches(prompts: Sequence[Hashable]) -> list[int]:
+    """Returns for each reply of an optimizer step, by its prompt, the place of the reply whose completion is put behind
+    that prompt: the one before it (the last, for the first), as in TRL.
+
+    Where some prompt would get a completion of its own that way, replies to one prompt are laid side by side, and the
+    completion comes from as many places before as the largest such group has replies. A prompt of more than half of the
+    replies gets as few completions of its own as there can be.
+    """
+    count = len(prompts)
+    before = [place - 1 if place else count - 1 for place in range(count)]
+    if all(prompts[place] != prompts[other] for place, other in enumerate(before)):
+        return before
+    groups: dict[Hashable, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(place)
+    together = [place for group in groups.values() for place in group]
+    largest = max(map(len, groups.values()))
+    shift = min(largest, count - largest) or 1  # never a reply's own completion
+    taken = dict(zip(together, [*together[-shift:], *together[:-shift]], strict=True))
+    return [taken[place] for place in range(count)]
+
+
 def mismatched(labels: Sequence[Label], *, longest: int | None = None) -> list[WeightedTokens]:
-    """Returns the prompt of each label with the completion of the one before it (of the last one, for the first), as
-    KTO measures its distance from the reference (Ethayarajh et al. 2024, arXiv:2402.01306, section 4).
+    """Returns the prompt of each label with the completion of another, as KTO measures its distance from the reference
+    (Ethayarajh et al. 2024, arXiv:2402.01306, section 4); of which one, `mismatches` says.
 
     Args:
         labels: those of one optimizer step, in their order.
         longest: number of tokens that a sequence is cut to; None cuts none.
     """
+    others = mismatches([label.reply.prompt_key for label in labels])
     return [
-        other_completion(label.reply, before.reply, longest=longest)
-        for label, before in zip(labels, [*labels[-1:], *labels[:-1]], strict=True)
+        other_completion(label.reply, labels[other].reply, longest=longest)
+        for label, other in zip(labels, others, strict=True)
     ]
 
 
 def other_completion(asked: WeightedTokens, answered: WeightedTokens, *, longest: int | None = None) -> WeightedTokens:
     """Returns what precedes the first trained token of `asked`, and after it what follows that of `answered`, each with
     its images; of the end as much as `longest` leaves, without the tokens of an image that would be cut."""
-    own, other = (int((sequence.weights_T > 0).nonzero()[0]) for sequence in (asked, answered))
+    own, other = asked.first_trained, answered.first_trained
     images = [placed for placed in asked.images if placed.stop <= own]
     images += [placed.moved(own - other) for placed in answered.images if placed.start >= other]
     end = min(longest or math.inf, own + len(answered) - other)

@@ -5,6 +5,7 @@ never trained, since nothing predicts it; something is trained.
 Does not own: how rows of data sets become tokens (`adapters/data`), nor losses (`domain/algorithms/losses`).
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 
@@ -52,8 +53,23 @@ class WeightedTokens:
         """Number of tokens with a weight above 0."""
         return int((self.weights_T > 0).sum())
 
+    @property
+    def first_trained(self) -> int:
+        """Index of the first token with a weight above 0."""
+        return int((self.weights_T > 0).nonzero()[0])
+
+    @property
+    def prompt_key(self) -> bytes:
+        """Key of what precedes the first trained token, images apart: equal where that is."""
+        return prompt_key(self.token_ids_T[: self.first_trained])
+
     def __len__(self) -> int:
         return len(self.token_ids_T)
+
+
+def prompt_key(token_ids_T: Tensor) -> bytes:
+    """Returns a key of a prompt's tokens, int64, which equal ones have in common."""
+    return hashlib.sha256(token_ids_T.numpy().tobytes()).digest()[:16]
 
 
 @frozen(kw_only=True, eq=False)

@@ -11,7 +11,13 @@ from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedL
 from rollgrad.adapters.data.examples.streaming import labelled
 from rollgrad.application.learning.examples import Pack
 from rollgrad.application.learning.reference import LiveReference
-from rollgrad.application.learning.unpaired import PlacedLabels, Places, UnpairedLearner, mismatched_references
+from rollgrad.application.learning.unpaired import (
+    PlacedLabels,
+    Places,
+    PromptedLabels,
+    UnpairedLearner,
+    mismatched_references,
+)
 from rollgrad.application.pipelines.epochs import ExampleEvaluation, coming_steps
 from rollgrad.application.settings.kto import KTORun, UnpairedLoss
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective
@@ -50,7 +56,7 @@ class JudgedLabels:
     pack: Pack[Label] = pack_labels
 
 
-def make_labels(examples: PreparedExamples | ExampleSource[Label]) -> ExampleSource[Label]:
+def make_labels(examples: PreparedExamples | ExampleSource[Label]) -> PromptedLabels:
     """Returns the labelled replies of prepared examples, or a caller's own, each with its place."""
     return PreparedLabels(examples) if isinstance(examples, PreparedExamples) else PlacedLabels(examples)
 
@@ -141,7 +147,7 @@ def _check_streamed(first: Any) -> None:
 
 
 def make_training_labels(
-    run: KTORun, labels: ExampleSource[Label], examples: Any, references: References, total_steps: int
+    run: KTORun, labels: PromptedLabels, examples: Any, references: References, total_steps: int
 ) -> JudgedLabels:
     """Returns the labels to train on.
 
@@ -170,9 +176,7 @@ def make_streamed_labels(
     )
 
 
-def make_held_out_labels(
-    run: KTORun, labels: ExampleSource[Label], examples: Any, references: References
-) -> JudgedLabels:
+def make_held_out_labels(run: KTORun, labels: PromptedLabels, examples: Any, references: References) -> JudgedLabels:
     """Returns the held-out labels, which are measured as one batch.
 
     Raises:
@@ -263,7 +267,7 @@ def kto_container(config: KTORun) -> KTOContainer:
 
 def _judged(
     run: KTORun,
-    labels: ExampleSource[Label],
+    labels: PromptedLabels,
     examples: Any,
     references: References,
     steps: Sequence[Sequence[int]],

@@ -21,7 +21,7 @@ from rollgrad.adapters.models.torch.forward import PackedLM, scatter
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.application.learning.unpaired import UnpairedLearner, rotated
+from rollgrad.application.learning.unpaired import UnpairedLearner
 from rollgrad.domain.algorithms.losses.distillation import divergence
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import pairwise_reward_loss
@@ -364,7 +364,7 @@ def test_kto(loss_type: str, pairs: list[Preference], policy: Any, reference: An
     learner = UnpairedLearner(
         TorchPolicy(copy.deepcopy(trained), None, OptimizerSettings(lr=0.0)),
         objective=UnpairedObjective(loss=loss_type, beta=BETA, desirable_weight=1.2, undesirable_weight=0.8),
-        references=dict(zip(rotated(range(PAIRS)), sums(ref_shifted).tolist(), strict=True)),
+        references={(place, (place or PAIRS) - 1): logprob for place, logprob in enumerate(sums(ref_shifted).tolist())},
         max_tokens=20,
     )
     objective = learner.objective_for(examples)

@@ -12,7 +12,7 @@ import torch
 from attrs import field, frozen
 
 from rollgrad.adapters.data.examples.report import DataReport
-from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens
+from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens, prompt_key
 from rollgrad.domain.episodes.images import PlacedImages
 
 PARTS, PRIME = 8, 1_000_003
@@ -152,7 +152,7 @@ class PreparedPairs:
 @frozen(eq=False)
 class PreparedLabels:
     """The labelled replies of a data set, by index: the reply of each row, of a pair the chosen one, and after them the
-    rejected replies, so that neighbours answer different prompts."""
+    rejected replies, so that neighbours seldom answer one prompt."""
 
     examples: PreparedExamples
 
@@ -160,16 +160,25 @@ class PreparedLabels:
         return len(self._places)
 
     def __getitem__(self, index: int) -> Label:
-        place, number = int(self._places[index]), int(index >= len(self.examples))
-        example = self.examples[place]
-        branch = int(self.examples._firsts[place]) + number
+        example, branch = self.examples[int(self._places[index])], self._branch(index)
         return Label(
-            reply=example.branches[number],
+            reply=example.branches[int(index >= len(self.examples))],
             desirable=bool(self.examples.labels[branch]),
             row=example.row,
             weight=example.weight,
             place=index,
         )
+
+    def prompt_key(self, index: int) -> bytes:
+        """Returns the `prompt_key` of the reply of a label, without its images."""
+        examples, branch = self.examples, self._branch(index)
+        start = int(examples._starts[branch])
+        trained = numpy.asarray(examples.weights[start : start + int(examples.lengths[branch])]) > 0
+        context = examples.tokens[start : start + int(trained.argmax())]
+        return prompt_key(torch.from_numpy(context.astype(numpy.int64)))
+
+    def _branch(self, index: int) -> int:
+        return int(self.examples._firsts[self._places[index]]) + int(index >= len(self.examples))
 
     _places: Any = field(init=False, repr=False)
 

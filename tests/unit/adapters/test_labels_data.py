@@ -48,13 +48,23 @@ def test_labels_are_booleans_numbers_or_words(good: Any, bad: Any, tmp_path: Pat
 
 
 def test_a_pair_is_a_good_and_a_bad_reply(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """The bad ones come last, so that held-out neighbours, which are mismatched, answer different prompts."""
+    """The bad ones come last, so that held-out neighbours, which are mismatched, answer different prompts, as
+    their keys say."""
     rows = [
         {"chosen": [*ASKED, SEVEN], "rejected": [*ASKED, EIGHT]},
         {"prompt": "Name a colour.", "chosen": "blue", "rejected": "seven"},
     ]
-    found = told(labels_of(tmp_path, tiny_tokenizer, *rows), tiny_tokenizer)
-    assert found == [("seven", True, 0), ("blue", True, 1), ("eight", False, 0), ("seven", False, 1)]
+    labels = labels_of(tmp_path, tiny_tokenizer, *rows)
+    assert told(labels, tiny_tokenizer) == [
+        ("seven", True, 0),
+        ("blue", True, 1),
+        ("eight", False, 0),
+        ("seven", False, 1),
+    ]
+    keys = [labels.prompt_key(index) for index in range(4)]
+    assert keys == [labels[index].reply.prompt_key for index in range(4)]
+    assert keys[:2] == keys[2:]
+    assert keys[0] != keys[1]
 
 
 @pytest.mark.parametrize("label", ["maybe", 2, 0.5, None, [True], "", -1])

@@ -14,10 +14,10 @@ from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.application.learning import unpaired as module
 from rollgrad.application.learning.examples import together
 from rollgrad.application.learning.reference import LiveReference, with_reference
-from rollgrad.application.learning.unpaired import UnpairedLearner, mismatched_references, rotated
+from rollgrad.application.learning.unpaired import PlacedLabels, UnpairedLearner, mismatched_references
 from rollgrad.application.pipelines.epochs import coming_steps, next_examples
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective
-from rollgrad.domain.batches.examples import mismatched
+from rollgrad.domain.batches.examples import mismatched, mismatches
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.examples import Label, WeightedTokens
 from rollgrad.domain.episodes.images import Image, PlacedImage
@@ -65,7 +65,7 @@ def label(place: int, prompt: int, completion: int) -> Label:
     return Label(reply=reply, desirable=place % 3 != 0, row=place, place=place)
 
 
-LABELS = [label(place, 1 + place % 3, 1 + place % 4) for place in range(9)]
+LABELS = PlacedLabels([label(place, 1 + place % 3, 1 + place % 4) for place in range(9)])
 ORDER = [3, 0, 7, 5, 1]
 
 
@@ -127,7 +127,7 @@ def test_every_loss_and_metric_is_that_of_the_whole_step() -> None:
 
 
 def test_a_callers_own_labels_need_no_places() -> None:
-    own = make_labels([evolve(each, place=0) for each in LABELS])
+    own = make_labels([evolve(LABELS[place], place=0) for place in range(len(LABELS))])
     policy, reference = Frozen(1), Bigrams(2)
     references = mismatched_references(own, [ORDER], lambda: reference, ScoreFiles(None), key="k", max_tokens=100)
     its = UnpairedLearner(policy, objective=UnpairedObjective(), references=references, max_tokens=100)
@@ -149,22 +149,53 @@ def test_a_live_reference_says_what_was_kept_of_it() -> None:
         distance(policy, reference, ORDER), abs=1e-4
     )
     with pytest.raises(DataError, match="one alone can be used"):
-        its.objective_for(LABELS[:1])
+        its.objective_for([LABELS[0]])
 
 
 def test_completions_follow_the_prompt_after_theirs() -> None:
     """The order is rotated, not reversed, which would leave the middle one of an odd step behind its own prompt."""
-    assert rotated(ORDER) == [(3, 1), (0, 3), (7, 0), (5, 7), (1, 5)]
+    places = [(3, 1), (0, 3), (7, 0), (5, 7), (1, 5)]
     replies = mismatched([LABELS[index] for index in ORDER])
-    for (prompt, completion), reply in zip(rotated(ORDER), replies, strict=True):
+    for (prompt, completion), reply in zip(places, replies, strict=True):
         own, other = LABELS[prompt].reply, LABELS[completion].reply
         assert reply.token_ids_T.tolist() == [
             *own.token_ids_T[: own.prompt_length].tolist(),
             *other.token_ids_T[other.prompt_length :].tolist(),
         ]
         assert int(reply.weights_T.sum()) == other.trained_length
-    assert {len(reply) for reply in mismatched(LABELS, longest=4)} <= {2, 3, 4}
-    assert all(reply.trained_length for reply in mismatched(LABELS, longest=4))
+    cut = mismatched([LABELS[place] for place in range(len(LABELS))], longest=4)
+    assert {len(reply) for reply in cut} <= {2, 3, 4}
+    assert all(reply.trained_length for reply in cut)
+
+
+@given(prompts=st.lists(st.integers(0, 5), min_size=2, max_size=12))
+def test_as_few_completions_as_can_be_follow_their_own_prompt(prompts: list[int]) -> None:
+    taken = mismatches(prompts)
+    assert sorted(taken) == list(range(len(prompts))), "each completion is used once"
+    assert all(place != other for place, other in enumerate(taken)), "none follows the prompt that it was sampled for"
+    largest = max(map(prompts.count, prompts))
+    own = sum(prompts[place] == prompts[other] for place, other in enumerate(taken))
+    assert own == max(0, 2 * largest - len(prompts))
+    if all(prompt != before for prompt, before in zip(prompts, [*prompts[-1:], *prompts[:-1]], strict=True)):
+        assert taken == [len(prompts) - 1, *range(len(prompts) - 1)], "TRL's order"
+
+
+def test_replies_to_one_prompt_take_completions_to_others() -> None:
+    """Both replies of a pair are neighbours in the step; the reference's log-probs are found by the same places."""
+    policy, reference = Frozen(1), Bigrams(2)
+    sibling = evolve(LABELS[4].reply, token_ids_T=torch.cat([LABELS[4].reply.token_ids_T[:2], torch.tensor([9])]))
+    labels = PlacedLabels([*(LABELS[place] for place in range(5)), evolve(LABELS[4], reply=sibling)])
+    order = [0, 4, 5, 2]
+    store = ScoreFiles(None)
+    references = mismatched_references(labels, [order], lambda: reference, store, key="k", max_tokens=100)
+    assert set(references) == {(0, 5), (4, 2), (5, 0), (2, 4)}
+    its = UnpairedLearner(policy, objective=UnpairedObjective(), references=references, max_tokens=100)
+    total = 0.0
+    for asked, answered in references:
+        own, other = labels[asked].reply, labels[answered].reply
+        whole_T = torch.cat([own.token_ids_T[: own.prompt_length], other.token_ids_T[other.prompt_length :]])
+        total += float((policy.of(whole_T) - reference.of(whole_T))[own.prompt_length - 1 :].sum())
+    assert its.objective_for([labels[place] for place in order]).kl == pytest.approx(max(0.0, total / 4), abs=1e-4)
 
 
 def test_images_go_with_the_tokens_that_stand_for_them() -> None:
@@ -211,7 +242,7 @@ def test_log_probs_of_mismatched_replies_are_kept_whatever_steps_ask_for_them(
 
     again = mismatched_references(LABELS, steps, refuse, ScoreFiles(tmp_path), key="k", max_tokens=100)
     part = mismatched_references(LABELS, steps[1:], refuse, ScoreFiles(tmp_path), key="k", max_tokens=100)
-    assert found == again == part | {places: found[places] for places in rotated(steps[0])}
+    assert found == again == part | {places: found[places] for places in ((0, 2), (1, 0), (2, 1))}
     alone = mismatched_references(LABELS, steps, lambda: Bigrams(1), ScoreFiles(None), key="k", max_tokens=100)
     assert found == pytest.approx(alone)
     more = Bigrams(1)
