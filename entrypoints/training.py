@@ -16,7 +16,7 @@ from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.tracking.curves import draw_curves
-from rollgrad.application.pipelines.run import FINAL_MODEL, Run, RunOutcome
+from rollgrad.application.pipelines.run import BEST_MODEL, FINAL_MODEL, Run
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
@@ -161,10 +161,14 @@ def train_in(
             raise
     finally:
         shut_down(container)
-    _describe_model(output_dir / FINAL_MODEL, config, outcome)
+    model = output_dir / FINAL_MODEL
+    _describe_model(model, config, outcome.steps, outcome.before, outcome.after)
+    if outcome.best is not None:
+        model = output_dir / BEST_MODEL
+        _describe_model(model, config, outcome.best.step, outcome.before, outcome.best.metrics)
     report = report_run(output_dir, title)
     if config.ckpt.push_to_hub is not None:  # last: all else is on the disk, however long this takes
-        _publish(output_dir / FINAL_MODEL, config.ckpt.push_to_hub, interrupted=outcome.interrupted)
+        _publish(model, config.ckpt.push_to_hub, interrupted=outcome.interrupted)
     return TrainResult(
         output_dir=output_dir,
         steps=outcome.steps,
@@ -177,9 +181,11 @@ def train_in(
     )
 
 
-def _describe_model(model: Path, config: TrainingRun, outcome: RunOutcome) -> None:
+def _describe_model(
+    model: Path, config: TrainingRun, steps: int, before: Mapping[str, float], after: Mapping[str, float]
+) -> None:
     try:
-        write_model_card(model, config, steps=outcome.steps, before=outcome.before, after=outcome.after)
+        write_model_card(model, config, steps=steps, before=before, after=after)
     except OSError as error:  # a full disk, perhaps: the model is there
         log.warning("the model has no README", reason=str(error))
 
@@ -197,7 +203,7 @@ def _publish(model: Path, repository: str, *, interrupted: bool) -> None:
 def upload(model: Path, repository: str) -> None:
     """Uploads a model to the hub; a failure is reported, and is no reason to fail."""
     try:
-        log.info("the model is on the hub", commit=upload_model(model, repository))
+        log.info("the model is on the hub", model=str(model), commit=upload_model(model, repository))
     except Exception as error:  # of many kinds, and none is a reason to lose the run's result
         log.warning(
             f"the model could not be uploaded; hf upload {repository} {model} does it",

@@ -73,14 +73,16 @@ class Schedule:
 
 @frozen(kw_only=True)
 class RunOutcome:
-    """Outcome of a run: `steps` finished; held-out metrics `before` and `after`; whether it was interrupted; and why it
-    ended before its schedule did, if evaluations were the reason."""
+    """Outcome of a run: `steps` finished; held-out metrics `before` and `after`; whether it was interrupted; why it
+    ended before its schedule did, if evaluations were the reason; and the evaluation whose model was kept as the `best`
+    one, None if there is none."""
 
     steps: int
     before: Mapping[str, float] = field(factory=dict)
     after: Mapping[str, float] = field(factory=dict)
     interrupted: bool = False
     enough: str | None = None
+    best: BestModel | None = None
 
 
 class TrainedModels(Protocol):
@@ -218,7 +220,14 @@ class Run(Generic[Sample]):
             self._tell_failure(error)
             raise
         enough = self._enough if self._done < self._schedule.steps and not interrupted else None
-        return RunOutcome(steps=self._done, before=self._before, after=after, interrupted=interrupted, enough=enough)
+        return RunOutcome(
+            steps=self._done,
+            before=self._before,
+            after=after,
+            interrupted=interrupted,
+            enough=enough,
+            best=None if self._best.value is None else self._best,
+        )
 
     async def _train(self, on_save: Callable[[], None]) -> Mapping[str, float]:
         """Takes the remaining steps; returns the last evaluation."""

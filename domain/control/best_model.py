@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from rollgrad.domain.errors import ConfigurationError
 
@@ -24,9 +24,9 @@ class Best(StrEnum):
 
 @frozen
 class BestModel:
-    """The best value of `metric` so far, and its `step`; no value before the first. Without a metric there is no best
-    one. `known`: an evaluation had the metric. `best`: which value is the best. `waited`: evaluations with the metric
-    since then, none of which was better."""
+    """The best value of `metric` so far, its `step`, and all `metrics` of that evaluation; no value before the first.
+    Without a metric there is no best one. `known`: an evaluation had the metric. `best`: which value is the best.
+    `waited`: evaluations with the metric since then, none of which was better."""
 
     metric: str | None = None
     step: int = 0
@@ -34,6 +34,7 @@ class BestModel:
     known: bool = False
     best: Best = Best.AUTO
     waited: int = 0
+    metrics: Mapping[str, float] = field(factory=dict)
 
     @property
     def sought(self) -> Best:
@@ -47,12 +48,12 @@ class BestModel:
         another value was the best, nothing is known."""
         if state.get("metric") != self.metric or state.get("sought", self.sought) != self.sought:
             return self
-        waited = int(state.get("waited", 0))  # earlier states have none
-        return evolve(self, step=int(state["step"]), value=state["value"], known=True, waited=waited)
+        waited, metrics = int(state.get("waited", 0)), dict(state.get("metrics", {}))  # earlier states have none
+        return evolve(self, step=int(state["step"]), value=state["value"], known=True, waited=waited, metrics=metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a run needs to go on, JSON-serialisable."""
-        found = {"step": self.step, "value": self.value, "waited": self.waited}
+        found = {"step": self.step, "value": self.value, "waited": self.waited, "metrics": dict(self.metrics)}
         return {"metric": self.metric, "sought": str(self.sought), **found}
 
     def after(self, step: int, metrics: Mapping[str, float]) -> "BestModel":
@@ -75,5 +76,5 @@ class BestModel:
         sign = -1 if self.sought is Best.LOWEST else 1
         better = not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
         if better:
-            return evolve(self, step=step, value=value, known=True, waited=0)
+            return evolve(self, step=step, value=value, known=True, waited=0, metrics=dict(metrics))
         return evolve(self, known=True, waited=self.waited + 1)

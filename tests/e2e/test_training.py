@@ -320,8 +320,17 @@ def test_the_model_is_on_the_hub_when_the_run_has_finished(workspace: Path, monk
         assert Path("out/report.html").is_file(), "nothing waits for the hub"
         hub.broken = False
         assert train("--train.max_steps", "1", "--ckpt.push_to_hub", "me/name", "--ckpt.resume") == 0
-    assert hub.files == {path.name: path.read_bytes() for path in Path("out/model").iterdir()}
-    assert b"rollgrad" in hub.files["README.md"]
+        assert hub.files == {path.name: path.read_bytes() for path in Path("out/model").iterdir()}
+        assert b"rollgrad" in hub.files["README.md"]
+        hub.files.clear()
+        # No reply is right, so that no evaluation is better than the first.
+        best = ("--eval.dataset", "prompts.jsonl", "--eval.steps", "1", "--ckpt.best_metric", "eval/pass@1")
+        assert train(*best, "--ckpt.push_to_hub", "me/name", "--ckpt.overwrite") == 0
+    assert json.loads(Path("out/best.state.json").read_text())["step"] == 1
+    assert hub.files == {path.name: path.read_bytes() for path in Path("out/best").iterdir()}
+    assert hub.files["model.safetensors"] != Path("out/model/model.safetensors").read_bytes()
+    assert b"in 1 steps" in hub.files["README.md"]
+    assert b"eval/pass@1" in hub.files["README.md"]
 
 
 def test_one_pass_over_the_prompts_by_default(workspace: Path) -> None:

@@ -101,9 +101,9 @@ class CheckpointConfig:
     )
     push_to_hub: str | None = setting(
         None,
-        "Repository of the Hugging Face hub, as me/name, that gets the model when the run has finished. One that "
-        "is not there is made, and is private. The token is that of HF_TOKEN or of hf auth login; an upload that fails "
-        "leaves the run as it is.",
+        "Repository of the Hugging Face hub, as me/name, that gets the model when the run has finished: the best one, "
+        "with best_metric, else the last. A repository that is not there is made, and is private. The token is that of "
+        "HF_TOKEN or of hf auth login; an upload that fails leaves the run as it is.",
         Range(
             lambda name: bool(REPOSITORY.fullmatch(name)) and len(name) <= LONGEST_REPOSITORY,
             f"a name such as me/name, of letters, digits, -, _ and ., of at most {LONGEST_REPOSITORY} characters",

@@ -375,15 +375,18 @@ async def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> Non
 
     assert trained.run._evaluation is not None
     trained.run._evaluation.run = evaluated  # type: ignore[method-assign]
-    await play(trained)
+    outcome = await play(trained)
     saved = [name for name in trained.store.models if name == "best"]
     assert len(saved) == 2
+    assert outcome.best is not None
+    assert (outcome.best.step, outcome.best.metrics) == (4, {"eval/loss": 1.0, "eval/accuracy": 1.0})
     assert trained.run.training_state()["best"] == {
         "metric": "eval/loss",
         "sought": "lowest",
         "step": 4,
         "value": 1.0,
         "waited": 1,
+        "metrics": {"eval/loss": 1.0, "eval/accuracy": 1.0},
     }
     again = Trained(tmp_path / "again", best_metric="eval/loss")
     again.run.resume(trained.run.training_state())
@@ -431,6 +434,7 @@ async def test_evaluations_that_are_no_numbers_end_a_run_too(tmp_path: Path) -> 
     trained.run._evaluation.run = evaluated  # type: ignore[method-assign]
     outcome = await play(trained)
     assert (outcome.steps, outcome.enough) == (4, "eval/loss was no number in 2 evaluations")
+    assert outcome.best is None
     assert "best" not in trained.store.models
 
 
