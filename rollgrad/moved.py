@@ -4,7 +4,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
@@ -24,14 +23,17 @@ MOVED = {
 """Former name to today's: what the documents told users to import, and what ports take and return."""
 
 
-class FormerNames(MetaPathFinder, Loader):
-    """Finds the modules of `MOVED` and those below them, before all other finders: these would load a second copy."""
+class FormerNames:
+    """Finds and loads the modules of `MOVED` and those below them, before all other finders, which would load a second
+    copy. The base classes of `importlib.abc` are left out: they take longer to import than all of this package."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Returns a specification for a former name, None for any other."""
-        return spec_from_loader(fullname, self) if todays_name(fullname) else None
+        if not todays_name(fullname):
+            return None
+        return spec_from_loader(fullname, self)  # type: ignore[arg-type] # lacks load_module, which Python asks no more
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Leaves the empty module, which is replaced, to Python."""

@@ -15,7 +15,8 @@ from unittest.mock import patch
 
 from rollgrad.adapters.servers import server as serving
 from rollgrad.domain.errors import RollgradError
-from rollgrad.entrypoints.cli.main import EXIT_ERROR, main
+from rollgrad.entrypoints.cli.exit_status import EXIT_ERROR
+from rollgrad.entrypoints.cli.main import main
 from tests.fuzz_cases import Case, flipped
 from tests.tiny_models import make_tiny_tokenizer, saved, tiny_llama, tiny_model
 

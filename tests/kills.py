@@ -359,7 +359,7 @@ def main() -> int:
         import matplotlib.figure  # noqa: F401
         import transformers.models.llama.modeling_llama  # noqa: F401
 
-        import rollgrad.entrypoints.cli.main
+        import rollgrad.entrypoints.cli.commands
         import rollgrad.entrypoints.library  # noqa: F401
         from rollgrad.adapters.tracking import curves
 

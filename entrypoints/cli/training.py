@@ -8,6 +8,7 @@ from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules import evaluation_errors, setting_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import RollgradError, raise_together
+from rollgrad.entrypoints.cli.exit_status import SIGNAL_STATUS
 from rollgrad.entrypoints.cli.help import asks_for_help, show_help
 from rollgrad.entrypoints.cli.logs import configure_logging
 from rollgrad.entrypoints.cli.offline import TRAINERS, parse_offline, rehearse_offline
@@ -17,9 +18,6 @@ from rollgrad.entrypoints.composition.extensions import spelling_errors
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.redaction import print_settings
 from rollgrad.entrypoints.restarts import until_finished
-
-SIGNAL_STATUS = 128
-"""Number added to a signal's number, as in shells' exit codes of killed processes."""
 
 
 def train_rl(arguments: Sequence[str]) -> int:

@@ -109,3 +109,18 @@ def test_help_and_refusals_load_nothing_heavy(arguments: list[str], tmp_path: Pa
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
+
+
+def test_ctrl_c_while_modules_are_imported_ends_it_quietly(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'rollgrad.application.settings.run':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "from rollgrad.entrypoints.cli.main import main\n"
+        "sys.exit(main(['--version']))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

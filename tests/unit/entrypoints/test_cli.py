@@ -11,7 +11,8 @@ from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.application.settings.validation import leaves
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
-from rollgrad.entrypoints.cli.main import COMMANDS, main
+from rollgrad.entrypoints.cli.commands import COMMANDS
+from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import dump_config, setting_names, structure_config
 from rollgrad.entrypoints.dry_run import check_eval_files, check_files, example_file_problems
 

@@ -16,7 +16,7 @@ from rollgrad.application.settings.rules import validate
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints import openrlhf as translation
-from rollgrad.entrypoints.cli import main as cli
+from rollgrad.entrypoints.cli import commands as cli
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import parse as parse_arguments
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.entrypoints.cli.main import COMMANDS, main
+from rollgrad.entrypoints.cli.commands import COMMANDS
+from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.redaction import is_secret_name, redact, secrets_of_arguments
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.entrypoints.cli.main import COMMANDS, main
+from rollgrad.entrypoints.cli.commands import COMMANDS
+from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES

@@ -1,0 +1,262 @@
+"""The commands of the command line: `COMMANDS` lists what comes after `rollgrad`.
+
+Exit status: 0 done, 1 a defect (with its traceback), 2 an error that one sentence explains, 130 interrupted (143 by
+SIGTERM, 129 by SIGHUP), 141 the reader of the output has closed it. Torch is imported by the commands only, so that
+help and refusals come at once.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import rollgrad
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines
+from rollgrad.entrypoints.cli.chat import ChatArguments, chat
+from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
+from rollgrad.entrypoints.cli.exit_status import EXIT_CLOSED, EXIT_DEFECT, EXIT_ERROR, SIGNAL_STATUS
+from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments, generate, score
+from rollgrad.entrypoints.cli.help import HELP_FLAGS, asks_for_help, show_help
+from rollgrad.entrypoints.cli.logs import configure_logging as configure_logging
+from rollgrad.entrypoints.cli.loop import LOOPS, run_loop
+from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments, merge
+from rollgrad.entrypoints.cli.offline import TRAINERS
+from rollgrad.entrypoints.cli.parsing import DoctorArguments, parse
+from rollgrad.entrypoints.cli.replay import ReplayArguments, replay_run
+from rollgrad.entrypoints.cli.rescore import RescoreArguments, rescore_run
+from rollgrad.entrypoints.cli.runs import export_rollouts, inspect_run, report_of_run
+from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
+from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
+from rollgrad.entrypoints.cli.serve_tinker import ServeTinkerArguments, serve_tinker
+from rollgrad.entrypoints.cli.training import evaluate, run_offline, run_rl, train_offline, train_rl
+from rollgrad.entrypoints.cli.translated import problems, show_translation
+from rollgrad.entrypoints.cli.ui import serve_runs
+from rollgrad.entrypoints.names.suggestions import unknown_command
+from rollgrad.entrypoints.redaction import OutputClosedError, redacted_output
+from rollgrad.entrypoints.translation.draft import TranslatedCommand, TranslatedRun
+
+
+def run_command(words: list[str]) -> int:
+    """Runs the command of these words; returns the exit status."""
+    with redacted_output(words):
+        try:
+            try:
+                return _status(words)
+            finally:  # also when a parser ends the process: nobody catches an error of the interpreter's own flush
+                sys.stdout.flush()
+        except OutputClosedError:
+            return EXIT_CLOSED
+
+
+def _status(words: list[str]) -> int:
+    try:
+        return _dispatch(words)
+    except RollgradError as error:
+        if os.environ.get("ROLLGRAD_DEBUG") == "1":
+            traceback.print_exc()
+        sys.stderr.writelines(f"error: {line}\n" for line in problem_lines(error))
+        return EXIT_ERROR
+    except OutputClosedError:
+        raise
+    except Exception:  # its message may contain a secret, which only this command's streams hide
+        traceback.print_exc()
+        return EXIT_DEFECT
+
+
+def data_show(arguments: Sequence[str]) -> int:
+    """`rollgrad data show`."""
+    if asks_for_help(arguments):
+        return show_help("data show", DataShowArguments, arguments)
+    configure_logging()
+    show_data(arguments)
+    return 0
+
+
+def generate_replies(arguments: Sequence[str]) -> int:
+    """`rollgrad generate`."""
+    if asks_for_help(arguments):
+        return show_help("generate", GenerateArguments, arguments)
+    configure_logging()
+    generate(arguments)
+    return 0
+
+
+def score_replies(arguments: Sequence[str]) -> int:
+    """`rollgrad score`."""
+    if asks_for_help(arguments):
+        return show_help("score", ScoreArguments, arguments)
+    configure_logging()
+    score(arguments)
+    return 0
+
+
+def loop(name: str, arguments: Sequence[str]) -> int:
+    """`rollgrad loop rs` and the other loops."""
+    if asks_for_help(arguments):
+        return show_help(f"loop {name}", LOOPS[name].arguments, arguments)
+    configure_logging()
+    stopped_by = run_loop(name, arguments)
+    return SIGNAL_STATUS + stopped_by if stopped_by else 0
+
+
+def openrlhf(arguments: Sequence[str]) -> int:
+    """`rollgrad openrlhf`."""
+    from rollgrad.entrypoints.openrlhf.command import USAGE, translate_command
+
+    return _translate(arguments, USAGE, translate_command)
+
+
+def trl(arguments: Sequence[str]) -> int:
+    """`rollgrad trl`."""
+    from rollgrad.entrypoints.trl.command import USAGE, translate_command
+
+    return _translate(arguments, USAGE, translate_command)
+
+
+def _translate(
+    arguments: Sequence[str],
+    usage: str,
+    translate: Callable[[Sequence[str]], "TranslatedRun | TranslatedCommand"],
+) -> int:
+    """Prints what another tool's command becomes here, or with --run runs it."""
+    words = [word for word in arguments if word != "--run"]
+    if not words or words[0] in HELP_FLAGS:
+        sys.stdout.write(usage)
+        return 0
+    translated = translate(words)
+    sys.stderr.writelines(f"{note}\n" for note in translated.notes)
+    if len(words) == len(arguments):
+        show_translation(translated)
+        return 0
+    if isinstance(translated, TranslatedCommand):
+        return _dispatch(translated.words)
+    if isinstance(translated.run, RLConfig):
+        return run_rl(translated.run)
+    configure_logging()
+    return run_offline(translated.command.removeprefix("train "), translated.run, problems(translated))
+
+
+def merge_lora(arguments: Sequence[str]) -> int:
+    """`rollgrad merge-lora`."""
+    merge(parse(MergeLoraArguments(), "merge-lora", arguments))
+    return 0
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """`rollgrad doctor`."""
+    parsed = parse(DoctorArguments(), "doctor", arguments)
+    from rollgrad.entrypoints.cli.doctor import run_doctor
+
+    return run_doctor(deep=parsed.deep, as_json=parsed.json)
+
+
+def serve_reward(arguments: Sequence[str]) -> int:
+    """`rollgrad serve reward`."""
+    parsed = parse(ServeRewardArguments(), "serve reward", arguments)
+    configure_logging()
+    serve_reward_model(parsed)
+    return 0
+
+
+def serve_agents(arguments: Sequence[str]) -> int:
+    """`rollgrad serve agent`."""
+    parsed = parse(ServeAgentArguments(), "serve agent", arguments)
+    configure_logging()
+    serve_agent(parsed)
+    return 0
+
+
+def serve_tinker_api(arguments: Sequence[str]) -> int:
+    """`rollgrad serve tinker`."""
+    parsed = parse(ServeTinkerArguments(), "serve tinker", arguments)
+    configure_logging()
+    serve_tinker(parsed)
+    return 0
+
+
+def talk(arguments: Sequence[str]) -> int:
+    """`rollgrad chat`."""
+    parsed = parse(ChatArguments(), "chat", arguments)
+    configure_logging()
+    chat(parsed)
+    return 0
+
+
+def replay(arguments: Sequence[str]) -> int:
+    """`rollgrad replay`."""
+    if asks_for_help(arguments):
+        return show_help("replay", ReplayArguments, arguments)
+    configure_logging()
+    replay_run(arguments)
+    return 0
+
+
+def rescore(arguments: Sequence[str]) -> int:
+    """`rollgrad rescore`."""
+    if asks_for_help(arguments):
+        return show_help("rescore", RescoreArguments, arguments)
+    configure_logging()
+    rescore_run(arguments)
+    return 0
+
+
+def ui(arguments: Sequence[str]) -> int:
+    """`rollgrad ui`."""
+    configure_logging()
+    serve_runs(arguments)
+    return 0
+
+
+COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train rl": (train_rl, "train a model by reinforcement learning"),
+    **{f"train {name}": (partial(train_offline, name), trainer.purpose) for name, trainer in TRAINERS.items()},
+    "data show": (data_show, "show rows with the tokens that are trained"),
+    "eval": (evaluate, "evaluate a model on held-out prompts"),
+    "generate": (generate_replies, "sample replies to a data set's prompts into a file"),
+    "score": (score_replies, "judge the replies in a file by a reward"),
+    **{f"loop {name}": (partial(loop, name), its.purpose) for name, its in LOOPS.items()},
+    "ui": (ui, "show runs in a browser: curves, findings, and every rollout token by token"),
+    "inspect": (inspect_run, "show how a run goes or ended, and what keeps it from learning"),
+    "rescore": (rescore, "judge a run's rollouts by another reward, without training"),
+    "replay": (replay, "take an update of a run again, from its rollouts"),
+    "report": (report_of_run, "write the page of a run into one file that opens by a double click"),
+    "export": (export_rollouts, "write a run's rollouts as rows for train sft, train dpo and train rm"),
+    "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
+    "trl": (trl, "translate a command of TRL, and run it"),
+    "chat": (talk, "talk to a model in the terminal, with its tools"),
+    "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),
+    "serve reward": (serve_reward, "serve a reward model over HTTP"),
+    "serve tinker": (serve_tinker_api, "serve training and sampling to programs of the Tinker API"),
+    "merge-lora": (merge_lora, "merge LoRA adapters into their model"),
+    "doctor": (doctor, "show what this machine offers, and whether the installation works"),
+}
+
+WIDTH = max(map(len, COMMANDS))
+
+USAGE = "\n".join(
+    (
+        "usage: rollgrad COMMAND [OPTIONS]",
+        "",
+        *(f"  rollgrad {name:<{WIDTH}} {purpose}" for name, (_, purpose) in COMMANDS.items()),
+        "",
+        "  rollgrad COMMAND --help   its options; of train rl and eval the essential ones, and how to see the others",
+        "  rollgrad --version        the version",
+        "",
+    )
+)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    for name, (command, _) in COMMANDS.items():
+        words = name.split()
+        if arguments[: len(words)] == words:
+            return command(arguments[len(words) :])
+    if arguments[:1] == ["--version"]:
+        sys.stdout.write(f"rollgrad {rollgrad.__version__}\n")
+        return 0
+    if not arguments or {"-h", "--help"} & set(arguments):
+        sys.stdout.write(USAGE)
+        return 0
+    raise ConfigurationError(unknown_command(arguments, tuple(COMMANDS)))
