@@ -172,9 +172,9 @@ def _note(problems: dict[str, RollgradError], key: str, check: Callable[..., Non
         problems.setdefault(key, DataError(f"{key} names a place that cannot be read ({why}): check --{key}."))
 
 
-def show_plan(config: RLConfig, console: "Console", *, samples: bool = True) -> list[str]:
+def show_plan(config: RLConfig, console: "Console", *, samples: bool = True, scores: bool = False) -> list[str]:
     """Prints the memory plan of a run whose settings hold; returns a sentence for each place where it does not fit.
-    `samples`: the run learns from what it samples, of which more is said.
+    `samples`: the run learns from what it samples, of which more is said. `scores`: the actor becomes a reward model.
 
     Raises:
         CheckpointError: a model cannot be found.
@@ -184,7 +184,7 @@ def show_plan(config: RLConfig, console: "Console", *, samples: bool = True) -> 
 
     machine, device = _machine(), default_device()
     dtype = resolve_dtype(config.actor.dtype, device)
-    shapes = _shapes(config, dtype, device)
+    shapes = _shapes(config, dtype, device, scores=scores)
     rows = _rows(config, shapes, machine, dtype)
     console.print(_memory_table(rows, machine))
     for place in places(rows, machine):
@@ -203,7 +203,8 @@ def show_plan(config: RLConfig, console: "Console", *, samples: bool = True) -> 
     if idle := idle_sentence(config):
         console.print(idle)
     short = list(shortages(rows, machine))
-    way = way_out(config, machine, partial(_fits, machine=machine, dtype=dtype, device=device)) if short else None
+    fits = partial(_fits, machine=machine, dtype=dtype, device=device, scores=scores)
+    way = way_out(config, machine, fits) if short else None
     return short if way is None else [*short, way]
 
 
@@ -219,8 +220,9 @@ def _rows(config: RLConfig, shapes: dict[str, ModelShape], machine: Machine, dty
     )
 
 
-def _fits(config: RLConfig, *, machine: Machine, dtype: "torch.dtype", device: "torch.device") -> bool:
-    return not [*shortages(_rows(config, _shapes(config, dtype, device), machine, dtype), machine)]
+def _fits(config: RLConfig, *, machine: Machine, dtype: "torch.dtype", device: "torch.device", scores: bool) -> bool:
+    shapes = _shapes(config, dtype, device, scores=scores)
+    return not [*shortages(_rows(config, shapes, machine, dtype), machine)]
 
 
 def _weights_way(config: RLConfig, device: "torch.device") -> str:
@@ -251,7 +253,9 @@ def _machine() -> Machine:
     return Machine(gpu=gpu, memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _shapes(config: RLConfig, dtype: "torch.dtype", device: "torch.device") -> dict[str, ModelShape]:
+def _shapes(
+    config: RLConfig, dtype: "torch.dtype", device: "torch.device", *, scores: bool = False
+) -> dict[str, ModelShape]:
     """Returns the shape of the actor, and of each other model that the settings name, by its role."""
     from rollgrad.adapters.models.torch.pass_memory import measured_passes
     from rollgrad.adapters.models.torch.shape import model_shape
@@ -268,7 +272,7 @@ def _shapes(config: RLConfig, dtype: "torch.dtype", device: "torch.device") -> d
     named = {role: getattr(config, section).model_name_or_path for role, section in SECTIONS.items()}
     if config.critic.lora.rank and not named["critic"]:  # else it has the actor's shape
         named["critic"] = named["actor"]
-    return {
+    shapes = {
         role: evolve(
             model_shape(
                 f"{SECTIONS[role]}.model_name_or_path",
@@ -281,6 +285,7 @@ def _shapes(config: RLConfig, dtype: "torch.dtype", device: "torch.device") -> d
         for role, name in named.items()
         if name
     }
+    return {**shapes, "actor": shapes["actor"].without_head()} if scores else shapes
 
 
 def _time_floor(

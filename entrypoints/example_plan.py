@@ -5,6 +5,7 @@ from rich.console import Console
 from rollgrad.application.settings.example_plan import as_sampling_nothing
 from rollgrad.application.settings.kd import KDRun
 from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.rm import RMRun
 from rollgrad.entrypoints.dry_run import show_plan
 
 
@@ -16,7 +17,8 @@ def show_example_plan(run: OfflineRun, console: Console, *, longest: int) -> lis
         CheckpointError: a model cannot be found.
         ConfigurationError: a model cannot be divided as the settings say.
     """
-    sentences = show_plan(as_sampling_nothing(run, longest=longest), console, samples=False)
+    config = as_sampling_nothing(run, longest=longest)
+    sentences = show_plan(config, console, samples=False, scores=isinstance(run, RMRun))
     if isinstance(run, KDRun) and not run.kd.cache:
         console.print("reference: the teacher")
     return sentences

@@ -1,7 +1,7 @@
 """A run over examples as the memory plan sees it: a reinforcement-learning run that samples nothing.
 
 What a trainer over examples holds is what an actor of that size with the same passes holds, and perhaps a frozen model
-beside it; of a reward model less, as its head is small. Importable without torch. Does not own: the plan
+beside it; a reward model's head is too small to count. Importable without torch. Does not own: the plan
 (`memory_plan`).
 """
 

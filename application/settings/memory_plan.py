@@ -121,7 +121,7 @@ def memory_plan(
     plain = evolve(base, quantised=0)
     if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
         row = _at_rest(config, "critic", critic or plain, compute_bytes, machine)
-        rows.append(_saved(config, row, _headless(critic or plain), machine))
+        rows.append(_saved(config, row, (critic or plain).without_head(), machine))
     compares = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
     whole = config.algo.kl.estimator is KLEstimator.FULL
     # In one process the reference is the actor without its adapters, unless whole distributions are compared.
@@ -195,10 +195,10 @@ def _at_once(rows: Iterable[tuple[RoleMemory, int]]) -> int:
 
 def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
     """Returns the memory of actor or critic; `DeepSpeedModule` and `MasterOptimizer` keep the numbers counted here."""
-    shape = _share(config, role, shape if role == "actor" else _headless(shape))
+    shape = _share(config, shape if role == "actor" else shape.without_head())
     where, trained, ds = _where(config, role), shape.trained, config.ds
     tokens = pass_tokens(config, where.processes / ds.tensor_parallel_size)
-    head = head_bytes(config, shape, tokens, compute_bytes, machine.gpu, gradients=True) if role == "actor" else 0
+    head = 0 if shape.headless else head_bytes(config, shape, tokens, compute_bytes, machine.gpu, gradients=True)
     weights = shape.weights(compute_bytes)
     gradients = trained * FLOAT32_BYTES
     moments = ADAM_MOMENTS * trained * FLOAT32_BYTES
@@ -213,7 +213,7 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
             weights=math.ceil(shape.parameters * compute_bytes / size) if shape.adapters else 0,
             gradients=math.ceil(gradients / size),
             optimizer=math.ceil((masters + moments) / size),  # the masters are the weights
-            passes=passes + _of_fsdp2(config, role, shape, tokens, compute_bytes),
+            passes=passes + _of_fsdp2(config, shape, tokens, compute_bytes),
         )
         average = math.ceil(average / size)
         if not machine.gpu:
@@ -298,11 +298,11 @@ def _compared(config: RLConfig, row: RoleMemory, shape: ModelShape, compute_byte
     return evolve(row, offloaded=row.offloaded + copy) if machine.gpu else evolve(row, weights=row.weights + copy)
 
 
-def _of_fsdp2(config: RLConfig, role: str, shape: ModelShape, tokens: int, compute_bytes: int) -> int:
+def _of_fsdp2(config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int) -> int:
     """Returns the bytes of what is whole in a pass: everything outside of the layers and two layers, of these the
     experts that a process holds, with the gradients of all that but one layer, in the format that they are computed in
     and in the float32 in which they are summed; and twice the hidden states that are sent to experts."""
-    outside = shape.embedding if role == "critic" or shape.tied else 2 * shape.embedding
+    outside = shape.embedding if shape.headless or shape.tied else 2 * shape.embedding
     elsewhere = shape.experts - shape.experts // config.cluster.expert_parallel_size
     layer = math.ceil((shape.parameters - outside - elsewhere) / shape.layers)
     gradients = 0 if shape.adapters else (outside + layer) * (compute_bytes + FLOAT32_BYTES)
@@ -316,7 +316,7 @@ def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int, machine:
     where, apart = _where(config, beside), beside == "reference"  # else it is whole in each of the actor's processes
     budget = config.train.max_tokens_per_scoring_pass if apart else None
     tokens = pass_tokens(config, where.processes / config.ds.tensor_parallel_size, budget)
-    weights = (_share(config, "reference", shape) if apart else shape).weights(compute_bytes)
+    weights = (_share(config, shape) if apart else shape).weights(compute_bytes)
     # The logits come after the layers, from what the last of them returns.
     last = tokens * shape.hidden * compute_bytes + head_bytes(config, shape, tokens, compute_bytes, machine.gpu)
     scoring = scoring_bytes(config, shape, tokens, compute_bytes)
@@ -327,7 +327,7 @@ def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int, machine:
     by_zero = (ds.zero_stage == PARAMETERS or config.ref.offload) and ds.tensor_parallel_size == 1
     if config.cluster.enable and apart and (fsdp2 or by_zero):
         if fsdp2:
-            passes += _of_fsdp2(config, "reference", evolve(shape, adapters=1), tokens, compute_bytes)  # no gradients
+            passes += _of_fsdp2(config, evolve(shape, adapters=1), tokens, compute_bytes)  # no gradients
         else:
             passes += min(GATHERED_NUMBERS * compute_bytes, weights)
         weights = math.ceil(weights / where.processes)
@@ -341,12 +341,12 @@ def _reward(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Ma
     longest = longest_sample(config)
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     tokens = max(longest, min(REWARD_TOKENS, samples * longest))
-    where, shape = _where(config, "reward"), _headless(shape)
+    where, shape = _where(config, "reward"), shape.without_head()
     weights, offloaded = shape.parameters * compute_bytes, 0
     passes = scoring_bytes(config, shape, tokens, compute_bytes)
     if config.cluster.enable and divides_reward(config):
         if config.cluster.strategy is Strategy.FSDP2:
-            passes += _of_fsdp2(config, "critic", evolve(shape, adapters=1), tokens, compute_bytes)  # no head, either
+            passes += _of_fsdp2(config, evolve(shape, adapters=1), tokens, compute_bytes)  # no gradients
         else:
             passes += min(GATHERED_NUMBERS * compute_bytes, weights)
         weights = math.ceil(weights / where.processes)
@@ -415,13 +415,8 @@ def _where(config: RLConfig, role: str) -> RoleMemory:
     return RoleMemory(role=role, processes=size, on_a_machine=on_a_machine, device=device)
 
 
-def _headless(shape: ModelShape) -> ModelShape:
-    """Returns the shape of a model of values, which has no output embedding."""
-    return shape if shape.tied else evolve(shape, parameters=shape.parameters - shape.embedding)
-
-
-def _share(config: RLConfig, role: str, shape: ModelShape) -> ModelShape:
+def _share(config: RLConfig, shape: ModelShape) -> ModelShape:
     """Returns a process's share of a model whose layers are divided by `adapters.models.deepspeed.tensor_parallel`: an
-    input embedding is divided only as the output's, which a critic has not; norms are too small to count."""
-    whole = shape.embedding if role == "critic" or not shape.tied else 0
+    input embedding is divided only as the output's, which a model of values has not; norms are too small to count."""
+    whole = shape.embedding if shape.headless or not shape.tied else 0
     return evolve(shape, parameters=whole + math.ceil((shape.parameters - whole) / config.ds.tensor_parallel_size))

@@ -2,7 +2,7 @@
 
 import math
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 QUANTISED_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 """Bytes of a number in NF4 with double quantisation: an 8-bit scale for 64 of them, a 32-bit one for 256 scales
@@ -66,6 +66,8 @@ class ModelShape:
     stored: int = 0
     attending: int | None = None
     state_bytes: int = 0
+    headless: bool = False
+    """Whether it has no output embedding, as models of values and scores."""
     passes: PassMemory | None = None
     """Result of measuring the model's own code; None takes the formula of an ordinary decoder."""
 
@@ -73,6 +75,11 @@ class ModelShape:
     def trained(self) -> int:
         """Numbers that have gradients."""
         return self.adapters or self.parameters
+
+    def without_head(self) -> "ModelShape":
+        """Shape of the model without its output embedding."""
+        head = 0 if self.tied or self.headless else self.embedding
+        return evolve(self, parameters=self.parameters - head, headless=True)
 
     def weights(self, compute_bytes: int) -> int:
         """Bytes of all weights."""

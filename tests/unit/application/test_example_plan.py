@@ -1,6 +1,10 @@
 """The memory plan of runs over examples."""
 
+from pathlib import Path
+
 import pytest
+import torch
+from attrs import evolve
 
 from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.example_plan import as_sampling_nothing, frozen_model
@@ -13,6 +17,7 @@ from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.prm import PRMRun
 from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sft import SFTRun
+from rollgrad.entrypoints import dry_run
 
 SHAPE = ModelShape(parameters=1000, layers=3, hidden=8, kv_heads=2, head_dim=4, stored=2)
 MACHINE = Machine(gpu=0, memory=2**40)
@@ -74,3 +79,28 @@ def test_models_that_stay_beside_the_one_that_is_trained() -> None:
     adapted = made(DPORun, data__stream=True)
     adapted.actor.lora.rank = 4
     assert frozen_model(adapted) is None, "it is the same model without its adapters"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reward_model_has_no_output_embedding(tied: bool) -> None:
+    config = as_sampling_nothing(RMRun(), longest=50)
+    writes = evolve(SHAPE, embedding=200, tied=tied)
+    (whole,), (scores,) = (
+        memory_plan(config, shape, compute_bytes=2, machine=MACHINE) for shape in (writes, writes.without_head())
+    )
+    gone = 0 if tied else 200
+    assert (scores.weights, scores.gradients, scores.optimizer) == tuple(n * (1000 - gone) for n in (2, 4, 12))
+    (body,) = memory_plan(config, SHAPE, compute_bytes=2, machine=MACHINE)
+    assert scores.passes == body.passes < whole.passes, "neither logits, nor the gradient of what makes them"
+    assert writes.without_head().without_head() == writes.without_head()
+
+
+def test_a_run_that_trains_a_reward_model_is_planned_without_the_head_of_its_model(tiny_model_dir: Path) -> None:
+    run = RMRun()
+    run.actor.model_name_or_path = str(tiny_model_dir)
+    config = as_sampling_nothing(run, longest=50)
+    whole, scores = (
+        dry_run._shapes(config, torch.float32, torch.device("cpu"), scores=scores)["actor"] for scores in (False, True)
+    )
+    assert scores == whole.without_head()
+    assert whole.parameters - scores.parameters == (0 if whole.tied else whole.embedding)
