@@ -29,7 +29,7 @@ from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.time_floor import least_seconds, step_work
-from rollgrad.application.settings.unit_ratio import idle_sentence
+from rollgrad.application.settings.unit_ratio import idle_sentence, uncorrected_sentence
 from rollgrad.application.settings.way_out import way_out
 from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
@@ -200,8 +200,8 @@ def show_plan(config: RLConfig, console: "Console", *, samples: bool = True, sco
         console.print(_weights_way(config, device))
     for name, words in correction_summary(config).items() if samples else ():
         console.print(f"{'off-policy correction' if name == 'weights' else '  ' + name}: {words}")
-    if idle := idle_sentence(config):
-        console.print(idle)
+    for sentence in filter(None, (idle_sentence(config), uncorrected_sentence(config))):
+        console.print(sentence)
     short = list(shortages(rows, machine))
     fits = partial(_fits, machine=machine, dtype=dtype, device=device, scores=scores)
     way = way_out(config, machine, fits) if short else None

@@ -13,7 +13,7 @@ from rollgrad.application.settings.correction import log_correction
 from rollgrad.application.settings.rules import validate, validate_evaluation
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
-from rollgrad.application.settings.unit_ratio import log_idle
+from rollgrad.application.settings.unit_ratio import log_ratios
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.cluster import keep_roles
@@ -73,9 +73,9 @@ def train(
 
 
 def _log_choices(config: RLConfig) -> None:
-    """Logs which off-policy correction acts, and which settings do nothing."""
+    """Logs which off-policy correction acts, which settings do nothing, and which steps nothing corrects."""
     log_correction(config)
-    log_idle(config)
+    log_ratios(config)
 
 
 @gives_memory_back

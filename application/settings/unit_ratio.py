@@ -1,7 +1,9 @@
-"""Tells when the ratio of a policy loss is 1 at every token, so that settings of it do nothing.
+"""Tells when the ratio of a policy loss is 1 at every token, so that settings of it do nothing, and when a loss would
+need one that it has not.
 
 A rollout's only optimizer step starts from the policy that the ratio divides by (`algo.old_logprobs` recompute). The
 losses are then the plain policy gradient, which is right, but not what someone expects who chose a loss for its ratio.
+Later steps change a policy that did not sample: without a ratio their gradient is that of no objective.
 """
 
 import structlog
@@ -11,7 +13,7 @@ from rollgrad.application.settings.derived import optimizer_steps_per_rollout, s
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig, RouterReplay
 from rollgrad.application.settings.sections.critic import CriticConfig
-from rollgrad.domain.algorithms.catalogue import estimator_traits
+from rollgrad.domain.algorithms.catalogue import estimator_traits, policy_loss_traits
 from rollgrad.domain.algorithms.settings import CorrectionGate, OldLogprobs
 
 log = structlog.get_logger(__name__)
@@ -63,8 +65,25 @@ def idle_sentence(config: RLConfig) -> str | None:
     )
 
 
-def log_idle(config: RLConfig) -> None:
-    """Warns at the start of a run of settings that do nothing."""
-    sentence = idle_sentence(config)
-    if sentence is not None:
+def uncorrected_sentence(config: RLConfig) -> str | None:
+    """Returns a sentence about optimizer steps after a rollout's first whose loss has no ratio, and what to set
+    instead; None if there are none."""
+    steps, loss = optimizer_steps_per_rollout(config), config.actor.policy_loss_type
+    if steps < 2 or not policy_loss_traits(loss).on_policy:
+        return None
+    samples, train = samples_per_rollout(config), config.train
+    ways = [f"--train.batch_size {samples}"] if (train.batch_size or samples) < samples else []
+    ways += ["--train.max_epochs 1"] if train.max_epochs > 1 else []
+    return (
+        f"actor.policy_loss_type {loss} has no ratio, but a rollout feeds {steps} optimizer steps: all but the first "
+        "take its samples for those of the policy that the steps before have made. Set "
+        f"{' and '.join(ways)}, or --actor.policy_loss_type to a loss with a ratio, such as ppo."
+    )
+
+
+def log_ratios(config: RLConfig) -> None:
+    """Warns at the start of a run of settings that do nothing, and of optimizer steps that nothing corrects."""
+    if (sentence := idle_sentence(config)) is not None:
         log.warning("settings without effect", settings=sentence)
+    if (sentence := uncorrected_sentence(config)) is not None:
+        log.warning("optimizer steps without a ratio", steps=sentence)

@@ -1,12 +1,20 @@
 """Settings that act on ratios other than 1 are named where every ratio is 1, and there alone."""
 
+import re
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from rollgrad.application.settings.presets import PRESETS
-from rollgrad.application.settings.unit_ratio import BY_RATIO, OF_RATIOS, idle_sentence, idle_settings, log_idle
+from rollgrad.application.settings.unit_ratio import (
+    BY_RATIO,
+    OF_RATIOS,
+    idle_sentence,
+    idle_settings,
+    log_ratios,
+    uncorrected_sentence,
+)
 from rollgrad.domain.algorithms.catalogue import POLICY_LOSSES
 from rollgrad.entrypoints.config_io import structure_config
 
@@ -21,7 +29,7 @@ def named(**sections: Any) -> list[str]:
 def test_a_plain_run_has_no_such_setting() -> None:
     assert idle_sentence(structure_config(RUN)) is None
     with capture_logs() as logs:
-        log_idle(structure_config(RUN))
+        log_ratios(structure_config(RUN))
     assert logs == []
 
 
@@ -55,8 +63,27 @@ def test_the_sentence_says_how_they_act() -> None:
     config.train.async_enable = True
     assert "--train.max_epochs above 1 or --algo.old_logprobs rollout" in str(idle_sentence(config))
     with capture_logs() as logs:
-        log_idle(config)
+        log_ratios(config)
     assert [line["log_level"] for line in logs] == ["warning"]
+
+
+def test_steps_that_nothing_corrects_are_named_with_what_makes_one_of_them() -> None:
+    def said(loss: str, **train: int) -> str | None:
+        return uncorrected_sentence(structure_config({**RUN, "actor": {"policy_loss_type": loss}, "train": train}))
+
+    for train, way in (
+        ({"batch_size": 8}, "feeds 2 optimizer steps.* Set --train.batch_size 16, or --actor.policy_loss_type"),
+        ({"max_epochs": 3}, "feeds 3 optimizer steps.* Set --train.max_epochs 1, or --actor.policy_loss_type"),
+        ({"batch_size": 8, "max_epochs": 2}, "feeds 4 .* Set --train.batch_size 16 and --train.max_epochs 1, or"),
+    ):
+        assert re.search(way, str(said("policy_gradient", **train)))
+        assert said("ppo", **train) is said("dro", **train) is None
+    assert said("policy_gradient") is said("policy_gradient", batch_size=16) is None
+    with capture_logs() as logs:
+        log_ratios(
+            structure_config({**RUN, "actor": {"policy_loss_type": "policy_gradient"}, "train": {"max_epochs": 2}})
+        )
+    assert [(line["log_level"], line["event"]) for line in logs] == [("warning", "optimizer steps without a ratio")]
 
 
 def test_values_are_not_clipped_in_an_only_step_either() -> None:

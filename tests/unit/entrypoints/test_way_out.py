@@ -1,5 +1,6 @@
-"""The memory plan of a run that does not fit says with which settings of recomputation it would."""
+"""The memory plan of a run says what does not fit, with which recomputation it would, and what else is odd."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,13 @@ def test_a_run_that_does_not_fit_is_told_the_way_out(tiny_model_dir: Path, monke
         assert way == f"It would fit with --actor.gradient_checkpointing {kind}."
     (short,) = said(held[Checkpointing.FULL] - 1)
     assert "--actor.offload_activations" in short
+
+
+def test_optimizer_steps_without_a_ratio_are_said(tiny_model_dir: Path) -> None:
+    config = RLConfig()
+    config.actor.model_name_or_path, config.actor.policy_loss_type = str(tiny_model_dir), "policy_gradient"
+    for epochs, said in ((1, False), (2, True)):
+        config.train.max_epochs = epochs
+        console = Console(record=True, width=1000, file=io.StringIO())
+        dry_run.show_plan(config, console)
+        assert ("policy_gradient has no ratio, but a rollout feeds 2" in console.export_text()) == said
