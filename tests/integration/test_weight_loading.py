@@ -1,7 +1,7 @@
 """A worker of vLLM loads what its share of a model needs, from where the trainer has written it: vLLM's own models and
 layers, without its processes; a share is that of one of two ranks of tensor parallelism."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from attrs import define
-from torch import Tensor
+from torch import Tensor, nn
 
+from rollgrad.adapters.engines.vllm.layer_loading import LayerLoading
 from rollgrad.adapters.engines.vllm.weight_receiver import FullBucket, ReceiverSettings, receiver_class
 from rollgrad.adapters.models.torch.sent_names import sent_name, sent_weights
 from rollgrad.adapters.weights.delta import changes
@@ -374,3 +375,46 @@ def test_weights_that_changes_of_a_quantised_engine_cannot_reach_are_named(direc
     pushed.config.model_config.quantization = "so to speak"
     with pytest.raises(ValueError, match=r"their changes alone cannot be loaded: \[.*leave --vllm.sync_delta out"):
         push_changes(pushed, pushed.receiver(), trained(directory, 2), None, "0")
+
+
+class Scaled(nn.Module):
+    """A layer in vLLM's manner, whose checkpoint has a `weight`, and a `scale` that is no parameter here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6), requires_grad=False)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("made", torch.full((3,), 7.0))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        loaded = set()
+        for name, tensor in weights:
+            own = getattr(self, name)
+            getattr(own, "weight_loader", default_weight_loader)(own, tensor)
+            loaded.add(name)
+        return loaded
+
+
+@pytest.mark.parametrize("order", [("weight", "scale"), ("scale", "weight")], ids=" then ".join)
+def test_buffers_of_layers_that_are_written_in_place_are_loaded_too(order: tuple[str, ...]) -> None:
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, record_metadata_for_reloading
+
+    layer = Scaled()
+    record_metadata_for_reloading(layer)
+    read_by_kernels = {"weight": layer.weight, **dict(layer.named_buffers())}
+    loading = LayerLoading(layer, CPU, planned=True)
+    for step in (1.0, 2.0):
+        sent = {"weight": torch.arange(6) + step, "scale": torch.tensor([step, -step])}
+        loading.begin()
+        for name in order:
+            facts = {"name": name, "dtype": "float32", "shape": list(sent[name].shape), "offset": 0, "begin": 0}
+            memory = sent[name].view(torch.uint8).clone()
+            assert loading.take(memory, [{**facts, "size": len(memory)}]) == {name}
+        assert loading.whole()
+        loading.end(well=True)
+        finalize_layerwise_reload(layer, None)
+        for name, tensor in read_by_kernels.items():
+            assert getattr(layer, name) is tensor
+            assert torch.equal(tensor, sent.get(name, torch.full((3,), 7.0))), name

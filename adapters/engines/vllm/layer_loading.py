@@ -196,6 +196,7 @@ class LayerLoading:
         in_place = stays_as_loaded(layer, info)
         if in_place:
             layer._parameters.update(info.kernel_tensors[0])
+            layer._buffers.update({name: info.kernel_tensors[1][name] for name in _filled(layer._buffers)})
         materialize_layer(layer, info)
         return in_place
 
@@ -211,7 +212,7 @@ class LayerLoading:
         if not self._open.pop(layer) or info.loaded_weights:
             _layerwise_process(layer, info)
             return
-        for tensor in layer._parameters.values():
+        for tensor in (*layer._parameters.values(), *layer._buffers.values()):
             if hasattr(tensor, "weight_loader"):  # that of a bias was wrapped
                 tensor.weight_loader = _get_original_loader(tensor)
         _place_kernel_tensors(layer, info)
@@ -230,8 +231,8 @@ class _CopyCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places = {
             memory_of(tensor): (layer, name)
             for layer in layers
-            for name, tensor in layer._parameters.items()
-            if tensor is not None and _get_weight_loader(tensor) is _get_original_loader(tensor)
+            for name, tensor in _filled({**layer._parameters, **layer._buffers}).items()
+            if _get_weight_loader(tensor) is _get_original_loader(tensor)
         }
         self.copied: dict[Place, int] = {}
 
@@ -280,9 +281,17 @@ def stays_as_loaded(layer: Any, info: Any) -> bool:
         return False
     if type(method) not in (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return False
-    loaded = {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}
-    kept: Mapping[str, Tensor] = info.kernel_tensors[0]
-    return loaded.keys() == kept.keys() and all(_alike(tensor, kept[name]) for name, tensor in loaded.items())
+    loaded, buffers = _filled(layer._parameters), _filled(layer._buffers)
+    kept, kept_buffers = info.kernel_tensors
+    # Kernels may have made further buffers for themselves.
+    if loaded.keys() != kept.keys() or not buffers.keys() <= kept_buffers.keys():
+        return False
+    kernel = {**kept, **kept_buffers}
+    return all(_alike(tensor, kernel[name]) for name, tensor in {**loaded, **buffers}.items())
+
+
+def _filled(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
