@@ -87,8 +87,12 @@ def program(request: bytes, files: list[int]) -> None:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        # Both are for what the program starts, not for what that starts.
+        sys.executable, workers = os.environ.pop("SCRIPT_PYTHON", sys.executable), os.environ.pop("SCRIPT_RAY", "")
         if "forked_spawns" in sys.modules:
             sys.modules["forked_spawns"].fork_spawned()
+        if workers:
+            importlib.import_module("forked_ray").fork_workers(workers)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         status = run(words)

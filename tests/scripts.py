@@ -1,6 +1,7 @@
 """Python programs that a process runs which has made their imports (`tests/script_host.py`)."""
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -49,6 +50,14 @@ QUIET = {
 """Variables that these libraries read when they are imported, as rollgrad sets them on a CPU."""
 
 
+EXECUTABLE = """#!/bin/sh
+case "$1 $2" in
+{ours}) exec {here} "$@" ;;
+esac
+exec {python} "$@"
+"""
+
+
 class ScriptHost:
     """Starts the process, with a socket in `folder`. Its programs can import rollgrad, as where that is installed, and
     nothing else of the repository; variables that are read when a library is imported are the host's, `variables`
@@ -66,7 +75,8 @@ class ScriptHost:
         self._process: subprocess.Popen[bytes] | None = None
         (folder / "path").mkdir()
         (folder / "path" / "rollgrad").symlink_to(ROOT / "rollgrad")
-        (folder / "path" / "forked_spawns.py").symlink_to(ROOT / "tests" / "forked_spawns.py")
+        for name in ("forked_spawns.py", "forked_ray.py"):
+            (folder / "path" / name).symlink_to(ROOT / "tests" / name)
 
     def python(self) -> list[str]:
         """Returns words for `subprocess` that stand for `sys.executable`."""
@@ -75,8 +85,9 @@ class ScriptHost:
             self._process = self._started()
         return [sys.executable, "-IS", str(CLIENT), str(self._folder / "socket")]
 
-    def run(self, *words: str) -> str:
-        """Runs a script, or `-m` and a module, with its arguments; returns what it printed.
+    def run(self, *words: str, variables: Mapping[str, str] = MappingProxyType({})) -> str:
+        """Runs a script, or `-m` and a module, with its arguments and, beside this process's, environment variables;
+        returns what it printed.
 
         Raises:
             AssertionError: its exit status is not 0.
@@ -84,7 +95,7 @@ class ScriptHost:
         done = subprocess.run(
             [*self.python(), *words],
             cwd=ROOT,
-            env=self._environment(),
+            env={**self._environment(), **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -92,6 +103,17 @@ class ScriptHost:
         )
         assert done.returncode == 0, done.stdout[-4000:]
         return done.stdout
+
+    def forks(self, *, workers: bool = False) -> dict[str, str]:
+        """Returns variables of a program whose command lines of rollgrad and scripts of benchmarks/, that it starts by
+        `sys.executable`, are programs of this host, and, if asked for, the workers of its Ray, too."""
+        file = self._folder / "python"
+        here = shlex.join(self.python())
+        ours = f'"-m rollgrad."*|benchmarks/*|{shlex.quote(str(ROOT))}/benchmarks/*'
+        file.write_text(EXECUTABLE.format(ours=ours, here=here, python=shlex.quote(sys.executable)))
+        file.chmod(0o755)
+        found = {"SCRIPT_PYTHON": str(file)}
+        return found | {"SCRIPT_RAY": self.python()[-1]} if workers else found
 
     def close(self) -> None:
         """Ends the process."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import ScriptHost
+
 pytestmark = [pytest.mark.demo, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +55,13 @@ RESULTS = {
     "weight_sync.py": r"tokens/s, 2 rows +\d+",
 }
 """A line of the result that each script prints."""
+SPAWNING = {
+    *("expert_parallel.py", "load_memory.py", "real_clients.py", "sequence_parallel.py"),
+    *("weight_delta.py", "weight_sync.py"),
+}
+"""Scripts that start vLLM or groups of processes, which are forks here."""
+CLUSTERS = {"cluster_learns.py", "weight_fleet.py"}
+"""Scripts that start Ray, whose workers are forks, too."""
 STARTED_BY_OTHERS = {"server_clients.py"}
 """Scripts that a benchmark runs in a process of their own."""
 
@@ -69,9 +78,11 @@ def test_each_script_is_started_here() -> None:
 
 
 @pytest.mark.parametrize("script", scripts())
-def test_a_script_does_its_smallest_work(script: str, run_script: Callable[..., str]) -> None:
+def test_a_script_does_its_smallest_work(script: str, script_host: ScriptHost, worker_host: ScriptHost) -> None:
     before = kept()
-    printed = run_script(f"benchmarks/{script}", "--smoke")
+    host = worker_host if script in SPAWNING | CLUSTERS else script_host
+    variables = host.forks(workers=script in CLUSTERS)
+    printed = host.run(f"benchmarks/{script}", "--smoke", variables=variables)
     assert re.search(RESULTS[script], printed, re.MULTILINE), printed
     assert kept() == before, "figures of the smallest work are not for the docs"
 

@@ -61,8 +61,10 @@ def documented() -> tuple[dict[str, str], list[str]]:
 
 
 @contextmanager
-def serving(python: Sequence[str], model: Path, folder: Path) -> Iterator[str]:
-    """Starts `vllm serve` with these words for `sys.executable`, and a log in `folder`; gives its address."""
+def serving(python: Sequence[str], model: Path, folder: Path, **variables: str) -> Iterator[str]:
+    """Starts `vllm serve` with these words for `sys.executable`, and a log in `folder`; gives its address. It computes
+    with one thread unless `variables` of its environment say otherwise: those of several cores would wait for one
+    another in loops."""
     kept = socket.socket()  # bound, it lets nobody else have its port until vLLM listens there
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does, without which it could not
     kept.bind(("127.0.0.1", 0))
@@ -72,10 +74,10 @@ def serving(python: Sequence[str], model: Path, folder: Path) -> Iterator[str]:
     command = [*python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += [*options, *shlex.split(ON_A_CPU), "--port", str(port)]
     log = folder / "log"
-    compiles = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    quick = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with log.open("w") as output:
         server = subprocess.Popen(
-            command, env=os.environ | environment | compiles, stdout=output, stderr=subprocess.STDOUT
+            command, env=os.environ | environment | quick | variables, stdout=output, stderr=subprocess.STDOUT
         )
     address = f"http://127.0.0.1:{port}"
     until = time.monotonic() + START_SECONDS
@@ -187,7 +189,8 @@ async def test_a_server_that_makes_its_own_imports_samples_from_new_weights(
 ) -> None:
     """As a user starts it."""
     learn(policy)
-    with serving([sys.executable], wide_headed_model_dir, tmp_path) as address:
+    by_itself = {"VLLM_CPU_OMP_THREADS_BIND": "auto"}
+    with serving([sys.executable], wide_headed_model_dir, tmp_path, **by_itself) as address:
         async with connected(address, wide_headed_model_dir) as engine:
             await EngineWeights(engine).push(policy, 1)
             generation = await engine.generate(ask())

@@ -180,6 +180,22 @@ def tell_of_spawning(queue: "multiprocessing.Queue[Any]") -> None:
     queue.put((os.environ["COLOUR"], "colorsys" in sys.modules, own))
 
 
+def test_benchmarks_that_a_program_starts_are_programs_too(tmp_path: Path) -> None:
+    """Other Python that it starts is Python itself, and so is what they start."""
+    (tmp_path / "host").mkdir()
+    (tmp_path / "benchmarks").mkdir()
+    says = "import sys; print('colorsys' in sys.modules, sys.executable)"
+    (tmp_path / "benchmarks" / "says.py").write_text(says)
+    starts = "import os, subprocess, sys; os.chdir(sys.argv[1]); subprocess.run([sys.executable, *sys.argv[2:]])"
+    host = ScriptHost(tmp_path / "host", modules=("colorsys",))
+    try:
+        for words, forked in ((("benchmarks/says.py",), True), (("-c", says), False)):
+            said = host.run("-c", starts, str(tmp_path), *words, variables=host.forks())
+            assert said == f"{forked} {sys.executable}\n"
+    finally:
+        host.close()
+
+
 def test_a_program_ends_with_who_started_it(host: ScriptHost) -> None:
     code = "import time\nprint('ready', flush=True)\ntime.sleep(600)"
     with subprocess.Popen([*host.python(), "-c", code], stdout=subprocess.PIPE, text=True) as process:
