@@ -47,6 +47,9 @@ ON_A_CPU = (
     "--kv-cache-memory-bytes 2147483648"
 )
 """Options that `adapters.engines.vllm.launch` sets there."""
+IN_ONE_PROCESS = "--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Another one, as on a GPU: else vLLM gives the model a process of its own, with a thread of each core, and all of them
+wait for one another in loops."""
 
 __all__ = ["channel", "policy"]  # fixtures
 
@@ -61,10 +64,10 @@ def documented() -> tuple[dict[str, str], list[str]]:
 
 
 @contextmanager
-def serving(python: Sequence[str], model: Path, folder: Path, **variables: str) -> Iterator[str]:
-    """Starts `vllm serve` with these words for `sys.executable`, and a log in `folder`; gives its address. It computes
-    with one thread unless `variables` of its environment say otherwise: those of several cores would wait for one
-    another in loops."""
+def serving(
+    python: Sequence[str], model: Path, folder: Path, more: str = f"{ON_A_CPU} {IN_ONE_PROCESS}"
+) -> Iterator[str]:
+    """Starts `vllm serve` with these words for `sys.executable`, options, and a log in `folder`; gives its address."""
     kept = socket.socket()  # bound, it lets nobody else have its port until vLLM listens there
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does, without which it could not
     kept.bind(("127.0.0.1", 0))
@@ -72,12 +75,12 @@ def serving(python: Sequence[str], model: Path, folder: Path, **variables: str) 
     environment, options = documented()
     # The CPU's build has another name, by which its own command `vllm` does not find it.
     command = [*python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += [*options, *shlex.split(ON_A_CPU), "--port", str(port)]
+    command += [*options, *shlex.split(more), "--port", str(port)]
     log = folder / "log"
-    quick = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    compiles = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("w") as output:
         server = subprocess.Popen(
-            command, env=os.environ | environment | quick | variables, stdout=output, stderr=subprocess.STDOUT
+            command, env=os.environ | environment | compiles, stdout=output, stderr=subprocess.STDOUT
         )
     address = f"http://127.0.0.1:{port}"
     until = time.monotonic() + START_SECONDS
@@ -189,8 +192,7 @@ async def test_a_server_that_makes_its_own_imports_samples_from_new_weights(
 ) -> None:
     """As a user starts it."""
     learn(policy)
-    by_itself = {"VLLM_CPU_OMP_THREADS_BIND": "auto"}
-    with serving([sys.executable], wide_headed_model_dir, tmp_path, **by_itself) as address:
+    with serving([sys.executable], wide_headed_model_dir, tmp_path, ON_A_CPU) as address:
         async with connected(address, wide_headed_model_dir) as engine:
             await EngineWeights(engine).push(policy, 1)
             generation = await engine.generate(ask())

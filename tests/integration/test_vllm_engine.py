@@ -346,7 +346,7 @@ async def test_what_is_asked_after_a_push_reads_no_keys_and_values_of_the_old_we
         learn(policy)
         await channel.push(policy, version)
         await vllm_engine.resume()
-        beside = await vllm_engine.generate(ask(1, prompt=prompt))
+        beside = await vllm_engine.generate(ask(1, prompt=prompt, max_new_tokens=8))
         if not frozen.done():
             break
         await frozen  # this process, kept from working, heard of the other's end too late: asked again
