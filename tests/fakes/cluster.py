@@ -121,7 +121,7 @@ class CompiledPolicy(RankPolicy):
         return graphs()
 
 
-def rank_compiled(path: str, stage: int | str) -> CompiledPolicy:
+def rank_compiled(path: str, stage: int) -> CompiledPolicy:
     with compiler(AS_IT_IS):
         return CompiledPolicy(policy(path, divided(stage), shard=loading(stage), compiles=True))
 

@@ -19,7 +19,7 @@ from rollgrad.adapters.models.torch.models import TorchReference
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.models.torch.weight_shards import shard_rows
-from tests.compiled_layers import AS_IT_IS, compiler
+from tests.compiled_layers import AS_IT_IS, AS_WRITTEN, compiler
 from tests.fakes import cluster, lora
 from tests.fakes.cluster import FSDP
 from tests.meeting_processes import met
@@ -111,7 +111,7 @@ def rank_compiled(path: str, stage: int | str, size: int, adapted: bool) -> clus
     """`size` processes divide the experts."""
     join_expert_groups(size, timeout=TIMEOUT)
     make = partial(lora.policy, lora=lora.WITHOUT_DROPOUT) if adapted else cluster.policy
-    with compiler(AS_IT_IS):
+    with compiler(AS_WRITTEN if adapted else AS_IT_IS):
         return cluster.CompiledPolicy(make(path, cluster.divided(stage), shard=cluster.loading(stage), compiles=True))
 
 
