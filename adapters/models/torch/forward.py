@@ -77,10 +77,11 @@ def action_hidden(
         )
     hidden_CH = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])
     action_A = batch.action_mask_N.nonzero()[:, 0]
-    actions_B, rows_B = share.actions(layout.index_N[action_A - back])
+    actions_B, rows_B = share.actions(layout.index_N.index_select(0, action_A - back))
+    targets_B = batch.predicted_N.index_select(0, action_A.index_select(0, actions_B))
     return ActionRows(
         hidden_BH=hidden_CH.index_select(0, rows_B.to(hidden_CH.device)),
-        targets_B=batch.predicted_N[action_A[actions_B]].to(hidden_CH.device),
+        targets_B=targets_B.to(hidden_CH.device),
         actions_B=actions_B.to(hidden_CH.device),
         count=len(action_A),
         routing=_routing(outputs, chosen, token_counts(layout, batch)) if routing else (),
@@ -112,7 +113,8 @@ def _packed_output(model: Any, batch: PackedBatch, share: SequenceShare, setting
 def scatter(values_A: Tensor, batch: PackedBatch) -> Tensor:
     """Returns the values of the action tokens at their places, 0 elsewhere: float32 on the batch's device."""
     full_N = torch.zeros(batch.token_count, dtype=torch.float32, device=batch.tokens_N.device)
-    return full_N.index_put((batch.action_mask_N.nonzero()[:, 0],), values_A.to(full_N.device))
+    # A CPU takes several threads for `index_put`, also of few values, and waits for them longer than it computes.
+    return full_N.scatter(0, batch.action_mask_N.nonzero()[:, 0], values_A.to(full_N.device))
 
 
 class PackedLM(nn.Module):

@@ -101,9 +101,9 @@ class SequenceShare:
         there."""
         mine_C = self.tokens_P[self.group.rank]
         place_M = torch.full((len(self.layout.tokens_M),), -1).index_copy(0, mine_C, torch.arange(len(mine_C)))
-        place_A = place_M.to(rows_A.device)[rows_A]
+        place_A = place_M.to(rows_A.device).index_select(0, rows_A)
         actions_B = (place_A >= 0).nonzero()[:, 0]
-        return actions_B, place_A[actions_B]
+        return actions_B, place_A.index_select(0, actions_B)
 
     def plan(self, model: Any) -> AttentionPlan:
         """Returns the plan of a model's pass over this process's tokens."""
