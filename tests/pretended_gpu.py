@@ -485,6 +485,7 @@ def pretended_gpu() -> Iterator[Counter[str]]:
         patch.setattr(torch.autograd.function.BackwardCFunction, "apply", backward_with_zeros)
         for name, answer in {
             "is_available": True,
+            "is_initialized": True,
             "is_bf16_supported": True,
             "device_count": 1,
             "get_device_capability": (9, 0),

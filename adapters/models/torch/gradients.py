@@ -1,8 +1,11 @@
 """Gradients of micro-batches, summed, and the optimizer step that follows."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.trained_module import TrainedModule
@@ -11,9 +14,35 @@ from rollgrad.domain.batches.packed import Batch
 from rollgrad.domain.errors import NonFiniteUpdateError
 from rollgrad.domain.ports.models import LossOutput
 
+Scored = TypeVar("Scored")
+"""What a module computes of a micro-batch, and an objective reads."""
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Has torch use no other thread of the CPU inside the block, in a process that computes on a GPU.
+
+    Losses are computed on the CPU while the GPU waits for them. They are of some thousand numbers, for which one thread
+    needs microseconds. From 2,048 or 3,000 on torch shares `exp`, indexing and others among all its threads (the grain
+    sizes in `aten/src/ATen/native/cpu`) and waits for the last one: for milliseconds where cores are busy, or fewer
+    than the threads, as in a container that may use a part of its machine.
+    """
+    threads = torch.get_num_threads()
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
 
 def accumulate_gradients(
-    micro_batches: Iterable[Batch], loss_of: Callable[[Batch], LossOutput], trained: TrainedModule
+    micro_batches: Iterable[Batch],
+    scored: Callable[[Batch], Scored],
+    objective: Callable[[Scored, Batch], LossOutput],
+    trained: TrainedModule,
 ) -> dict[str, float]:
     """Adds the micro-batches' gradients to that of the step; returns their combined metrics and `loss`.
 
@@ -23,7 +52,9 @@ def accumulate_gradients(
     parts: list[Mapping[str, Tensor | float]] = []
     total = 0.0
     for batch in micro_batches:
-        output = loss_of(batch)
+        scores = scored(batch)
+        with on_one_thread():
+            output = objective(scores, batch)
         loss = float(output.loss.detach())
         trained.backward(output.loss)
         parts.append(joined([{"loss": Total(loss)}, output.metrics]))
@@ -35,7 +66,10 @@ def accumulate_gradients(
 
 
 def optimizer_step(
-    micro_batches: Sequence[Batch], loss_of: Callable[[Batch], LossOutput], trained: TrainedModule
+    micro_batches: Sequence[Batch],
+    scored: Callable[[Batch], Scored],
+    objective: Callable[[Scored, Batch], LossOutput],
+    trained: TrainedModule,
 ) -> dict[str, float]:
     """Accumulates the micro-batches' gradients and steps once."""
-    return accumulate_gradients(micro_batches, loss_of, trained) | trained.step()
+    return accumulate_gradients(micro_batches, scored, objective, trained) | trained.step()

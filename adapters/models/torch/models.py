@@ -245,10 +245,9 @@ class TorchPolicy(CopiesState, PolicyModel):
         noise = nullcontext() if self._noise is None else self._noise.during(self._trained.steps)
         with self._recomputation.during(self.module), noise, self._dropout.during(self._trained.steps):
             if not self._coefs:
-                scored = self._scores
-                return optimizer_step(micro_batches, lambda batch: objective(scored(batch), batch), self._trained)
+                return optimizer_step(micro_batches, self._scores, objective, self._trained)
             routed = partial(self._routed, objective=objective, step=self._routing(micro_batches))
-            return optimizer_step(micro_batches, routed, self._trained)
+            return optimizer_step(micro_batches, lambda batch: self._trained(batch, True), routed, self._trained)
 
     @torch.no_grad()
     def _routing(self, micro_batches: Sequence[PackedBatch]) -> StepRouting:
@@ -256,9 +255,11 @@ class TorchPolicy(CopiesState, PolicyModel):
         tokens_E = torch.stack([self._trained(batch, True)[-3] for batch in micro_batches]).sum(0)
         return StepRouting(self._trained.summed(tokens_E), self.module.config.num_experts_per_tok)
 
-    def _routed(self, batch: Batch, *, objective: PolicyObjective[Batch], step: StepRouting) -> LossOutput:
+    def _routed(
+        self, outputs: Sequence[Tensor], batch: Batch, *, objective: PolicyObjective[Batch], step: StepRouting
+    ) -> LossOutput:
         """Returns the objective plus the batch's share of the losses of routers."""
-        *scored, _, probabilities_E, squares = self._trained(batch, True)
+        *scored, _, probabilities_E, squares = outputs
         output = objective(self._token_scores(scored, batch), batch)
         shares = {name: share for name, share in step.losses(probabilities_E, squares).items() if name in self._coefs}
         loss = output.loss + sum(self._coefs[name] * share.to(output.loss.device) for name, share in shares.items())

@@ -18,7 +18,7 @@ from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerS
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import Batch
 from rollgrad.domain.batches.passes import Passes
-from rollgrad.domain.ports.models import AdamRates, LossOutput, PolicyObjective, StepwisePolicy
+from rollgrad.domain.ports.models import AdamRates, PolicyObjective, StepwisePolicy, TokenScores
 
 
 def with_own_adapters(base: Any, lora: LoraConfig, *, seed: int) -> Any:
@@ -57,12 +57,12 @@ class TorchStepwisePolicy(TorchPolicy, StepwisePolicy):
         """Implements `StepwisePolicy.accumulate`."""
         found: list[Tensor] = []
 
-        def loss_of(batch: Batch) -> LossOutput:
+        def scored(batch: Batch) -> TokenScores:
             scores = self._scores(batch)
             found.append(scores.logprobs_N.detach())
-            return objective(scores, batch)
+            return scores
 
-        metrics = accumulate_gradients(passes, loss_of, self._optimizer)
+        metrics = accumulate_gradients(passes, scored, objective, self._optimizer)
         return passes.merged(found), metrics
 
     @torch.no_grad()

@@ -75,7 +75,7 @@ class TorchValue(CopiesState, ValueModel):
     def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
         """Implements `ValueModel.update`."""
         with self._recomputation.during(self._module), self._dropout.during(self._trained.steps):
-            return optimizer_step(micro_batches, lambda batch: objective(self._values(batch), batch), self._trained)
+            return optimizer_step(micro_batches, self._values, objective, self._trained)
 
     def save(self, path: Path) -> None:
         """Writes the backbone as a Hugging Face model and the head as `value_head.safetensors`."""
