@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,29 @@ def step(of: Any, *batches: Any) -> Any:
     from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 
     return of.update(batches, PolicyLossObjective(entropy_coef=0.01))
+
+
+def planned_gib(samples: int, prompt: int, reply: int, kind: Any, *, offloads: bool) -> float:
+    """GiB of an actor's update by the memory plan, of so many replies to a prompt in one micro-batch."""
+    from rollgrad.adapters.models.torch.pass_memory import measured_passes
+    from rollgrad.adapters.models.torch.shape import model_shape
+    from rollgrad.application.settings.memory_plan import Machine, memory_plan
+    from rollgrad.application.settings.run import RLConfig
+
+    run = RLConfig()
+    run.algo.advantage.estimator, run.algo.kl.init_coef = "group_norm", 0.0
+    run.rollout.batch_size, run.rollout.n_samples_per_prompt = 1, samples
+    run.data.max_prompt_tokens, run.rollout.max_new_tokens = prompt, reply
+    run.train.max_tokens_per_micro_batch = samples * (prompt + reply)
+    run.actor.gradient_checkpointing, run.actor.offload_activations = kind, offloads
+    machine = Machine(gpu=torch.cuda.get_device_properties(0).total_memory if GPU else 0, memory=2**40)
+    with tempfile.TemporaryDirectory() as folder:
+        config().save_pretrained(folder)
+        run.actor.model_name_or_path = folder
+        ways = {"longest": prompt + reply, "checkpointing": kind, "offloads": offloads}
+        passes = measured_passes(folder, dtype=DT, device=DEV, **ways)
+        shape = evolve(model_shape("actor.model_name_or_path", folder), passes=passes)
+    return memory_plan(run, shape, compute_bytes=2, machine=machine)[0].total / 2**30
 
 
 def engine_of(m: Any, rows: int, *, captured: bool = True) -> Any:

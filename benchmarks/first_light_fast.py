@@ -24,6 +24,7 @@ from benchmarks.first_light_common import (
     model,
     ms,
     peak_gib,
+    planned_gib,
     play,
     policy,
     same,
@@ -112,6 +113,11 @@ def update(out: Any) -> None:
     for way, kind in ways.items():
         _updates(out, way, model(), gradient_checkpointing=kind)
     _updates(out, "offloaded", model(), gradient_checkpointing=Checkpointing.FULL, offload_activations=True)
+    for way, kind in {**ways, "offloaded": Checkpointing.FULL}.items():
+        for name, (_, samples, prompt, reply) in _shapes().items():
+            if samples == 1 or RUN.tiny:  # the plan counts a prompt as often as it has replies
+                planned = planned_gib(samples, prompt, reply, kind, offloads=way == "offloaded")
+                out[f"{name}; {way}; planned_gib"] = round(planned, 1)
     norms: dict[str, list[float]] = {}
     for key, found in out.items():
         if isinstance(found, dict):
@@ -134,16 +140,34 @@ def compiled(out: Any) -> None:
     _updates(out, "compiled", made, trained)
 
 
+def fused(out: Any) -> None:
+    """Optimizer steps without what a GPU fuses: the numbers of the output embedding, and norms."""
+    from rollgrad.adapters.models.torch import fusing
+
+    made = model()
+    trained, is_fused = policy(made), fusing.is_fused
+    for way in ("head and norms", "norms alone", "nothing", "head alone"):
+        fusing.is_fused = is_fused if "head" in way else lambda device: False
+        if way == "nothing":
+            for norm in [part for part in made.modules() if "RMSNorm" in type(part).__name__]:
+                del norm.forward
+        _updates(out, way, made, trained)
+
+
+def _shapes() -> dict[str, tuple[int, int, int, int]]:
+    """Groups, samples of each, and tokens of prompts and replies."""
+    if RUN.tiny:
+        return {"tiny": (1, 2, 8, 16)}
+    return {"1 x 16384": (1, 1, 16, 16368), "8 x 2048, prompt 1024 shared": (1, 8, 1024, 2048)}
+
+
 def _updates(out: Any, way: str, made: Any, trained: Any = None, **settings: Any) -> None:
     from rollgrad.adapters.models.torch.layout import build_layout
 
-    cases = {"1 x 16384": (1, 1, 16, 16368), "8 x 2048, prompt 1024 shared": (1, 8, 1024, 2048)}
-    if RUN.tiny:
-        cases = {"tiny": (1, 2, 8, 16)}
     trained = policy(made, **settings) if trained is None else trained
     body = sum(p.numel() for p in made.base_model.parameters()) - made.get_input_embeddings().weight.numel()
     weight = made.get_output_embeddings().weight.numel()
-    for name, shape in cases.items():
+    for name, shape in _shapes().items():
         b = batch(*shape)
         layout = build_layout(b)
         c = made.config
