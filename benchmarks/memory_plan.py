@@ -36,7 +36,8 @@ from rollgrad.adapters.models.torch.models import TorchPolicy, TorchReference
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.padded import use_exact_attention
 from rollgrad.adapters.models.torch.pass_memory import measured_passes
-from rollgrad.adapters.models.torch.reward_model import EncodedText, RewardModel
+from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.reward_text import EncodedText
 from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.memory_plan import Machine, memory_plan

@@ -10,7 +10,8 @@ from rollgrad.adapters.models.torch.loading import (
     load_tokenizer,
     resolve_dtype,
 )
-from rollgrad.adapters.models.torch.reward_model import RewardModel, same_vocabulary
+from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.reward_text import same_vocabulary
 from rollgrad.adapters.models.torch.step_reward import StepRewardModel
 from rollgrad.adapters.models.torch.together import Divide
 from rollgrad.adapters.models.torch.weight_shards import Shard

@@ -22,7 +22,8 @@ from rollgrad.adapters.models.ray.sharded import (
     reward_copies,
 )
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
-from rollgrad.adapters.models.torch.reward_model import EncodedText, RewardModel
+from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.reward_text import EncodedText
 from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.adapters.ray.placement import Placement

@@ -2,8 +2,7 @@
 
 Invariants: a text's score depends on the text and its images alone, not on its neighbours: texts are padded on the
 right, where a causal model does not look, or, of a model that sees images, packed as in training; the score is read at
-the last token of the text. Nothing is added after a text: a truncated reply ends where it was truncated, a finished one
-with its end-of-turn token. Does not own: training.
+the last token of the text. Does not own: what is read of a text (`reward_text.py`), nor training.
 """
 
 import math
@@ -14,7 +13,6 @@ from typing import Any
 
 import structlog
 import torch
-from attrs import frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.allocator import keep_freed_memory
@@ -25,79 +23,17 @@ from rollgrad.adapters.models.torch.forward import action_hidden
 from rollgrad.adapters.models.torch.image_check import Renderer, check_images, small_image
 from rollgrad.adapters.models.torch.loading import _from_pretrained, load_critic, load_tokenizer
 from rollgrad.adapters.models.torch.padded import use_exact_attention
+from rollgrad.adapters.models.torch.reward_text import EncodedText, begun, encode, ended, same_vocabulary, shortened
 from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
 from rollgrad.adapters.models.torch.together import Divide, PassesTogether
 from rollgrad.adapters.models.torch.weight_shards import Shard, make_whole, sharded_loading, whole_layers
 from rollgrad.application.settings.sections.reward import REWARD_TOKENS
 from rollgrad.domain.batches.packed import PackedBatch
-from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.ports.chat_codec import SeesImages
 
 log = structlog.get_logger(__name__)
-
-
-@frozen
-class EncodedText:
-    """Token ids of a text, whether its beginning was left out because it is too long for the model, and its images."""
-
-    tokens: tuple[int, ...]
-    truncated: bool
-    images: PlacedImages = ()
-
-
-def encode(text: str, tokenizer: Any, max_length: int) -> EncodedText:
-    """Returns the tokens, at most `max_length`, that a reward model with this tokenizer reads of a text."""
-    tokens = list(tokenizer(_ended(text, tokenizer), add_special_tokens=False, verbose=False)["input_ids"])
-    return _begun(tokens, (), tokenizer, max_length)
-
-
-def _ended(text: str, tokenizer: Any) -> str:
-    """Returns a text without what stands after its last special token, if that is line breaks: templates write one
-    after the end of a turn, which a model never samples."""
-    ended = text.rstrip("\n")
-    return ended if ended.endswith(special_tokens(tokenizer)) else text
-
-
-def _begun(tokens: Sequence[int], images: PlacedImages, tokenizer: Any, max_length: int) -> EncodedText:
-    """Returns the tokens of a text behind the beginning-of-sequence token that its tokenizer puts there, at most
-    `max_length`."""
-    bos = tokenizer.bos_token_id
-    if needs_bos(tokens, tokenizer):
-        tokens, images = (bos, *tokens), tuple(placed.moved(1) for placed in images)
-    return _shortened(tokens, bos, max_length, images)
-
-
-def needs_bos(tokens: Sequence[int], tokenizer: Any) -> bool:
-    """Returns whether the tokenizer puts a beginning-of-sequence token before texts, and these tokens have none."""
-    bos = tokenizer.bos_token_id
-    return bos is not None and list(tokens[:1]) != [bos] and bool(tokenizer("a")["input_ids"][:1] == [bos])
-
-
-def special_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Returns the texts of a tokenizer's special tokens."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return tuple({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""})
-
-
-def _shortened(tokens: Sequence[int], bos: int | None, max_length: int, images: PlacedImages = ()) -> EncodedText:
-    """Returns the last `max_length` tokens, but for the beginning-of-sequence token, which stays, and for the tokens of
-    an image that would be cut, which go."""
-    if len(tokens) <= max_length:
-        return EncodedText(tuple(tokens), truncated=False, images=images)
-    start = tokens[:1] if tokens[0] == bos else ()
-    first = len(tokens) + len(start) - max_length
-    first = max([first, *(placed.stop for placed in images if placed.start < first)])
-    kept = tuple(placed.moved(len(start) - first) for placed in images if placed.start >= first)
-    return EncodedText((*start, *tokens[first:]), truncated=True, images=kept)
-
-
-def same_vocabulary(policy: Any, own: Any) -> bool:
-    """Returns whether every token id of the tokenizer `policy` stands for the same token in `own`, which may
-    have more."""
-    known = own.get_vocab()
-    return all(known.get(token) == index for token, index in policy.get_vocab().items())
 
 
 class RewardModel:
@@ -238,15 +174,15 @@ class RewardModel:
         text."""
         tokens, bos = reply.token_ids, self._tokenizer.bos_token_id
         if tokens and max(tokens) < self._rows:
-            return _shortened(tokens, bos, self._max_length, reply.images)
+            return shortened(tokens, bos, self._max_length, reply.images)
         if not reply.images or self._images is None or self._codec is None:
             return self.encode(reply.text)
         files = [placed.image.data for placed in reply.images]
         # The prompt's marks are the first; one that the answer spells out stands for no image.
-        pieces = _ended(reply.text, self._tokenizer).split(self._images.mark)
+        pieces = ended(reply.text, self._tokenizer).split(self._images.mark)
         text = self._images.mark.join(pieces[: len(files) + 1]) + "".join(pieces[len(files) + 1 :])
         found = self._codec.marked(text, files)
-        return _begun(found.token_ids, found.images, self._tokenizer, self._max_length)
+        return begun(found.token_ids, found.images, self._tokenizer, self._max_length)
 
     @torch.no_grad()
     def score_encoded(self, texts: Sequence[EncodedText]) -> list[float]:

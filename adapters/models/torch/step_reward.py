@@ -16,7 +16,7 @@ from attrs import frozen
 
 from rollgrad.adapters.models.torch.compatibility import usable_positions
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.reward_model import needs_bos, special_tokens
+from rollgrad.adapters.models.torch.reward_text import needs_bos, special_tokens
 from rollgrad.adapters.models.torch.together import Divide, PassesTogether
 from rollgrad.application.foreign import shown
 from rollgrad.application.learning.microbatch import split

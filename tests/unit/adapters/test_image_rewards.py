@@ -19,7 +19,8 @@ from rollgrad.adapters.models.torch.classifier import sequence_classifier
 from rollgrad.adapters.models.torch.forward import PackedReward
 from rollgrad.adapters.models.torch.images import joined_tensors, placeholders
 from rollgrad.adapters.models.torch.layout import build_layout
-from rollgrad.adapters.models.torch.reward_model import EncodedText, RewardModel, _packed
+from rollgrad.adapters.models.torch.reward_model import RewardModel, _packed
+from rollgrad.adapters.models.torch.reward_text import EncodedText
 from rollgrad.adapters.models.torch.together import PassesTogether
 from rollgrad.domain.batches.examples import pack_comparisons
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens

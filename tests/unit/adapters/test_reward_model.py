@@ -8,7 +8,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from rollgrad.adapters.models.torch.reward_model import RewardModel, needs_bos, same_vocabulary
+from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.reward_text import needs_bos, same_vocabulary
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.algorithms.settings import Normalise

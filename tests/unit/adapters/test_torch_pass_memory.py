@@ -15,7 +15,8 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.padded import use_exact_attention
 from rollgrad.adapters.models.torch.pass_memory import ROUNDING, measured_passes
 from rollgrad.adapters.models.torch.recomputation import Recomputation
-from rollgrad.adapters.models.torch.reward_model import EncodedText, RewardModel
+from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.reward_text import EncodedText
 from rollgrad.application.settings.model_shape import PassMemory, bytes_of_pass
 from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.batches.packed import PackedBatch, pack
