@@ -40,7 +40,8 @@ from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.models.torch.reward_text import EncodedText
 from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.adapters.models.torch.value import TorchValue
-from rollgrad.application.settings.memory_plan import Machine, memory_plan
+from rollgrad.application.settings.memory_places import Machine
+from rollgrad.application.settings.memory_plan import memory_plan
 from rollgrad.application.settings.memory_plan_passes import MIB
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing

@@ -19,7 +19,8 @@ from rollgrad.adapters.data.datasets.loading import check_address
 from rollgrad.application.settings.correction import correction_summary
 from rollgrad.application.settings.derived import longest_sample, optimizer_steps_per_rollout
 from rollgrad.application.settings.function_path import FunctionPath
-from rollgrad.application.settings.memory_plan import Machine, RoleMemory, memory_plan, places, shortages
+from rollgrad.application.settings.memory_places import Machine, RoleMemory, places, shortages
+from rollgrad.application.settings.memory_plan import memory_plan
 from rollgrad.application.settings.memory_plan_passes import MIB
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.rules.inputs import dataset_names

@@ -1,20 +1,18 @@
 """Memory plan of a run, estimated from the shape of its models: arithmetic only, importable without torch.
 
-Each number is an upper estimate of what one process of a role holds at its own peak. Roles that share a device are
-added up; what they hold at different times is not: models pass over their tokens one after the other, and where rollout
-and update take turns neither goes on during the other. Does not own: who runs where (`entrypoints.cluster`).
+Each number is an upper estimate of what one process of a role holds at its own peak. Does not own: what processes that
+share a device hold at once (`memory_places.py`), nor who runs where (`entrypoints.cluster`).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
 
-from attrs import evolve, frozen
+from attrs import evolve
 
 from rollgrad.application.settings.derived import divides_reward, longest_sample, ranks
 from rollgrad.application.settings.engine_memory import engine_share, engines_sleep
+from rollgrad.application.settings.memory_places import Machine, RoleMemory
 from rollgrad.application.settings.memory_plan_passes import (
     FLOAT32_BYTES,
-    MIB,
     embedded_bytes,
     head_bytes,
     offloaded_bytes,
@@ -37,66 +35,6 @@ ADAM_MOMENTS = 2
 
 GATHERED_NUMBERS = 1_000_000_000
 """Parameters that ZeRO's last stage keeps whole at once for a pass, DeepSpeed's default."""
-
-CONTEXT_BYTES = 600 * 2**20
-"""Memory of a GPU that each process takes for CUDA itself, its libraries and their buffers."""
-
-
-@frozen(kw_only=True)
-class Machine:
-    """Bytes of memory: of one GPU, 0 where there is none, and of the machine. Every machine is taken to be alike."""
-
-    gpu: int
-    memory: int
-
-
-@frozen(kw_only=True)
-class RoleMemory:
-    """Bytes that one process of a role holds: on its GPU, or in the machine's memory where there are no GPUs.
-
-    `passes` are the activations of a pass, and what ZeRO gathers for it: gradients on their way, and at the last stage
-    weights; of an engine keys and values. `gradients` are held from the first pass of an optimizer step to its end;
-    ZeRO's last stage `keeps_gradients`, and the buffer in which it sends them. `offloaded` lies in the machine's
-    memory, and `loading` while the model is loaded for a GPU; the rest on a GPU. Roles of one `device` share it. An
-    engine or reward model that `takes_turns` makes no passes while models train; an engine that `sleeps` holds nothing
-    meanwhile, and what `rests` of a model's optimizer is in the machine's memory while engines sample.
-    """
-
-    role: str
-    processes: int
-    on_a_machine: int
-    device: str
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    passes: int = 0
-    offloaded: int = 0
-    loading: int = 0
-    takes_turns: bool = False
-    sleeps: bool = False
-    keeps_gradients: bool = False
-    rests: int = 0
-
-    @property
-    def kept(self) -> int:
-        """Bytes that are kept while other roles compute."""
-        if self.sleeps:
-            return 0
-        return self.weights + self.optimizer + (self.gradients if self.keeps_gradients else 0)
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device, without offloaded ones."""
-        return self.weights + self.gradients + self.optimizer + self.passes
-
-
-@frozen(kw_only=True)
-class Place:
-    """A memory that processes share: bytes that are held at once, and bytes that there are."""
-
-    name: str
-    held: int
-    available: int
 
 
 def memory_plan(
@@ -137,60 +75,6 @@ def memory_plan(
         return rows
     shapes = {"actor": actor, "critic": critic or plain, "reference": reference or base, "reward": reward or plain}
     return [_loaded(config, row, shapes.get(row.role, plain), compute_bytes) for row in rows]
-
-
-def places(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[Place]:
-    """Every memory that the run uses: GPUs by who shares them, and that of the machine with most processes."""
-    if not machine.gpu:
-        held = _at_once((row, row.on_a_machine) for row in rows)
-        yield Place(name="a machine's memory", held=held, available=machine.memory)
-        return
-    for device in dict.fromkeys(row.device for row in rows):
-        sharing = [row for row in rows if row.device == device]
-        name = f"a GPU of {', '.join(row.role for row in sharing)}"
-        held = _at_once((row, 1) for row in sharing) + len(sharing) * CONTEXT_BYTES
-        yield Place(name=name, held=held, available=machine.gpu)
-    offloaded = sum(row.on_a_machine * (row.offloaded + row.rests) for row in rows)
-    loading = max(row.on_a_machine * row.loading for row in rows)  # models are loaded one after the other
-    if offloaded or loading:
-        yield Place(name="a machine's memory", held=offloaded + loading, available=machine.memory)
-
-
-def shortages(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[str]:
-    """A sentence for each place where the run does not fit, and of engines that the share which vLLM may take of a GPU
-    does not hold."""
-    for row in rows:
-        if row.role == "engines" and machine.gpu and row.weights and not row.passes:
-            yield (
-                f"This may not fit: an engine's weights take {row.weights / MIB:,.0f} MiB of a GPU, which "
-                "vllm.gpu_memory_utilization does not leave it, with room for keys and values: raise "
-                "--vllm.gpu_memory_utilization, or divide the model over more GPUs (--vllm.tensor_parallel_size)."
-            )
-    for place in places(rows, machine):
-        if place.held > place.available:
-            yield (
-                f"This may not fit: {place.name} would hold {place.held / MIB:,.0f} MiB at once, and has "
-                f"{place.available / MIB:,.0f}. Lower --train.max_tokens_per_micro_batch (or, where engines share a "
-                "GPU, --vllm.gpu_memory_utilization), turn on --actor.gradient_checkpointing or "
-                "--actor.offload_activations, or divide models over more processes (--cluster.enable, "
-                "--actor.num_gpus_per_node, --ds.zero_stage 3)."
-            )
-
-
-def _at_once(rows: Iterable[tuple[RoleMemory, int]]) -> int:
-    """Bytes of so many processes of each role in one memory."""
-    always, passes, turns, resting = 0, [0], 0, 0
-    for row, count in rows:
-        always += count * (row.kept - row.rests)
-        resting += count * row.rests
-        other = count * (row.total - row.kept)
-        if row.takes_turns:
-            turns += other
-        elif row.role in ("engines", "reward"):  # at any time: replies are judged while others are sampled
-            always += other
-        else:
-            passes.append(other)
-    return always + max(resting + max(passes), turns)
 
 
 def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from attrs import frozen
 
 from rollgrad.application.settings.derived import longest_sample, samples_per_rollout
-from rollgrad.application.settings.memory_plan import Machine, RoleMemory
+from rollgrad.application.settings.memory_places import Machine, RoleMemory
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.run import RLConfig
 

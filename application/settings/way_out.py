@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from attrs import evolve
 
-from rollgrad.application.settings.memory_plan import Machine
+from rollgrad.application.settings.memory_places import Machine
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import WHERE_IT_SELECTS, Checkpointing
 

@@ -31,7 +31,8 @@ from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory, fill_at, fill_part_at
 from rollgrad.application.learning.microbatch import split
 from rollgrad.application.pipelines.state_writing import StateWriter
-from rollgrad.application.settings.memory_plan import Machine, memory_plan
+from rollgrad.application.settings.memory_places import Machine
+from rollgrad.application.settings.memory_plan import memory_plan
 from rollgrad.application.settings.rm import RewardModelConfig, RMRun
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType

@@ -9,7 +9,8 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenize
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.shape import model_shape
-from rollgrad.application.settings.memory_plan import Machine, memory_plan
+from rollgrad.application.settings.memory_places import Machine
+from rollgrad.application.settings.memory_plan import memory_plan
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch

@@ -10,7 +10,8 @@ from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.example_plan import as_sampling_nothing, frozen_model
 from rollgrad.application.settings.kd import KDRun
 from rollgrad.application.settings.kto import KTORun
-from rollgrad.application.settings.memory_plan import Machine, RoleMemory, memory_plan
+from rollgrad.application.settings.memory_places import Machine, RoleMemory
+from rollgrad.application.settings.memory_plan import memory_plan
 from rollgrad.application.settings.memory_plan_passes import pass_tokens
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.offline import OfflineRun

@@ -6,15 +6,8 @@ import pytest
 from attrs import evolve
 
 from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass, tokens_per_scoring_pass
-from rollgrad.application.settings.memory_plan import (
-    CONTEXT_BYTES,
-    GATHERED_NUMBERS,
-    Machine,
-    RoleMemory,
-    memory_plan,
-    places,
-    shortages,
-)
+from rollgrad.application.settings.memory_places import CONTEXT_BYTES, Machine, RoleMemory, places, shortages
+from rollgrad.application.settings.memory_plan import GATHERED_NUMBERS, memory_plan
 from rollgrad.application.settings.memory_plan_passes import (
     ACTIVATIONS_PER_HIDDEN,
     INPUTS_AT_ONCE,

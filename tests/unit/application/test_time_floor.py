@@ -1,7 +1,8 @@
 import pytest
 from attrs import evolve
 
-from rollgrad.application.settings.memory_plan import Machine, memory_plan
+from rollgrad.application.settings.memory_places import Machine
+from rollgrad.application.settings.memory_plan import memory_plan
 from rollgrad.application.settings.model_shape import ModelShape, PassMemory
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine

@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 from rich.console import Console
 
-from rollgrad.application.settings.memory_plan import Machine, places
+from rollgrad.application.settings.memory_places import Machine, places
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing, DType
 from rollgrad.entrypoints import dry_run
