@@ -8,7 +8,8 @@ from dependency_injector import providers
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.application.learning.examples import ExampleLearner
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget
-from rollgrad.application.pipelines.run import Run, Schedule
+from rollgrad.application.pipelines.run import Run
+from rollgrad.application.pipelines.schedule import Schedule
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.rule import LearningSettings

@@ -21,7 +21,8 @@ from rollgrad.application.learning.update import UpdateService
 from rollgrad.application.pipelines.alternating import Alternating
 from rollgrad.application.pipelines.learner import RLLearner
 from rollgrad.application.pipelines.overlapping import Overlapping
-from rollgrad.application.pipelines.run import Run, Schedule
+from rollgrad.application.pipelines.run import Run
+from rollgrad.application.pipelines.schedule import Schedule
 from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutService
 from rollgrad.application.rollouts.sampler import GroupSampler

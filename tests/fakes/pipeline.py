@@ -15,7 +15,7 @@ from rollgrad.application.pipelines.alternating import Alternating, Resting
 from rollgrad.application.pipelines.learner import RLLearner
 from rollgrad.application.pipelines.overlapping import Overlapping
 from rollgrad.application.pipelines.run import Run as WholeRun
-from rollgrad.application.pipelines.run import RunOutcome, Schedule
+from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.application.pipelines.step_source import StepSource
 from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService

@@ -15,7 +15,7 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.pipelines.run import RunOutcome
+from rollgrad.application.pipelines.schedule import RunOutcome
 from rollgrad.application.pipelines.step_source import uninterrupted
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import GroupFilter

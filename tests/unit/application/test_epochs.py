@@ -17,7 +17,8 @@ from structlog.testing import capture_logs
 
 from rollgrad.application.learning.examples import ExampleLearner, together
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget, next_examples, steps_left
-from rollgrad.application.pipelines.run import Run, RunOutcome, Schedule
+from rollgrad.application.pipelines.run import Run
+from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective
 from rollgrad.domain.algorithms.preference_settings import PreferenceSettings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.application.pipelines.run import RunOutcome
+from rollgrad.application.pipelines.schedule import RunOutcome
 from rollgrad.domain.control.kl_weight import KLController
 from rollgrad.domain.episodes.generation import GenerationRequest
 from rollgrad.domain.episodes.rewards import RewardRequest
