@@ -56,6 +56,7 @@ case "$1 $2" in
 esac
 exec {python} "$@"
 """
+"""Stands for `sys.executable`: a program of the host for some words, Python itself for all others."""
 
 
 class ScriptHost:
@@ -107,13 +108,12 @@ class ScriptHost:
     def forks(self, *, workers: bool = False) -> dict[str, str]:
         """Returns variables of a program whose command lines of rollgrad and scripts of benchmarks/, that it starts by
         `sys.executable`, are programs of this host, and, if asked for, the workers of its Ray, too."""
-        file = self._folder / "python"
-        here = shlex.join(self.python())
-        ours = f'"-m rollgrad."*|benchmarks/*|{shlex.quote(str(ROOT))}/benchmarks/*'
-        file.write_text(EXECUTABLE.format(ours=ours, here=here, python=shlex.quote(sys.executable)))
-        file.chmod(0o755)
-        found = {"SCRIPT_PYTHON": str(file)}
-        return found | {"SCRIPT_RAY": self.python()[-1]} if workers else found
+        file, here = self._folder / "python", self.python()
+        if not file.exists():
+            ours = f'"-m rollgrad."*|benchmarks/*|{shlex.quote(str(ROOT))}/benchmarks/*'
+            file.write_text(EXECUTABLE.format(ours=ours, here=shlex.join(here), python=shlex.quote(sys.executable)))
+            file.chmod(0o755)
+        return {"SCRIPT_PYTHON": str(file), **({"SCRIPT_RAY": here[-1]} if workers else {})}
 
     def close(self) -> None:
         """Ends the process."""
