@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.addmm_.d
 
 WAITS = {
     *(aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default),
-    *(aten.repeat_interleave.Tensor, aten.equal.default),
+    *(aten.equal.default, aten._unique2.default, aten.bincount.default),
 }
 """Operations for whose result the CPU waits until the GPU has computed it."""
 
@@ -73,8 +74,7 @@ class OnGPU(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         check_devices(func, args, kwargs)
-        if func in WAITS:
-            WAITED[str(func)] += 1
+        WAITED.update(waits(func, args, kwargs))
         plain, named = tree_map(numbers_of, (args, kwargs))
         result = computed(func, plain, named)
         if func._schema.is_mutable and isinstance(result, Tensor):
@@ -83,8 +83,33 @@ class OnGPU(Tensor):
             return tree_map(lambda x: OnGPU(x) if isinstance(x, Tensor) else x, result)
 
 
+TO_GPU, TO_CPU = "to gpu", "to cpu"
+"""Copies for which the CPU waits: all but those between pinned memory and the GPU that are told to be `non_blocking`
+(`copy_kernel_cuda` in `aten/src/ATen/native/cuda/Copy.cu`)."""
+
 WAITED: Counter[str] = Counter()
 """How often the CPU has waited for the GPU, by operation."""
+
+PINNED: "WeakTensorKeyDictionary[Tensor, bool]" = WeakTensorKeyDictionary()
+"""Tensors in pinned memory of the CPU."""
+
+
+def waits(func: Any, args: Any, kwargs: Any) -> Iterator[str]:
+    """Yields what the CPU waits for in an operation."""
+    if func in WAITS or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
+        yield str(func)
+    if func is aten.copy_.default and isinstance(args[0], OnGPU) != isinstance(args[1], OnGPU):
+        there = isinstance(args[0], OnGPU)
+        kept = args[1] if there else args[0]
+        if kept.ndim and not (kept in PINNED and (args[2:] == (True,) or kwargs.get("non_blocking"))):
+            yield TO_GPU if there else TO_CPU
+    if func in INDEXING and isinstance(args[0], OnGPU):
+        for index in (x for x in args[1] if x is not None):
+            if not isinstance(index, OnGPU):
+                yield TO_GPU
+            # One value is put where a mask says so without the places.
+            elif index.dtype == torch.bool and (func is aten.index.Tensor or args[2].numel() > 1):
+                yield "places of a mask"
 
 
 def numbers_of(value: Any) -> Any:
@@ -321,36 +346,44 @@ def kernels_of_a_gpu() -> dict[Any, Callable[..., Any]]:
 
 
 class ToGPU(torch.autograd.Function):
+    """Moves a tensor, and its gradient back; `waits` says whether the CPU does."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, waits: bool) -> Tensor:
+        ctx.waits = waits
+        WAITED.update([TO_GPU] * waits)
         return OnGPU(tensor.detach().clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return on_cpu(gradient)
+        WAITED.update([TO_CPU] * ctx.waits)
+        return on_cpu(gradient), None
 
 
 class ToCPU(torch.autograd.Function):
+    """The other way round."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Any, waits: bool) -> Tensor:
+        ctx.waits = waits
+        WAITED.update([TO_CPU] * waits)
         return tensor.numbers.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return OnGPU(gradient)
+        WAITED.update([TO_GPU] * ctx.waits)
+        return OnGPU(gradient), None
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
     return tensor.numbers if isinstance(tensor, OnGPU) else tensor
 
 
-def moved(tensor: Tensor, device: torch.device, *, copy: bool) -> Tensor:
+def moved(tensor: Tensor, device: torch.device, *, copy: bool, waits: bool = True) -> Tensor:
     if isinstance(tensor, OnGPU) == (device.type == "cuda"):
         return tensor.clone() if copy else tensor
-    if device.type == "cuda":
-        return ToGPU.apply(tensor)  # type: ignore[no-untyped-call,no-any-return]
-    WAITED["to cpu"] += 1
-    return ToCPU.apply(tensor)  # type: ignore[no-untyped-call,no-any-return]
+    to = ToGPU if device.type == "cuda" else ToCPU
+    return to.apply(tensor, waits)  # type: ignore[no-untyped-call,no-any-return]
 
 
 ANSWERS = {Tensor.device.__get__: CUDA, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}  # type: ignore[attr-defined]
@@ -380,7 +413,7 @@ class Pretending(TorchFunctionMode):
         if func is Tensor.to:
             return self._to(*args, **kwargs)
         if func is Tensor.tolist and isinstance(first, OnGPU):
-            WAITED["tolist"] += 1
+            WAITED[TO_CPU] += 1
             return first.numbers.tolist()
         if func is Tensor.numpy and isinstance(first, OnGPU):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
@@ -388,14 +421,25 @@ class Pretending(TorchFunctionMode):
             # A wrapper that was made outside, such as a parameter, has no views in inference mode.
             with torch.inference_mode(first.is_inference()), torch.no_grad():
                 return func(*args, **kwargs)
+        if func is Tensor.pin_memory:
+            PINNED[copied := first.clone()] = True
+            return copied
         device = kwargs.pop("device", None)
-        kwargs.pop("pin_memory", None)
-        if device is None:
-            return func(*args, **kwargs)
+        pinned = kwargs.pop("pin_memory", False)
+        if device is None or (pinned and torch.device(device).type == "cpu"):
+            made = func(*args, **kwargs)
+            if pinned:
+                PINNED[made] = True
+            return made
         if func is torch.tensor:  # of numbers that may be on the GPU, each of which it waits for
             args = (tree_map(numbers_of, first), *args[1:])
         made = func(*args, **kwargs, device=CPU if torch.device(device).type == "cuda" else device)
-        return moved(made, torch.device(device), copy=False) if torch.device(device).type != "meta" else made
+        filled = func is not torch.tensor  # by a kernel, with numbers that are not the CPU's
+        return (
+            made
+            if torch.device(device).type == "meta"
+            else moved(made, torch.device(device), copy=False, waits=not filled)
+        )
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         other = next((x for x in args if isinstance(x, Tensor)), kwargs.get("other"))
@@ -403,7 +447,8 @@ class Pretending(TorchFunctionMode):
         dtype = kwargs.get("dtype", next((x for x in args if isinstance(x, torch.dtype)), None))
         if other is not None:
             device, dtype = (CUDA if isinstance(other, OnGPU) else CPU), other.dtype
-        result = tensor if device is None else moved(tensor, torch.device(device), copy=bool(kwargs.get("copy")))
+        copy, waits = bool(kwargs.get("copy")), not (kwargs.get("non_blocking") and tensor in PINNED)
+        result = tensor if device is None else moved(tensor, torch.device(device), copy=copy, waits=waits)
         if dtype is not None and result.dtype != dtype:
             result = Tensor.to(result, dtype)
         elif kwargs.get("copy") and result is tensor:
@@ -419,7 +464,8 @@ def backward_with_zeros(node: Any, *gradients: Any) -> Any:
     zeros = [type(x) is Tensor and x.ndim > 0 and not bool(x.any()) for x in gradients]
     if any(zeros) and any(isinstance(x, OnGPU) for x in (*gradients, *node.saved_tensors)):
         gradients = tuple(OnGPU(x) if zero else x for x, zero in zip(gradients, zeros, strict=True))
-    return BACKWARD(node, *gradients)
+    with Pretending():
+        return BACKWARD(node, *gradients)
 
 
 def dense_attention(
@@ -435,9 +481,9 @@ def dense_attention(
     if attn_mask is not None:
         assert attn_mask.dtype in (query.dtype, torch.bool)
         assert query.shape[1] == key.shape[1], "no fused kernel takes a mask and shares heads"
-    query, key, value, *mask = (ToCPU.apply(x) for x in given)
+    query, key, value, *mask = (ToCPU.apply(x, False) for x in given)
     out = functional.scaled_dot_product_attention(query, key, value, *mask, **settings)
-    return ToGPU.apply(out)  # type: ignore[no-untyped-call,no-any-return]
+    return ToGPU.apply(out, False)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def submit_pretending(pool: ThreadPoolExecutor, work: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from rollgrad.adapters.models.torch.layout import build_layout
 from rollgrad.adapters.models.torch.lora import ADAPTER
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import is_padded, padded_layout
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
 from rollgrad.adapters.models.torch.step_tokens import StepTokens
@@ -91,7 +92,7 @@ class AdapterDropout:
         """Finds the numbers of the tokens of a pass, whose embeddings have been computed."""
         keys_T = self._tokens.following(embeddings[..., 0].numel(), self._keys)
         if keys_T is not None:
-            self._keys_T = keys_T.to(embeddings.device)
+            self._keys_T = to_device(keys_T, embeddings.device)
 
     def _keys(self, batch: PackedBatch, step: int) -> Tensor:
         """Returns the numbers of the tokens that this process computes, pass by pass."""
@@ -130,7 +131,7 @@ class _DroppedLinear:
         if keys_T is None:
             return functional.linear(x, self._linear.weight)
         if self._features_F is None or self._features_F.device != x.device:
-            self._features_F = feature_keys(self._name, x.shape[-1]).to(x.device)
+            self._features_F = to_device(feature_keys(self._name, x.shape[-1]), x.device)
         product: Tensor = _Product.apply(x, self._linear.weight, keys_T, self._features_F, self._share)  # type: ignore[no-untyped-call]
         return product
 

@@ -11,6 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
 
@@ -75,4 +76,5 @@ def allowed_tokens(model: Any, batch: PackedBatch, actions_B: Tensor) -> Allowed
             here_T = rows_N[part] >= 0
             rows.append(rows_N[part][here_T])
             bits.append(masks(segment.grammar, batch.tokens_N[part].tolist())[here_T])
-    return AllowedTokens(rows_R=torch.cat(rows).to(actions_B.device), bits_RB=torch.cat(bits).to(actions_B.device))
+    device = actions_B.device
+    return AllowedTokens(rows_R=to_device(torch.cat(rows), device), bits_RB=to_device(torch.cat(bits), device))

@@ -22,6 +22,7 @@ from rollgrad.adapters.models.torch.capped import SLICE, capped_attention
 from rollgrad.adapters.models.torch.kernels import dense, has_varlen, varlen
 from rollgrad.adapters.models.torch.layer_plans import loses_plans, note_plans, noted_plan
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.norms import install_norms
 from rollgrad.adapters.models.torch.query_scales import install_query_scales, scaled_by_position
 from rollgrad.adapters.models.torch.recurrence import ForestRecurrence
@@ -305,7 +306,7 @@ class _FlatIndex:
         begins = itertools.accumulate((node.length for node in nodes), initial=0)
         # Where no node has a prefix, keys and values are those of the tokens, in their order.
         in_order = all(not node.prefix and node.start == begin for node, begin in zip(nodes, begins, strict=False))
-        self.key_token = None if in_order else torch.cat([node.path() for node in nodes]).to(device)
+        self.key_token = None if in_order else to_device(torch.cat([node.path() for node in nodes]), device)
         self.max_q = max(n.length for n in nodes)
         self.max_k = max(n.keys for n in nodes)
         self.cu_q = _cumulative([n.length for n in nodes], device)
@@ -333,4 +334,4 @@ class _FlatIndex:
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
-    return functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device=device, dtype=torch.int32)
+    return to_device(functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int(), device)

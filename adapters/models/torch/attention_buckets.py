@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.row_widths import PADDING_TOLERANCE
 
 Kernel = Callable[..., Tensor]
@@ -46,14 +47,14 @@ class Bucket:
         real_key = k < (prefix_length + length)[:, None]
         real_query = q < length[:, None]
         query_token = torch.where(real_query, start[:, None] + q, start[:, None])
-        self.query_token = query_token.flatten().to(device)
-        self.key_token = key_token.flatten().to(device)
-        self.query_position = torch.where(real_query, prefix_length[:, None] + q, 0).to(device)
-        self.token_M = query_token[real_query].to(device)
-        self.slot_M = real_query.flatten().nonzero()[:, 0].to(device)
+        self.query_token = to_device(query_token.flatten(), device)
+        self.key_token = to_device(key_token.flatten(), device)
+        self.query_position = to_device(torch.where(real_query, prefix_length[:, None] + q, 0), device)
+        self.token_M = to_device(query_token[real_query], device)
+        self.slot_M = to_device(real_query.flatten().nonzero()[:, 0], device)
         # Without a prefix padding keys come after every real query, so causality alone hides them.
         self._causal = not any(node.prefix_length for node in nodes)
-        self._real_key = real_key.to(device)
+        self._real_key = to_device(real_key, device)
         self._dtype = dtype
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rollgrad.adapters.models.torch.attention import ForestAttention, backbone
 from rollgrad.adapters.models.torch.layout import Layout, Node
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
@@ -102,7 +103,7 @@ def routed(logits: Sequence[Tensor], chosen: Sequence[Tensor], counts_M: Tensor)
     tokens_E = torch.zeros(logits[0].shape[-1], device=logits[0].device)
     probabilities_E = torch.zeros_like(tokens_E)
     squares = tokens_E.new_zeros(())
-    counts_M = counts_M.to(tokens_E.device)
+    counts_M = to_device(counts_M, tokens_E.device)
     for layer_ME, experts_MK in zip(logits, chosen, strict=True):
         layer_ME = layer_ME.reshape(len(counts_M), -1).float()
         counts_MK = counts_M[:, None].expand(experts_MK.shape)

@@ -30,6 +30,7 @@ from rollgrad.adapters.models.torch.distillation import (
 from rollgrad.adapters.models.torch.expert_balance import chosen_experts, routed, token_counts
 from rollgrad.adapters.models.torch.images import batch_positions, run_body
 from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import is_padded, padded_layout, padded_outputs
 from rollgrad.adapters.models.torch.router_replay import router_replay
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, SequenceShare, sequence_group
@@ -79,10 +80,11 @@ def action_hidden(
     action_A = batch.action_mask_N.nonzero()[:, 0]
     actions_B, rows_B = share.actions(layout.index_N.index_select(0, action_A - back))
     targets_B = batch.predicted_N.index_select(0, action_A.index_select(0, actions_B))
+    device = hidden_CH.device
     return ActionRows(
-        hidden_BH=hidden_CH.index_select(0, rows_B.to(hidden_CH.device)),
-        targets_B=targets_B.to(hidden_CH.device),
-        actions_B=actions_B.to(hidden_CH.device),
+        hidden_BH=hidden_CH.index_select(0, to_device(rows_B, device)),
+        targets_B=to_device(targets_B, device),
+        actions_B=to_device(actions_B, device),
         count=len(action_A),
         routing=_routing(outputs, chosen, token_counts(layout, batch)) if routing else (),
     )
@@ -112,9 +114,34 @@ def _packed_output(model: Any, batch: PackedBatch, share: SequenceShare, setting
 
 def scatter(values_A: Tensor, batch: PackedBatch) -> Tensor:
     """Returns the values of the action tokens at their places, 0 elsewhere: float32 on the batch's device."""
-    full_N = torch.zeros(batch.token_count, dtype=torch.float32, device=batch.tokens_N.device)
-    # A CPU takes several threads for `index_put`, also of few values, and waits for them longer than it computes.
-    return full_N.scatter(0, batch.action_mask_N.nonzero()[:, 0], values_A.to(full_N.device))
+    return scattered([values_A], batch)[0]
+
+
+def scattered(columns_KA: Sequence[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
+    """Returns what `scatter` does of each of several columns; all move in one copy, as their gradients do."""
+    places_A = batch.action_mask_N.nonzero()[:, 0]
+    result: tuple[Tensor, ...] = _Scattered.apply(places_A, batch.token_count, *columns_KA)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, places_A: Tensor, count: int, *columns_KA: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(places_A)
+        ctx.device = columns_KA[0].device
+        ctx.set_materialize_grads(False)  # what depends on no entropy computes no gradient of it
+        zeros_N = torch.zeros(count, dtype=torch.float32, device=places_A.device)
+        # A CPU takes several threads for `index_put`, also of few values, and waits for them longer than it computes.
+        full_KN = [zeros_N.scatter(0, places_A, column_A) for column_A in torch.stack(columns_KA).to(places_A.device)]
+        ctx.mark_non_differentiable(*(f for f, c in zip(full_KN, columns_KA, strict=True) if not c.requires_grad))
+        return tuple(full_KN)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients_KN: Tensor | None) -> Any:
+        (places_A,) = ctx.saved_tensors
+        given = [gradient_N.gather(0, places_A) for gradient_N in gradients_KN if gradient_N is not None]
+        moved = iter(to_device(torch.stack(given), ctx.device)) if given else iter(())
+        return None, None, *(None if gradient_N is None else next(moved) for gradient_N in gradients_KN)
 
 
 class PackedLM(nn.Module):

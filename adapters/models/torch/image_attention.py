@@ -14,6 +14,7 @@ from torch import Tensor
 from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ForestAttention, ScoreForm, backbone
 from rollgrad.adapters.models.torch.kernels import dense
 from rollgrad.adapters.models.torch.layout import Layout, Node
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.queries import Queries, all_queries
 from rollgrad.domain.errors import ConfigurationError
 
@@ -58,9 +59,9 @@ class ImageRun:
         first, last = (node.prefix_length + place - node.start for place in (start, stop))
         place_Q = queries.place_M[start:stop]
         asking_Q = place_Q < queries.count
-        self.token_Q = place_Q[asking_Q].to(device)
-        self._key_token_K = queries.place_M[node.path()[:last]].to(device)
-        self._position_Q = torch.arange(first, last)[asking_Q].to(device)
+        self.token_Q = to_device(place_Q[asking_Q], device)
+        self._key_token_K = to_device(queries.place_M[node.path()[:last]], device)
+        self._position_Q = to_device(torch.arange(first, last)[asking_Q], device)
         self._first, self._dtype = first, dtype
 
     def attend(

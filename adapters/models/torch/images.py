@@ -19,6 +19,7 @@ from torch.nn import functional
 from rollgrad.adapters.models.torch.attention import AttentionPlan, backbone
 from rollgrad.adapters.models.torch.classifier import is_vision_language
 from rollgrad.adapters.models.torch.layout import Layout
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceShare
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.images import PlacedImages
@@ -45,7 +46,7 @@ def run_body(
         settings: other arguments of the model.
     """
     body, weight = backbone(model), next(model.parameters())
-    tokens, places = tokens_BT.to(weight.device), positions.to(weight.device)
+    tokens, places = (to_device(each, weight.device) for each in (tokens_BT, positions))
     arguments = {"use_cache": False, "attention_plan": plan, **settings}
     if not images:
         return body(input_ids=_share(tokens, share), position_ids=_share(places, share), **arguments)

@@ -20,7 +20,7 @@ from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
 from rollgrad.adapters.models.torch.chunked_logprobs import chunk_bytes
 from rollgrad.adapters.models.torch.distillation import KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.expert_balance import StepRouting, check_routers
-from rollgrad.adapters.models.torch.forward import PackedLM, live_targets, scatter
+from rollgrad.adapters.models.torch.forward import PackedLM, live_targets, scattered
 from rollgrad.adapters.models.torch.gradients import optimizer_step
 from rollgrad.adapters.models.torch.lora import (
     NamedWeight,
@@ -140,7 +140,7 @@ def copied_weights(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict
 def _token_scores(scored: Sequence[Tensor], batch: PackedBatch, *, mean: bool = True) -> TokenScores:
     means = ("mean_logprobs_N",) if mean else ()
     names = ("logprobs_N", "entropy_N", "correct_N", *means, "collision_N")
-    return TokenScores(**{name: scatter(column_A, batch) for name, column_A in zip(names, scored, strict=False)})
+    return TokenScores(**dict(zip(names, scattered(scored, batch), strict=False)))
 
 
 class TorchPolicy(CopiesState, PolicyModel):
@@ -227,11 +227,11 @@ class TorchPolicy(CopiesState, PolicyModel):
 
     def _token_scores(self, scored: Sequence[Tensor], batch: PackedBatch) -> TokenScores:
         if self._compares:
-            logprobs_N, entropy_N, odds_N = (scatter(column_A, batch) for column_A in scored)
+            logprobs_N, entropy_N, odds_N = scattered(scored, batch)
             return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, odds_N=odds_N)
         if not self._taught:
             return _token_scores(scored, batch, mean=self._mean)
-        logprobs_N, entropy_N, correct_N, divergence_N = (scatter(column_A, batch) for column_A in scored)
+        logprobs_N, entropy_N, correct_N, divergence_N = scattered(scored, batch)
         return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, correct_N=correct_N, divergence_N=divergence_N)
 
     @torch.no_grad()

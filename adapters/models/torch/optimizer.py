@@ -311,8 +311,8 @@ class MasterOptimizer(TrainedModule):
             if master.grad is not None:
                 names.append(name)
                 gradients.append(master.grad)
-        sizes = torch._foreach_norm(gradients, math.inf) if gradients else ()
-        return dict(zip(names, map(float, sizes), strict=True))
+        sizes = torch.stack(torch._foreach_norm(gradients, math.inf)).tolist() if gradients else ()
+        return dict(zip(names, sizes, strict=True))
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rollgrad.adapters.models.torch.attention import backbone, check_keywords
 from rollgrad.adapters.models.torch.kernels import sdpa_on
 from rollgrad.adapters.models.torch.layout import Layout, Node
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.recurrent_layers import recurrent_types
 from rollgrad.adapters.models.torch.row_widths import row_widths
 from rollgrad.domain.batches.packed import PackedBatch
@@ -168,7 +169,7 @@ def padded_outputs(model: Any, layout: Layout, *, most: int | None = None, **set
         while left:
             rows = left if most is None else min(left, max(1, most // width))
             tokens_RT = layout.tokens_M[begin : begin + rows * width].view(rows, width)
-            yield backbone(model)(input_ids=tokens_RT.to(device), use_cache=False, **settings)
+            yield backbone(model)(input_ids=to_device(tokens_RT, device), use_cache=False, **settings)
             begin += rows * width
             left -= rows
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.row_widths import row_widths
 
 Convolution = Callable[[Tensor], Tensor]
@@ -104,7 +105,7 @@ class ForestRecurrence:
                 end += before + node.length
             place_M = torch.empty(self._tokens, dtype=torch.int64)
             place_M[torch.cat(tokens[1::2])] = torch.cat(places)
-            self._rows[before] = torch.cat(tokens).to(self.device), place_M.to(self.device)
+            self._rows[before] = to_device(torch.cat(tokens), self.device), to_device(place_M, self.device)
         return self._rows[before]
 
     @cached_property
@@ -121,7 +122,7 @@ class ForestRecurrence:
         place_M[token_R[real]] = real.nonzero()[:, 0]
         for call in calls:
             call.move(self.device)
-        return calls, place_M.to(self.device)
+        return calls, to_device(place_M, self.device)
 
     def scan(self, scan: Scan, columns: Sequence[Tensor]) -> Tensor:
         """Implements `Recurrence.scan`."""
@@ -184,8 +185,8 @@ class _Call:
 
     def move(self, device: torch.device) -> None:
         """Moves its indices."""
-        self.token_R = self.token_R.to(device)
-        self._place_R = None if self._place_R is None else self._place_R.to(device)
+        self.token_R = to_device(self.token_R, device)
+        self._place_R = None if self._place_R is None else to_device(self._place_R, device)
 
     def before(self, states: Sequence[Tensor]) -> Tensor | None:
         """Returns the state before each row; `states` are those after the segments of earlier calls that go on."""

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from rollgrad.adapters.models.torch.attention import backbone
 from rollgrad.adapters.models.torch.expert_balance import two_token_pass
 from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import is_padded, padded_layout
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceShare
 from rollgrad.domain.batches.packed import PackedBatch
@@ -167,7 +168,7 @@ class RouterReplay:
             self._passes.append({})
         if self._column_M is not None:
             begun, self._begun = self._begun, self._begun + embeddings[..., 0].numel()
-            self._pass_T = self._column_M[begun : self._begun].to(embeddings.device)
+            self._pass_T = to_device(self._column_M[begun : self._begun], embeddings.device)
 
     def choose(self, layer: int, scores_TE: Tensor, found: Any) -> Any:
         """Returns what a router's `topk` of `scores_TE` returns, in place of what it has `found`."""

@@ -25,6 +25,7 @@ from torch import Tensor, distributed
 from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ScoreForm
 from rollgrad.adapters.models.torch.image_attention import make_plan
 from rollgrad.adapters.models.torch.layout import Layout, Node
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import require_undivided
 from rollgrad.adapters.models.torch.queries import Queries, all_queries, divided, queries_of, tokens_of
 from rollgrad.domain.errors import ConfigurationError
@@ -94,7 +95,7 @@ class SequenceShare:
         """Returns column_C, this process's tokens."""
         if self.group.size == 1:
             return column_M
-        return column_M.index_select(0, self.tokens_P[self.group.rank].to(column_M.device))
+        return column_M.index_select(0, to_device(self.tokens_P[self.group.rank], column_M.device))
 
     def actions(self, rows_A: Tensor) -> tuple[Tensor, Tensor]:
         """Returns actions_B, the action tokens whose rows in M are in this process's share, and rows_B, their rows
@@ -231,8 +232,8 @@ class _Exchange:
         first = group.rank // heads * heads
         self._team = range(first, first + heads)
         place_M = share.queries.place_M
-        self._team_place_Q = place_M[torch.cat([share.tokens_P[rank] for rank in self._team])].to(device)
-        self._place_M = place_M[torch.cat(share.tokens_P)].to(device)
+        self._team_place_Q = to_device(place_M[torch.cat([share.tokens_P[rank] for rank in self._team])], device)
+        self._place_M = to_device(place_M[torch.cat(share.tokens_P)], device)
 
     def to_heads(self, x_CGW: Tensor) -> Tensor:
         """Returns [Q, this process's share of G, W]."""

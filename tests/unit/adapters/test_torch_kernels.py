@@ -174,7 +174,8 @@ def test_all_that_the_call_for_a_gpu_takes_is_there(monkeypatch: pytest.MonkeyPa
     seen: list[Any] = []
     monkeypatch.setattr(library, "varlen_attn", strict_varlen(seen))
     monkeypatch.setattr(kernels, "_widest_head", lambda device: 256)
-    with FakeTensorMode():  # which refuses what mixes devices
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    with FakeTensorMode():  # which refuses what mixes devices, and has no pinned memory
         heads, key_heads, width, _ = HEADS["grouped"]
         q, k, v = (
             torch.empty(1, h, TOKENS, width, device=CUDA, dtype=torch.bfloat16) for h in (heads, key_heads, key_heads)

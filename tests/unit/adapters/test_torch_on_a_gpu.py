@@ -21,13 +21,13 @@ from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from tests.fakes import cluster
-from tests.pretended_gpu import CUDA, OnGPU, pretended_gpu
+from tests.pretended_gpu import CUDA, TO_GPU, OnGPU, pretended_gpu
 from tests.tiny_architectures import tiny_model
 
 FLAG = cluster.FLAG
 CPU = torch.device("cpu")
 WAITS_A_STEP = 6
-"""Times at most that a step of decoding waits for the GPU."""
+"""Times at most that a step of decoding waits for what the GPU computes."""
 KINDS = ("llama", "gemma3_text", "qwen3_moe", "gpt2", "gpt_oss", "gemma2", "qwen3_5_text", "lfm2", "bloom")
 """Grouped heads; windows; experts; biases and learned positions; sinks; capped scores; states; a model that is computed
 padded."""
@@ -159,7 +159,7 @@ async def test_an_engine_samples_on_a_gpu_what_it_does_on_the_cpu(path: Path, dt
         waited.clear()
         found = await sampled(model)
         steps = max(len(reply.token_ids) for reply in found) + len(found[-1].token_ids)
-        assert sum(waited.values()) < WAITS_A_STEP * steps, waited
+        assert sum(waited.values()) - waited[TO_GPU] < WAITS_A_STEP * steps, waited
     if dtype == torch.float32:
         assert [reply.token_ids for reply in found] == [reply.token_ids for reply in expected]
         for mine, theirs in zip(found, expected, strict=True):

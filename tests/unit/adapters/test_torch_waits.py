@@ -1,5 +1,6 @@
-"""What an update leaves a GPU to wait for."""
+"""How often the CPU waits for a GPU in an update, and what it leaves the GPU to wait for."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,22 @@ from attrs import evolve
 from rollgrad.adapters.models.torch.gradients import on_one_thread
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes import cluster
-from tests.pretended_gpu import CUDA, pretended_gpu
+from tests.pretended_gpu import CUDA, TO_CPU, on_cpu, pretended_gpu
 from tests.tiny_architectures import tiny_model
 
 CPU = torch.device("cpu")
 THREADS = 3
+NUMBER = "aten._local_scalar_dense.default"
+A_PASS = {TO_CPU: 1, NUMBER: 1}
+"""The columns of the action tokens; and transformers looks whether positions are those of several sequences, to make a
+mask that nobody uses (`find_packed_sequence_indices` in `masking_utils.py`)."""
+A_STEP = {NUMBER: 2}
+"""The norm of the gradient, by which it is clipped or refused, and that of the weights afterwards."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +40,8 @@ def several_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def path(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    tiny_model("qwen3", vocab_size=len(tiny_tokenizer)).save_pretrained(path)
+    path = tmp_path_factory.mktemp("llama")
+    tiny_model("llama", vocab_size=len(tiny_tokenizer)).save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
     return path
 
@@ -70,3 +78,27 @@ def test_a_loss_that_a_gpu_waits_for_takes_one_thread(path: Path) -> None:
     on_the_cpu = Threads()
     policy(path, CPU).update([batch(), batch()], on_the_cpu)
     assert (on_a_gpu.seen, on_the_cpu.seen) == ([1, 1], [THREADS, THREADS])
+
+
+def test_what_a_gpu_is_waited_for(path: Path) -> None:
+    """Whatever is added here has to be worth it: the GPU computes nothing until the CPU tells it what comes next."""
+    with pretended_gpu() as waited:
+        trained = policy(path, CUDA)
+        trained.update([batch()], PolicyLossObjective(entropy_coef=0.01))  # looks at all gradients, too
+        for micro_batches in (1, 3):
+            waited.clear()
+            trained.update([batch()] * micro_batches, PolicyLossObjective(entropy_coef=0.01))
+            assert waited == Counter(A_STEP) + Counter({each: n * micro_batches for each, n in A_PASS.items()})
+        waited.clear()
+        trained.score(batch())
+        assert waited == Counter(A_PASS)
+
+
+def test_what_is_moved_may_change_at_once() -> None:
+    with pretended_gpu() as waited:
+        tensor = torch.arange(3)
+        moved = to_device(tensor, CUDA)
+        tensor.zero_()
+        assert (moved.device, on_cpu(moved).tolist(), waited) == (CUDA, [0, 1, 2], Counter())
+        assert to_device(moved, CUDA) is moved
+    assert to_device(tensor, CPU) is tensor
