@@ -12,7 +12,8 @@ import torch
 AS_IT_IS = "aot_eager"
 """Compiler whose graphs compute what torch computes without them, operation by operation: in a second, not in ten."""
 AS_WRITTEN = "eager"
-"""The same without graphs of gradients, which torch then finds as it does without compiling: in a third of the time."""
+"""Compiler that makes no graphs of gradients, which torch then finds as it does without compiling: in a third of the
+time."""
 
 
 @contextmanager

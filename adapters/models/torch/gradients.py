@@ -15,7 +15,7 @@ from rollgrad.domain.errors import NonFiniteUpdateError
 from rollgrad.domain.ports.models import LossOutput
 
 Scored = TypeVar("Scored")
-"""What a module computes of a micro-batch, and an objective reads."""
+"""Result of a module for a micro-batch, which an objective reads."""
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def test_an_installed_norm_computes_the_same_on_a_cpu_and_is_installed_once() ->
 
 
 def test_a_kernel_keeps_its_input_and_one_number_a_row() -> None:
-    """What the memory plan of a GPU counts."""
+    """The memory plan of a GPU counts these."""
     norm = Norm().to("meta")
     _normalise_as_on_a_gpu(norm)
     x = torch.empty(3, 5, HIDDEN, device="meta", dtype=torch.bfloat16, requires_grad=True)

@@ -81,7 +81,7 @@ def test_a_loss_that_a_gpu_waits_for_takes_one_thread(path: Path) -> None:
 
 
 def test_what_a_gpu_is_waited_for(path: Path) -> None:
-    """Whatever is added here has to be worth it: the GPU computes nothing until the CPU tells it what comes next."""
+    """A wait that is added here has to be worth it: the GPU computes nothing until the CPU tells it what comes next."""
     with pretended_gpu() as waited:
         trained = policy(path, CUDA)
         trained.update([batch()], PolicyLossObjective(entropy_coef=0.01))  # looks at all gradients, too
