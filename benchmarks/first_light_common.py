@@ -177,7 +177,8 @@ def planned_gib(samples: int, prompt: int, reply: int, kind: Any, *, offloads: b
     """GiB of an actor's update by the memory plan, of so many replies to a prompt in one micro-batch."""
     from rollgrad.adapters.models.torch.pass_memory import measured_passes
     from rollgrad.adapters.models.torch.shape import model_shape
-    from rollgrad.application.settings.memory_plan import Machine, memory_plan
+    from rollgrad.application.settings.memory_places import Machine
+    from rollgrad.application.settings.memory_plan import memory_plan
     from rollgrad.application.settings.run import RLConfig
 
     run = RLConfig()
