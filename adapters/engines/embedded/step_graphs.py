@@ -3,7 +3,8 @@ spares the time in which Python starts its kernels one by one.
 
 Shapes are padded to powers of two (`DecodeInputs.padded`), so that few graphs serve all steps. A graph computes at the
 addresses with which it was captured: inputs are copied to where its own lie, what is stored never moves while it is
-there, and all graphs are dropped when weights lie elsewhere, or when the engine gives its memory back (`clear`).
+there, and all graphs are dropped when weights lie elsewhere, or when the engine gives its memory back (`clear`). The
+inputs of a step are parts of one tensor, which one copy brings there.
 Does not own: what a step computes.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from rollgrad.adapters.engines.embedded.plans import DecodeInputs
 from rollgrad.adapters.models.torch.compatibility import length_dependent_positions
+from rollgrad.adapters.models.torch.moving import to_device
 
 log = structlog.get_logger(__name__)
 
@@ -36,9 +38,9 @@ WARM_UPS = 2
 
 @frozen(eq=False)
 class _Captured:
-    """A captured step: its inputs, its result, and what computes it."""
+    """A captured step: its inputs, one after the other, its result, and what computes it."""
 
-    inputs: DecodeInputs
+    inputs: Tensor
     result: Tensor
     replay: Callable[[], object]
 
@@ -59,12 +61,14 @@ class StepGraphs:
             self.clear()
             self._addresses = addresses
         shapes = tuple(part.shape for part in inputs)
+        numbers = torch.cat([part.flatten().long() for part in inputs])
         if shapes not in self._captured:
-            own = DecodeInputs(*(part.to(self._device, copy=True) for part in inputs))
-            self._captured[shapes] = _Captured(own, *self._capturing(compute, own))
+            own = numbers.to(self._device, copy=True)
+            parts = torch.split(own, [shape.numel() for shape in shapes])
+            views = DecodeInputs(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+            self._captured[shapes] = _Captured(own, *self._capturing(lambda given: compute(_typed(given)), views))
         step = self._captured[shapes]
-        for own_part, part in zip(step.inputs, inputs, strict=True):
-            own_part.copy_(part)
+        step.inputs.copy_(to_device(numbers, self._device))
         step.replay()
         return step.result
 
@@ -83,6 +87,11 @@ class StepGraphs:
     def clear(self) -> None:
         """Drops all graphs, and their memory."""
         self._captured.clear()
+
+
+def _typed(inputs: DecodeInputs) -> DecodeInputs:
+    """Returns inputs of a step that are all integers, as they travel together, with truth values where they belong."""
+    return inputs._replace(absent_AK=inputs.absent_AK.bool())
 
 
 def uncaptured(compute: Compute, inputs: DecodeInputs) -> tuple[Tensor, Callable[[], object]]:

@@ -25,6 +25,7 @@ from rollgrad.adapters.models.torch.attention import (
 )
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
 from rollgrad.adapters.models.torch.layout import prefill_layout
+from rollgrad.adapters.models.torch.norms import install_norms
 from rollgrad.adapters.models.torch.padded import (
     check_rows,
     is_padded,
@@ -87,6 +88,7 @@ def _compare_padded(model: Any, sequences: Sequence[tuple[int, ...]], *, reason:
         use_own_attention(model)
         expected = own_logits(model, sequences)
         mark_padded(model, reason)
+        install_norms(model)
         try:
             with foreign_code():
                 use_fast_attention(model)
