@@ -60,6 +60,12 @@ def compiled_as_it_is() -> Iterator[None]:
 
 
 @pytest.fixture
+def compiled_as_written() -> Iterator[None]:
+    with compiler(AS_WRITTEN):
+        yield
+
+
+@pytest.fixture
 def fused() -> Iterator[None]:
     with compiler("inductor"):
         yield
@@ -150,7 +156,7 @@ def test_packs_of_all_sizes_share_the_graphs_of_the_first(model_type: str, recom
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_as_it_is")
+@pytest.mark.usefixtures("compiled_as_written")
 def test_layers_alike_share_their_graphs() -> None:
     counts = []
     for layers in (2, 12):
@@ -194,7 +200,7 @@ def test_a_policy_with_adapters_whose_layers_are_fused_and_recomputed_takes_the_
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_as_it_is")
+@pytest.mark.usefixtures("compiled_as_written")
 def test_a_critic_s_values_and_steps_are_the_same(tiny_model_dir: Path) -> None:
     plain, critic = (cluster.value(str(tiny_model_dir), compiles=compiles) for compiles in (False, True))
     assert cluster.fitted(critic) == pytest.approx(cluster.fitted(plain), rel=1e-5)
@@ -221,7 +227,7 @@ def test_fsdp2_divides_compiled_layers(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_as_it_is")
+@pytest.mark.usefixtures("compiled_as_written")
 def test_a_mixture_that_replays_experts_goes_to_them_in_compiled_layers(tiny_mixture_dir: Path) -> None:
     def make(compiles: bool) -> tuple[Any, PackedLM]:
         model = load_causal_lm(str(tiny_mixture_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
