@@ -37,6 +37,7 @@ PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.addmm_.d
 WAITS = {
     *(aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default),
     *(aten.equal.default, aten._unique2.default, aten.bincount.default),
+    *(aten.item.default, aten.is_nonzero.default),  # which are heard of in inference mode alone
 }
 """Operations for whose result the CPU waits until the GPU has computed it."""
 
@@ -83,6 +84,9 @@ class OnGPU(Tensor):
             return tree_map(lambda x: OnGPU(x) if isinstance(x, Tensor) else x, result)
 
 
+REPEATS = {aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
+"""Operations for which the CPU waits unless it is told how long their results are."""
+
 TO_GPU, TO_CPU = "to gpu", "to cpu"
 """Copies for which the CPU waits: all but those between pinned memory and the GPU that are told to be `non_blocking`
 (`copy_kernel_cuda` in `aten/src/ATen/native/cuda/Copy.cu`)."""
@@ -96,7 +100,7 @@ PINNED: "WeakTensorKeyDictionary[Tensor, bool]" = WeakTensorKeyDictionary()
 
 def waits(func: Any, args: Any, kwargs: Any) -> Iterator[str]:
     """Yields what the CPU waits for in an operation."""
-    if func in WAITS or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
+    if func in WAITS or (func in REPEATS and kwargs.get("output_size") is None):
         yield str(func)
     if func is aten.copy_.default and isinstance(args[0], OnGPU) != isinstance(args[1], OnGPU):
         there = isinstance(args[0], OnGPU)

@@ -29,6 +29,7 @@ from rollgrad.adapters.models.torch.compatibility import (
 from rollgrad.adapters.models.torch.image_attention import make_plan
 from rollgrad.adapters.models.torch.images import has_own_positions, own_positions, run_body
 from rollgrad.adapters.models.torch.layout import Node, prefill_layout
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.recurrence import ForestRecurrence, Recurrence
 from rollgrad.adapters.models.torch.recurrent_layers import recurrent_types
@@ -182,18 +183,18 @@ class Decoder:
                 block.append(numbers_K[position // BLOCK])
                 offset.append(position % BLOCK)
                 token.append(path)
-        index = (torch.cat(block).to(self.device), torch.cat(offset).to(self.device), torch.cat(token).to(self.device))
+        to_block, to_offset, of_token = (to_device(torch.cat(part), self.device) for part in (block, offset, token))
         attention = make_plan(self._model, layout)
         recurrence: Recurrence | None = None
         if self._recurrent:
             states = self.cache.states.begin([place for members in places for place in members])
             forest = ForestRecurrence(layout.nodes, device=self.device)
             recurrence = PrefillRecurrence(forest, leaves, [len(members) for members in places], states)
-        plan = Prefill(self.cache, attention, index, recurrence)
+        plan = Prefill(self.cache, attention, (to_block, to_offset, of_token), recurrence)
         hidden_MH = self._hidden(layout.tokens_M[None], positions, plan, layout.images)
         self.routed = [self._experts_M[leaf.path()] for leaf in leaves] if self._replay is not None else []
-        last = torch.tensor([leaf.start + leaf.length - 1 for leaf in leaves], device=self.device)
-        return self._logits(hidden_MH[0].index_select(0, last))
+        last = torch.tensor([leaf.start + leaf.length - 1 for leaf in leaves])
+        return self._logits(hidden_MH[0].index_select(0, to_device(last, self.device)))
 
     def _own_positions(
         self, prompts: Sequence[tuple[int, ...]], images: Sequence[PlacedImages], leaves: Sequence[Node], count: int
@@ -224,17 +225,17 @@ class Decoder:
             places: where the sequences are stored, with room for them.
             lengths: tokens stored of each so far.
         """
-        added = torch.tensor([len(suffix) for suffix in suffixes], device=self.device)
+        added = torch.tensor([len(suffix) for suffix in suffixes])
         width = int(added.max())
         tokens_AT = torch.tensor([[*suffix, *[0] * (width - len(suffix))] for suffix in suffixes])
-        lengths_A = torch.tensor(lengths, device=self.device)
-        recurrence = RowRecurrence(self.cache.states.of(places), added) if self._recurrent else None
-        plan = Extend(self.cache, places, lengths_A, added, self.dtype, recurrence)
-        hidden_ATH = self._hidden(tokens_AT, lengths_A[:, None] + torch.arange(width, device=self.device), plan)
+        lengths_A, added_A = torch.tensor(lengths), to_device(added, self.device)
+        recurrence = RowRecurrence(self.cache.states.of(places), added_A) if self._recurrent else None
+        plan = Extend(self.cache, places, lengths_A, added, self.device, self.dtype, recurrence)
+        hidden_ATH = self._hidden(tokens_AT, lengths_A[:, None] + torch.arange(width), plan)
         if self._replay is not None:
             begins = range(0, len(self._experts_M), width)
             self.routed = [self._experts_M[b : b + len(own)] for b, own in zip(begins, suffixes, strict=True)]
-        return self._logits(hidden_ATH[torch.arange(len(suffixes), device=self.device), added - 1])
+        return self._logits(hidden_ATH[torch.arange(len(suffixes), device=self.device), added_A - 1])
 
     def step(
         self,

@@ -20,9 +20,10 @@ from rollgrad.adapters.engines.embedded.grammars import Grammars, Matcher
 from rollgrad.adapters.engines.embedded.kept import KEPT_BYTES, KeptSequences
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, StoredKeys, blocks_of
 from rollgrad.adapters.engines.embedded.rows import PromptKey, Row, check_request
-from rollgrad.adapters.engines.embedded.sampler import likeliest, sample
+from rollgrad.adapters.engines.embedded.sampler import likeliest, read, sample
 from rollgrad.adapters.models.torch.compatibility import usable_positions
 from rollgrad.adapters.models.torch.lora import plain_buffers
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.router_replay import RouterReplay
 from rollgrad.adapters.models.torch.sent_names import sent_name
 from rollgrad.application.foreign import error_text, foreign_code
@@ -336,9 +337,9 @@ class EmbeddedEngine(RolloutEngine):
         ids, images = zip(*prompts, strict=True)
         logits = self._decoder.prefill(ids, [[row.place for row in rows] for rows in prompts.values()], images)
         self._note_experts([*prompts.values()])
-        repeats = torch.tensor([len(rows) for rows in prompts.values()], device=logits.device)
+        prompt_A = [index for index, rows in enumerate(prompts.values()) for _ in rows]
         self._active.extend(members)
-        return self._append(members, logits.repeat_interleave(repeats, dim=0))
+        return self._append(members, logits.index_select(0, to_device(torch.tensor(prompt_A), logits.device)))
 
     def _continue(self, continued: Sequence[tuple[Row, StoredKeys]]) -> list[Row]:
         """Continues sequences whose beginning is stored."""
@@ -361,18 +362,21 @@ class EmbeddedEngine(RolloutEngine):
 
     def _append(self, rows: Sequence[Row], logits_AV: torch.Tensor) -> list[Row]:
         """Samples a token for each of `rows`; removes and returns those that are done."""
+        early = [(index, token) for index, row in enumerate(rows) for token in row.too_early(self._eos)]
+        if early:
+            row_E, token_E = to_device(torch.tensor(early), logits_AV.device).unbind(1)
+            logits_AV[row_E, token_E] = float("-inf")
         for index, row in enumerate(rows):
-            row.restrict(logits_AV[index], self._eos)
+            row.restrict(logits_AV[index])
         params: list[SamplingParams] = [row.request.params for row in rows]
         uniforms = torch.stack([row.uniforms[len(row.tokens)] for row in rows])
-        tokens, logprobs = sample(logits_AV, params, uniforms)
+        tokens, logprobs = read(*sample(logits_AV, params, uniforms))
+        self._note_likeliest(rows, logits_AV)
         finished = []
-        for index, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
+        for row, token, logprob in zip(rows, map(int, tokens), logprobs, strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.versions.append(self._version)
-            if row.request.params.top_logprobs:
-                row.top_logprobs.append(likeliest(logits_AV[index], row.request.params.top_logprobs))
             if row.matcher is not None:
                 row.matcher.advance(token)
             row.stop_reason = StopReason.ABORTED if row.refusal is not None else self._stop_reason(row)
@@ -380,6 +384,17 @@ class EmbeddedEngine(RolloutEngine):
                 finished.append(row)
         self._remove_finished()
         return finished
+
+    def _note_likeliest(self, rows: Sequence[Row], logits_AV: torch.Tensor) -> None:
+        """Gives rows whose requests ask for them the likeliest tokens; those that ask for as many are read together."""
+        asking: dict[int, list[int]] = {}
+        for index, row in enumerate(rows):
+            asking.setdefault(row.request.params.top_logprobs, []).append(index)
+        asking.pop(0, None)
+        for count, indices in asking.items():
+            logits = logits_AV.index_select(0, to_device(torch.tensor(indices), logits_AV.device))
+            for index, found in zip(indices, likeliest(logits, count), strict=True):
+                rows[index].top_logprobs.append(found)
 
     def _stop_reason(self, row: Row) -> StopReason | None:
         params = row.request.params

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.domain.errors import DataError
 
 
@@ -76,7 +77,7 @@ class Matcher:
         """
         mask = bytearray(self._matcher.compute_logit_bias())
         self.check()
-        allowed = torch.frombuffer(mask, dtype=torch.uint8)[: len(logits_V)].to(logits_V.device) > 0
+        allowed = to_device(torch.frombuffer(mask, dtype=torch.uint8)[: len(logits_V)], logits_V.device) > 0
         logits_V[: len(allowed)].masked_fill_(~allowed, float("-inf"))
         logits_V[len(allowed) :] = float("-inf")  # rows of the head beyond the tokenizer's tokens
 

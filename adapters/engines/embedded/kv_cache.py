@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from rollgrad.adapters.engines.embedded.states import SequenceStates
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.domain.errors import EngineError
 
 BLOCK = 128
@@ -112,7 +113,7 @@ class KVCache:
         del self._owners[left:]
         if sources and self._pairs:
             # Moved once: a GPU would get lists anew for each part.
-            to, of = torch.tensor([targets, sources], device=self._pairs[0][0].device)
+            to, of = to_device(torch.tensor([targets, sources]), self._pairs[0][0].device)
             for part in (part for pair in self._pairs for part in pair):
                 part[to] = part[of]
 
@@ -125,7 +126,9 @@ class KVCache:
 
     def copy_out(self, place: Place, length: int) -> StoredKeys:
         """Returns a copy of the first `length` tokens of a sequence; states are those after all that it stores."""
-        numbers = place.blocks[: blocks_of(length)]
+        numbers = torch.tensor(place.blocks[: blocks_of(length)])
+        if self._pairs:
+            numbers = to_device(numbers, self._pairs[0][0].device)
         pairs = tuple(
             (_joined(keys, numbers, length), _joined(values, numbers, length)) for keys, values in self._pairs
         )
@@ -157,7 +160,7 @@ def table(places: Sequence[Place]) -> Tensor:
     return torch.tensor([place.blocks + place.blocks[:1] * (longest - len(place.blocks)) for place in places])
 
 
-def _joined(part: Tensor, numbers: list[int], length: int) -> Tensor:
+def _joined(part: Tensor, numbers: Tensor, length: int) -> Tensor:
     """Returns a copy of the first `length` tokens in blocks, [heads, length, width]."""
     heads, width = part.shape[1], part.shape[3]
-    return part[numbers].transpose(0, 1).reshape(heads, -1, width)[:, :length].contiguous()
+    return part.index_select(0, numbers).transpose(0, 1).reshape(heads, -1, width)[:, :length].contiguous()

@@ -13,6 +13,7 @@ from torch.nn import functional
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place, table
 from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ScoreForm
 from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.recurrence import Recurrence
 from rollgrad.adapters.models.torch.sinks import with_sinks
 
@@ -128,8 +129,25 @@ class DecodeInputs(NamedTuple):
         )
 
     def to(self, device: torch.device) -> "DecodeInputs":
-        """Returns the inputs on a device."""
-        return DecodeInputs(*(part.to(device) for part in self))
+        """Returns the inputs on a device, to which they move in one copy."""
+        if device == self.last_A.device:
+            return self
+        return self.parts(to_device(self.joined(), device))
+
+    def joined(self) -> Tensor:
+        """Returns all numbers end to end, int64; of what is absent each is a byte."""
+        absent = self.absent_AK.flatten()
+        eights = functional.pad(absent, (0, -len(absent) % torch.int64.itemsize)).view(torch.int64)
+        return torch.cat([eights, *(part.flatten() for part in self if part is not self.absent_AK)])
+
+    def parts(self, joined: Tensor) -> "DecodeInputs":
+        """Returns inputs of the same shapes whose numbers are those of `joined`, which they share memory with."""
+        eights = -(-self.absent_AK.numel() // torch.int64.itemsize)
+        absent = joined[:eights].view(torch.bool)[: self.absent_AK.numel()].view(self.absent_AK.shape)
+        others = [part for part in self if part is not self.absent_AK]
+        found = torch.split(joined[eights:], [part.numel() for part in others])
+        views = iter([part.view(of.shape) for part, of in zip(found, others, strict=True)])
+        return DecodeInputs._make(absent if part is self.absent_AK else next(views) for part in self)
 
 
 def _power_of_two(count: int) -> int:
@@ -204,7 +222,8 @@ class Decode(Cached):
 
 
 class Extend(Cached):
-    """Several queries a row against what the row has stored and the queries' own tokens."""
+    """Several queries a row against what the row has stored and the queries' own tokens. `lengths_A` and `added_A`,
+    tokens of each row before and in the pass, are on the CPU."""
 
     def __init__(
         self,
@@ -212,19 +231,20 @@ class Extend(Cached):
         places: Sequence[Place],
         lengths_A: Tensor,
         added_A: Tensor,
+        device: torch.device,
         dtype: torch.dtype,
         recurrence: Recurrence | None = None,
     ) -> None:
         super().__init__(cache, recurrence)
         self._dtype = dtype
-        self._table_AK = table(places).to(lengths_A.device)
-        steps = torch.arange(int(added_A.max()), device=lengths_A.device)
-        self._position_AT = lengths_A[:, None] + steps
+        table_AK, steps = table(places), torch.arange(int(added_A.max()))
+        position_AT = lengths_A[:, None] + steps
         self._time = int((lengths_A + added_A).max())
-        real_AT = steps < added_A[:, None]
-        self._row, self._step = real_AT.nonzero(as_tuple=True)
-        position = self._position_AT[real_AT]
-        self._block, self._offset = self._table_AK[self._row, position // BLOCK], position % BLOCK
+        row, step = (steps < added_A[:, None]).nonzero(as_tuple=True)
+        position = position_AT[row, step]
+        self._table_AK, self._position_AT = to_device(table_AK, device), to_device(position_AT, device)
+        places_4R = torch.stack([row, step, table_AK[row, position // BLOCK], position % BLOCK])
+        self._row, self._step, self._block, self._offset = to_device(places_4R, device)
         self._masks: dict[tuple[int | None, int | None], Tensor] = {}
 
     def attend(

@@ -68,10 +68,14 @@ class Row:
         """Blocks of the cache that it takes at most; the last token that it samples is not stored."""
         return blocks_of(len(self.request.prompt_token_ids) + self.request.params.max_new_tokens - 1)
 
-    def restrict(self, logits_V: torch.Tensor, eos: frozenset[int]) -> None:
-        """Takes an end that comes too early, and all that its grammar forbids, out of the logits of the next token."""
-        if len(self.tokens) < self.request.params.min_new_tokens:
-            logits_V[sorted(eos.union(self.request.params.stop_token_ids))] = float("-inf")
+    def too_early(self, eos: frozenset[int]) -> frozenset[int]:
+        """Returns the tokens that would end it, where it is too early for an end."""
+        if len(self.tokens) >= self.request.params.min_new_tokens:
+            return frozenset()
+        return eos.union(self.request.params.stop_token_ids)
+
+    def restrict(self, logits_V: torch.Tensor) -> None:
+        """Takes all that its grammar forbids out of the logits of the next token."""
         if self.matcher is not None:
             try:
                 self.matcher.restrict(logits_V)

@@ -6,10 +6,12 @@ inverts the cumulative distribution: with probabilities (0.2, 0.5, 0.3) and the 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.domain.episodes.generation import SamplingParams
 
 BLOCK = 256
@@ -29,35 +31,45 @@ def sample(logits_AV: Tensor, params: Sequence[SamplingParams], uniforms_A: Tens
         (tokens_A int64, logprobs_A float32): the log-prob of each token under the distribution it was drawn from
         (after temperature, top-k and top-p; greedy rows: at temperature 1).
     """
+    device = logits_AV.device
     temperatures = [p.temperature or 1.0 for p in params]
     if any(t != 1.0 for t in temperatures):
-        logits_AV.div_(torch.tensor(temperatures, device=logits_AV.device)[:, None])
+        logits_AV.div_(to_device(torch.tensor(temperatures), device)[:, None])
     limited = [row for row, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0)]
     if limited:
-        index = torch.tensor(limited, device=logits_AV.device)
+        index = to_device(torch.tensor(limited), device)
         logits_AV[index] = _truncate(logits_AV[index], [params[row] for row in limited])
     normaliser_A = torch.logsumexp(logits_AV, dim=-1)
     greedy = [p.temperature == 0 for p in params]
     if all(greedy):
         tokens_A = logits_AV.argmax(-1)
     else:
-        tokens_A = _inverse_cdf((logits_AV - normaliser_A[:, None]).exp_(), uniforms_A)
+        tokens_A = _inverse_cdf((logits_AV - normaliser_A[:, None]).exp_(), to_device(uniforms_A, device))
         if any(greedy):
-            tokens_A = torch.where(torch.tensor(greedy, device=logits_AV.device), logits_AV.argmax(-1), tokens_A)
+            tokens_A = torch.where(to_device(torch.tensor(greedy), device), logits_AV.argmax(-1), tokens_A)
     logprobs_A = logits_AV.gather(1, tokens_A[:, None])[:, 0] - normaliser_A
     return tokens_A, logprobs_A.clamp_(max=0.0)
 
 
-def likeliest(logits_V: Tensor, count: int) -> list[tuple[int, float]]:
-    """Returns the `count` most likely tokens with their log-probs, the likeliest first; fewer if fewer are possible.
+def read(tokens: Tensor, logprobs: Tensor) -> tuple[list[Any], list[Any]]:
+    """Returns tokens and log-probs of equal shapes as lists, by one copy: float64 holds both as they are."""
+    ids, numbers = torch.stack([tokens.double(), logprobs.double()]).tolist()
+    return ids, numbers
+
+
+def likeliest(logits_AV: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """Returns for each row the `count` most likely tokens with their log-probs, the likeliest first; fewer if fewer are
+    possible.
 
     Args:
-        logits_V: as `sample` leaves them.
+        logits_AV: as `sample` leaves them.
         count: number of tokens.
     """
-    best, tokens = logits_V.log_softmax(-1).topk(min(count, len(logits_V)))
-    pairs = zip(tokens.tolist(), best.tolist(), strict=True)
-    return [(token, logprob) for token, logprob in pairs if logprob > float("-inf")]
+    best_AC, tokens_AC = logits_AV.log_softmax(-1).topk(min(count, logits_AV.shape[1]))
+    return [
+        [(int(token), logprob) for token, logprob in zip(*row, strict=True) if logprob > float("-inf")]
+        for row in zip(*read(tokens_AC, best_AC), strict=True)
+    ]
 
 
 def _truncate(logits_AV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -65,8 +77,8 @@ def _truncate(logits_AV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocabulary = logits_AV.shape[1]
     sorted_AV, order_AV = logits_AV.sort(dim=-1, descending=True)
     rank = torch.arange(vocabulary, device=logits_AV.device)[None]
-    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=logits_AV.device)[:, None]
-    top_p = torch.tensor([p.top_p for p in params], device=logits_AV.device)[:, None]
+    top_k = to_device(torch.tensor([p.top_k or vocabulary for p in params]), logits_AV.device)[:, None]
+    top_p = to_device(torch.tensor([p.top_p for p in params]), logits_AV.device)[:, None]
     sorted_AV = sorted_AV.masked_fill(rank >= top_k, float("-inf"))
     probs_AV = sorted_AV.softmax(-1)
     before_AV = probs_AV.cumsum(-1) - probs_AV
@@ -81,7 +93,7 @@ def _inverse_cdf(probs_AV: Tensor, uniforms_A: Tensor) -> Tensor:
         probs_AV = torch.nn.functional.pad(probs_AV, (0, BLOCK - vocabulary % BLOCK))
     blocks = probs_AV.view(rows, -1, BLOCK)
     mass = blocks.sum(-1).double().cumsum(-1)
-    target = uniforms_A.to(mass.device)[:, None] * mass[:, -1:]
+    target = uniforms_A[:, None] * mass[:, -1:]
     block = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
     before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_(min=0)), 0.0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.recurrence import Convolution, ForestRecurrence, Recurrence, Scan
 
 
@@ -41,7 +42,7 @@ class SequenceStates:
             if id(each) not in begins:
                 begins[id(each)] = size
                 size += len(each[0])
-        row_A = torch.tensor([begins[id(each)] + row for each, row in found], device=parts[0].device)
+        row_A = to_device(torch.tensor([begins[id(each)] + row for each, row in found]), parts[0].device)
         batches = {id(each): each for each, _ in found}.values()
         joined = [torch.cat(calls).index_select(0, row_A) for calls in zip(*batches, strict=True)]
         return self._together(places, joined)
@@ -124,7 +125,7 @@ class PrefillRecurrence(Recurrence):
         """Implements `Recurrence.convolve`."""
         if width not in self._last:
             last = [self._forest.last_tokens(leaf, width - 1) for leaf in self._leaves]
-            self._last[width] = torch.stack(last)[self._row_A].to(x.device)
+            self._last[width] = to_device(torch.stack(last)[self._row_A], x.device)
         padded_MC = functional.pad(x[0].transpose(0, 1), (0, 0, 0, 1))
         self._states.append(padded_MC[self._last[width]].transpose(1, 2))
         return self._forest.convolve(convolution, x, width)
@@ -137,4 +138,4 @@ class PrefillRecurrence(Recurrence):
 
     @cached_property
     def _end_A(self) -> Tensor:
-        return self._forest.ends(self._leaves)[self._row_A].to(self._forest.device)
+        return to_device(self._forest.ends(self._leaves)[self._row_A], self._forest.device)

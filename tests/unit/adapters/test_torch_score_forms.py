@@ -186,10 +186,10 @@ def test_decoding_is_what_float64_computes(
                     tokens = part[:, index * BLOCK : (index + 1) * BLOCK]
                     room[number, :, : tokens.shape[1]] = tokens.to(device)
         step, more = new(1), new(max(added))
-        ends = torch.tensor(lengths, device=device)
+        ends = torch.tensor(lengths)
         shifts = torch.zeros(len(lengths), dtype=torch.int64)
         plans: list[tuple[Any, list[Tensor], list[int]]] = [
-            (Extend(cache, places, ends, torch.tensor(added, device=device), dtype), more, added),
+            (Extend(cache, places, ends, torch.tensor(added), device, dtype), more, added),
             (Decode(cache, DecodeInputs.of(cache, [0] * 3, places, lengths, shifts).to(device)), step, [1] * 3),
         ]
         for plan, news, counts in plans:

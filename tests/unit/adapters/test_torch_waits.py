@@ -1,5 +1,6 @@
-"""How often the CPU waits for a GPU in an update, and what it leaves the GPU to wait for."""
+"""How often the CPU waits for a GPU in an update and in a step of decoding, and what it leaves the GPU to wait for."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,15 +10,18 @@ import pytest
 import torch
 from attrs import evolve
 
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.engines.embedded.plans import DecodeInputs
 from rollgrad.adapters.models.torch.gradients import on_one_thread
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.batches.packed import RolloutBatch
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes import cluster
-from tests.pretended_gpu import CUDA, TO_CPU, on_cpu, pretended_gpu
+from tests.pretended_gpu import CUDA, TO_CPU, TO_GPU, on_cpu, pretended_gpu
 from tests.tiny_architectures import tiny_model
 
 CPU = torch.device("cpu")
@@ -26,6 +30,10 @@ NUMBER = "aten._local_scalar_dense.default"
 A_PASS = {TO_CPU: 1, NUMBER: 1}
 """The columns of the action tokens; and transformers looks whether positions are those of several sequences, to make a
 mask that nobody uses (`find_packed_sequence_indices` in `masking_utils.py`)."""
+INPUTS = len(DecodeInputs._fields)
+"""Copies of a step of decoding to where its graph was captured."""
+UNCAPTURED = {"aten.is_nonzero.default": 1}
+"""transformers looks at the positions of a step, too, if it is not captured."""
 A_STEP = {NUMBER: 2}
 """The norm of the gradient, by which it is clipped or refused, and that of the weights afterwards."""
 
@@ -102,3 +110,35 @@ def test_what_is_moved_may_change_at_once() -> None:
         assert (moved.device, on_cpu(moved).tolist(), waited) == (CUDA, [0, 1, 2], Counter())
         assert to_device(moved, CUDA) is moved
     assert to_device(tensor, CPU) is tensor
+
+
+SAMPLING: dict[str, Any] = {
+    "greedy": {"temperature": 0.0},
+    "as it is": {},
+    "limited": {"temperature": 0.7, "top_k": 5, "top_p": 0.9},
+    "no early end": {"min_new_tokens": 9, "stop_token_ids": (3, 4)},
+    "told the likeliest": {"top_logprobs": 3},
+}
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["graphs", "no graphs"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+async def test_a_step_of_decoding_waits_for_its_tokens_alone(path: Path, sampling: str, captured: bool) -> None:
+    with pretended_gpu() as waited:
+        model = load_causal_lm(str(path), dtype=torch.bfloat16, device=CUDA, flag=cluster.FLAG)
+        engine = EmbeddedEngine(model, eos_token_ids=(2,), max_batch_size=4)
+        if not captured:
+            engine._decoder._graphs = None  # type: ignore[union-attr]
+
+        async def waits(tokens: int) -> Counter[str]:
+            waited.clear()
+            params = [SamplingParams(max_new_tokens=tokens, seed=seed, **SAMPLING[sampling]) for seed in range(3)]
+            asked = [GenerationRequest(prompt_token_ids=(5, *range(7, 9 + n)), params=p) for n, p in enumerate(params)]
+            replies = await asyncio.gather(*map(engine.generate, asked))
+            assert {len(reply.token_ids) for reply in replies} == {tokens}
+            return Counter(waited)
+
+        await waits(2)  # captures
+        step = await waits(4) - await waits(3)
+        copies = {TO_CPU: 2 if sampling == "told the likeliest" else 1}
+        assert step == Counter(copies | ({TO_GPU: INPUTS} if captured else UNCAPTURED))
