@@ -39,7 +39,8 @@ def epsilon(norm: Any) -> float:
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
-    if hidden_states.is_cuda and hidden_states.dtype == self.weight.dtype:
+    compiling = torch.compiler.is_compiling()  # which fuses the formula with what is before and after it
+    if hidden_states.is_cuda and hidden_states.dtype == self.weight.dtype and not compiling:
         return functional.rms_norm(hidden_states, self.weight.shape, self.weight, epsilon(self))
     result: Tensor = type(self).forward(self, hidden_states)
     return result
