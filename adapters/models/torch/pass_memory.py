@@ -1,10 +1,10 @@
 """Measures what a pass of a model holds beside its weights, without computing anything: on the meta device tensors have
 shapes and no numbers, and their bytes are counted while they live.
 
-Attention is taken to keep queries, keys, values and its result, as fused kernels do. The output embedding is left out:
-its slices are counted by `application.settings.memory_plan_passes`. Passes are over text: what a tower holds of images
-is not counted.
-Does not own: models whose code asks what a tensor's numbers are; they cannot be measured so.
+The output embedding is left out: its slices are counted by `application.settings.memory_plan_passes`. Passes are over
+text: what a tower holds of images is not counted.
+Does not own: what kernels keep (`uncomputed.py`), nor models whose code asks what a tensor's numbers are, which cannot
+be measured so.
 """
 
 import math
@@ -18,17 +18,12 @@ import structlog
 import torch
 from attrs import evolve
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
-from rollgrad.adapters.models.torch.attention import ATTENTION, ForestAttention, backbone, install_attention
-from rollgrad.adapters.models.torch.attention_buckets import LEAST_QUERIES
-from rollgrad.adapters.models.torch.capped import SLICE
+from rollgrad.adapters.models.torch.attention import ATTENTION, backbone, install_attention
 from rollgrad.adapters.models.torch.images import model_factory
-from rollgrad.adapters.models.torch.kernels import has_varlen
 from rollgrad.adapters.models.torch.layout import Node
 from rollgrad.adapters.models.torch.norms import rms_norms
 from rollgrad.adapters.models.torch.offloading import PlainTransfers, transfers_of
@@ -38,6 +33,13 @@ from rollgrad.adapters.models.torch.recomputation import PRODUCTS as LINEAR
 from rollgrad.adapters.models.torch.recomputation import Recomputation
 from rollgrad.adapters.models.torch.recurrence import Convolution, ForestRecurrence, Scan
 from rollgrad.adapters.models.torch.recurrent_layers import recurrent_types
+from rollgrad.adapters.models.torch.uncomputed import (
+    MEASURED_RESULT,
+    UncomputedAttention,
+    UncomputedNorm,
+    UncomputedProducts,
+    grouped_product,
+)
 from rollgrad.application.settings.model_shape import PassMemory, Points
 from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.errors import ConfigurationError
@@ -57,12 +59,6 @@ PACKED = (16, 1024, 4096, 16384)
 ROWS = (1, 8)
 """Sequences of the passes that are measured of a model that is computed padded."""
 
-
-WORKED = {"forward": (2, 3, 2), "backward": (3, 5, 2)}
-"""Copies of a slice's scores, of its queries, and of its keys and values, with which capped attention works at once."""
-
-MEASURED_RESULT = "aten::new_empty_strided"
-"""Name of the operation that makes the results of fused attention here, which selective checkpointing keeps."""
 
 States = Callable[[int, int], Tensor]
 """Function that returns the last hidden states of so many sequences of one length."""
@@ -152,12 +148,12 @@ def _prompted(model: Any, device: torch.device, prompt: int) -> Points:
 def _normalise_as_on_a_gpu(model: Any) -> None:
     """Has the norms that a GPU's kernel computes (`norms.py`) keep what it keeps, and compute nothing."""
     for norm in rms_norms(model):
-        norm.forward = partial(_UncomputedNorm.apply, norm.weight)
+        norm.forward = partial(UncomputedNorm.apply, norm.weight)
 
 
 def _judging(model: Any, longest: int) -> PassMemory:
     shapes = [(rows, longest) for rows in ROWS]
-    with _UncomputedProducts():
+    with UncomputedProducts():
         with _Alive(model):  # which answers the questions of its code
             use_exact_attention(model)
         return _found(shapes, [_scored(model, partial(_texts, model), *shape) for shape in shapes], padded=True)
@@ -213,7 +209,7 @@ def state_bytes(model: Any) -> int:
     if not recurrent_types(model):
         return 0
     install_attention(model)
-    plan = _UncomputedAttention(1, 1, torch.device("meta"), model.dtype)
+    plan = UncomputedAttention(1, 1, torch.device("meta"), model.dtype)
     plan.recurrence = counted = _CountedStates([Node(0, 1)], device=torch.device("meta"))
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     with torch.no_grad(), _Alive(model):  # which answers the questions of its code
@@ -261,7 +257,7 @@ def _states(model: Any, device: torch.device, rows: int, length: int) -> Tensor:
     """Returns the last hidden states, from which a head reads those that it needs."""
     ids, settings = torch.empty(rows, length, dtype=torch.int64, device="meta"), {}
     if model.config._attn_implementation == ATTENTION:
-        ids, settings = ids.view(1, -1), {"attention_plan": _UncomputedAttention(rows, length, device, model.dtype)}
+        ids, settings = ids.view(1, -1), {"attention_plan": UncomputedAttention(rows, length, device, model.dtype)}
     hidden = backbone(model)(input_ids=ids, use_cache=False, **settings).last_hidden_state.flatten(0, 1)
     every: Tensor = hidden.index_select(0, torch.arange(rows * length, device="meta"))
     return every
@@ -285,7 +281,7 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             return False  # the answer to a question about numbers, such as whether any token is padding
-        compute = _grouped_product if func is aten._grouped_mm.default else func
+        compute = grouped_product if func is aten._grouped_mm.default else func
         made = compute(*args, **(kwargs or {}))
         if func in PRODUCTS:
             self.flops += 2 * made.numel() * args[PRODUCTS[func]].shape[-1]
@@ -306,117 +302,3 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _end(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
-
-
-class _UncomputedAttention(ForestAttention):
-    """The plan of a training pass on a device, whose kernels keep what they would keep there, and compute nothing."""
-
-    def __init__(self, rows: int, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        nodes = [Node(row * tokens, tokens) for row in range(rows)]
-        super().__init__(nodes, device=torch.device("meta"), dtype=dtype)
-        self._computing = device
-
-    def has_varlen(self, query: Tensor) -> bool:
-        """Implements `ForestAttention.has_varlen`."""
-        return has_varlen(self._computing, query.dtype, query.shape[-1])
-
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, **_: Any) -> Tensor:
-        """Returns a tensor in the place of the kernel's result, [B, H, Q, E]."""
-        if self._computing.type == "cuda":
-            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
-        return _kept(query.transpose(1, 2), key, value, mask).transpose(1, 2)
-
-    def _slices(self, heads: int, window: int | None) -> list[Any]:
-        return []
-
-    def capped(self, q_MHD: Tensor, k_MGD: Tensor, v_MGE: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Returns a tensor in the place of what is computed in slices, [M, H, E]."""
-        tokens, heads = q_MHD.shape[:2]
-        longest = max(node.length for node in self._nodes)
-        share = min(1.0, SLICE / (heads * tokens * longest))
-        scores = max(share * tokens, min(tokens, LEAST_QUERIES)) * heads * longest
-        # Of one long sequence each slice has all keys.
-        keys = max(share, longest / tokens) * (k_MGD.numel() + v_MGE.numel())
-        wide = q_MHD.itemsize / 4 if self._computing.type == "cuda" else 1  # a CPU has all in float32
-        seen = scores / heads / 4  # a byte for each pair of query and key
-        work = [int(a * scores + seen + wide * (b * share * q_MHD.numel() + c * keys)) for a, b, c in WORKED.values()]
-        return _kept(q_MHD, k_MGD, v_MGE, work=work)
-
-    def varlen(self, query_QHD: Tensor, key_KGD: Tensor, value_KGE: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Returns a tensor in the place of the kernel's result, [Q, H, E]."""
-        return _kept(query_QHD, key_KGD, value_KGE)
-
-
-class _UncomputedProducts(TorchFunctionMode):
-    """Has torch's scaled dot-product attention keep what a fused kernel keeps, and compute nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_attended if func is functional.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
-
-
-def _attended(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
-    added = None if attn_mask is None else attn_mask.to(query.dtype)  # torch makes one that is added to scores
-    return _kept(query.transpose(1, 2), key, value, added).transpose(1, 2)
-
-
-def _kept(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, work: Sequence[int] = (0, 0)
-) -> Tensor:
-    """Returns a tensor of the value's width for each query [..., H, D]; the backward pass keeps all that is given. The
-    passes, forward and backward, work with so many numbers in float32."""
-    out: Tensor = _Uncomputed.apply(query, key, value, mask, work)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _in_slices(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return like.new_empty(shape, dtype=dtype)
-
-
-def _fused(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
-    return like.new_empty_strided(shape, strides, dtype=dtype)
-
-
-class _Uncomputed(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, work: Sequence[int]
-    ) -> Tensor:
-        ctx.work = work
-        working = query.new_empty(work[0], dtype=torch.float32)  # beside the result
-        # Selective checkpointing keeps results of fused attention, which are told by this operation here.
-        make = _in_slices if any(work) else _fused
-        out = make(query, (*query.shape[:-1], value.shape[-1]), query.dtype)
-        sums = make(query, query.shape[:-1], torch.float32)
-        ctx.save_for_backward(query, key, value, mask, out, sums)
-        del working
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *_ = ctx.saved_tensors
-        working = query.new_empty(ctx.work[1], dtype=torch.float32)
-        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del working
-        return *gradients, None, None
-
-
-class _UncomputedNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, hidden: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, hidden, hidden.new_empty(*hidden.shape[:-1], 1, dtype=torch.float32))
-        return torch.empty_like(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        weight, hidden, _ = ctx.saved_tensors
-        return torch.empty_like(weight), torch.empty_like(hidden)
-
-
-def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Returns a tensor in the place of the product of groups of rows with a matrix each, or of groups of columns with
-    rows, whose shape torch tells in bfloat16 alone."""
-    if b.ndim == 3:
-        return a.new_empty(*a.shape[:-1], b.shape[-1])
-    groups = () if offsets is None else (len(offsets),)
-    return a.new_empty(*groups, a.shape[-2], b.shape[-1])

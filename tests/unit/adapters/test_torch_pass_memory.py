@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.models.torch import pass_memory
+from rollgrad.adapters.models.torch import pass_memory, uncomputed
 from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
 from rollgrad.adapters.models.torch.forward import PackedValue
 from rollgrad.adapters.models.torch.loading import load_causal_lm
@@ -93,7 +93,7 @@ def test_passes_that_are_computed_again_hold_what_is_measured(path: str, kind: C
 
 @pytest.mark.parametrize("architecture", ["llama"])
 def test_inputs_in_the_machines_memory_are_not_on_a_gpu(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_memory, "has_varlen", lambda *_: True)
+    monkeypatch.setattr(uncomputed, "has_varlen", lambda *_: True)
     stay, moved = (
         bytes_of_pass(
             measured(path, torch.device("cuda"), checkpointing=Checkpointing.FULL, offloads=offloads).saved, 1024
@@ -149,7 +149,7 @@ def test_a_token_is_multiplied_with_the_matrices_of_the_experts_that_it_chooses(
 @pytest.mark.parametrize("architecture", ["llama"])
 def test_on_a_gpu_queries_are_not_copied(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = measured(path)
-    monkeypatch.setattr(pass_memory, "has_varlen", lambda *_: True)
+    monkeypatch.setattr(uncomputed, "has_varlen", lambda *_: True)
     assert measured(path, torch.device("cuda")).scored[-1] < copied.scored[-1]
 
 
