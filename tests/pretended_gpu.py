@@ -536,6 +536,7 @@ def pretended_gpu() -> Iterator[Counter[str]]:
         for name, answer in {
             "is_available": True,
             "is_initialized": True,
+            "is_current_stream_capturing": False,
             "is_bf16_supported": True,
             "device_count": 1,
             "get_device_capability": (9, 0),
