@@ -48,8 +48,8 @@ def write_model_card(
     parts = [
         f"---\n{yaml_text(metadata)}---",
         f"# {model.absolute().parent.name}",
-        f"{MARK}(https://pypi.org/project/rollgrad) {rollgrad.__version__} in {steps} steps from "
-        f"{Path(initial).name if local else initial}.",
+        f"{MARK}(https://pypi.org/project/rollgrad) {rollgrad.__version__} in "
+        f"{steps} {'step' if steps == 1 else 'steps'} from {Path(initial).name if local else initial}.",
     ]
     if after:
         rows = [f"| `{name}` | {before.get(name, float('nan')):.4g} | {value:.4g} |" for name, value in after.items()]

@@ -61,12 +61,10 @@ class StepGraphs:
             self.clear()
             self._addresses = addresses
         shapes = tuple(part.shape for part in inputs)
-        numbers = torch.cat([part.flatten().long() for part in inputs])
+        numbers = inputs.joined()
         if shapes not in self._captured:
             own = numbers.to(self._device, copy=True)
-            parts = torch.split(own, [shape.numel() for shape in shapes])
-            views = DecodeInputs(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
-            self._captured[shapes] = _Captured(own, *self._capturing(lambda given: compute(_typed(given)), views))
+            self._captured[shapes] = _Captured(own, *self._capturing(compute, inputs.parts(own)))
         step = self._captured[shapes]
         step.inputs.copy_(to_device(numbers, self._device))
         step.replay()
@@ -87,11 +85,6 @@ class StepGraphs:
     def clear(self) -> None:
         """Drops all graphs, and their memory."""
         self._captured.clear()
-
-
-def _typed(inputs: DecodeInputs) -> DecodeInputs:
-    """Returns inputs of a step that are all integers, as they travel together, with truth values where they belong."""
-    return inputs._replace(absent_AK=inputs.absent_AK.bool())
 
 
 def uncaptured(compute: Compute, inputs: DecodeInputs) -> tuple[Tensor, Callable[[], object]]:
