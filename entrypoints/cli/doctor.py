@@ -15,6 +15,7 @@ from typing import Any
 
 import rollgrad
 from rollgrad.adapters.engines.vllm.builds import cpu_builds, torch_build
+from rollgrad.adapters.system.cores import usable_cores
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.entrypoints.cli import doctor_machine as machine
 from rollgrad.entrypoints.cli.doctor_packages import Requirements, requirements, version
@@ -132,7 +133,7 @@ def run_doctor(*, deep: bool = False, as_json: bool = False) -> int:
 def _show_machine(report: Report) -> list[machine.Gpu]:
     report.fact("rollgrad", rollgrad.__version__, "rollgrad", rollgrad.__version__)
     report.fact("system", platform.platform(), "system", platform.platform())
-    report.fact("cores", machine.cores(), "cores", str(machine.cores()))
+    report.fact("cores", usable_cores(), "cores", str(usable_cores()))
     memory = machine.memory_bytes()
     report.fact("memory_bytes", memory, "memory", _size(memory))
     shared = machine.shared_memory_bytes()

@@ -110,11 +110,6 @@ def compiler_problem(gpus: list[Gpu]) -> str | None:
     )
 
 
-def cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def memory_bytes() -> int:
     """Returns the machine's memory, or what its container may use of it if that is less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

@@ -5,7 +5,6 @@ Objects of other processes are made there, from the same settings, by the provid
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -38,6 +37,7 @@ from rollgrad.adapters.models.torch.weight_shards import shard_rows
 from rollgrad.adapters.ray.placement import Placement, Slot
 from rollgrad.adapters.ray.session import RaySession, cluster_gpus
 from rollgrad.adapters.rewards.model import ModelReward
+from rollgrad.adapters.system.cores import usable_cores
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.settings.derived import divides_reward
@@ -351,4 +351,4 @@ class Cluster:
 
 def _threads_each(processes: int) -> int:
     """Returns the number of threads of each process on a machine, which is assumed to be like this one."""
-    return max(1, (os.cpu_count() or 1) // processes)
+    return max(1, usable_cores() // processes)

@@ -5,6 +5,7 @@ processes with parts of models (`cluster.py`), which call the same functions.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from rollgrad.adapters.models.torch.router_replay import install_router_replay
 from rollgrad.adapters.models.torch.trained_reward import TorchReward
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.adapters.models.torch.weight_shards import Shard, layer_parts, make_whole, whole_layers
+from rollgrad.adapters.system.cores import usable_cores
 from rollgrad.application.settings.sections.actor import ActorConfig, ModelConfig, RouterReplay
 from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.application.settings.sections.examples import ExampleModelConfig
@@ -37,7 +39,10 @@ ACTOR_FLAG = "--actor.model_name_or_path"
 
 
 def compute_device(actor: ModelConfig) -> torch.device:
-    """Returns where this process computes models, by deterministic kernels if the settings say so."""
+    """Returns where this process computes models, by deterministic kernels if the settings say so, and on the CPU with
+    no more threads than it has cores; OMP_NUM_THREADS sets another number."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     if actor.deterministic:
         compute_deterministically()
     return default_device()
