@@ -20,7 +20,7 @@ from rollgrad.adapters.engines.embedded.grammars import Grammars, Matcher
 from rollgrad.adapters.engines.embedded.kept import KEPT_BYTES, KeptSequences
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, StoredKeys, blocks_of
 from rollgrad.adapters.engines.embedded.rows import PromptKey, Row, check_request
-from rollgrad.adapters.engines.embedded.sampler import likeliest, read, sample
+from rollgrad.adapters.engines.embedded.sampler import forbid, likeliest, read, sample
 from rollgrad.adapters.models.torch.compatibility import usable_positions
 from rollgrad.adapters.models.torch.lora import plain_buffers
 from rollgrad.adapters.models.torch.moving import to_device
@@ -362,16 +362,14 @@ class EmbeddedEngine(RolloutEngine):
 
     def _append(self, rows: Sequence[Row], logits_AV: torch.Tensor) -> list[Row]:
         """Samples a token for each of `rows`; removes and returns those that are done."""
-        early = [(index, token) for index, row in enumerate(rows) for token in row.too_early(self._eos)]
-        if early:
-            row_E, token_E = to_device(torch.tensor(early), logits_AV.device).unbind(1)
-            logits_AV[row_E, token_E] = float("-inf")
+        forbid(logits_AV, [row.too_early(self._eos) for row in rows])
         for index, row in enumerate(rows):
             row.restrict(logits_AV[index])
         params: list[SamplingParams] = [row.request.params for row in rows]
         uniforms = torch.stack([row.uniforms[len(row.tokens)] for row in rows])
         tokens, logprobs = read(*sample(logits_AV, params, uniforms))
-        self._note_likeliest(rows, logits_AV)
+        for index, best in likeliest(logits_AV, [p.top_logprobs for p in params]).items():
+            rows[index].top_logprobs.append(best)
         finished = []
         for row, token, logprob in zip(rows, map(int, tokens), logprobs, strict=True):
             row.tokens.append(token)
@@ -384,17 +382,6 @@ class EmbeddedEngine(RolloutEngine):
                 finished.append(row)
         self._remove_finished()
         return finished
-
-    def _note_likeliest(self, rows: Sequence[Row], logits_AV: torch.Tensor) -> None:
-        """Gives rows whose requests ask for them the likeliest tokens; those that ask for as many are read together."""
-        asking: dict[int, list[int]] = {}
-        for index, row in enumerate(rows):
-            asking.setdefault(row.request.params.top_logprobs, []).append(index)
-        asking.pop(0, None)
-        for count, indices in asking.items():
-            logits = logits_AV.index_select(0, to_device(torch.tensor(indices), logits_AV.device))
-            for index, found in zip(indices, likeliest(logits, count), strict=True):
-                rows[index].top_logprobs.append(found)
 
     def _stop_reason(self, row: Row) -> StopReason | None:
         params = row.request.params

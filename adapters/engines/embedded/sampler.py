@@ -5,7 +5,7 @@ inverts the cumulative distribution: with probabilities (0.2, 0.5, 0.3) and the 
 1.0), and the first above 0.6 is that of token 1, whose log-prob is log 0.5.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,19 +57,30 @@ def read(tokens: Tensor, logprobs: Tensor) -> tuple[list[Any], list[Any]]:
     return ids, numbers
 
 
-def likeliest(logits_AV: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """Returns for each row the `count` most likely tokens with their log-probs, the likeliest first; fewer if fewer are
-    possible.
+def forbid(logits_AV: Tensor, tokens_A: Sequence[Iterable[int]]) -> None:
+    """Makes tokens of each row impossible."""
+    places = [(row, token) for row, tokens in enumerate(tokens_A) for token in tokens]
+    if places:
+        row_F, token_F = to_device(torch.tensor(places), logits_AV.device).unbind(1)
+        logits_AV[row_F, token_F] = float("-inf")
+
+
+def likeliest(logits_AV: Tensor, counts_A: Sequence[int]) -> dict[int, list[tuple[int, float]]]:
+    """Returns the most likely tokens with their log-probs, the likeliest first, of each row that asks for any.
 
     Args:
         logits_AV: as `sample` leaves them.
-        count: number of tokens.
+        counts_A: how many tokens of each row; it gets fewer if fewer are possible.
     """
-    best_AC, tokens_AC = logits_AV.log_softmax(-1).topk(min(count, logits_AV.shape[1]))
-    return [
-        [(int(token), logprob) for token, logprob in zip(*row, strict=True) if logprob > float("-inf")]
-        for row in zip(*read(tokens_AC, best_AC), strict=True)
-    ]
+    found = {}
+    for count in {*counts_A} - {0}:
+        rows = [row for row, asked in enumerate(counts_A) if asked == count]
+        logits = logits_AV.index_select(0, to_device(torch.tensor(rows), logits_AV.device))
+        best, tokens = logits.log_softmax(-1).topk(min(count, logits.shape[1]))
+        for row, *pairs in zip(rows, *read(tokens, best), strict=True):
+            told = zip(*pairs, strict=True)
+            found[row] = [(int(token), logprob) for token, logprob in told if logprob > float("-inf")]
+    return found
 
 
 def _truncate(logits_AV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
