@@ -34,7 +34,7 @@ def test_it_names_no_place_on_this_machine(tmp_path: Path) -> None:
     base.mkdir(parents=True)
     write_model_card(base, config_of(str(base)), steps=1, before={}, after={})
     text = (base / "README.md").read_text()
-    assert "steps from base." in text
+    assert "step from base." in text
     assert str(tmp_path) not in text
     assert "prompts.jsonl" not in text
     assert "base_model" not in text
@@ -44,7 +44,7 @@ def test_the_card_of_a_run_that_continues_is_written_anew_and_no_other_readme_is
     path = tmp_path / "README.md"
     for steps in (1, 2):
         write_model_card(tmp_path, config_of("org/base"), steps=steps, before={}, after={})
-        assert f"in {steps} steps" in path.read_text()
+        assert f"in {steps} step" in path.read_text()
     path.write_text("mine")
     write_model_card(tmp_path, config_of("org/base"), steps=3, before={}, after={})
     assert path.read_text() == "mine"
