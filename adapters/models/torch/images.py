@@ -21,6 +21,7 @@ from rollgrad.adapters.models.torch.classifier import is_vision_language
 from rollgrad.adapters.models.torch.layout import Layout
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceShare
+from rollgrad.adapters.models.torch.unread_positions import unread_positions
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.images import PlacedImages
 
@@ -49,7 +50,8 @@ def run_body(
     tokens, places = (to_device(each, weight.device) for each in (tokens_BT, positions))
     arguments = {"use_cache": False, "attention_plan": plan, **settings}
     if not images:
-        return body(input_ids=_share(tokens, share), position_ids=_share(places, share), **arguments)
+        with unread_positions():
+            return body(input_ids=_share(tokens, share), position_ids=_share(places, share), **arguments)
     real = tokens.clone()
     real[~placeholders(model, tokens[0], images)[None] & (tokens == body.config.image_token_id)] = 0
     tensors = joined_tensors(images, weight.device, weight.dtype)

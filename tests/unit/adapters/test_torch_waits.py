@@ -15,6 +15,7 @@ from rollgrad.adapters.models.torch.gradients import on_one_thread
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.moving import to_device
+from rollgrad.adapters.models.torch.unread_positions import unread_positions
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
@@ -26,11 +27,8 @@ from tests.tiny_architectures import tiny_model
 CPU = torch.device("cpu")
 THREADS = 3
 NUMBER = "aten._local_scalar_dense.default"
-A_PASS = {TO_CPU: 1, NUMBER: 1}
-"""The columns of the action tokens; and transformers looks whether positions are those of several sequences, to make a
-mask that nobody uses (`find_packed_sequence_indices` in `masking_utils.py`)."""
-UNCAPTURED = {"aten.is_nonzero.default": 1}
-"""transformers looks at the positions of a step, too, if it is not captured."""
+A_PASS = {TO_CPU: 1}
+"""The columns of the action tokens."""
 A_STEP = {NUMBER: 2}
 """The norm of the gradient, by which it is clipped or refused, and that of the weights afterwards."""
 
@@ -99,6 +97,16 @@ def test_what_a_gpu_is_waited_for(path: Path) -> None:
         assert waited == Counter(A_PASS)
 
 
+def test_transformers_reads_the_positions_of_other_models(path: Path) -> None:
+    from transformers import masking_utils
+
+    policy(path, CPU).score(batch())
+    several = torch.tensor([[0, 1, 0, 1, 2]])
+    assert masking_utils.find_packed_sequence_indices(several).tolist() == [[0, 0, 1, 1, 1]]
+    with unread_positions():
+        assert masking_utils.find_packed_sequence_indices(several) is None
+
+
 def test_what_is_moved_may_change_at_once() -> None:
     with pretended_gpu() as waited:
         tensor = torch.arange(3)
@@ -138,4 +146,4 @@ async def test_a_step_of_decoding_waits_for_its_tokens_alone(path: Path, samplin
         await waits(2)  # captures
         step = await waits(4) - await waits(3)
         copies = {TO_CPU: 2 if sampling == "told the likeliest" else 1}
-        assert step == Counter(copies if captured else copies | UNCAPTURED)
+        assert step == Counter(copies)
