@@ -52,6 +52,8 @@ attention; biases; convolutions; the delta rule, alone and with experts; both Ma
 def environment(out: Any) -> None:
     import transformers
 
+    from rollgrad.adapters.system.cores import usable_cores
+
     out["versions"] = {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
@@ -62,6 +64,7 @@ def environment(out: Any) -> None:
     found = {str(dist.metadata["Name"]).lower().replace("_", "-"): dist.version for dist in distributions()}
     out["packages"] = {name: found.get(name) for name in (*PACKAGES, *KERNELS)}
     out["compilers"] = {name: shutil.which(name) for name in ("gcc", "g++", "nvcc", "ninja")}
+    out["threads of the CPU"] = {"torch": torch.get_num_threads(), "cores": os.cpu_count(), "usable": usable_cores()}
     out["variables"] = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     if GPU:
         from rollgrad.adapters.models.torch.kernels import _widest_head
