@@ -248,6 +248,7 @@ def test_a_run_of_an_earlier_version_opens(browser: Any, kept_runs: Path, tmp_pa
 
 def test_keys(page: Page) -> None:
     page.open("#/r/sums/t?filter=step = 2 and kind = update")
+    page.page.locator(".row[aria-rowindex='3']").wait_for()  # a key that is pressed before there are rows does nothing
     keys = page.page.keyboard
     keys.press("j")
     keys.press("j")
