@@ -329,7 +329,7 @@ def test_the_model_is_on_the_hub_when_the_run_has_finished(workspace: Path, monk
     assert json.loads(Path("out/best.state.json").read_text())["step"] == 1
     assert hub.files == {path.name: path.read_bytes() for path in Path("out/best").iterdir()}
     assert hub.files["model.safetensors"] != Path("out/model/model.safetensors").read_bytes()
-    assert b"in 1 steps" in hub.files["README.md"]
+    assert b"in 1 step " in hub.files["README.md"]
     assert b"eval/pass@1" in hub.files["README.md"]
 
 
