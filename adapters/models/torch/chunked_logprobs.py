@@ -14,8 +14,8 @@ import torch
 from attrs import frozen
 from torch import Tensor, distributed
 
+from rollgrad.adapters.models.torch import fusing
 from rollgrad.adapters.models.torch.allowed_tokens import AllowedTokens
-from rollgrad.adapters.models.torch.fusing import fused
 
 Restrict = Callable[[Tensor], None]
 """Function that sets logits of tokens that are not possible to minus infinity."""
@@ -205,11 +205,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            product = form.product(hidden[part], weight, bias)
-            restrict, compute = _restricted(_columns, allowed, start, vocabulary.first)
-            wanted = (correct, mean, collision)
-            columns[:, part] = compute(product, form, temperature, restrict, index[part], mine[part], wanted)
-            del product  # before the next chunk's takes memory
+            restrict = _restriction(allowed, start, vocabulary.first)
+            of = (temperature, index[part], mine[part], (correct, mean, collision))
+            columns[:, part] = _of_logits(_columns, hidden[part], weight, bias, form, restrict, *of)
         lse, target, own, *more = vocabulary.gathered(columns).unbind(1)
         normaliser = torch.logsumexp(lse, dim=0)
         logprobs = target.sum(0) - normaliser
@@ -248,13 +246,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         mean_share = None if grad_mean is None else grad_mean / ctx.size
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
-            product = ctx.form.product(hidden[part], weight, bias)
+            restrict = _restriction(ctx.allowed, start, ctx.vocabulary.first)
             columns = (normaliser, index, mine, grad_logprobs, grad_entropy, entropy, grad_mean, mean_share)
-            parts: list[Any] = [None if column is None else column[part, None] for column in columns]
-            restrict, compute = _restricted(_product_gradient, ctx.allowed, start, ctx.vocabulary.first)
-            grad = compute(product, ctx.form, ctx.temperature, restrict, *parts)
-            del product  # which is not needed while these are computed
-            grad = grad.to(weight.dtype)
+            of = [None if column is None else column[part, None] for column in columns]
+            form, dtype, temperature = ctx.form, weight.dtype, ctx.temperature
+            grad = _of_logits(_logit_gradient, hidden[part], weight, bias, form, restrict, temperature, dtype, *of)
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 if weight.dtype == torch.float32:
@@ -268,30 +264,44 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 8
 
 
-def _restricted(
-    function: Callable[..., Tensor], allowed: AllowedTokens | None, start: int, first: int
-) -> tuple[Restrict | None, Callable[..., Tensor]]:
-    """Returns what leaves only the `allowed` tokens in logits whose first row is `start`, and what computes a function
-    of them, which is fused where all tokens are allowed."""
-    if allowed is None:
-        return None, fused(function)
-    return partial(allowed.restrict, start=start, first=first), function
+def _restriction(allowed: AllowedTokens | None, start: int, first: int) -> Restrict | None:
+    """Returns what leaves only the `allowed` tokens in logits whose first row is `start`; None where all are."""
+    return None if allowed is None else partial(allowed.restrict, start=start, first=first)
+
+
+def _of_logits(
+    function: Callable[..., Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    form: LogitForm,
+    restrict: Restrict | None,
+    *others: Any,
+) -> Tensor:
+    """Returns what a function computes of the logits of hidden states, which it may overwrite; fused where that is
+    worth while and all tokens are allowed."""
+    if restrict is None and fusing.is_fused(hidden.device):
+        return fusing.fused(_of_product)(form.product(hidden, weight, bias), function, form, *others)
+    return function(form.logits(hidden, weight, bias), form, restrict, *others)
+
+
+def _of_product(product: Tensor, function: Callable[..., Tensor], form: LogitForm, *others: Any) -> Tensor:
+    return function(form.formed(product), form, None, *others)
 
 
 def _columns(
-    product_AV: Tensor,
+    logits: Tensor,
     form: LogitForm,
-    temperature: float,
     restrict: Restrict | None,
+    temperature: float,
     index_A: Tensor,
     mine_A: Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> Tensor:
     """Returns what is to be known of rows of logits [K, A]: their logsumexp, the target's logit, and minus the mean of
     the log-softmax; then, if `wanted`, the largest logit, the sum of the log-softmax and the number of logits, and the
-    probability of meeting a token twice. It may overwrite the product."""
+    probability of meeting a token twice. It overwrites the logits."""
     correct, mean, collision = wanted
-    logits = form.formed(product_AV)
     if temperature != 1.0:
         logits.div_(temperature)
     if restrict is not None:
@@ -321,11 +331,12 @@ def _logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
     return (logits - shift[:, None]).exp_().sum(-1).log_().add_(shift), best
 
 
-def _product_gradient(
-    product_AV: Tensor,
+def _logit_gradient(
+    logits: Tensor,
     form: LogitForm,
-    temperature: float,
     restrict: Restrict | None,
+    temperature: float,
+    dtype: torch.dtype,
     normaliser: Tensor,
     index: Tensor,
     mine: Tensor,
@@ -335,10 +346,9 @@ def _product_gradient(
     grad_mean: Tensor | None,
     mean_share: Tensor | None,
 ) -> Tensor:
-    """Returns the gradient at hidden @ weight.T + bias, in its format: the slope of the logits times
+    """Returns the gradient at hidden @ weight.T + bias, in the format `dtype`: the slope of the logits times
     g_l (onehot - p) - g_H p (log p + H) + g_M (1 / V - p), the gradient at the scaled logits; `mean_share` is g_M / V.
-    It may overwrite the product; the other tensors are columns [A, 1]."""
-    logits = form.formed(product_AV)
+    It overwrites the logits; the other tensors are columns [A, 1]."""
     slope = form.slope(logits)
     if restrict is not None:
         restrict(logits)
@@ -351,6 +361,7 @@ def _product_gradient(
     else:
         factor = (log_softmax + entropy).mul_(grad_entropy).add_(coefficient)
         grad = log_softmax.exp_().mul_(factor).neg_()
+        del factor  # which is as large as the logits
     if grad_logprobs is not None and torch.compiler.is_compiling():  # a scatter would need the gradient in memory
         is_target = (torch.arange(grad.shape[1], device=grad.device) == index) & mine
         grad = grad + torch.where(is_target, grad_logprobs, 0.0)
@@ -358,4 +369,4 @@ def _product_gradient(
         grad.scatter_add_(1, index, torch.where(mine, grad_logprobs, 0.0))
     if mean_share is not None:
         grad.add_(mean_share)
-    return grad.mul_(slope / temperature).to(product_AV.dtype)
+    return grad.mul_(slope / temperature).to(dtype)
