@@ -12,6 +12,7 @@ from torch import Tensor
 from rollgrad.adapters.models.torch import chunked_logprobs as head
 from rollgrad.adapters.models.torch.allowed_tokens import AllowedTokens
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm, VocabularyShare, token_logprobs
+from rollgrad.application.settings.memory_plan_passes import LOGITS_OF_A_SLICE
 
 VOCABULARY, HIDDEN = 37, 16
 
@@ -351,3 +352,21 @@ def test_shares_of_the_vocabulary_give_what_the_whole_gives(
     for index in (1, 2):
         together = torch.cat([gradients[index] for _, gradients in results])
         torch.testing.assert_close(together, expected_gradients[index], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [LogitForm(), LogitForm(cap=3.0)], ids=["plain", "capped"])
+def test_a_slice_of_logits_is_held_three_times_at_once(form: LogitForm) -> None:
+    """The memory plan counts as many."""
+    from benchmarks.memory_plan import peak
+
+    rows, vocabulary = 64, 4096
+    hidden = torch.randn(rows, HIDDEN, requires_grad=True)
+    weight = torch.randn(vocabulary, HIDDEN)
+    targets = torch.randint(0, vocabulary, (rows,))
+
+    def work() -> None:
+        logprobs, entropy = token_logprobs(hidden, weight, None, targets, 1.0, form=form)
+        (logprobs + entropy).sum().backward()
+
+    work()
+    assert peak(work) < (LOGITS_OF_A_SLICE + 0.1) * 4 * rows * vocabulary
