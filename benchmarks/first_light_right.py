@@ -65,6 +65,7 @@ def environment(out: Any) -> None:
     out["packages"] = {name: found.get(name) for name in (*PACKAGES, *KERNELS)}
     out["compilers"] = {name: shutil.which(name) for name in ("gcc", "g++", "nvcc", "ninja")}
     out["threads of the CPU"] = {"torch": torch.get_num_threads(), "cores": os.cpu_count(), "usable": usable_cores()}
+    out["x[i] of 16384 numbers on the CPU, us, by threads"] = _indexing_us()
     out["variables"] = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     if GPU:
         from rollgrad.adapters.models.torch.kernels import _widest_head
@@ -82,6 +83,19 @@ def environment(out: Any) -> None:
         y = torch.empty_like(x)
         out["copy_tb_s"] = round(2 * x.nbytes / ms(lambda: y.copy_(x)) / 1e9, 2)
     out["matmul_tflops"] = round(matmul_flops() / 1e12, 1)
+
+
+def _indexing_us() -> dict[int, float]:
+    """Microseconds of indexing by torch's own number of threads, and by one."""
+    threads, x, places = torch.get_num_threads(), torch.randn(16384), torch.arange(16384)
+    found = {}
+    try:
+        for count in (threads, 1):
+            torch.set_num_threads(count)
+            found[count] = round(1e3 * ms(lambda: x[places], repeats=20, warm=5), 1)
+    finally:
+        torch.set_num_threads(threads)
+    return found
 
 
 def gpu_equals_cpu(out: Any) -> None:

@@ -24,8 +24,8 @@ Function = Callable[..., Tensor]
 
 @cache
 def fused(function: Function) -> Function:
-    """Returns what computes the same as a function whose first argument is a tensor that it may overwrite: fused, where
-    that is worth while (`is_fused`)."""
+    """Returns what computes the same, fused, as a function whose first argument is a tensor that it may overwrite; for
+    devices where that is worth while (`is_fused`)."""
     return _Fused(function)
 
 
@@ -51,7 +51,7 @@ class _Fused:
 
     def __call__(self, first: Tensor, *others: Any) -> Tensor:
         """Computes the function; without fusing once that has failed."""
-        if not self._works or not is_fused(first.device):
+        if not self._works:
             return self._plain(first, *others)
         try:
             return self._compiled(first, *others)

@@ -33,22 +33,23 @@ def rms_norms(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def epsilon(norm: Any) -> float:
-    """Returns what an RMS norm of transformers adds to the mean square."""
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+def _epsilon(norm: Any) -> Any:
+    """Returns what an RMS norm of transformers adds to the mean square; None of a module that has no such number."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
     compiling = torch.compiler.is_compiling()  # which fuses the formula with what is before and after it
     if hidden_states.is_cuda and hidden_states.dtype == self.weight.dtype and not compiling:
-        return functional.rms_norm(hidden_states, self.weight.shape, self.weight, epsilon(self))
+        return functional.rms_norm(hidden_states, self.weight.shape, self.weight, _epsilon(self))
     result: Tensor = type(self).forward(self, hidden_states)
     return result
 
 
 def _is_rms_norm(module: Any) -> bool:
     """Returns whether a module computes an RMS norm: of numbers as small as the epsilon, too."""
-    if not isinstance(getattr(module, "variance_epsilon", getattr(module, "eps", None)), float):
+    epsilon = _epsilon(module)
+    if not isinstance(epsilon, float):
         return False
     if len(inspect.signature(type(module).forward).parameters) != 2:  # itself and the hidden states
         return False
@@ -56,12 +57,12 @@ def _is_rms_norm(module: Any) -> bool:
     weight = torch.linspace(0.5, 1.5, WIDTH)
     probe.__dict__["_parameters"] = {"weight": nn.Parameter(weight, requires_grad=False)}
     unit = torch.linspace(-3, 4, 2 * WIDTH).sin().view(2, WIDTH)
-    for hidden in (unit, unit * epsilon(module) ** 0.5):
+    for hidden in (unit, unit * epsilon**0.5):
         try:
             found = type(module).forward(probe, hidden)
         except Exception:  # the code of a model, with a shape that it may not have been made for
             return False
-        expected = functional.rms_norm(hidden, (WIDTH,), weight, epsilon(module))
+        expected = functional.rms_norm(hidden, (WIDTH,), weight, epsilon)
         if not (isinstance(found, Tensor) and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)):
             return False
     return True

@@ -152,9 +152,9 @@ def test_graphs_share_the_memory_of_those_that_live(monkeypatch: pytest.MonkeyPa
     assert capturing == "capturing"
     assert cuda.stream is own
     captured.clear()
-    other = CudaCapture()
-    captured = [other(compute, None) for _ in range(2)]  # type: ignore[arg-type]
+    captured = [capture(compute, None) for _ in range(2)]  # type: ignore[arg-type]
     assert cuda.pools[2] == cuda.pools[3] != cuda.pools[0]
+    CudaCapture()(compute, None)  # type: ignore[arg-type]
     assert cuda.streams == 2, "each stream would have a workspace of cuBLAS for as long as the process lives"
     captured[0][1]()
     assert cuda.done[-1] == "replay"

@@ -44,7 +44,7 @@ def test_the_card_of_a_run_that_continues_is_written_anew_and_no_other_readme_is
     path = tmp_path / "README.md"
     for steps in (1, 2):
         write_model_card(tmp_path, config_of("org/base"), steps=steps, before={}, after={})
-        assert f"in {steps} step" in path.read_text()
+        assert f"in {steps} {'step' if steps == 1 else 'steps'} from" in path.read_text()
     path.write_text("mine")
     write_model_card(tmp_path, config_of("org/base"), steps=3, before={}, after={})
     assert path.read_text() == "mine"
