@@ -134,6 +134,9 @@ def compiled(model: Any) -> Any:
                 ("qwen3_5_text", False, AS_IT_IS),
                 ("jamba", False, AS_IT_IS),
                 # Their layers differ in Python; the operations of their gradients are those of the others.
+                ("llama", False, AS_WRITTEN),
+                ("cohere2", True, AS_WRITTEN),
+                ("gpt2", False, AS_WRITTEN),
                 ("lfm2", False, AS_WRITTEN),
                 ("deepseek_v3", True, AS_WRITTEN),
                 ("llama4_text", True, AS_WRITTEN),
