@@ -35,6 +35,7 @@ import benchmarks  # noqa: E402
 benchmarks.__path__ = [str(ROOT / "benchmarks")]  # not those of another package
 
 from benchmarks.first_light_common import RUN, Found  # noqa: E402
+from benchmarks.first_light_engines import cluster, vllm  # noqa: E402
 from benchmarks.first_light_fast import (  # noqa: E402
     attention_is_fast,
     compiled,
@@ -86,6 +87,8 @@ SECTIONS = {
     profile: 60,
     fsdp2: 60,
     compiled: 120,
+    vllm: 180,
+    cluster: 300,
     gpu_tests: 120,
     deepspeed: 150,
 }

@@ -105,7 +105,7 @@ def config() -> Any:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=16,
+            head_dim=32,  # the least that vLLM has on a CPU
             vocab_size=512,
             tie_word_embeddings=True,
         )
@@ -208,6 +208,11 @@ def engine_of(m: Any, rows: int, *, captured: bool = True) -> Any:
 
 def play(engine: Any, rows: int, new: int, *, vocabulary: int = 500, sleeps: bool = False) -> list[Any]:
     """Tokens of replies to so many prompts of 64 tokens, each the likeliest."""
+    return asyncio.run(played(engine, rows, new, vocabulary=vocabulary, sleeps=sleeps))
+
+
+async def played(engine: Any, rows: int, new: int, *, vocabulary: int = 500, sleeps: bool = False) -> list[Any]:
+    """As `play`, for an engine that stays in one event loop."""
     from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 
     asked = [
@@ -217,14 +222,10 @@ def play(engine: Any, rows: int, new: int, *, vocabulary: int = 500, sleeps: boo
         )
         for row in range(rows)
     ]
-
-    async def together() -> list[Any]:
-        replies = await asyncio.gather(*(engine.generate(request) for request in asked))
-        if sleeps:
-            await engine.sleep()
-        return [reply.token_ids for reply in replies]
-
-    return asyncio.run(together())
+    replies = await asyncio.gather(*(engine.generate(request) for request in asked))
+    if sleeps:
+        await engine.sleep()
+    return [reply.token_ids for reply in replies]
 
 
 def graphs_of(engine: Any) -> dict[str, Any]:

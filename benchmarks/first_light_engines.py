@@ -1,0 +1,216 @@
+"""Sections of first light about vLLM on the GPU of what is trained, alone and in a cluster of Ray."""
+
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.first_light_common import DEV, GPU, RUN, batch, model, played, policy, step, sync
+
+ROOT = Path(__file__).resolve().parent.parent
+
+REWARD = """
+def reward_func(completions, **given):
+    return [reply.count("e") / max(1, len(reply)) for reply in completions]
+"""
+"""Reward of a run: something that a random model can learn."""
+
+TOLD = (
+    *("time/", "sync/", "memory/", "policy/mismatch", "policy/grad_norm", "policy/ref_kl", "critic/grad_norm"),
+    *("reward/mean", "rollout/response_length_mean"),
+)
+"""Beginnings of the names of metrics that are kept."""
+
+LONGEST = 150.0
+"""Seconds of a run at most."""
+
+SOON = 3e-4
+"""Learning rate at which a step changes log-probs by far more than the formats of numbers do."""
+
+
+def lacking(*packages: str) -> str:
+    """Names of those that are not installed."""
+    return ", ".join(name for name in packages if not importlib.util.find_spec(name))
+
+
+@contextmanager
+def saved(made: Any) -> Iterator[str]:
+    """Saves a model and a tokenizer in a folder, for as long as the block."""
+    from tests.tiny_models import make_tiny_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        made.save_pretrained(folder)
+        make_tiny_tokenizer().save_pretrained(folder)
+        yield folder
+
+
+def vllm(out: Any) -> None:
+    """An engine of vLLM beside the model that is trained, as a run of one process has it: how long it takes to start
+    and to sample, how far its log-probs are from the trainer's, before and after weights are pushed, and what it gives
+    back asleep."""
+    if not GPU or (missing := lacking("vllm")):
+        out["left out"] = f"needs {missing if GPU else 'a GPU'}"
+        return
+    beside(out)
+
+
+def beside(out: Any) -> None:
+    """Starts the engine, and measures it."""
+    from rollgrad.adapters.engines.vllm.engine import VLLMEngine
+    from rollgrad.application.settings.sections.vllm import SyncBackend
+
+    made = model()
+    trained = policy(made, lr=SOON)
+    with saved(made) as folder:
+        t = time.perf_counter()
+        engine = VLLMEngine(
+            folder,
+            eos_token_ids=(),
+            dtype="bfloat16",
+            max_tokens=256 if RUN.tiny else 2048,
+            memory_fraction=0.4,
+            sync_backend=SyncBackend.CUDA_IPC if GPU else SyncBackend.SHARED_MEMORY,
+        )
+        out["start_s"] = round(time.perf_counter() - t, 1)
+        try:
+            asyncio.run(_sampled(out, engine, trained))
+        finally:
+            engine.close()
+
+
+async def _sampled(out: Any, engine: Any, trained: Any) -> None:
+    from rollgrad.adapters.weights.channel import EngineWeights
+    from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
+    from rollgrad.adapters.weights.shared_memory import shared_memory
+
+    channel = EngineWeights(engine, backend=cuda_ipc if GPU else shared_memory)
+    new = 4 if RUN.tiny else 256
+    for rows in (2,) if RUN.tiny else (1, 32, 128, 256):
+        await played(engine, rows, new)
+        t = time.perf_counter()
+        await played(engine, rows, new)
+        t = time.perf_counter() - t
+        out[f"{rows} rows"] = {"ms_a_step": round(1e3 * t / new, 2), "tok_s": round(rows * new / t)}
+    out["differs"] = same = await _difference(engine, trained)
+    for _ in range(3):
+        step(trained, batch(1, 2, 8, 16))
+    out["differs before the push"] = before = await _difference(engine, trained)
+    for version in (1, 2, 3):
+        t = time.perf_counter()
+        moved = await channel.push(trained, version)
+        out[f"push {version}"] = {
+            "s": round(moved["seconds"], 3),
+            "with the comparison": round(time.perf_counter() - t, 3),
+            "gib": round(moved["bytes"] / 2**30, 2),
+        }
+    out["differs after it"] = after = await _difference(engine, trained)
+    for turn in ("first", "again"):
+        free, t = _free_gib(), time.perf_counter()
+        await engine.sleep()
+        slept, asleep = time.perf_counter() - t, _free_gib()
+        step(trained, batch(1, 2, 8, 16))
+        t = time.perf_counter()
+        await engine.wake()
+        await channel.push(trained, 4)
+        out[f"sleeps, {turn}"] = {
+            "gib": round(asleep - free, 2),
+            "sleep_s": round(slept, 2),
+            "wake_and_push_s": round(time.perf_counter() - t, 2),
+        }
+    out["differs after it slept"] = slept_after = await _difference(engine, trained)
+    assert 5 * max(same, after, slept_after) < before, "the engine does not have the trainer's weights"
+
+
+async def _difference(engine: Any, trained: Any) -> float:
+    """Mean difference of log-probs between trainer and engine, nats a token."""
+    from rollgrad.domain.batches.packed import pack
+    from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
+    from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
+
+    prompt, new = tuple(range(5, 37)), 16 if RUN.tiny else 128
+    asked = [
+        GenerationRequest(prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=new, seed=row))
+        for row in range(16)
+    ]
+    replies = await asyncio.gather(*(engine.generate(request) for request in asked))
+    made = []
+    for row, reply in enumerate(replies):
+        builder = TrajectoryBuilder(prompt, group_id=0, sample_id=row)
+        builder.add_action(reply)
+        made.append(builder.build(stop_reason=reply.stop_reason))
+    packed = pack(made)
+    scores = trained.score(packed).logprobs_N[packed.action_mask_N]
+    sampled = torch.tensor([logprob for reply in replies for logprob in reply.logprobs])
+    return round(float((scores - sampled).abs().mean()), 5)
+
+
+def _free_gib() -> float:
+    if not GPU:
+        return 0.0
+    torch.cuda.empty_cache()
+    sync()
+    return torch.cuda.mem_get_info(DEV)[0] / 2**30
+
+
+def cluster(out: Any) -> None:
+    """Runs of the command line in which Ray places actor, critic, reference and an engine of vLLM on one GPU, which
+    they share, by ZeRO and by FSDP2: whether they end well, and the time of their steps."""
+    if not GPU or (missing := lacking("ray", "vllm", "deepspeed")):
+        out["left out"] = f"needs {missing if GPU else 'a GPU'}"
+        return
+    in_a_cluster(out)
+
+
+def in_a_cluster(out: Any) -> None:
+    """Starts both runs, one after the other."""
+    with saved(model()) as folder:
+        prompts, reward = Path(folder) / "prompts.jsonl", Path(folder) / "reward.py"
+        rows = [{"input": f"What is {a} plus {b}?"} for a in range(20) for b in range(20)]
+        prompts.write_text("\n".join(map(json.dumps, rows)))
+        reward.write_text(REWARD)
+        for name, words in {
+            "zero 2": ["--ds.zero_stage", "2", "--vllm.sync_backend", "cuda_ipc" if GPU else "shared_memory"],
+            "fsdp2": ["--cluster.strategy", "fsdp2"],
+        }.items():
+            runs = Path(folder) / name.replace(" ", "_")
+            t = time.perf_counter()
+            status = _run(
+                [
+                    *("train", "rl", "--cluster.enable", "--train.colocate_all", "--rollout.engine", "vllm"),
+                    *("--actor.model_name_or_path", folder, "--actor.dtype", "bfloat16", "--actor.adam.lr", "1e-5"),
+                    *("--data.prompt_dataset", str(prompts), "--reward.function_path", str(reward)),
+                    *("--algo.advantage.estimator", "gae", "--algo.kl.init_coef", "0.01"),
+                    *("--rollout.batch_size", "32", "--rollout.n_samples_per_prompt", "8"),
+                    *("--rollout.max_new_tokens", "256", "--train.max_steps", "3"),
+                    *("--vllm.gpu_memory_utilization", "0.3", "--ckpt.output_dir", str(runs), *words),
+                ]
+            )
+            seconds = round(time.perf_counter() - t, 1)
+            if status:
+                out[name] = {"FAILED": status, "seconds": seconds}
+                continue
+            steps = [json.loads(line) for line in (runs / "metrics.jsonl").read_text().splitlines()]
+            out[name] = {"seconds": seconds, "steps": [_told(step) for step in steps]}
+    assert not any("FAILED" in found for found in out.values())
+
+
+def _run(words: list[str]) -> int | str:
+    """Runs the command line; returns its exit status, or that it took too long."""
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *words]
+    try:
+        return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=LONGEST).returncode
+    except subprocess.TimeoutExpired:
+        return f"took more than {LONGEST} s"
+
+
+def _told(step: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.5g}") for name, value in step.items() if name.startswith(TOLD)}
