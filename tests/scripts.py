@@ -60,9 +60,9 @@ exec {python} "$@"
 
 
 class ScriptHost:
-    """Starts the process, with a socket in `folder`. Its programs can import rollgrad, as where that is installed, and
-    nothing else of the repository; variables that are read when a library is imported are the host's, `variables`
-    among them. A host that is a program of another has that one's modules, too."""
+    """Starts the process, with a socket in `folder`. Its programs can import rollgrad, as where that is installed,
+    what PYTHONPATH has of packages, and nothing else of the repository; variables that are read when a library is
+    imported are the host's, `variables` among them. A host that is a program of another has that one's modules, too."""
 
     def __init__(
         self,
@@ -144,5 +144,6 @@ class ScriptHost:
 
     def _environment(self) -> dict[str, str]:
         outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of this suite
-        path = str(self._folder / "path")
+        packages = [path for path in outer.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
+        path = os.pathsep.join([str(self._folder / "path"), *packages])
         return {**outer, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "160"}

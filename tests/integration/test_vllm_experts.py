@@ -31,6 +31,7 @@ def mixture_with_ties(tiny_mixture_dir: Path, tmp_path_factory: pytest.TempPathF
     return path
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there vLLM itself says it, which a test below asks")
 async def test_the_trainer_sends_tokens_to_the_experts_that_vllm_sent_them_to(
     tiny_mixture_dir: Path, mixture_with_ties: Path
 ) -> None:
@@ -84,9 +85,11 @@ async def test_numbers_of_experts_get_the_type_that_has_one_for_none(experts: in
 
 
 @pytest.mark.gpu
-async def test_vllm_itself_says_to_which_experts_it_sent_tokens(tiny_mixture_dir: Path) -> None:
+async def test_vllm_itself_says_to_which_experts_it_sent_tokens(
+    tiny_mixture_dir: Path, mixture_with_ties: Path
+) -> None:
     engine = VLLMEngine(
-        str(tiny_mixture_dir),
+        str(mixture_with_ties),
         eos_token_ids=(),
         dtype="bfloat16",
         max_tokens=128,
@@ -98,5 +101,11 @@ async def test_vllm_itself_says_to_which_experts_it_sent_tokens(tiny_mixture_dir
     finally:
         engine.close()
     assert batch.experts_NLK is not None
-    trainer = policy(load(tiny_mixture_dir).to("cuda", torch.bfloat16), tiny_mixture_dir)
-    assert gap(trainer.score(batch).logprobs_N, batch) < 0.1
+    other = load(tiny_mixture_dir, ties=True, shaken=1e-6, seed=4).to("cuda", torch.bfloat16)
+    trainer = policy(other, tiny_mixture_dir)
+    replayed, chosen = (trainer.score(each).logprobs_N for each in (batch, evolve(batch, experts_NLK=None)))
+    assert mean_gap(replayed, batch) < 0.1 * mean_gap(chosen, batch), "other experts were chosen"
+
+
+def mean_gap(scored: torch.Tensor, batch: Any) -> float:
+    return float((scored - batch.rollout_logprobs_N)[batch.action_mask_N].abs().mean())

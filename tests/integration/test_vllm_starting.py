@@ -76,6 +76,25 @@ def test_guessing_ahead_is_refused_where_its_log_probs_are_wrong(wide_headed_mod
         start(SyncBackend.SHARED_MEMORY, model=str(wide_headed_model_dir), max_num_seqs=8, extra=ahead)
 
 
+@pytest.mark.parametrize(("dtype", "products"), [("float32", "ieee"), ("bfloat16", None)])
+def test_on_a_gpu_kernels_of_a_model_in_float32_multiply_in_float32(
+    wide_headed_model_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, products: str | None
+) -> None:
+    """Triton's own products of float32 are in TF32, which is further from the trainer's than a push allows."""
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    seen: list[str | None] = []
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    monkeypatch.setattr(
+        AsyncLLM, "from_engine_args", lambda *_, **__: seen.append(os.environ.get("TRITON_F32_DEFAULT"))
+    )
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    start(SyncBackend.SHARED_MEMORY, model=str(wide_headed_model_dir), max_num_seqs=8, sleeps=False, dtype=dtype)
+    assert seen == [products]
+    assert "TRITON_F32_DEFAULT" not in os.environ
+
+
 @pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size", None], ids=str)
 def test_on_gpus_processes_share_a_model_without_ray_and_steps_are_as_large_as_a_server_s(
     wide_headed_model_dir: Path, monkeypatch: pytest.MonkeyPatch, divided: str | None

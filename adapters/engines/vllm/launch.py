@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from rollgrad.adapters.engines.vllm.arguments import argument_problems
 from rollgrad.adapters.engines.vllm.plugin import VLLM_BACKENDS, register
 from rollgrad.adapters.engines.vllm.profile import WORKER
@@ -103,8 +105,10 @@ def start(
             if workers > 1:
                 # In an actor of Ray's vLLM would take Ray, which refuses a bundle of several GPUs.
                 choose(distributed_executor_backend="mp")
+            # In float32 vLLM's kernels, of Triton, would round what they multiply to 10 bits: attention, experts.
+            exact = {"TRITON_F32_DEFAULT": "ieee"} if model.dtype == torch.float32 else {}
             # As for `vllm.LLM`: by itself AsyncLLM computes 2,048 tokens a step at most, on any GPU.
-            with printing_to_stderr():
+            with _inherited(exact), printing_to_stderr():
                 return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if arguments.max_num_seqs is None:
             arguments.max_num_seqs = SEQUENCES_AT_ONCE
