@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from tests.scripts import QUIET, VLLM_MODULES, ScriptHost
-from tests.tiny_models import make_tiny_tokenizer, saved, tiny_llama, tiny_model
+from tests.tiny_models import SHARE, make_tiny_tokenizer, saved, tiny_llama, tiny_model
 
 SLOW_TO_IMPORT = {
     *("vllm", "ray", "trl", "deepspeed", "transformers.modeling_utils", "datasets", "openai", "anthropic"),
@@ -242,7 +242,9 @@ def _vllm(wide_headed_model_dir: Path, vllm_host: ScriptHost) -> Iterator[Any]:
     """Serves all modules: it takes longer to start than most of them."""
     from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 
-    engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=64)
+    engine = VLLMEngine(
+        str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=64, memory_fraction=SHARE
+    )
     yield engine
     engine.close()
 

@@ -5,6 +5,8 @@ from typing import Any
 
 LONG = 450
 """Tokens of a request that is still sampled seconds later, and fits into the 512 of the small Llamas."""
+SHARE = 0.1
+"""Share of a GPU's memory for a small model in vLLM, beside other engines that tests have started."""
 
 
 CHAT_TEMPLATE = (

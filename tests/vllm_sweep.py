@@ -25,7 +25,7 @@ from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.tiny_architectures import tiny_model
-from tests.tiny_models import make_tiny_tokenizer, saved
+from tests.tiny_models import SHARE, make_tiny_tokenizer, saved
 
 HEAD = "| pushed to vLLM | |\n"
 """First line of the table."""
@@ -136,6 +136,7 @@ async def _examine(findings: list[Finding]) -> None:
             max_tokens=LONGEST,
             max_batch_size=8,
             threads=1,
+            memory_fraction=SHARE,
         )
         try:
             first = await _sampled(engine, len(tokenizer))

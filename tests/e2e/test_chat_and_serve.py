@@ -35,7 +35,7 @@ from rollgrad.entrypoints.composition.assistant import load_assistant
 from tests.fakes.model_server import ModelServer
 from tests.fakes.recording_engine import RecordingEngine
 from tests.scripts import ScriptHost
-from tests.tiny_models import saved
+from tests.tiny_models import SHARE, saved
 
 SETTINGS = ["--max_new_tokens", "12", "--seed", "5", "--temperature", "1"]
 
@@ -101,7 +101,9 @@ async def test_vllm_answers_in_the_form_that_is_asked_for_and_takes_newer_weight
 
     from benchmarks.real_clients import anthropic, openai_chat, openai_completions, openai_responses
 
-    arguments = ServeAgentArguments(model=str(wide_headed_model_dir), engine=Engine.VLLM, seed=3, dtype=DType.FLOAT32)
+    arguments = ServeAgentArguments(
+        model=str(wide_headed_model_dir), engine=Engine.VLLM, seed=3, dtype=DType.FLOAT32, gpu_memory_utilization=SHARE
+    )
     newer = AutoModelForCausalLM.from_pretrained(wide_headed_model_dir)
     with torch.no_grad():
         for parameter in newer.parameters():

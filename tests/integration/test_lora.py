@@ -39,7 +39,7 @@ from rollgrad.testing.reward_source import FakeRewardSource
 from tests.caught_requests import paused
 from tests.integration.test_vllm_engine import kept_scores
 from tests.scripts import ScriptHost
-from tests.tiny_models import LONG
+from tests.tiny_models import LONG, SHARE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # vLLM serves all tests
 FLAG = "--actor.model_name_or_path"
@@ -78,7 +78,13 @@ def adapter_engine(wide_headed_model_dir: Path, vllm_host: ScriptHost) -> Iterat
 
     dtype = str(ADAPTED).removeprefix("torch.")
     engine = VLLMEngine(
-        str(wide_headed_model_dir), eos_token_ids=(), dtype=dtype, max_tokens=512, max_batch_size=8, lora=LORA
+        str(wide_headed_model_dir),
+        eos_token_ids=(),
+        dtype=dtype,
+        max_tokens=512,
+        max_batch_size=8,
+        memory_fraction=SHARE,
+        lora=LORA,
     )
     yield engine
     engine.close()

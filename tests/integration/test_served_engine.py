@@ -35,6 +35,7 @@ from tests.integration import test_vllm_engine
 from tests.integration.test_agent_training import FORM
 from tests.integration.test_vllm_engine import FLAG, PROMPT, TOLERANCE, ask, channel, learn, policy, scores
 from tests.scripts import ScriptHost
+from tests.tiny_models import SHARE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
 
@@ -44,7 +45,7 @@ START_SECONDS = 900.0
 
 ON_A_CPU = (
     "--dtype float32 --enforce-eager --no-enable-chunked-prefill --max-num-batched-tokens 8192 --max-num-seqs 64 "
-    "--kv-cache-memory-bytes 2147483648"
+    f"--kv-cache-memory-bytes 2147483648 --gpu-memory-utilization {SHARE}"
 )
 """Options that `adapters.engines.vllm.launch` sets there."""
 IN_ONE_PROCESS = "--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -77,7 +78,7 @@ def serving(
     command = [*python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += [*options, *shlex.split(more), "--port", str(port)]
     log = folder / "log"
-    compiles = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    compiles = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "TRITON_F32_DEFAULT": "ieee"}
     with log.open("w") as output:
         server = subprocess.Popen(
             command, env=os.environ | environment | compiles, stdout=output, stderr=subprocess.STDOUT

@@ -15,6 +15,7 @@ from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.routed import unrecorded
 from tests.recorded_experts import RECORDING_WORKER, record_experts
+from tests.tiny_models import SHARE
 from tests.unit.adapters.test_torch_router_replay import gap, load, played, policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_host")]
@@ -41,6 +42,7 @@ async def test_the_trainer_sends_tokens_to_the_experts_that_vllm_sent_them_to(
         dtype="float32",
         max_tokens=128,
         max_batch_size=8,
+        memory_fraction=SHARE,
         extra={"worker_extension_cls": RECORDING_WORKER, "enable_prefix_caching": False},
     )
     try:
@@ -94,6 +96,7 @@ async def test_vllm_itself_says_to_which_experts_it_sent_tokens(
         dtype="bfloat16",
         max_tokens=128,
         max_batch_size=8,
+        memory_fraction=SHARE,
         records_experts=True,
     )
     try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm.launch import start
@@ -23,11 +24,13 @@ from rollgrad.entrypoints.cli.main import main
 from tests.caught_requests import begun, caught
 from tests.fakes import cluster
 from tests.integration.test_vllm_engine import HALF_TOLERANCE, PROMPT, TOLERANCE, ask, learn, policy, scores
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import SHARE, tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_host")]
 
 __all__ = ["policy"]  # a fixture
+
+ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="is about vLLM on a CPU")
 
 
 def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +44,7 @@ def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         VLLMEngine(str(tmp_path / "nothing"), eos_token_ids=())
 
 
+@ON_A_CPU
 def test_the_core_has_the_threads_that_it_is_given(
     wide_headed_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,11 +69,12 @@ def test_vllm_holds_what_a_run_can_ask_for_and_no_more_than_the_model_has_positi
     from vllm.v1.engine.async_llm import AsyncLLM
 
     seen: list[Any] = []
-    monkeypatch.setattr(AsyncLLM, "from_engine_args", seen.append)
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda arguments, **_: seen.append(arguments))
     start(SyncBackend.SHARED_MEMORY, longest=longest, model=str(wide_headed_model_dir), max_num_seqs=8)
     assert seen[0].max_model_len == held
 
 
+@ON_A_CPU
 def test_guessing_ahead_is_refused_where_its_log_probs_are_wrong(wide_headed_model_dir: Path) -> None:
     ahead = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     with pytest.raises(ConfigurationError, match=r"on a CPU the log-probs .* leave --vllm\.extra\.speculative_config"):
@@ -120,6 +125,7 @@ def test_on_gpus_processes_share_a_model_without_ray_and_steps_are_as_large_as_a
 
 
 @pytest.mark.chaos
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 @pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size"])
 async def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_it_is_killed(
     tiny_tokenizer: Any, tmp_path: Path, policy: TorchPolicy, divided: str
@@ -127,7 +133,9 @@ async def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_i
     size: Any = {divided: 2}
     before = set(psutil.Process().children(recursive=True))
     model = str(tiny_llama(tiny_tokenizer, tmp_path / "model", head_dim=32, positions=8192))
-    engine = VLLMEngine(model, eos_token_ids=(), dtype="float32", max_batch_size=8, max_tokens=8000, **size)
+    engine = VLLMEngine(
+        model, eos_token_ids=(), dtype="float32", max_batch_size=8, max_tokens=8000, memory_fraction=SHARE, **size
+    )
     assert engine.max_tokens == 8000
     started = set(psutil.Process().children(recursive=True)) - before
     learn(policy)
