@@ -38,7 +38,7 @@ from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.models.fsdp.division import start_process_group
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
 from rollgrad.adapters.models.ray.sharded import RankPolicy, ShardedPolicy
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup, start_by_deepspeed
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers, start_by_deepspeed
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
@@ -162,7 +162,7 @@ def two_processes(path: str, seed: int, *, strategy: str) -> Iterator[PolicyMode
     placement = Placement("actor", 2, gpus=0, here=2, timeout=SECONDS)
     start = start_process_group if strategy == "fsdp2" else start_by_deepspeed
     slots = [placement.slot(rank) for rank in range(2)]
-    group = WorkerGroup("actor", slots, threads=1, timeout=SECONDS, start=start)
+    group = WorkerGroup("actor", begin_workers(slots, threads=1), timeout=SECONDS, start=start)
     try:
         group.build(part_of, path, seed, strategy)
         yield ShardedPolicy(group)

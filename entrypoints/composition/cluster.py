@@ -30,7 +30,7 @@ from rollgrad.adapters.models.ray.sharded import (
     divided_reward,
     reward_copies,
 )
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup, start_by_deepspeed
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers, end_workers, start_by_deepspeed
 from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.models.torch.weight_shards import shard_rows
@@ -117,6 +117,13 @@ DIVISIONS: Mapping[Strategy, Callable[[Any, bool], Division]] = {
 }
 STARTS = {Strategy.DEEPSPEED: start_by_deepspeed, Strategy.FSDP2: division.start_process_group}
 """Functions by which processes join a group."""
+MODULES = (
+    "rollgrad.entrypoints.composition.rl",
+    "rollgrad.adapters.models.torch.models",
+    "transformers.modeling_utils",
+)
+"""Modules that the processes of any model import, beside those of `LIBRARIES`."""
+LIBRARIES: Mapping[Strategy, tuple[str, ...]] = {Strategy.DEEPSPEED: ("deepspeed",), Strategy.FSDP2: ()}
 
 
 def rank_policy(make: MakeContainer, config: Any, steps: int) -> RankPolicy:
@@ -147,10 +154,12 @@ DIVIDED = frozenset({"actor", "critic", "reference"})
 
 @frozen
 class Role:
-    """The number of a role's processes in the cluster, and of those on one machine."""
+    """The number of a role's processes in the cluster, and of those on one machine; `lasting`: whether the run has
+    their model from its beginning to its end."""
 
     processes: int
     on_a_machine: int
+    lasting: bool = False
 
 
 def keep_roles(container: Any, *kept: str) -> None:
@@ -190,6 +199,8 @@ class Cluster:
         self._placements: dict[str, Placement] = {}
         self._groups: list[WorkerGroup | ReplacedGroup] = []
         self._engines: list[RayVLLMEngine] = []
+        self._begun: dict[str, list[Any]] | None = None
+        """Processes of lasting roles that have no model yet; None before any of them has begun."""
 
     @property
     def gpus(self) -> bool:
@@ -277,6 +288,9 @@ class Cluster:
         groups, self._groups = self._groups, []
         for group in groups:
             group.close()
+        begun, self._begun = self._begun, None
+        for workers in (begun or {}).values():
+            end_workers(workers)
         placements, self._placements = self._placements, {}
         for placement in placements.values():
             placement.remove()
@@ -293,11 +307,10 @@ class Cluster:
         return group
 
     def _started(self, name: str, make: Callable[..., Any], *arguments: Any) -> WorkerGroup:
-        config, role = self._config, self._roles[name]
+        config = self._config
         group = WorkerGroup(
             name,
-            self._slots(name),
-            threads=_threads_each(role.on_a_machine),
+            self._workers(name),
             timeout=config.cluster.timeout,
             start=STARTS[config.cluster.strategy],
         )
@@ -307,6 +320,19 @@ class Cluster:
             group.close()
             raise
         return group
+
+    def _workers(self, name: str) -> list[Any]:
+        """Returns the processes of a role. Those of all lasting roles begin with the first of them: they make their
+        imports, which take longer than a small model takes to load, side by side."""
+        if self._begun is None and self._roles[name].lasting:
+            lasting = [each for each, role in self._roles.items() if role.lasting and role.processes]
+            self._begun = {each: self._begin(each) for each in lasting}
+        begun = None if self._begun is None else self._begun.pop(name, None)
+        return self._begin(name) if begun is None else begun
+
+    def _begin(self, name: str) -> list[Any]:
+        modules = (*MODULES, *LIBRARIES[self._config.cluster.strategy])
+        return begin_workers(self._slots(name), threads=_threads_each(self._roles[name].on_a_machine), modules=modules)
 
     def _bundles(self, role: str) -> tuple[Mapping[str, int], int, int]:
         """Returns the bundles of a process of each role that shares those of `role`, itself included, the number of all

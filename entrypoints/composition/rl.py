@@ -106,7 +106,7 @@ def cluster_roles(config: RLConfig) -> dict[str, Role]:
 
     def of_model(section: str, used: bool) -> Role:
         size = ranks(config, section) if used else 0
-        return Role(size, min(size, getattr(config, section).num_gpus_per_node or size))
+        return Role(size, min(size, getattr(config, section).num_gpus_per_node or size), lasting=True)
 
     engines = config.vllm.num_engines if config.rollout.engine is Engine.VLLM else 0
     return {

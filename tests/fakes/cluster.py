@@ -19,7 +19,7 @@ from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.models.fsdp.division import divide
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
 from rollgrad.adapters.models.ray.sharded import RankPolicy
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers
 from rollgrad.adapters.models.torch import models
 from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
@@ -57,7 +57,8 @@ MUON_SETTINGS = evolve(SETTINGS, muon=MuonSettings(lr=2e-2))
 def worker_group(size: int, *, timeout: float = 300) -> Iterator[WorkerGroup]:
     """Processes of one thread each, on whatever Ray is there."""
     placement = Placement("actor", size, gpus=0, timeout=timeout)
-    group = WorkerGroup("actor", [placement.slot(rank) for rank in range(size)], threads=1, timeout=timeout)
+    workers = begin_workers([placement.slot(rank) for rank in range(size)], threads=1)
+    group = WorkerGroup("actor", workers, timeout=timeout)
     try:
         yield group
     finally:

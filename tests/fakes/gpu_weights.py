@@ -11,7 +11,7 @@ import torch
 from rollgrad.adapters.engines.ray_vllm import start_engines
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.models.ray.sharded import RankPolicy, ShardedPolicy
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
@@ -104,7 +104,8 @@ async def trained_on_two(path: Path, *, shared: bool) -> AsyncIterator[tuple[Pla
 
     ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR")
     placement = Placement("actor", 2, gpus=1, shared=shared, timeout=SECONDS)
-    group = WorkerGroup("actor", [placement.slot(rank) for rank in range(2)], threads=1, timeout=SECONDS)
+    workers = begin_workers([placement.slot(rank) for rank in range(2)], threads=1)
+    group = WorkerGroup("actor", workers, timeout=SECONDS)
     try:
         group.build(gpu_rank_policy, str(path), 3)
         yield placement, ShardedPolicy(group)

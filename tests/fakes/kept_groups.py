@@ -2,7 +2,7 @@
 
 from attrs import define, field
 
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers
 from rollgrad.adapters.ray.placement import Placement
 from tests.fakes import cluster
 
@@ -47,7 +47,7 @@ class KeptGroups:
     def _started(self, size: int) -> KeptGroup:
         placement = Placement("kept", size, gpus=0, timeout=TIMEOUT)
         slots = [placement.slot(rank) for rank in range(size)]
-        group = KeptGroup("kept", slots, threads=1, timeout=TIMEOUT)
+        group = KeptGroup("kept", begin_workers(slots, threads=1), timeout=TIMEOUT)
         self._groups[group] = placement
         cluster.kept_pids.update(group.pids())
         return group

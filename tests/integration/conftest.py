@@ -77,6 +77,8 @@ def runs_share_processes(ray: None, kept_groups: Any, monkeypatch: pytest.Monkey
     """Runs take their worker processes from `kept_groups`."""
     from rollgrad.entrypoints.composition import cluster
 
+    monkeypatch.setattr(cluster, "begin_workers", lambda slots, **_: slots)
+    monkeypatch.setattr(cluster, "end_workers", lambda workers: None)
     monkeypatch.setattr(cluster, "WorkerGroup", lambda name, slots, **_: kept_groups.group(len(slots), name))
 
 

@@ -21,7 +21,7 @@ from rollgrad.adapters.models.ray.sharded import (
     divided_reward,
     reward_copies,
 )
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers
 from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.models.torch.reward_text import EncodedText
 from rollgrad.adapters.models.torch.shape import model_shape
@@ -199,7 +199,7 @@ def test_an_optimizer_that_sleeps_leaves_its_memory_of_a_gpu(
 ) -> None:
     numbers = sum(tensor.numel() for tensor in cluster.policy(str(tiny_model_dir)).module.parameters())
     placement = Placement("actor", 1, gpus=1, timeout=300)
-    group = WorkerGroup("actor", [placement.slot(0)], threads=1, timeout=300)
+    group = WorkerGroup("actor", begin_workers([placement.slot(0)], threads=1), timeout=300)
     try:
         group.build(cluster.rank_policy_on_gpu, str(tiny_model_dir), stage)
         policy = ShardedPolicy(group)
@@ -618,7 +618,7 @@ async def test_the_copies_of_a_reward_model_share_the_replies_also_when_one_was_
 
     def start() -> WorkerGroup:
         slots = [placement.slot(rank) for rank in range(2)]
-        started.append(WorkerGroup("reward", slots, threads=1, timeout=300))
+        started.append(WorkerGroup("reward", begin_workers(slots, threads=1), timeout=300))
         started[-1].build(cluster.reward_model, str(reward_model_dir))
         return started[-1]
 

@@ -8,12 +8,13 @@ Does not own: the computation.
 """
 
 import gc
+import importlib
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from rollgrad.adapters.ray.placement import Slot
@@ -51,6 +52,12 @@ class RankWorker:
         self._model: Any = None
         self._store: Any = None
         """Store made by `listen`; it ends with this process."""
+
+    def prepare(self, modules: Sequence[str]) -> None:
+        """Imports modules that models need."""
+        for module in modules:
+            with suppress(ImportError):  # who needs one that is missing says what for
+                importlib.import_module(module)
 
     def address(self) -> tuple[str, int]:
         """Returns the host and a free port of this process."""
@@ -136,13 +143,34 @@ def start_by_deepspeed(**place: Any) -> None:
     start_process_group(**place)
 
 
+def begin_workers(slots: Sequence[Slot], *, threads: int, modules: Sequence[str] = ()) -> list[Any]:
+    """Begins to start the processes of a group, each of which then imports `modules`; returns Ray's handles of them
+    without waiting."""
+    remote = ray_module().remote(RankWorker)
+    workers = [
+        remote.options(**slot.options(), max_restarts=0).remote(rank, len(slots), threads, own_gpu=slot.gpus >= 1)
+        for rank, slot in enumerate(slots)
+    ]
+    if modules:
+        for worker in workers:
+            worker.prepare.remote(modules)
+    return workers
+
+
+def end_workers(workers: Sequence[Any]) -> None:
+    """Ends processes."""
+    ray = ray_module()
+    for worker in workers:
+        if ray.is_initialized():
+            ray.kill(worker)
+
+
 class WorkerGroup:
-    """Starts the processes of one model, and makes calls of them.
+    """Joins the processes of one model, and makes calls of them.
 
     Args:
         name: of the role, for errors and for Ray's own views.
-        slots: place of each process.
-        threads: of torch in each.
+        workers: the processes, as `begin_workers` returns them.
         timeout: seconds that any call may take.
         start: importable function by which each process joins the group.
 
@@ -153,15 +181,13 @@ class WorkerGroup:
     def __init__(
         self,
         name: str,
-        slots: Sequence[Slot],
+        workers: Sequence[Any],
         *,
-        threads: int,
         timeout: float,
         start: Callable[..., None] = start_by_deepspeed,
     ) -> None:
-        ray = ray_module()
         self.name = name
-        self.size = len(slots)
+        self.size = len(workers)
         self.timeout = timeout
         """Seconds that any call may take."""
         self._broken: WorkerError | None = None
@@ -173,11 +199,7 @@ class WorkerGroup:
         """Ends the current reading in all processes."""
         self._participants: dict[int, Any] = {}
         """Calls by which the other processes take part in the reading, by rank."""
-        remote = ray.remote(RankWorker)
-        self._workers = [
-            remote.options(**slot.options(), max_restarts=0).remote(rank, self.size, threads, own_gpu=slot.gpus >= 1)
-            for rank, slot in enumerate(slots)
-        ]
+        self._workers = [*workers]
         with self._waiting("start"):
             host, port = self._gather({0: self._workers[0].listen.remote()}, "answering")[0]
         with self._waiting("join one group"):
@@ -284,11 +306,8 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Ends the processes; may be called again."""
-        ray = ray_module()
-        for worker in self._workers:
-            if ray.is_initialized():
-                ray.kill(worker)
-        self._workers = []
+        workers, self._workers = self._workers, []
+        end_workers(workers)
 
     def _waiting(self, doing: str) -> AbstractContextManager[None]:
         processes = "process" if self.size == 1 else "processes"

@@ -12,7 +12,7 @@ import pytest
 from rollgrad.adapters.models.ray import group_state
 from rollgrad.adapters.models.ray import worker_group as group_module
 from rollgrad.adapters.models.ray.group_state import CopiedState
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers
 from rollgrad.domain.errors import CheckpointError, WorkerError
 
 SECONDS = 60.0
@@ -120,7 +120,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerGroup]:
         monkeypatch.setattr(group_module, "ray_module", lambda: threads)
         threads = Threads(models)
         slots: list[Any] = [SimpleNamespace(options=dict, gpus=0.0)] * len(models)
-        return WorkerGroup("actor", slots, threads=1, timeout=SECONDS)
+        return WorkerGroup("actor", begin_workers(slots, threads=1), timeout=SECONDS)
 
     return group
 

@@ -1,5 +1,5 @@
 from typing import Any
-from unittest.mock import create_autospec
+from unittest.mock import MagicMock, create_autospec
 
 import pytest
 from dependency_injector import providers
@@ -115,6 +115,33 @@ def test_an_engine_has_a_bundle_of_its_own_or_those_of_as_many_processes(togethe
     assert session.kwargs["cpus"] >= 4
     (line,) = logs
     assert line["event"] == "processes that share sequences or layers are on several machines"
+
+
+def test_the_processes_of_all_models_of_a_run_begin_together(
+    reserved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = sampling_config(together=True)
+    config.algo.advantage.estimator, config.algo.kl.init_coef = "gae", 0.1
+    begun, ended, joined = list[int](), list[Any](), list[Any]()
+
+    def begin(slots: list[Any], *, threads: int, modules: tuple[str, ...]) -> list[str]:
+        assert "deepspeed" in modules
+        begun.append(len(slots))
+        return [f"{len(begun)}.{rank}" for rank in range(len(slots))]
+
+    monkeypatch.setattr(composition, "begin_workers", begin)
+    monkeypatch.setattr(composition, "end_workers", ended.extend)
+    monkeypatch.setattr(composition, "WorkerGroup", lambda name, workers, **_: joined.append(workers) or MagicMock())
+    cluster = Cluster(config, cluster_roles(config), colocated_roles(config.train))
+    cluster.critic(rl_container, 3)
+    assert begun == [4, 4, 4], "actor, critic and reference"
+    cluster.reference(rl_container)
+    assert begun == [4, 4, 4]
+    cluster._started("reference", rl_container)  # a replacement
+    assert begun == [4, 4, 4, 4]
+    assert joined == [[f"{number}.{rank}" for rank in range(4)] for number in (2, 3, 4)]
+    cluster.close()
+    assert ended == [f"1.{rank}" for rank in range(4)], "the actor's, which have got no model"
 
 
 def test_neighbouring_processes_are_on_one_machine() -> None:
