@@ -21,6 +21,7 @@ from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.lifetimes import closing, give, given, gives_memory_back, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
 from rollgrad.entrypoints.config_io import load_config as load_config
+from rollgrad.entrypoints.inputs import check_inputs
 from rollgrad.entrypoints.run_directory import alone, check_output
 from rollgrad.entrypoints.training import TrainResult as TrainResult
 from rollgrad.entrypoints.training import from_anywhere, run_interruptibly, train_in
@@ -68,6 +69,7 @@ def train(
             config,
             container,
             title=f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}",
+            check=lambda: check_inputs(container),
             before_run=lambda: _log_choices(config),
         )
 
@@ -94,6 +96,7 @@ def evaluate(
     container.reward_spec.override(providers.Object(config.eval.dataset))
     keep_roles(container, "engines", "reward")
     try:
+        check_inputs(container, ["eval_prompts"])
         evaluation: EvaluationService = container.evaluation()
         return run_interruptibly(closing(evaluation.run(), container))
     finally:

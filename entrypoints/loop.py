@@ -33,6 +33,7 @@ from rollgrad.application.settings.loop import (
     training_run,
 )
 from rollgrad.application.settings.loop_rules import loop_errors, may_change
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.algorithms.selection import Judged, best, best_against_worst, standardised, usable
@@ -40,10 +41,12 @@ from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import CheckpointError, DataError, raise_together
 from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.description import flat_settings, settings_file
 from rollgrad.entrypoints.dry_run import eval_file_problems, generation_file_problems
 from rollgrad.entrypoints.generation import generate_chosen, score
-from rollgrad.entrypoints.library import evaluate
+from rollgrad.entrypoints.inputs import check_inputs
+from rollgrad.entrypoints.library import container_with, evaluate
 from rollgrad.entrypoints.offline import train_dpo, train_sft
 from rollgrad.entrypoints.run_directory import check_output, has_state, remove_states, write_config
 from rollgrad.entrypoints.training import TrainResult, report_run
@@ -101,6 +104,7 @@ def loop(run: LoopRun, *, reward: RewardSource | Callable[..., Any] | None = Non
     if not (output / STATE_FILE).exists():
         check_output(run.ckpt)
     with locked(output, "--ckpt.output_dir"):
+        _check(files, reward)
         state = _begin(run, output)
         stopped_by = None
         while stopped_by is None and state.iteration <= run.loop.iterations:
@@ -115,6 +119,15 @@ def loop(run: LoopRun, *, reward: RewardSource | Callable[..., Any] | None = Non
             report=report_run(output, f"{Path(run.actor.model_name_or_path).name} on {run.data.prompt_dataset}"),
             stopped_by=stopped_by,
         )
+
+
+def _check(config: RLConfig, reward: Any) -> None:
+    """Checks what the stages read, as `check_inputs`: the first that judges comes after hours of sampling."""
+    container = container_with(config, reward, None, {}, "loop")
+    try:
+        check_inputs(container)
+    finally:
+        shut_down(container)
 
 
 def _begin(run: LoopRun, output: Path) -> _State:

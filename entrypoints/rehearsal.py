@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.text import Text
 
 from rollgrad.adapters.data.datasets.survey import Surveyed
-from rollgrad.adapters.openrlhf.loading import load_agent_file
 from rollgrad.application.episodes.judging import answer_request
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.validation import range_problems, with_defaults
@@ -131,7 +130,7 @@ class _Trial:
         """Calls the reward with a made-up reply to each prompt."""
         config = self._config
         if config.train.agent_func_path is not None:
-            file = self._attempt(lambda: load_agent_file(str(config.train.agent_func_path)))
+            file = self._attempt(self.container.agent_file)
             if file is None:
                 return None
         kind = reward_kind(config, config.data.prompt_dataset)

@@ -114,6 +114,7 @@ def train_in(
     container: BaseContainer,
     *,
     title: str,
+    check: Callable[[], None] = lambda: None,
     before_run: Callable[[], None],
 ) -> TrainResult:
     """Takes a run from its training state, or from its beginning, to its end.
@@ -122,6 +123,7 @@ def train_in(
         config: the run's settings.
         container: has its providers `run`, `description` and `checkpoints`; its resources are closed.
         title: of the report.
+        check: is called before anything is loaded, and raises what is wrong with the run's inputs.
         before_run: is called when everything is loaded and nothing is trained yet.
 
     Raises:
@@ -137,6 +139,7 @@ def train_in(
     if saved is not None:
         check_continues(saved.description, made.description(), type(config))
     try:
+        check()
         run: Run[Any] = made.run()
         if saved is not None:
             run.resume(saved.state)

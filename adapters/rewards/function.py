@@ -24,6 +24,8 @@ from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.adapters.system.stand_ins import install
 from rollgrad.application.foreign import foreign_code
 from rollgrad.application.settings.function_path import FunctionPath
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, NotApplicableError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -95,6 +97,14 @@ class FunctionReward(RewardSource):
         """Returns the reward of a file's function, which `load_reward_function` loads."""
         func = load_reward_function(path)
         return cls(func, timeout=timeout, name=getattr(func, "__name__", path), weights=weights)
+
+    def check(self, prompt: Prompt) -> None:
+        """Checks that the function can be called for replies to a prompt, without calling it.
+
+        Raises:
+            ConfigurationError: it has a parameter that is neither known nor a column of the row.
+        """
+        self._signature.calls([RewardRequest(prompt=prompt, response="", stop_reason=StopReason.STOP)], Notes())
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         """Returns one reward for each request, in order. The function is called once, or once a request by verl's

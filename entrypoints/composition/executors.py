@@ -9,7 +9,7 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.chat.tool_images import tool_image_reader
 from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
-from rollgrad.adapters.openrlhf.loading import load_agent_file
+from rollgrad.adapters.openrlhf.loading import AgentFile
 from rollgrad.application.episodes.chat_service import SessionLimits
 from rollgrad.application.episodes.external_agent import ServedAgentExecutor
 from rollgrad.application.episodes.multi_turn import EnvironmentFactory, MultiTurnExecutor
@@ -92,8 +92,9 @@ def make_command_executor(
     return _served(config, CommandAgent(config.agent.command), server, codec, rewards)
 
 
-def make_agent_file(
+def make_file_executor(
     config: RLConfig,
+    file: AgentFile,
     engine: RolloutEngine,
     codec: TemplateCodec,
     tokenizer: Any,
@@ -101,10 +102,8 @@ def make_agent_file(
     rewards: RewardSource | None,
     tracing: Tracing,
 ) -> AgentExecutor:
-    """Returns the executor for the file of `train.agent_func_path`; `rewards` judges episodes for which the file gives
-    no reward."""
-    assert config.train.agent_func_path is not None
-    file = load_agent_file(config.train.agent_func_path)
+    """Returns the executor for `file`, that of `train.agent_func_path`; `rewards` judges episodes for which it gives no
+    reward."""
     if file.program is not None:
         program = file.program if isinstance(file.program, AgentProgram) else FunctionAgent(file.program)
         return _served(config, program, server, codec, rewards)

@@ -10,6 +10,7 @@ from typing import Any
 from dependency_injector import providers
 
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
+from rollgrad.adapters.openrlhf.loading import load_agent_file
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.rewards.none import NoReward
@@ -76,8 +77,8 @@ from rollgrad.entrypoints.composition.engines import EngineContainer, resting
 from rollgrad.entrypoints.composition.executors import (
     executor_kind,
     has_turns,
-    make_agent_file,
     make_command_executor,
+    make_file_executor,
     make_multi_turn,
     make_tool_executor,
 )
@@ -221,6 +222,7 @@ class RLContainer(EngineContainer):
         sees_images=providers.Callable(bool, base.config.provided.data.image_key),
     )
     tool_box = LoopResource(ToolBox, base.config.provided.agent.tools, base.config.provided.agent.python_isolation)
+    agent_file = providers.Singleton(load_agent_file, base.config.provided.train.agent_func_path)
     executor = providers.Selector(
         providers.Callable(executor_kind, base.config, environment),
         single_turn=providers.Singleton(
@@ -234,7 +236,15 @@ class RLContainer(EngineContainer):
         ),
         command=providers.Singleton(make_command_executor, base.config, server, base.codec, traced_reward),
         agent_file=providers.Singleton(
-            make_agent_file, base.config, traced_engine, base.codec, base.tokenizer, server, traced_reward, tracing
+            make_file_executor,
+            base.config,
+            agent_file,
+            traced_engine,
+            base.codec,
+            base.tokenizer,
+            server,
+            traced_reward,
+            tracing,
         ),
     )
     traced_executor = providers.Singleton(Tracing.executor, tracing, executor)

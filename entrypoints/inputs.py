@@ -1,0 +1,59 @@
+"""Checks of what a run reads besides models, before models are loaded and engines started.
+
+Invariant: what is made here is what the run uses, so that nothing is read twice. Does not own: settings and paths
+(`dry_run`), and what only a reply shows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollgrad.adapters.data.datasets.source import DatasetPromptSource
+from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
+from rollgrad.adapters.rewards.function import FunctionReward
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import RollgradError, raise_together
+from rollgrad.entrypoints.composition.executors import executor_kind
+from rollgrad.entrypoints.composition.rewards import reward_kind
+from rollgrad.entrypoints.composition.rl import RLContainer
+
+TRAINING = ("prompts", "eval_prompts")
+"""Providers of the prompts of a training run."""
+
+
+def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING) -> None:
+    """Reads the prompts of the providers `prompts`, and makes what plays and judges episodes, as far as it needs no
+    model and no engine.
+
+    Raises:
+        RollgradError: one of them cannot be used, or a reward function cannot be called for a prompt; all problems
+            together.
+    """
+    errors: list[RollgradError] = []
+
+    def attempt(make: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return make(*arguments)
+        except RollgradError as error:
+            errors.append(error)
+        return None
+
+    read = [attempt(container.providers[name]) for name in prompts]
+    if not container.executor.overridden:  # else the caller's own plays and judges as it likes
+        config = container.config()
+        kind = executor_kind(config, container.environment())
+        if kind in ("tools", "agent_file"):
+            attempt(container.tool_box if kind == "tools" else container.agent_file)
+        is_model = reward_kind(config, container.reward_spec()) == "model" and not container.reward.overridden
+        reward = None if is_model else attempt(container.reward)
+        if isinstance(reward, FunctionReward):
+            for source in read:
+                for prompt in _first(source):
+                    attempt(reward.check, prompt)
+    raise_together(errors)
+
+
+def _first(source: Any) -> list[Prompt]:
+    """Returns the first prompt, without moving the position of a source; none of a source that the caller brought."""
+    if isinstance(source, DatasetPromptSource | ReasoningGymPromptSource):
+        return [source.prompt(next(filter(source.survey.keeps, range(len(source.survey.lengths)))))]
+    return source[:1] if isinstance(source, list) else []
