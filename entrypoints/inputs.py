@@ -13,6 +13,7 @@ from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import RollgradError, raise_together
 from rollgrad.entrypoints.composition.executors import executor_kind
+from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rewards import reward_kind
 from rollgrad.entrypoints.composition.rl import RLContainer
 
@@ -20,9 +21,9 @@ TRAINING = ("prompts", "eval_prompts")
 """Providers of the prompts of a training run."""
 
 
-def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING) -> None:
+def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, trains: Any = None) -> None:
     """Reads the prompts of the providers `prompts`, and makes what plays and judges episodes, as far as it needs no
-    model and no engine.
+    model and no engine. `trains`: settings of the training, whose packages must be installed; None trains nothing.
 
     Raises:
         RollgradError: one of them cannot be used, or a reward function cannot be called for a prompt; all problems
@@ -37,6 +38,8 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING) -> N
             errors.append(error)
         return None
 
+    if trains is not None:
+        attempt(check_packages, trains)
     read = [attempt(container.providers[name]) for name in prompts]
     if not container.executor.overridden:  # else the caller's own plays and judges as it likes
         config = container.config()

@@ -69,7 +69,7 @@ def train(
             config,
             container,
             title=f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}",
-            check=lambda: check_inputs(container),
+            check=lambda: check_inputs(container, trains=config),
             before_run=lambda: _log_choices(config),
         )
 

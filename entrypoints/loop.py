@@ -104,7 +104,7 @@ def loop(run: LoopRun, *, reward: RewardSource | Callable[..., Any] | None = Non
     if not (output / STATE_FILE).exists():
         check_output(run.ckpt)
     with locked(output, "--ckpt.output_dir"):
-        _check(files, reward)
+        _check(run, files, reward)
         state = _begin(run, output)
         stopped_by = None
         while stopped_by is None and state.iteration <= run.loop.iterations:
@@ -121,11 +121,11 @@ def loop(run: LoopRun, *, reward: RewardSource | Callable[..., Any] | None = Non
         )
 
 
-def _check(config: RLConfig, reward: Any) -> None:
+def _check(run: LoopRun, config: RLConfig, reward: Any) -> None:
     """Checks what the stages read, as `check_inputs`: the first that judges comes after hours of sampling."""
     container = container_with(config, reward, None, {}, "loop")
     try:
-        check_inputs(container)
+        check_inputs(container, trains=run)
     finally:
         shut_down(container)
 

@@ -23,6 +23,7 @@ from rollgrad.entrypoints.composition.examples import note_repeated
 from rollgrad.entrypoints.composition.kd import kd_container
 from rollgrad.entrypoints.composition.kto import kto_container
 from rollgrad.entrypoints.composition.lifetimes import give, gives_memory_back
+from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.prm import prm_container
 from rollgrad.entrypoints.composition.rm import rm_container
 from rollgrad.entrypoints.composition.sft import sft_container
@@ -159,6 +160,7 @@ def _train(
             config,
             container,
             title=f"{Path(config.actor.model_name_or_path).name} on {config.data.dataset}",
+            check=lambda: check_packages(config),
             before_run=lambda: _report_data(config, container),
         )
 

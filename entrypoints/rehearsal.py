@@ -22,6 +22,7 @@ from rollgrad.application.settings.validation import range_problems, with_defaul
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
 from rollgrad.entrypoints.composition.lifetimes import shut_down
+from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rewards import reward_kind
 from rollgrad.entrypoints.composition.rl import rl_container
 from rollgrad.entrypoints.config_io import dump_config
@@ -82,6 +83,7 @@ class _Trial:
     def play(self) -> None:
         """Runs all checks."""
         config, container = self._config, self.container
+        self._attempt(lambda: check_packages(config))
         if self._attempt(container.tokenizer, "actor.model_name_or_path") is None:
             self._broken |= {"data.prompt_dataset", "eval.dataset"}
             if isinstance(self.errors[-1], CheckpointError):

@@ -22,6 +22,9 @@ VARIABLES = {
 STARTS = 3
 """Attempts to start a cluster here: Ray gives up after 30 seconds, which may be too few on a busy machine."""
 
+NO_RAY = "--cluster.enable needs Ray, and so does --num_engines: pip install rollgrad[ray,deepspeed,vllm]."
+"""The error where it is not installed."""
+
 
 def ray_module() -> Any:
     """Returns the package `ray`.
@@ -32,9 +35,7 @@ def ray_module() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise MissingExtraError(
-            "--cluster.enable needs Ray, and so does --num_engines: pip install rollgrad[ray,deepspeed,vllm]."
-        ) from error
+        raise MissingExtraError(NO_RAY) from error
     return ray
 
 

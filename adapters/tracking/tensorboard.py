@@ -6,6 +6,9 @@ from pathlib import Path
 from rollgrad.domain.errors import MissingExtraError
 from rollgrad.domain.ports.metric_sink import MetricSink
 
+NO_TENSORBOARD = "--logger.tensorboard_dir is set, but TensorBoard is not installed: pip install rollgrad[tracking]"
+"""The error where it is not installed."""
+
 
 class TensorBoardSink(MetricSink):
     """Writes each metric as a scalar to an event file in `directory`.
@@ -18,9 +21,7 @@ class TensorBoardSink(MetricSink):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise MissingExtraError(
-                "--logger.tensorboard_dir is set, but TensorBoard is not installed: pip install rollgrad[tracking]"
-            ) from error
+            raise MissingExtraError(NO_TENSORBOARD) from error
         self._writer = SummaryWriter(log_dir=str(directory))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,7 +1,6 @@
 """Makes checkpoints and metric sinks from the settings `ckpt` and `logger`."""
 
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from rollgrad.adapters.tracking.trajectories import ParquetTrajectories
 from rollgrad.adapters.tracking.trajectory_table import Spans
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
-from rollgrad.domain.errors import MissingExtraError
 from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.domain.ports.profiled import Profiled
 from rollgrad.domain.ports.run_tracker import RunTracker
@@ -61,7 +59,7 @@ def make_sinks(config: Any, steps: int) -> MultiSink:
     """Returns the sinks of the metrics of a run of `steps` steps.
 
     Raises:
-        MissingExtraError: a tracker is not installed.
+        MissingExtraError: TensorBoard is not installed.
     """
     ckpt, logger = config.ckpt, config.logger
     sinks: list[MetricSink] = [JsonlSink(Path(ckpt.output_dir) / METRICS_FILE)]
@@ -75,10 +73,6 @@ def make_sinks(config: Any, steps: int) -> MultiSink:
 
 
 def _tracker(name: str, config: Any) -> RunTracker:
-    if importlib.util.find_spec(name) is None:
-        raise MissingExtraError(
-            f"--logger.report_to names {name}, but it is not installed: pip install rollgrad[{name}]"
-        )
     logger, directory = config.logger, Path(config.ckpt.output_dir)
     run = TrackedRun(
         project=logger.project,

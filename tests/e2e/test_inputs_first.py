@@ -1,6 +1,8 @@
 """Wrong inputs of a run are refused before a model is loaded, or an engine or a cluster started."""
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +31,9 @@ SMALL = [
 ]
 TRAIN = ["train", "rl", "--data.prompt_dataset", "prompts.jsonl", *SMALL]
 EVAL = ["eval", "--eval.dataset", "prompts.jsonl", "--rollout.max_new_tokens", "4"]
+LOOP = ["loop", "rs", "--data.prompt_dataset", "prompts.jsonl", *SMALL]
+SFT = ["train", "sft", "--data.dataset", "prompts.jsonl", "--ckpt.output_dir", "out"]
+VERIFIED = ["--reward.verifier", "last_number"]
 UNFIT_REWARD = ["--reward.function_path", "unfit.py"]
 
 Refused = Callable[..., list[str]]
@@ -79,7 +84,7 @@ def refused(
         [*TRAIN, "--rollout.engine", "vllm"],
         [*TRAIN, "--cluster.enable", "--rollout.engine", "vllm"],
         EVAL,
-        ["loop", "rs", "--data.prompt_dataset", "prompts.jsonl", *SMALL],
+        LOOP,
     ],
 )
 def test_a_reward_function_that_cannot_be_called_is_refused(refused: Refused, words: list[str]) -> None:
@@ -125,3 +130,25 @@ def test_a_reward_of_the_caller_is_checked_as_one_of_a_file_is(refused: Refused,
         rollgrad.train(config, reward=unfit)
     with pytest.raises(RollgradError, match="StartedError"):
         rollgrad.train(config, reward=lambda completions: [0.0] * len(completions))
+
+
+@pytest.mark.parametrize(
+    ("words", "extras"),
+    [
+        ([*TRAIN, *VERIFIED, "--rollout.engine", "vllm"], ["vllm"]),
+        ([*TRAIN, *VERIFIED, "--rollout.engine", "vllm", "--dry_run"], ["vllm"]),
+        ([*LOOP, *VERIFIED], []),
+        (SFT, []),
+        ([*SFT, "--dry_run"], []),
+    ],
+)
+def test_missing_packages_are_named_together(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, words: list[str], extras: list[str]
+) -> None:
+    for package in ("vllm", "peft", "tensorboard", "mlflow"):
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    errors = refused(
+        [*words, *("--actor.lora.rank", "2", "--logger.tensorboard_dir", "curves", "--logger.report_to", "mlflow")]
+    )
+    named = [extra for error in errors for extra in re.findall(r"pip install rollgrad\[([\w-]+)\]", error)]
+    assert sorted(named) == sorted([*extras, "lora", "tracking", "mlflow"])

