@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from rollgrad.adapters.models.torch.attention_buckets import Bucket, Kernel, blocks, bucketed, chunks, slices
 from rollgrad.adapters.models.torch.capped import SLICE, capped_attention
+from rollgrad.adapters.models.torch.copied_rows import CopiedRows
 from rollgrad.adapters.models.torch.kernels import dense, has_varlen, varlen
 from rollgrad.adapters.models.torch.layer_plans import loses_plans, note_plans, noted_plan
 from rollgrad.adapters.models.torch.layout import Node
@@ -306,7 +307,7 @@ class _FlatIndex:
         begins = itertools.accumulate((node.length for node in nodes), initial=0)
         # Where no node has a prefix, keys and values are those of the tokens, in their order.
         in_order = all(not node.prefix and node.start == begin for node, begin in zip(nodes, begins, strict=False))
-        self.key_token = None if in_order else to_device(torch.cat([node.path() for node in nodes]), device)
+        self._copied = None if in_order else CopiedRows(torch.cat([node.path() for node in nodes]), device)
         self.max_q = max(n.length for n in nodes)
         self.max_k = max(n.keys for n in nodes)
         self.cu_q = _cumulative([n.length for n in nodes], device)
@@ -328,8 +329,8 @@ class _FlatIndex:
         return kernel(q_M, k, v, *place, scaling=scaling, window=window, sinks_H=sinks_H)
 
     def _of_keys(self, x_M: Tensor) -> Tensor:
-        if self.key_token is not None:
-            return x_M.index_select(0, self.key_token)
+        if self._copied is not None:
+            return self._copied.of(x_M)
         return x_M if len(x_M) == self.keys else x_M.narrow(0, 0, self.keys)
 
 

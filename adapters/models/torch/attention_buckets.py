@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rollgrad.adapters.models.torch.copied_rows import CopiedRows
 from rollgrad.adapters.models.torch.layout import Node
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.row_widths import PADDING_TOLERANCE
@@ -47,8 +48,9 @@ class Bucket:
         real_key = k < (prefix_length + length)[:, None]
         real_query = q < length[:, None]
         query_token = torch.where(real_query, start[:, None] + q, start[:, None])
-        self.query_token = to_device(query_token.flatten(), device)
-        self.key_token = to_device(key_token.flatten(), device)
+        self._copied_queries = CopiedRows(query_token.flatten(), device, real_query.flatten())
+        self._copied_keys = CopiedRows(key_token.flatten(), device, real_key.flatten())
+        self.query_token, self.key_token = self._copied_queries.row_K, self._copied_keys.row_K
         self.query_position = to_device(torch.where(real_query, prefix_length[:, None] + q, 0), device)
         self.token_M = to_device(query_token[real_query], device)
         self.slot_M = to_device(real_query.flatten().nonzero()[:, 0], device)
@@ -72,10 +74,10 @@ class Bucket:
         heads, dim = q_M.shape[1:]
         key_heads = k_M.shape[1]
         fold = heads // key_heads if self.rows * self.queries * self.keys <= FOLD_LIMIT else 1
-        q = q_M.index_select(0, self.query_token).view(self.rows, self.queries, heads // fold, fold, dim)
-        k = k_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, dim).transpose(1, 2)
+        q = self._copied_queries.of(q_M).view(self.rows, self.queries, heads // fold, fold, dim)
+        k = self._copied_keys.of(k_M).view(self.rows, self.keys, key_heads, dim).transpose(1, 2)
         width = v_M.shape[2]  # in multi-head latent attention it differs from the keys'
-        v = v_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, width).transpose(1, 2)
+        v = self._copied_keys.of(v_M).view(self.rows, self.keys, key_heads, width).transpose(1, 2)
         if self._causal and window is None:
             q = q.view(self.rows, self.queries, heads, dim).transpose(1, 2)
             out = kernel(q, k, v, scaling=scaling, sinks=self._sinks(sinks_H, 1))

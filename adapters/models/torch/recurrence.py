@@ -18,6 +18,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
+from rollgrad.adapters.models.torch.copied_rows import CopiedRows
 from rollgrad.adapters.models.torch.layout import Node
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.row_widths import row_widths
@@ -80,7 +81,7 @@ class ForestRecurrence:
     def __init__(self, nodes: Sequence[Node], *, device: torch.device) -> None:
         self._nodes, self.device = nodes, device
         self._tokens = sum(node.length for node in nodes)
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows: dict[int, tuple[CopiedRows, CopiedRows]] = {}
         self.calls = 0
         """How often layers called it."""
 
@@ -89,14 +90,14 @@ class ForestRecurrence:
         self.calls += 1
         if len(self._nodes) == 1:
             return convolution(x)
-        token_E, place_M = self._row(width - 1)
+        tokens, results = self._row(width - 1)
         padded_MC = functional.pad(x[0].transpose(0, 1), (0, 0, 0, 1))
-        row = padded_MC.index_select(0, token_E).transpose(0, 1)[None]
-        return convolution(row)[0].transpose(0, 1).index_select(0, place_M).transpose(0, 1)[None]
+        row = tokens.of(padded_MC).transpose(0, 1)[None]
+        return results.of(convolution(row)[0].transpose(0, 1)).transpose(0, 1)[None]
 
-    def _row(self, before: int) -> tuple[Tensor, Tensor]:
-        """Returns the token at each place of a row in which `before` tokens of its prefix are before each node, and the
-        place of each token; M stands for no token."""
+    def _row(self, before: int) -> tuple[CopiedRows, CopiedRows]:
+        """Returns what makes a row of tokens, the last `before` of its prefix in front of each node (M stands for no
+        token), and what takes each token's result from that row."""
         if before not in self._rows:
             tokens, places, end = [], [], 0
             for node in self._nodes:
@@ -105,7 +106,9 @@ class ForestRecurrence:
                 end += before + node.length
             place_M = torch.empty(self._tokens, dtype=torch.int64)
             place_M[torch.cat(tokens[1::2])] = torch.cat(places)
-            self._rows[before] = to_device(torch.cat(tokens), self.device), to_device(place_M, self.device)
+            token_E = torch.cat(tokens)
+            copied = CopiedRows(token_E, self.device, token_E < self._tokens)
+            self._rows[before] = copied, CopiedRows(place_M, self.device)
         return self._rows[before]
 
     @cached_property
@@ -113,16 +116,14 @@ class ForestRecurrence:
         return segments(self._nodes)
 
     @cached_property
-    def _calls(self) -> "tuple[list[_Call], Tensor]":
-        """The calls in their order, and where each token is when their results are laid end to end."""
-        calls = [*_ordered(self._segments, self._tokens)]
+    def _calls(self) -> "tuple[list[_Call], CopiedRows]":
+        """The calls in their order, and what takes each token's result from theirs, end to end."""
+        calls = [*_ordered(self._segments, self._tokens, self.device)]
         token_R = torch.cat([call.token_R for call in calls])
         real = token_R < self._tokens
         place_M = torch.empty(self._tokens, dtype=torch.int64)
         place_M[token_R[real]] = real.nonzero()[:, 0]
-        for call in calls:
-            call.move(self.device)
-        return calls, to_device(place_M, self.device)
+        return calls, CopiedRows(place_M, self.device)
 
     def scan(self, scan: Scan, columns: Sequence[Tensor]) -> Tensor:
         """Implements `Recurrence.scan`."""
@@ -131,16 +132,16 @@ class ForestRecurrence:
     def scan_to_ends(self, scan: Scan, columns: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Returns the results of `scan`, and the states after the segments of each call."""
         self.calls += 1
-        calls, place_M = self._calls
+        calls, in_order = self._calls
         padded = [torch.cat([x[0], x.new_zeros(1, *x.shape[2:])]) for x in columns]
         results: list[Tensor] = []
         states: list[Tensor] = []
         for call in calls:
-            rows = [x.index_select(0, call.token_R).view(call.rows, -1, *x.shape[1:]) for x in padded]
+            rows = [call.tokens.of(x).view(call.rows, -1, *x.shape[1:]) for x in padded]
             result, after = scan(rows, call.before([s for s, c in zip(states, calls, strict=False) if c.goes_on]))
             results.append(result.flatten(0, 1))
             states.append(after)
-        return torch.cat(results).index_select(0, place_M)[None], states
+        return in_order.of(torch.cat(results))[None], states
 
     def ends(self, nodes: Sequence[Node]) -> Tensor:
         """Returns where the states after nodes are when those of `scan_to_ends` are laid end to end, on the CPU."""
@@ -169,9 +170,17 @@ class _Call:
     """Segments computed together, as rows of one width, the longest first."""
 
     def __init__(
-        self, members: Sequence[int], all_: Sequence[Segment], done: dict[int, int], none: int, *, goes_on: bool
+        self,
+        members: Sequence[int],
+        all_: Sequence[Segment],
+        done: dict[int, int],
+        none: int,
+        device: torch.device,
+        *,
+        goes_on: bool,
     ) -> None:
-        """`done`: for each segment that was computed before and goes on, its place among the states of these."""
+        """`done`: for each segment that was computed before and goes on, its place among the states of these; `none`
+        stands for no token."""
         self.members, self.goes_on = list(members), goes_on
         self.rows = len(members)
         width = all_[members[0]].length
@@ -180,13 +189,10 @@ class _Call:
         start_R, length_R = torch.tensor(own).unbind(1)
         real = step < length_R[:, None]
         self.token_R = torch.where(real, start_R[:, None] + step, none).flatten()
+        self.tokens = CopiedRows(self.token_R, device, real.flatten())
         parents = [all_[number].parent for number in members]
-        self._place_R = None if None in parents else torch.tensor([done[p] for p in parents if p is not None])
-
-    def move(self, device: torch.device) -> None:
-        """Moves its indices."""
-        self.token_R = to_device(self.token_R, device)
-        self._place_R = None if self._place_R is None else to_device(self._place_R, device)
+        places = torch.tensor([done[parent] for parent in parents if parent is not None])
+        self._place_R = None if None in parents else to_device(places, device)
 
     def before(self, states: Sequence[Tensor]) -> Tensor | None:
         """Returns the state before each row; `states` are those after the segments of earlier calls that go on."""
@@ -195,7 +201,7 @@ class _Call:
         return (states[0] if len(states) == 1 else torch.cat([*states])).index_select(0, self._place_R)
 
 
-def _ordered(all_: Sequence[Segment], none: int) -> Iterator[_Call]:
+def _ordered(all_: Sequence[Segment], none: int, device: torch.device) -> Iterator[_Call]:
     """Yields calls for segments, each after that of its parent, and as late as those that wait for it let it be."""
     height = [0] * len(all_)
     for number in range(len(all_) - 1, -1, -1):
@@ -210,5 +216,5 @@ def _ordered(all_: Sequence[Segment], none: int) -> Iterator[_Call]:
             widths = row_widths([all_[n].length for n in ready])
             for _, rows in itertools.groupby(zip(widths, ready, strict=True), key=lambda pair: pair[0]):
                 members = [number for _, number in rows]
-                yield _Call(members, all_, done, none, goes_on=level > 0)
+                yield _Call(members, all_, done, none, device, goes_on=level > 0)
                 done |= {number: len(done) + row for row, number in enumerate(members) if level > 0}
