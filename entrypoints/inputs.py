@@ -10,8 +10,10 @@ from typing import Any
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.rewards.function import FunctionReward
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import RollgradError, raise_together
+from rollgrad.entrypoints.composition.engines import engine_kind
 from rollgrad.entrypoints.composition.executors import executor_kind
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rewards import reward_kind
@@ -22,12 +24,17 @@ TRAINING = ("prompts", "eval_prompts")
 
 
 def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, trains: Any = None) -> None:
-    """Reads the prompts of the providers `prompts`, and makes what plays and judges episodes, as far as it needs no
-    model and no engine. `trains`: settings of the training, whose packages must be installed; None trains nothing.
+    """Reads the prompts of the providers `prompts`, makes what plays and judges episodes, as far as it needs no model
+    and no engine, and asks the servers of `rollout.server_urls` how they sample.
+
+    Args:
+        container: of the run; what it makes here it does not make again.
+        prompts: names of providers.
+        trains: settings of the training, whose packages must be installed; None trains nothing.
 
     Raises:
         RollgradError: one of them cannot be used, or a reward function cannot be called for a prompt; all problems
-            together.
+            together, and then those of servers.
     """
     errors: list[RollgradError] = []
 
@@ -40,6 +47,8 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
 
     if trains is not None:
         attempt(check_packages, trains)
+        if not (container.reference.overridden or container.critic.overridden):
+            attempt(container.suits)
     read = [attempt(container.providers[name]) for name in prompts]
     if not container.executor.overridden:  # else the caller's own plays and judges as it likes
         config = container.config()
@@ -53,6 +62,8 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
                 for prompt in _first(source):
                     attempt(reward.check, prompt)
     raise_together(errors)
+    if engine_kind(container.config()) == Engine.SERVER and not container.engine.overridden:
+        container.served_engines()  # last, for one that does not answer is waited for
 
 
 def _first(source: Any) -> list[Prompt]:

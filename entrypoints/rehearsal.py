@@ -88,6 +88,7 @@ class _Trial:
             self._broken |= {"data.prompt_dataset", "eval.dataset"}
             if isinstance(self.errors[-1], CheckpointError):
                 self._broken.add("actor.model_name_or_path")
+        self._attempt(container.suits, *(f"{section}.model_name_or_path" for section in ("actor", "ref", "critic")))
         self._plan()
         prompts = self._attempt(container.prompts, "actor.model_name_or_path", "data.prompt_dataset")
         held_out = self._attempt(container.eval_prompts, "actor.model_name_or_path", "eval.dataset")

@@ -9,7 +9,7 @@ from attrs import define, frozen
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
 from rollgrad.application.settings.kd import KDRun, kd_errors
 from rollgrad.application.settings.kto import KTORun, kto_errors
-from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.offline import OfflineRun, ReferencedRun
 from rollgrad.application.settings.prm import PRMRun, prm_errors
 from rollgrad.application.settings.rm import RMRun, rm_errors
 from rollgrad.application.settings.rules.examples import sft_errors
@@ -131,6 +131,11 @@ def rehearse_offline(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
             problems.append(ConfigurationError(sentence))
         else:  # the cluster's machines are not this one
             console.print(sentence)
+    if isinstance(run, ReferencedRun):
+        from rollgrad.entrypoints.composition.chat import make_tokenizer
+        from rollgrad.entrypoints.composition.reference import check_reference
+
+        check_reference(run, make_tokenizer(run.actor, run.data))
     if isinstance(run, KTORun):
         from rollgrad.entrypoints.composition.kto import check_labels
 

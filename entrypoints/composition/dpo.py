@@ -39,14 +39,22 @@ def make_pairs(
 
     Raises:
         ConfigurationError: the actor does not begin as its reference.
-        DataError: a loss ranks pairs, which have different weights.
     """
     pairs = PreparedPairs(examples) if isinstance(examples, PreparedExamples) else examples
-    if sorts_pairs(run.dpo) and isinstance(examples, PreparedExamples) and len(set(examples.row_weights.tolist())) > 1:
-        raise DataError(UNEQUAL)
     if not has_reference(run.dpo) or run.dpo.ref_sync_steps is not None:
         return pairs
     return references.of(pairs, examples, setting=setting, otherwise=NOT_LOG_2)
+
+
+def check_weights(run: DPORun, *sets: object) -> None:
+    """Checks that the pairs of each of some prepared data weigh the same where a loss ranks them.
+
+    Raises:
+        DataError: they do not.
+    """
+    prepared = [examples for examples in sets if isinstance(examples, PreparedExamples)]
+    if sorts_pairs(run.dpo) and any(len(set(examples.row_weights.tolist())) > 1 for examples in prepared):
+        raise DataError(UNEQUAL)
 
 
 def make_streamed_pack(
@@ -116,6 +124,9 @@ def dpo_container(config: DPORun) -> DPOContainer:
         objective=providers.Singleton(PreferenceObjective, settings=config.dpo),
         learned=learned,
         held_out=container.eval_pairs,
+        first=providers.List(
+            container.suits, providers.Callable(check_weights, config, container.examples, container.eval_examples)
+        ),
         roles=providers.Callable(make_dpo_roles, config),
         colocated=providers.Object([set(make_dpo_roles(config))]),  # it mostly rests while the actor trains
     )

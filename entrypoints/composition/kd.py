@@ -239,6 +239,7 @@ def kd_container(config: KDRun) -> OfflineContainer:
             DistillationObjective, weight=config.kd.weight, temperature=config.kd.temperature
         ),
         teacher=providers.Singleton(make_policy_teacher, config, *renders),
+        first=providers.Callable(check_teacher, config, container.tokenizer),
         learned=learned,
         held_out=providers.Singleton(make_taught, config, container.eval_examples, *renders, "eval.dataset"),
     )

@@ -147,14 +147,13 @@ def _check_streamed(first: Any) -> None:
 
 
 def make_training_labels(
-    run: KTORun, labels: PromptedLabels, examples: Any, references: References, total_steps: int
+    run: KTORun, labels: PromptedLabels, examples: Any, references: References, steps: Sequence[Sequence[int]]
 ) -> JudgedLabels:
-    """Returns the labels to train on.
+    """Returns the labels to train on, in these `steps`.
 
     Raises:
-        ConfigurationError: a step has one reply alone; or the actor does not begin as its reference.
+        ConfigurationError: the actor does not begin as its reference.
     """
-    steps = make_steps(run, labels, total_steps)
     return _judged(run, labels, examples, references, steps, "data.dataset")
 
 
@@ -164,10 +163,8 @@ def make_streamed_labels(
     """Returns the labels of rows that are read while training goes on, of which some are the `first`.
 
     Raises:
-        DataError: the rows are pairs.
         ConfigurationError: the actor does not begin as its reference.
     """
-    _check_streamed(examples)
     reference = references.live(first, otherwise=NOT_0)
     return JudgedLabels(
         labels=make_stream(preparation, run.train, labelled),
@@ -177,12 +174,7 @@ def make_streamed_labels(
 
 
 def make_held_out_labels(run: KTORun, labels: PromptedLabels, examples: Any, references: References) -> JudgedLabels:
-    """Returns the held-out labels, which are measured as one batch.
-
-    Raises:
-        ConfigurationError: there is one alone.
-    """
-    _check_mismatch(run, labels, "eval")
+    """Returns the held-out labels, which are measured as one batch."""
     return _judged(run, labels, examples, references, [range(len(labels))], "eval.dataset")
 
 
@@ -206,13 +198,15 @@ class KTOContainer(ReferencedContainer):
 
     labels = providers.Singleton(make_labels, ReferencedContainer.examples)
     eval_labels = providers.Singleton(make_labels, ReferencedContainer.eval_examples)
+    coming = providers.Singleton(make_steps, ReferencedContainer.config, labels, ReferencedContainer.total_steps)
+    """The labels of each step, by their indices."""
     training = providers.Singleton(
         make_training_labels,
         ReferencedContainer.config,
         labels,
         ReferencedContainer.examples,
         ReferencedContainer.references,
-        ReferencedContainer.total_steps,
+        coming,
     )
     measured = providers.Singleton(
         make_held_out_labels,
@@ -234,6 +228,8 @@ class KTOContainer(ReferencedContainer):
 def kto_container(config: KTORun) -> KTOContainer:
     """Returns the container of a run with these settings."""
     container = KTOContainer(config=config, make=providers.Object(kto_container))
+    steps = providers.Callable(_check_streamed, container.examples) if config.data.stream else container.coming
+    held_out = providers.Callable(_check_mismatch, config, container.eval_labels, "eval")
     if config.data.stream:
         container.training.override(
             providers.Singleton(
@@ -251,6 +247,7 @@ def kto_container(config: KTORun) -> KTOContainer:
         objective=providers.Singleton(make_objective, config, container.labels),
         learned=container.training.provided.labels,
         held_out=container.measured.provided.labels,
+        first=providers.List(container.suits, container.objective, steps, if_evaluated(container.config, held_out)),
         learner=providers.Singleton(
             make_learner, config, container.policy, container.objective, container.training, container.examples
         ),

@@ -56,9 +56,9 @@ def evaluation_kind(dataset: str | None) -> str:
     return "none" if dataset is None else "examples"
 
 
-def make_schedule(held_out: object, **settings: Any) -> Schedule:
-    """Returns the schedule. `held_out` is made by then, though not read: wrong data are refused before a model is
-    loaded."""
+def make_schedule(*first: object, **settings: Any) -> Schedule:
+    """Returns the schedule. What comes `first` is made by then, though not read: wrong data are refused before a model
+    is loaded."""
     return Schedule(**settings)
 
 
@@ -91,6 +91,8 @@ class OfflineContainer(BaseContainer):
     learned: providers.Provider[Any] = providers.Dependency()
     held_out: providers.Provider[Any] = providers.Dependency()
     budget: providers.Provider[TokenBudget | None] = providers.Object(None)
+    first: providers.Provider[Any] = providers.Object(None)
+    """Objects that are made before models are loaded, because data or settings may be wrong for this trainer."""
 
     preparation = providers.Singleton(
         Preparation,
@@ -133,6 +135,7 @@ class OfflineContainer(BaseContainer):
         schedule=providers.Callable(
             make_schedule,
             eval_examples,
+            first,
             steps=BaseContainer.total_steps,
             eval_steps=BaseContainer.config.provided.eval.steps,
             save_steps=BaseContainer.config.provided.ckpt.save_steps,

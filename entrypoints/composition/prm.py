@@ -66,11 +66,13 @@ def prm_container(config: PRMRun) -> OfflineContainer:
     learned: providers.Provider[Any] = providers.Singleton(make_solutions, container.examples)
     if config.data.stream:
         learned = providers.Singleton(make_stream, container.preparation, config.train, solution)
+    outcomes = providers.Singleton(reward_token_ids, config.prm.reward_tokens, container.tokenizer)
     complete(
         container,
         pack=providers.Object(pack_steps),
         objective=providers.Singleton(StepObjective),
-        outcomes=providers.Singleton(reward_token_ids, config.prm.reward_tokens, container.tokenizer),
+        outcomes=outcomes,
+        first=outcomes,
         actor_model=providers.Singleton(
             make_step_model,
             config.actor,

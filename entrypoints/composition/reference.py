@@ -22,6 +22,7 @@ from rollgrad.domain.ports.score_store import ScoreStore
 from rollgrad.entrypoints.composition.cluster import Cluster, Role
 from rollgrad.entrypoints.composition.examples import check_positions, reference_directory
 from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, shares_of_pass, tokens_per_pass
+from rollgrad.entrypoints.composition.vocabularies import check_tokens
 from rollgrad.entrypoints.run_directory import continues
 
 CHECKED = 8
@@ -75,6 +76,19 @@ def unload_reference(
         cluster().end("reference")
 
 
+def check_reference(run: ReferencedRun, tokenizer: Any) -> None:
+    """Checks that a reference of its own has positions for the longest example, and the tokens of `tokenizer`, the
+    actor's.
+
+    Raises:
+        ConfigurationError: it has fewer positions, or another vocabulary.
+    """
+    name = run.ref.model_name_or_path
+    if name is not None:
+        check_positions("reference", name, run)
+        check_tokens("ref", name, tokenizer)
+
+
 class Pass(Protocol):
     """Another computation with the reference while it is loaded."""
 
@@ -124,10 +138,9 @@ class References:
             also_depends_on: what that depends on besides the reference and the data.
 
         Raises:
-            ConfigurationError: the actor does not begin as its reference; or that has too few positions.
+            ConfigurationError: the actor does not begin as its reference.
         """
         run = self.run
-        self._check_positions()
         # Loaded before its files are looked at: a hub's are here then.
         actor = self.policy() if self._begins else None
         data = prepared.fingerprint if isinstance(prepared, PreparedExamples) else None
@@ -157,7 +170,6 @@ class References:
         Raises:
             ConfigurationError: as `of`.
         """
-        self._check_positions()
         live = LiveReference(
             model=self.reference, max_tokens=tokens_per_pass(self.run), shares=shares_of_pass(self.run)
         )
@@ -169,10 +181,6 @@ class References:
     def _begins(self) -> bool:
         """Whether the actor is its own reference, because it is not yet trained."""
         return self.run.ref.model_name_or_path is None and not continues(self.run.ckpt)
-
-    def _check_positions(self) -> None:
-        if self.run.ref.model_name_or_path is not None:
-            check_positions("reference", self.run.ref.model_name_or_path, self.run)
 
     def _check_start(self, examples: Sequence[Judged], otherwise: str) -> None:
         check_start(
@@ -195,6 +203,7 @@ class ReferencedContainer(OfflineContainer):
         OfflineContainer.remote_reference.provider,
         OfflineContainer.cluster.provider,
     )
+    suits = providers.Callable(check_reference, OfflineContainer.config, OfflineContainer.tokenizer)
     fingerprint = providers.Singleton(reference_fingerprint, OfflineContainer.config)
     references = providers.Singleton(
         References,

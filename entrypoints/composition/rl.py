@@ -91,6 +91,7 @@ from rollgrad.entrypoints.composition.teacher import make_compared_reference
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 from rollgrad.entrypoints.composition.tracing import Tracing
 from rollgrad.entrypoints.composition.training_server import TrainingServer
+from rollgrad.entrypoints.composition.vocabularies import check_vocabularies
 from rollgrad.entrypoints.description import describe
 
 LESS_MEMORY = (
@@ -154,6 +155,8 @@ class RLContainer(EngineContainer):
         reasoning_gym=providers.Singleton(make_eval_gym, base.config, base.codec, environment),
         none=providers.List(),
     )
+    suits = providers.Callable(check_vocabularies, base.config, base.tokenizer)
+    """Checks the models, before they are loaded."""
     description = providers.Singleton(describe, base.config, prompts)
     reward_model = providers.Singleton(make_reward_model, base.config, base.shard, base.divide)
     reward_spec = base.config.provided.data.prompt_dataset

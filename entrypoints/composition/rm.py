@@ -120,6 +120,7 @@ def rm_container(config: RMRun) -> RMContainer:
         objective=providers.Singleton(RewardObjective, centring=config.rm.centring),
         learned=learned,
         held_out=container.eval_pairs,
+        first=providers.List(container.pairs, container.eval_pairs),
         learner=container.reward_learner,
         evaluation=if_evaluated(
             container.config,

@@ -32,6 +32,16 @@ def check_vocabulary(teacher: Any, student: Any, name: str, *, flag: str) -> Non
     )
 
 
+def check_compared(name: str, tokenizer: Any) -> None:
+    """Checks that the reference `name` has the vocabulary of `tokenizer`, over which the policy is compared with it.
+
+    Raises:
+        CheckpointError: it has no tokenizer.
+        ConfigurationError: it has another vocabulary.
+    """
+    check_vocabulary(load_tokenizer(name, flag=REFERENCE_FLAG), tokenizer, name, flag=REFERENCE_FLAG)
+
+
 def make_compared_reference(config: RLConfig, tokenizer: Any, images: ImageRenderer | None = None) -> Teacher:
     """Loads the reference of a run of reinforcement learning whose policy is compared with it over the vocabulary;
     `images` renders the images that it sees.
@@ -40,8 +50,7 @@ def make_compared_reference(config: RLConfig, tokenizer: Any, images: ImageRende
         CheckpointError: it cannot be loaded.
         ConfigurationError: it has another vocabulary.
     """
-    name = config.ref.model_name_or_path
-    if name is not None:
-        check_vocabulary(load_tokenizer(name, flag=REFERENCE_FLAG), tokenizer, name, flag=REFERENCE_FLAG)
+    if config.ref.model_name_or_path is not None:
+        check_compared(config.ref.model_name_or_path, tokenizer)
     settings = DistillationSettings(beta=REVERSE, temperature=config.rollout.temperature, top_k=config.algo.kl.top_k)
     return Teacher(make_reference_model(config.actor, config.ref, images=images), settings)

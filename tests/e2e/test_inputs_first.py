@@ -1,19 +1,24 @@
 """Wrong inputs of a run are refused before a model is loaded, or an engine or a cluster started."""
 
+import asyncio
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
 import rollgrad
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
-from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.ray.session import RaySession
+from rollgrad.adapters.servers.server import Server
 from rollgrad.domain.errors import RollgradError
 from rollgrad.entrypoints.cli.main import main
+from tests.tiny_models import tiny_llama
 
 ROWS = [{"question": f"{a}+1?", "answer": str(a + 1)} for a in range(4)]
 UNFIT = "reward_func has the parameter 'completion', which is neither known to reward functions"
@@ -24,6 +29,10 @@ FILES = {
     "unfit.py": "def reward_func(completion, **given):\n    return [0.0] * len(completion)\n",
     "fit.py": "def reward_func(completions, **given):\n    return [0.0] * len(completions)\n",
     "empty.py": "",
+    "texts.jsonl": json.dumps({"text": "1+1 is 2."}) + "\n",
+    "pairs.jsonl": json.dumps({"prompt": "1+1?", "chosen": "2", "rejected": "3"}) + "\n",
+    "labels.jsonl": json.dumps({"prompt": "1+1?", "completion": "2", "label": True}) + "\n",
+    "steps.jsonl": json.dumps({"prompt": "1+1?", "completions": ["It is 2."], "labels": [True]}) + "\n",
 }
 SMALL = [
     *("--rollout.batch_size", "2", "--rollout.n_samples_per_prompt", "2", "--rollout.max_new_tokens", "4"),
@@ -60,7 +69,7 @@ def refused(
         raise StartedError
 
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", start)
-    for cls in (RaySession, VLLMEngine, ServedEngine):
+    for cls in (RaySession, VLLMEngine):
         monkeypatch.setattr(cls, "__init__", start)
 
     def run(words: list[str], *, starts: bool = False) -> list[str]:
@@ -152,3 +161,62 @@ def test_missing_packages_are_named_together(
     )
     named = [extra for error in errors for extra in re.findall(r"pip install rollgrad\[([\w-]+)\]", error)]
     assert sorted(named) == sorted([*extras, "lora", "tracking", "mlflow"])
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("rm --data.dataset pairs.jsonl --rm.margin", "no row of data.dataset has a number other than 0"),
+        ("kto --data.dataset labels.jsonl --kto.loss kto", "data.dataset has one reply alone"),
+        ("kto --data.dataset labels.jsonl --kto.loss apo_zero_unpaired --kto.balance", "All 1 replies of data.dataset"),
+        ("prm --data.dataset steps.jsonl --prm.reward_tokens + no-such-token", "writes as"),
+        ("dpo --data.dataset pairs.jsonl --ref.model_name_or_path other", "another vocabulary than the actor"),
+        ("kd --data.dataset texts.jsonl --teacher.model_name_or_path other", "another vocabulary than the actor"),
+    ],
+)
+def test_what_a_trainer_cannot_learn_from_is_refused(
+    refused: Refused, tiny_tokenizer: Any, words: str, problem: str
+) -> None:
+    other_model(tiny_tokenizer, Path("other"))
+    for flags in ([], ["--dry_run"]):
+        (error,) = refused(["train", *words.split(), "--ckpt.output_dir", "out", *flags])
+        assert problem in error
+
+
+async def test_a_server_that_samples_otherwise_is_refused(refused: Refused) -> None:
+    """Here one that is no server of a model at all."""
+    server = Server(FastAPI(), name="web server", max_body=1)
+    await server.start()
+    try:
+        served = ["--rollout.engine", "server", "--rollout.server_urls", str(server.url)]
+        (error,) = await asyncio.to_thread(refused, [*TRAIN, *VERIFIED, *served])
+    finally:
+        await server.stop()
+    assert error.startswith(f"The server {server.url} answered /v1/models with 404")
+
+
+def test_models_of_other_vocabularies_are_refused(refused: Refused, tiny_tokenizer: Any) -> None:
+    other_model(tiny_tokenizer, Path("other"))
+    others = ["--ref.model_name_or_path", "other", "--critic.model_name_or_path", "other"]
+    words = [*TRAIN, *VERIFIED, *others, "--algo.advantage.estimator", "gae", "--algo.kl.init_coef", "0.1"]
+    for flags in ([], ["--dry_run"]):
+        reference, critic = refused([*words, *flags])
+        assert reference.startswith("ref.model_name_or_path is 'other', which has another vocabulary than the actor: 2")
+        assert critic.startswith("critic.model_name_or_path is 'other'")
+    (error,) = refused(
+        [*words, "--algo.kl.use_loss", "--algo.kl.estimator", "full", "--critic.model_name_or_path", "None"]
+    )
+    assert "another vocabulary than the actor: 2 tokens differ" in error
+    shutil.rmtree("other")
+    tiny_llama(tiny_tokenizer, Path("other"), head_dim=16)
+    refused(words, starts=True)
+
+
+def other_model(tokenizer: Any, path: Path) -> None:
+    """Saves a model for whose tokenizer two tokens are swapped."""
+    tiny_llama(tokenizer, path, head_dim=16)
+    content = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (path / "tokenizer.json").write_text(json.dumps(content))
