@@ -16,11 +16,13 @@ from rollgrad.domain.errors import RollgradError, raise_together
 from rollgrad.entrypoints.composition.engines import engine_kind
 from rollgrad.entrypoints.composition.executors import executor_kind
 from rollgrad.entrypoints.composition.packages import check_packages
-from rollgrad.entrypoints.composition.rewards import reward_kind
+from rollgrad.entrypoints.composition.rewards import check_reward_model, reward_kind
 from rollgrad.entrypoints.composition.rl import RLContainer
 
 TRAINING = ("prompts", "eval_prompts")
 """Providers of the prompts of a training run."""
+PLAYERS = {"tools": "tool_box", "agent_file": "agent_file", "command": "agent_command"}
+"""Providers of what plays episodes, by the kind of their executor."""
 
 
 def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, trains: Any = None) -> None:
@@ -53,10 +55,10 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
     if not container.executor.overridden:  # else the caller's own plays and judges as it likes
         config = container.config()
         kind = executor_kind(config, container.environment())
-        if kind in ("tools", "agent_file"):
-            attempt(container.tool_box if kind == "tools" else container.agent_file)
+        if kind in PLAYERS:
+            attempt(container.providers[PLAYERS[kind]])
         is_model = reward_kind(config, container.reward_spec()) == "model" and not container.reward.overridden
-        reward = None if is_model else attempt(container.reward)
+        reward = attempt(check_reward_model, config) if is_model else attempt(container.reward)
         if isinstance(reward, FunctionReward):
             for source in read:
                 for prompt in _first(source):

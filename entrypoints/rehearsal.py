@@ -23,7 +23,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
-from rollgrad.entrypoints.composition.rewards import reward_kind
+from rollgrad.entrypoints.composition.rewards import check_reward_model, reward_kind
 from rollgrad.entrypoints.composition.rl import rl_container
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.description import check_continues
@@ -136,7 +136,11 @@ class _Trial:
             file = self._attempt(self.container.agent_file)
             if file is None:
                 return None
+        if config.agent.command is not None:
+            self._attempt(self.container.agent_command)
         kind = reward_kind(config, config.data.prompt_dataset)
+        if kind == "model":
+            self._attempt(lambda: check_reward_model(config), "reward.model_name_or_path")
         reward = None if kind == "model" else self._attempt(self.container.reward, "reward.function_path")
         if kind in UNASKED:
             return self._say(UNASKED[kind])

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Mapping
 
 from rollgrad.adapters.system.process_group import kill_group
@@ -52,7 +53,7 @@ class CommandAgent(AgentProgram):
         processes: how many run at once; other episodes wait, and the wait counts against their time limit.
 
     Raises:
-        ConfigurationError: the command is empty, or a quotation in it does not end.
+        ConfigurationError: the command is empty, a quotation in it does not end, or there is no such program.
     """
 
     def __init__(self, command: str, *, processes: int = PROCESSES) -> None:
@@ -65,6 +66,8 @@ class CommandAgent(AgentProgram):
             ) from error
         if not self._command:
             raise ConfigurationError("agent.command is empty: give the program that plays with --agent.command.")
+        if shutil.which(self._command[0]) is None:
+            raise self._refusal("no program of this name may be run here")
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Implements `AgentProgram.run`.
@@ -75,6 +78,11 @@ class CommandAgent(AgentProgram):
         """
         async with self._slots.here():
             return await self._play(task)
+
+    def _refusal(self, reason: str | None) -> ConfigurationError:
+        return ConfigurationError(
+            f"agent.command starts {self._command[0]!r}, which cannot be run ({reason}): correct --agent.command."
+        )
 
     async def _play(self, task: AgentTask) -> AgentResult:
         try:
@@ -88,10 +96,7 @@ class CommandAgent(AgentProgram):
                 limit=MAX_OUTPUT,
             )
         except OSError as error:
-            raise ConfigurationError(
-                f"agent.command starts {self._command[0]!r}, which cannot be run ({error.strerror}): correct "
-                "--agent.command."
-            ) from error
+            raise self._refusal(error.strerror) from error
         said, complained = await _communicate(process, _input(task))
         if process.returncode != 0:
             raise RuntimeError(f"exit status {process.returncode}: {complained.strip()[-SHOWN:] or 'no message'}")

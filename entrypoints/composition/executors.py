@@ -85,11 +85,10 @@ def make_tool_executor(
 
 
 def make_command_executor(
-    config: RLConfig, server: TrainingServer, codec: TemplateCodec, rewards: RewardSource | None
+    config: RLConfig, program: CommandAgent, server: TrainingServer, codec: TemplateCodec, rewards: RewardSource | None
 ) -> ServedAgentExecutor:
-    """Returns an executor for the program of `agent.command`."""
-    assert config.agent.command is not None
-    return _served(config, CommandAgent(config.agent.command), server, codec, rewards)
+    """Returns an executor for `program`, that of `agent.command`."""
+    return _served(config, program, server, codec, rewards)
 
 
 def make_file_executor(

@@ -86,23 +86,10 @@ def make_reward_model(
         CheckpointError: there is no such model.
         ConfigurationError: a setting is one for the other kind of models.
     """
-    reward, name = config.reward, config.reward.model_name_or_path
-    assert name is not None
-    device = compute_device(config.actor)
-    tokens = load_reward_tokens(name, flag=FLAG)
+    tokens, name = check_reward_model(config), str(config.reward.model_name_or_path)
     if tokens is not None:
-        if config.data.image_key is not None:
-            raise ConfigurationError(
-                f"data.image_key is {config.data.image_key!r}, but {name!r} is a process reward model, which is given "
-                f"no images: set {FLAG} to one of `rollgrad train rm` with --data.image_key."
-            )
         return _step_model(config, name, tokens, shard, divide)
-    for setting, default in (("step_reward", StepReward.MIN), ("step_separator", "\n")):
-        if getattr(reward, setting) != default:
-            raise ConfigurationError(
-                f"reward.{setting} is {getattr(reward, setting)!r}, but {name!r} is no process reward model: leave "
-                f"--reward.{setting} out, or set {FLAG} to one of `rollgrad train prm`."
-            )
+    device = compute_device(config.actor)
     policy_tokenizer = load_tokenizer(config.actor.model_name_or_path, flag=ACTOR_FLAG)
     images, codec = (None, None) if config.data.image_key is None else _sight(config, name, policy_tokenizer)
     return RewardModel.load(
@@ -117,6 +104,37 @@ def make_reward_model(
         images=images,
         codec=codec,
     )
+
+
+def check_reward_model(config: RLConfig) -> tuple[str, str] | None:
+    """Checks that the settings are for the kind of reward model that is named, by its config.json; returns the tokens
+    for right and wrong of a process reward model, None of another.
+
+    Raises:
+        CheckpointError: there is no such model.
+        ConfigurationError: a setting is one for the other kind of models.
+    """
+    reward, name = config.reward, str(config.reward.model_name_or_path)
+    tokens = load_reward_tokens(name, flag=FLAG)
+    if tokens is not None:
+        if config.data.image_key is not None:
+            raise ConfigurationError(
+                f"data.image_key is {config.data.image_key!r}, but {name!r} is a process reward model, which is given "
+                f"no images: set {FLAG} to one of `rollgrad train rm` with --data.image_key."
+            )
+        if reward.normalize is Normalise.MODEL:
+            raise ConfigurationError(
+                f"reward.normalize is model, but the process reward model {name!r} has no mean and std: leave "
+                "--reward.normalize out."
+            )
+        return tokens
+    for setting, default in (("step_reward", StepReward.MIN), ("step_separator", "\n")):
+        if getattr(reward, setting) != default:
+            raise ConfigurationError(
+                f"reward.{setting} is {getattr(reward, setting)!r}, but {name!r} is no process reward model: leave "
+                f"--reward.{setting} out, or set {FLAG} to one of `rollgrad train prm`."
+            )
+    return None
 
 
 def _sight(config: RLConfig, name: str, policy_tokenizer: Any) -> tuple[ImageRenderer, TemplateCodec]:
@@ -146,11 +164,6 @@ def _sight(config: RLConfig, name: str, policy_tokenizer: Any) -> tuple[ImageRen
 def _step_model(
     config: RLConfig, name: str, reward_tokens: tuple[str, str], shard: Shard | None, divide: Divide | None
 ) -> StepRewardModel:
-    if config.reward.normalize is Normalise.MODEL:
-        raise ConfigurationError(
-            f"reward.normalize is model, but the process reward model {name!r} has no mean and std: leave "
-            "--reward.normalize out."
-        )
     device = compute_device(config.actor)
     tokenizer = load_tokenizer(name, flag=FLAG)
     return StepRewardModel(

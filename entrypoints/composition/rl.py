@@ -9,6 +9,7 @@ from typing import Any
 
 from dependency_injector import providers
 
+from rollgrad.adapters.agents.command import CommandAgent
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
 from rollgrad.adapters.openrlhf.loading import load_agent_file
 from rollgrad.adapters.rewards.function import FunctionReward
@@ -226,6 +227,7 @@ class RLContainer(EngineContainer):
     )
     tool_box = LoopResource(ToolBox, base.config.provided.agent.tools, base.config.provided.agent.python_isolation)
     agent_file = providers.Singleton(load_agent_file, base.config.provided.train.agent_func_path)
+    agent_command = providers.Singleton(CommandAgent, base.config.provided.agent.command)
     executor = providers.Selector(
         providers.Callable(executor_kind, base.config, environment),
         single_turn=providers.Singleton(
@@ -237,7 +239,9 @@ class RLContainer(EngineContainer):
         tools=providers.Singleton(
             make_tool_executor, base.config, traced_engine, base.codec, traced_reward, tool_box, tracing
         ),
-        command=providers.Singleton(make_command_executor, base.config, server, base.codec, traced_reward),
+        command=providers.Singleton(
+            make_command_executor, base.config, agent_command, server, base.codec, traced_reward
+        ),
         agent_file=providers.Singleton(
             make_file_executor,
             base.config,

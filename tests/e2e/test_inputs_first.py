@@ -117,9 +117,17 @@ def test_one_that_can_be_called_is_not(refused: Refused, words: list[str]) -> No
         ),
         (["--eval.dataset", "without_prompt.jsonl", *UNFIT_REWARD], ["Row 1 of eval.dataset", UNFIT]),
         (["--train.agent_func_path", "empty.py"], ["defines no class Environment"]),
+        (
+            ["--agent.command", "no-such-program -x", *UNFIT_REWARD],
+            ["which cannot be run (no program of this name", UNFIT],
+        ),
+        (["--reward.model_name_or_path", "REWARDS", "--reward.step_separator", ";"], ["is no process reward model"]),
     ],
 )
-def test_all_problems_of_inputs_are_told_together(refused: Refused, flags: list[str], problems: list[str]) -> None:
+def test_all_problems_of_inputs_are_told_together(
+    refused: Refused, reward_model_dir: Path, flags: list[str], problems: list[str]
+) -> None:
+    flags = [flag.replace("REWARDS", str(reward_model_dir)) for flag in flags]
     for words in (TRAIN, [*TRAIN, "--dry_run"]):
         errors = refused([*words, *flags])
         assert len(errors) == len(problems), errors
