@@ -9,6 +9,8 @@ from unittest.mock import patch
 
 import torch
 
+from rollgrad.adapters.models.torch import fusing
+
 AS_IT_IS = "aot_eager"
 """Compiler whose graphs compute what torch computes without them, operation by operation: in a second, not in ten."""
 AS_WRITTEN = "eager"
@@ -28,6 +30,18 @@ def compiler(name: str | Callable[..., Any]) -> Iterator[None]:
             yield
     finally:
         torch._dynamo.reset()
+
+
+@contextmanager
+def fusing_on_a_cpu() -> Iterator[None]:
+    """Fuses functions of tensors inside the block, by a compiler that keeps each operation, and does what it must not
+    overwrite."""
+    fusing.fused.cache_clear()
+    try:
+        with patch.object(fusing, "is_fused", lambda device: True), compiler(AS_IT_IS):
+            yield
+    finally:
+        fusing.fused.cache_clear()
 
 
 def graphs() -> int:

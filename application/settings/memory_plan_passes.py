@@ -10,6 +10,7 @@ from rollgrad.application.settings.derived import longest_sample, ranks, sequenc
 from rollgrad.application.settings.model_shape import ModelShape, bytes_of_pass
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing
+from rollgrad.domain.algorithms.settings import KLEstimator
 
 FLOAT32_BYTES = 4
 
@@ -43,6 +44,15 @@ possible ones are taken out of it: two copies of its logits, and two bytes for e
 FUSED_LOGITS = 2
 """Results of the product with the output embedding, in its format, that it holds of a slice where a GPU fuses what
 follows (`adapters.models.torch.fusing`): one, and its gradient."""
+
+DISTILLED_SLICES = 8
+"""Part of a slice that one has where whole distributions are compared with a teacher's
+(`adapters.models.torch.distillation`)."""
+
+DISTILLED_LOGITS, FUSED_DISTILLED_LOGITS = 14, 8
+"""Sizes of such a slice's float32 logits that are held at once, and those where a GPU fuses what follows the products
+with both output embeddings: the most that torch's graphs allocated, of a divergence between the ends (its `beta`), at a
+temperature of its own, of logits with a cap."""
 
 
 def pass_tokens(config: RLConfig, parts: float, budget: int | None = None) -> int:
@@ -123,10 +133,15 @@ def head_bytes(
     masks = math.ceil(choices / 8) * (1 if gpu else 2) if clients else 0
     of_gradient = FLOAT32_BYTES + (2 * compute_bytes if compute_bytes < FLOAT32_BYTES else 0)
     size = config.ds.tensor_parallel_size
-    in_slice = LOGITS_OF_A_SLICE + (MASKED_LOGITS if clients else 0)
-    if gpu and not (clients or config.actor.deterministic):
-        in_slice = FUSED_LOGITS if config.actor.float32_head else FUSED_LOGITS * compute_bytes / FLOAT32_BYTES
-    slices = math.ceil(in_slice * min(logits // size, max(64 * MIB, gpu // 64)))
+    at_once = max(64 * MIB, gpu // 64)
+    fused = gpu and not config.actor.deterministic
+    if config.algo.kl.estimator is KLEstimator.FULL:  # each process has the logits of the whole vocabulary
+        slices = (FUSED_DISTILLED_LOGITS if fused else DISTILLED_LOGITS) * min(logits, at_once // DISTILLED_SLICES)
+    else:
+        in_slice: float = LOGITS_OF_A_SLICE + (MASKED_LOGITS if clients else 0)
+        if fused and not clients:
+            in_slice = FUSED_LOGITS if config.actor.float32_head else FUSED_LOGITS * compute_bytes / FLOAT32_BYTES
+        slices = math.ceil(in_slice * min(logits // size, at_once))
     return masks + slices + (shape.embedding // size * of_gradient if gradients and not shape.adapters else 0)
 
 

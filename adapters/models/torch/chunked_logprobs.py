@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor, distributed
 
 from rollgrad.adapters.models.torch import fusing
@@ -40,6 +40,8 @@ class VocabularyShare:
 
     first: int = 0
     group: Any = None
+    _sizes: list[int] = field(init=False, factory=list)
+    """The `size`, once it is known, which is asked for in each pass."""
 
     def rows(self, targets_A: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Returns rows_A, the targets' rows among this process's `count`, and mine_A, false where another process has
@@ -60,16 +62,18 @@ class VocabularyShare:
         """Returns the number of rows of all processes, of which this one has those of `weight_VH`."""
         if self.group is None:
             return len(weight_VH)
-        count = torch.tensor(len(weight_VH), device=weight_VH.device)
-        self.sum(count)
-        return int(count)
+        if not self._sizes:
+            count = torch.tensor(len(weight_VH), device=weight_VH.device)
+            self.sum(count)
+            self._sizes.append(int(count))
+        return self._sizes[0]
 
-    def joined(self, logits_AV: Tensor, size: int) -> Tensor:
-        """Returns the logits of all `size` rows from those of each process."""
+    def joined(self, product_AV: Tensor, size: int) -> Tensor:
+        """Returns the product with all `size` rows from those with each process's."""
         if self.group is None:
-            return logits_AV
-        whole = logits_AV.new_zeros(len(logits_AV), size)
-        whole[:, self.first : self.first + logits_AV.shape[1]] = logits_AV
+            return product_AV
+        whole = product_AV.new_zeros(len(product_AV), size)
+        whole[:, self.first : self.first + product_AV.shape[1]] = product_AV
         self.sum(whole)
         return whole
 
@@ -281,11 +285,12 @@ def _of_logits(
     """Returns what a function computes of the logits of hidden states, which it may overwrite; fused where that is
     worth while and all tokens are allowed."""
     if restrict is None and fusing.is_fused(hidden.device):
-        return fusing.fused(_of_product)(form.product(hidden, weight, bias), function, form, *others)
+        return fusing.fused(of_product)(form.product(hidden, weight, bias), function, form, *others)
     return function(form.logits(hidden, weight, bias), form, restrict, *others)
 
 
-def _of_product(product: Tensor, function: Callable[..., Tensor], form: LogitForm, *others: Any) -> Tensor:
+def of_product(product: Tensor, function: Callable[..., Tensor], form: LogitForm, *others: Any) -> Tensor:
+    """Returns what a function computes of the logits of a product, all of whose tokens are allowed."""
     return function(form.formed(product), form, None, *others)
 
 

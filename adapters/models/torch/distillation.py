@@ -2,25 +2,30 @@
 matrix of either.
 
 A teacher is a frozen model in the same process (`Teacher`), or what it predicted before, in the columns of a batch
-(`KeptTeacher`). The backward pass recomputes each chunk's logits.
+(`KeptTeacher`). The backward pass recomputes each chunk's logits. On a GPU what is computed of a chunk is fused
+(`fusing.py`).
 Does not own: the formula of the divergence (`domain/algorithms/losses/distillation`).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from rollgrad.adapters.models.torch import chunked_logprobs
-from rollgrad.adapters.models.torch.chunked_logprobs import NO_CHANCE, WHOLE_VOCABULARY, LogitForm, VocabularyShare
+from rollgrad.adapters.models.torch import chunked_logprobs, fusing
+from rollgrad.adapters.models.torch.chunked_logprobs import (
+    NO_CHANCE,
+    WHOLE_VOCABULARY,
+    LogitForm,
+    VocabularyShare,
+    of_product,
+)
 from rollgrad.adapters.models.torch.compatibility import logit_form
+from rollgrad.application.settings.memory_plan_passes import DISTILLED_SLICES
 from rollgrad.domain.algorithms.losses.distillation import divergence, with_rest
 from rollgrad.domain.batches.packed import PackedBatch
-
-TEMPORARIES = 8
-"""Matrices as large as a chunk of logits that a chunk of the divergence and its gradient takes."""
 
 
 @frozen(kw_only=True)
@@ -39,17 +44,28 @@ class DistillationSettings:
     top_k: int | None = None
 
 
-@frozen(kw_only=True, eq=False)
-class Target:
+class Target(NamedTuple):
     """A teacher's log-probs at some places: `logprobs_AB` float32 of all tokens of the vocabulary or, with `ids_AK`, of
-    those K and, in the last place, of all others."""
+    those K and, in the last place, of all others. It is a tuple, which torch can compile the making of."""
 
     logprobs_AB: Tensor
     ids_AK: Tensor | None = None
 
 
-Targets = Callable[[slice], Target]
-"""Gives the teacher's log-probs at a run of the places of a batch."""
+@frozen(kw_only=True, eq=False)
+class Logits:
+    """A teacher's logits at some places, as `form` makes them of a product with its output embedding."""
+
+    product_AV: Tensor
+    form: LogitForm
+
+    def target(self, settings: DistillationSettings) -> Target:
+        """Returns what a student is compared with."""
+        return teacher_target(self.form.formed(self.product_AV), settings)
+
+
+Targets = Callable[[slice], Target | Logits]
+"""Gives what the teacher says at a run of the places of a batch."""
 
 
 class Teacher:
@@ -61,15 +77,15 @@ class Teacher:
         self.settings = settings
         self._form = logit_form(model)
 
-    def targets(self, hidden_AH: Tensor, size: int) -> Targets:
-        """Returns the targets at places where the teacher's own hidden states are these, among the first `size` tokens:
+    def logits(self, hidden_AH: Tensor, size: int) -> Callable[[slice], Logits]:
+        """Returns the logits at places where the teacher's own hidden states are these, of the first `size` tokens:
         models of one tokenizer pad their vocabularies to different sizes."""
         head = self.model.get_output_embeddings()
 
         @torch.no_grad()
-        def of(part: slice) -> Target:
-            logits = self._form.logits(hidden_AH[part], head.weight, head.bias)[:, :size]
-            return teacher_target(logits, self.settings)
+        def of(part: slice) -> Logits:
+            product = self._form.product(hidden_AH[part], head.weight, head.bias)
+            return Logits(product_AV=product[:, :size], form=self._form)
 
         return of
 
@@ -149,14 +165,12 @@ class _ChunkedDivergence(torch.autograd.Function):
         vocabulary: VocabularyShare,
     ) -> tuple[Tensor, ...]:
         size = vocabulary.size(weight)
-        rows = max(1, chunked_logprobs.chunk_bytes(hidden.device) // (4 * TEMPORARIES * size))
+        rows = max(1, chunked_logprobs.chunk_bytes(hidden.device) // (4 * DISTILLED_SLICES * size))
         columns = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = vocabulary.joined(form.logits(hidden[part], weight, bias), size)
-            correct = (logits.gather(1, targets[part, None])[:, 0] >= logits.amax(1)).float()
-            logprobs, entropy, divergences = _columns(logits, targets[part], teacher(part), settings, temperature)
-            columns[:, part] = torch.stack([logprobs, entropy, correct, divergences])
+            of = (teacher, part, settings, temperature, targets[part])
+            columns[:, part] = _of_logits(_all_columns, hidden[part], weight, bias, form, vocabulary, size, *of)
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.rows, ctx.teacher, ctx.settings, ctx.form, ctx.temperature = rows, teacher, settings, form, temperature
         ctx.vocabulary, ctx.size = vocabulary, size
@@ -170,16 +184,13 @@ class _ChunkedDivergence(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        pulls = (grads[0], grads[1], grads[3])
+        pulls = torch.stack([grads[0], grads[1], grads[3]])
         own = slice(ctx.vocabulary.first, ctx.vocabulary.first + len(weight))
+        whole = (weight, bias, ctx.form, ctx.vocabulary, ctx.size, ctx.teacher)
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
-            logits = ctx.vocabulary.joined(ctx.form.logits(hidden[part], weight, bias), ctx.size)
-            logits = logits.detach().requires_grad_()
-            with torch.enable_grad():
-                columns = _columns(logits, targets[part], ctx.teacher(part), ctx.settings, ctx.temperature)
-            (grad,) = torch.autograd.grad(columns, logits, [pull[part] for pull in pulls])
-            grad = grad.mul_(ctx.form.slope(logits.detach()))[:, own].to(weight.dtype)
+            of = (part, ctx.settings, ctx.temperature, targets[part], pulls[:, part], weight.dtype)
+            grad = _of_logits(_logit_gradient, hidden[part], *whole, *of)[:, own]
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]
@@ -190,20 +201,96 @@ class _ChunkedDivergence(torch.autograd.Function):
         return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 6
 
 
+def _of_logits(
+    function: Callable[..., Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    form: LogitForm,
+    vocabulary: VocabularyShare,
+    size: int,
+    teacher: Targets,
+    part: slice,
+    settings: DistillationSettings,
+    *others: Any,
+) -> Tensor:
+    """Returns what a function computes of the logits that hidden states have with all rows of the vocabulary, and of
+    what the teacher says there; fused where that is worth while."""
+    if fusing.is_fused(hidden.device):
+        product = vocabulary.joined(form.product(hidden, weight, bias), size)
+        return fusing.fused(of_product)(product, function, form, teacher(part), settings, *others)
+    target = teacher(part)
+    if isinstance(target, Logits):
+        target = target.target(settings)
+    logits = form.formed(vocabulary.joined(form.product(hidden, weight, bias), size))
+    return function(logits, form, None, target, settings, *others)
+
+
+def _all_columns(
+    logits: Tensor,
+    form: LogitForm,
+    _: None,
+    teacher: Target | Logits,
+    settings: DistillationSettings,
+    temperature: float,
+    targets: Tensor,
+) -> Tensor:
+    """Returns (logprobs, entropy, correct, divergence) of a chunk, [4, A]."""
+    correct = (logits.gather(1, targets[:, None])[:, 0] >= logits.amax(1)).float()
+    logprobs, entropy, divergences = _columns(logits, teacher, settings, temperature, targets)
+    return torch.stack([logprobs, entropy, correct, divergences])
+
+
+def _logit_gradient(
+    logits: Tensor,
+    form: LogitForm,
+    _: None,
+    teacher: Target | Logits,
+    settings: DistillationSettings,
+    temperature: float,
+    targets: Tensor,
+    pulls_3A: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns the gradient at hidden @ weight.T + bias, in the format `dtype`, from those at the three `_columns`."""
+
+    def columns_3A(logits: Tensor) -> Tensor:
+        return torch.stack(_columns(logits, teacher, settings, temperature, targets))
+
+    if torch.compiler.is_compiling():  # which makes one graph of this, and computes again what else would be kept
+        (grad,) = torch.func.vjp(columns_3A, logits)[1](pulls_3A)
+    else:
+        leaf = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            found = columns_3A(leaf)
+        (grad,) = torch.autograd.grad(found, leaf, pulls_3A)
+        del found, leaf
+    gradient: Tensor = grad.mul(form.slope(logits)).to(dtype)
+    return gradient
+
+
 def _columns(
-    logits: Tensor, targets: Tensor, target: Target, settings: DistillationSettings, temperature: float
+    logits: Tensor, teacher: Target | Logits, settings: DistillationSettings, temperature: float, targets: Tensor
 ) -> tuple[Tensor, ...]:
     """Returns (logprobs_A, entropy_A, divergence_A) of a chunk."""
     own = _log_softmax(logits, temperature)
-    logprobs = own.gather(1, targets[:, None])[:, 0]
-    entropy = -(own.exp() * own).sum(1)
-    teacher = target.logprobs_AB
+    logprobs, entropy = _of_targets(own, targets), -(own.exp() * own).sum(1)
+    target = teacher.target(settings) if isinstance(teacher, Logits) else teacher
+    theirs = target.logprobs_AB
     if target.ids_AK is not None:
         scaled = own if settings.temperature == temperature else _log_softmax(logits, settings.temperature)
-        return logprobs, entropy, divergence(teacher, with_rest(scaled.gather(1, target.ids_AK)), beta=settings.beta)
-    if settings.temperature != temperature or teacher.shape[1] < logits.shape[1]:
-        own = _log_softmax(logits[:, : teacher.shape[1]], settings.temperature)
-    return logprobs, entropy, divergence(teacher, own, beta=settings.beta)
+        return logprobs, entropy, divergence(theirs, with_rest(scaled.gather(1, target.ids_AK)), beta=settings.beta)
+    if settings.temperature != temperature or theirs.shape[1] < logits.shape[1]:
+        own = _log_softmax(logits[:, : theirs.shape[1]], settings.temperature)
+    return logprobs, entropy, divergence(theirs, own, beta=settings.beta)
+
+
+def _of_targets(logprobs: Tensor, targets: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        return logprobs.gather(1, targets[:, None])[:, 0]
+    # The gradient of gathering would need a matrix in memory.
+    is_target = torch.arange(logprobs.shape[1], device=logprobs.device) == targets[:, None]
+    return torch.where(is_target, logprobs, 0.0).sum(1)
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

@@ -7,7 +7,7 @@ vocabulary at action positions only (`chunked_logprobs.py`). Tokens may be divid
 Does not own: losses, batching, nor gradients.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from rollgrad.adapters.models.torch.compatibility import check_positions, logit_
 from rollgrad.adapters.models.torch.distillation import (
     DistillationSettings,
     KeptTeacher,
+    Logits,
     Targets,
     Teacher,
     distilled_logprobs,
@@ -190,14 +191,14 @@ class PackedLM(nn.Module):
         """Returns what the teacher says at the action tokens that this process computes."""
         if isinstance(teacher, KeptTeacher):
             return teacher.targets(batch, rows.actions_B)
-        return live_targets(teacher, batch, self.group, self.model.config.get_text_config().vocab_size)
+        return live_logits(teacher, batch, self.group, self.model.config.get_text_config().vocab_size)
 
 
 @torch.no_grad()
-def live_targets(teacher: Teacher, batch: PackedBatch, group: SequenceGroup, size: int) -> Targets:
-    """Returns what the teacher says at the action tokens that this process of `group` computes, among the first `size`
+def live_logits(teacher: Teacher, batch: PackedBatch, group: SequenceGroup, size: int) -> Callable[[slice], Logits]:
+    """Returns the teacher's logits at the action tokens that this process of `group` computes, among the first `size`
     tokens of the vocabulary."""
-    return teacher.targets(action_hidden(teacher.model, batch, group).hidden_BH, size)
+    return teacher.logits(action_hidden(teacher.model, batch, group).hidden_BH, size)
 
 
 class Scorer(nn.Module):

@@ -20,7 +20,7 @@ from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
 from rollgrad.adapters.models.torch.chunked_logprobs import chunk_bytes
 from rollgrad.adapters.models.torch.distillation import KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.expert_balance import StepRouting, check_routers
-from rollgrad.adapters.models.torch.forward import PackedLM, live_targets, scattered
+from rollgrad.adapters.models.torch.forward import PackedLM, live_logits, scattered
 from rollgrad.adapters.models.torch.gradients import optimizer_step
 from rollgrad.adapters.models.torch.lora import (
     NamedWeight,
@@ -358,10 +358,11 @@ class TorchTeacher(TeacherModel):
 
     def predict(self, batch: PackedBatch) -> Predictions:
         """Implements `TeacherModel.predict`."""
-        targets = live_targets(self._teacher, batch, self._group, self._size)
+        logits = live_logits(self._teacher, batch, self._group, self._size)
         device = next(self._teacher.model.parameters()).device
         count, rows = int(batch.action_mask_N.sum()), max(1, chunk_bytes(device) // (4 * self._size))
-        found = [targets(slice(start, start + rows)) for start in range(0, count, rows)]
+        parts = (slice(start, start + rows) for start in range(0, count, rows))
+        found = [logits(part).target(self._teacher.settings) for part in parts]
         return Predictions(
             ids_AK=torch.cat([each.ids_AK for each in found if each.ids_AK is not None]).int().cpu(),
             logprobs_AB=torch.cat([each.logprobs_AB for each in found]).half().cpu(),

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from rollgrad.adapters.models.torch import chunked_logprobs
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
 from rollgrad.adapters.models.torch.distillation import (
-    TEMPORARIES,
     DistillationSettings,
+    Logits,
     Targets,
     Teacher,
     distilled_logprobs,
@@ -20,8 +21,10 @@ from rollgrad.adapters.models.torch.distillation import (
 )
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.application.settings.memory_plan_passes import DISTILLED_LOGITS, DISTILLED_SLICES
 from rollgrad.domain.batches.examples import pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens
+from tests.compiled_layers import fusing_on_a_cpu, graphs
 
 VOCABULARY, HIDDEN, ROWS = 37, 16, 7
 
@@ -29,7 +32,7 @@ VOCABULARY, HIDDEN, ROWS = 37, 16, 7
 @pytest.fixture(params=[1, 3, 1000])
 def chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Rows of a chunk: one, some that divide nothing, all at once."""
-    monkeypatch.setattr(chunked_logprobs, "CHUNK_BYTES", 4 * TEMPORARIES * VOCABULARY * request.param)
+    monkeypatch.setattr(chunked_logprobs, "CHUNK_BYTES", 4 * DISTILLED_SLICES * VOCABULARY * request.param)
     return int(request.param)
 
 
@@ -92,6 +95,67 @@ def test_values_and_gradients_equal_plain_distributions(
     wanted = torch.autograd.grad((pull.double() * torch.stack([expected[0], expected[1], expected[3]])).sum(), inputs)
     for mine, theirs in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(mine, theirs.float(), rtol=1e-3, atol=1e-4)
+
+
+CASES: dict[str, tuple[torch.dtype, LogitForm, DistillationSettings, int]] = {
+    "reverse": (torch.float32, LogitForm(scale=0.7, cap=9.0), DistillationSettings(beta=1.0), VOCABULARY - 4),
+    "between": (
+        *(torch.bfloat16, LogitForm(float32=True)),
+        *(DistillationSettings(beta=0.3, temperature=2.0), VOCABULARY + 4),
+    ),
+    "top": (torch.bfloat16, LogitForm(cap=9.0), DistillationSettings(top_k=3), VOCABULARY),
+}
+"""Format of the weights, formula of the logits, settings of the divergence, and rows of the teacher's head."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_divergence_is_the_same_fused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_logprobs, "CHUNK_BYTES", 4 * DISTILLED_SLICES * VOCABULARY * 4)
+    dtype, form, settings, size = CASES[case]
+    teacher_AH, teacher_VH = torch.randn(ROWS, HIDDEN).to(dtype), torch.randn(size, HIDDEN).to(dtype)
+
+    def taught(part: slice) -> Logits:
+        product = form.product(teacher_AH[part], teacher_VH, None)
+        return Logits(product_AV=product[:, :VOCABULARY], form=form)
+
+    def computed() -> list[Tensor]:
+        hidden, weight, offset, targets = leaves(bias=True)
+        assert offset is not None
+        inputs = hidden, weight, offset = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, offset)]
+        found = distilled_logprobs(hidden, weight, offset, targets, taught, settings, form)
+        pulls = torch.randn(3, ROWS, generator=torch.Generator().manual_seed(2))
+        pulled = (pulls * torch.stack([found[0], found[1], found[3]])).sum()
+        return [*found, *torch.autograd.grad(pulled, inputs)]
+
+    expected = computed()
+    with fusing_on_a_cpu(), capture_logs() as logs:
+        found = computed()
+        assert graphs() > 0
+    assert not logs
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        slack = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(mine, theirs, rtol=slack, atol=slack)
+
+
+def test_a_slice_of_logits_is_held_as_often_as_the_memory_plan_counts() -> None:
+    from benchmarks.memory_plan import peak
+
+    rows, vocabulary = 64, 4096
+    form, settings = LogitForm(cap=9.0), DistillationSettings(beta=0.5, temperature=2.0)
+    hidden, weight = torch.randn(rows, HIDDEN, requires_grad=True), torch.randn(vocabulary, HIDDEN)
+    targets = torch.randint(0, vocabulary, (rows,))
+
+    def taught(part: slice) -> Logits:
+        return Logits(product_AV=hidden[part].detach() @ weight.t(), form=form)
+
+    def work() -> None:
+        logprobs, entropy, _, apart = distilled_logprobs(hidden, weight, None, targets, taught, settings, form)
+        torch.autograd.grad((logprobs + entropy + apart).sum(), hidden)
+
+    work()
+    held = peak(work) / (4 * rows * vocabulary)
+    assert DISTILLED_LOGITS - 0.1 < held < DISTILLED_LOGITS + 0.1
 
 
 def test_a_masked_token_gives_no_nan() -> None:

@@ -11,21 +11,17 @@ from torch import Tensor
 from rollgrad.adapters.models.torch import chunked_logprobs as head
 from rollgrad.adapters.models.torch import fusing
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm, token_logprobs
-from rollgrad.adapters.models.torch.fusing import fused, is_fused
-from tests.compiled_layers import AS_IT_IS, compiler, graphs
+from rollgrad.adapters.models.torch.fusing import is_fused
+from tests.compiled_layers import fusing_on_a_cpu, graphs
 
 VOCABULARY, HIDDEN = 37, 16
 
 
 @pytest.fixture
 def _fusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fuses on a CPU, by a compiler that keeps each operation, and does what it must not overwrite."""
-    monkeypatch.setattr(fusing, "is_fused", lambda device: True)
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 4)
-    fused.cache_clear()
-    with compiler(AS_IT_IS):
+    with fusing_on_a_cpu():
         yield
-    fused.cache_clear()
 
 
 def computed(rows: int, dtype: torch.dtype, form: LogitForm, *, correct: bool, used: tuple[int, ...]) -> list[Tensor]:

@@ -370,3 +370,17 @@ def test_a_slice_of_logits_is_held_three_times_at_once(form: LogitForm) -> None:
 
     work()
     assert peak(work) < (LOGITS_OF_A_SLICE + 0.1) * 4 * rows * vocabulary
+
+
+def test_processes_count_the_rows_of_all_once() -> None:
+    table = Table(barrier=threading.Barrier(2), tensors={})
+
+    def asked(rank: int) -> list[int]:
+        share = ThreadShare(first=20 * rank, group="two", rank=rank, table=table)
+        weight = torch.empty(20 - 3 * rank, HIDDEN)
+        first = share.size(weight)
+        table.tensors.clear()
+        return [first, share.size(weight), len(table.tensors)]
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(asked, range(2))) == [[37, 37, 0]] * 2

@@ -10,6 +10,9 @@ from rollgrad.application.settings.memory_places import CONTEXT_BYTES, Machine, 
 from rollgrad.application.settings.memory_plan import GATHERED_NUMBERS, memory_plan
 from rollgrad.application.settings.memory_plan_passes import (
     ACTIVATIONS_PER_HIDDEN,
+    DISTILLED_LOGITS,
+    DISTILLED_SLICES,
+    FUSED_DISTILLED_LOGITS,
     INPUTS_AT_ONCE,
     WHOLE_ACTIVATIONS_PER_HIDDEN,
     head_bytes,
@@ -689,3 +692,17 @@ def test_masks_of_prescribed_replies_are_a_bit_a_token_of_the_vocabulary() -> No
     assert found == expected
     config.agent.command = None
     assert head_bytes(config, shape, 32, 2, 0) < 3 * logits, "prompts are not all replies"
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_processes_that_share_layers_compare_whole_distributions_each(size: int) -> None:
+    config = small_config()
+    config.algo.kl.estimator, config.ds.tensor_parallel_size = KLEstimator.FULL, size
+    shape = evolve(SHAPE, embedding=8 * 100)
+    logits = 4 * 100 * 12  # of the replies, half of the tokens
+    held = {gpu: head_bytes(config, shape, 32, 2, gpu) for gpu in (0, 10**6)}
+    assert held == {0: DISTILLED_LOGITS * logits, 10**6: FUSED_DISTILLED_LOGITS * logits}
+    config.actor.deterministic = True
+    assert head_bytes(config, shape, 32, 2, 10**6) == held[0]
+    many = head_bytes(config, shape, 10**6, 2, 0)
+    assert many == DISTILLED_LOGITS * 64 * 2**20 // DISTILLED_SLICES, "slices are smaller, for they are held more often"
