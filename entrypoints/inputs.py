@@ -13,6 +13,7 @@ from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import RollgradError, raise_together
+from rollgrad.entrypoints.composition.adapters import check_adapters
 from rollgrad.entrypoints.composition.engines import engine_kind
 from rollgrad.entrypoints.composition.executors import executor_kind
 from rollgrad.entrypoints.composition.packages import check_packages
@@ -49,6 +50,7 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
 
     if trains is not None:
         attempt(check_packages, trains)
+        attempt(check_adapters, trains)
         if not (container.reference.overridden or container.critic.overridden):
             attempt(container.suits)
     read = [attempt(container.providers[name]) for name in prompts]

@@ -17,6 +17,7 @@ from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.application.settings.spelling import canonical_choices
 from rollgrad.domain.errors import CheckpointError, RollgradError, raise_together
+from rollgrad.entrypoints.composition.adapters import check_adapters
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.dpo import dpo_container
 from rollgrad.entrypoints.composition.examples import note_repeated
@@ -160,9 +161,15 @@ def _train(
             config,
             container,
             title=f"{Path(config.actor.model_name_or_path).name} on {config.data.dataset}",
-            check=lambda: check_packages(config),
+            check=lambda: _check_models(config),
             before_run=lambda: _report_data(config, container),
         )
+
+
+def _check_models(config: OfflineRun) -> None:
+    """Checks what of the models can be known before the data are read."""
+    check_packages(config)
+    check_adapters(config)
 
 
 def _report_data(config: OfflineRun, container: Any) -> None:

@@ -220,6 +220,13 @@ def test_models_of_other_vocabularies_are_refused(refused: Refused, tiny_tokeniz
     refused(words, starts=True)
 
 
+@pytest.mark.parametrize("words", [[*TRAIN, *VERIFIED], [*LOOP, *VERIFIED], SFT, [*SFT, "--dry_run"]])
+def test_layers_that_get_adapters_are_the_models(refused: Refused, words: list[str]) -> None:
+    data = ["--data.dataset", "texts.jsonl"] if words[1] == "sft" else []
+    (error,) = refused([*words, *data, "--actor.lora.rank", "2", "--actor.lora.target_modules", "qproj"])
+    assert error.startswith("actor.lora.target_modules has 'qproj', but the linear layers of")
+
+
 def other_model(tokenizer: Any, path: Path) -> None:
     """Saves a model for whose tokenizer two tokens are swapped."""
     tiny_llama(tokenizer, path, head_dim=16)

@@ -1,0 +1,30 @@
+"""Checks of the settings of adapters, before models are loaded."""
+
+from contextlib import suppress
+from typing import Any
+
+from rollgrad.adapters.models.torch.shape import model_shape
+from rollgrad.application.settings.sections.actor import ALL_LINEAR
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
+
+
+def check_adapters(config: Any) -> None:
+    """Checks that the models of a run of any kind have the layers that `target_modules` names, from their
+    configurations alone.
+
+    Raises:
+        ConfigurationError, ManyProblemsError: they do not.
+    """
+    problems: list[RollgradError] = []
+    for key in ("actor", "critic"):
+        section: Any = getattr(config, key, None)
+        lora = getattr(section, "lora", None)
+        if lora is None or not lora.rank or lora.target_modules == ALL_LINEAR:
+            continue
+        name = section.model_name_or_path or config.actor.model_name_or_path
+        try:
+            with suppress(CheckpointError):  # which is said when the model is loaded
+                model_shape(f"{key}.model_name_or_path", name, lora)
+        except ConfigurationError as error:
+            problems.append(error)
+    raise_together(problems)
