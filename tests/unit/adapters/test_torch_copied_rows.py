@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rollgrad.adapters.models.torch.attention import ForestAttention
 from rollgrad.adapters.models.torch.copied_rows import CopiedRows
 from rollgrad.adapters.models.torch.kernels import dense
 from rollgrad.adapters.models.torch.layout import Node, Span, between
+from tests.operations import Operations
 from tests.pretended_gpu import CUDA, WAITED, pretended_gpu
 
 CPU = torch.device("cpu")
@@ -97,19 +97,6 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
         assert error <= 1.001 * nearest, "sums are float32's"
         assert error < 0.7 * (one_by_one.double() - exact).abs().sum()
         assert torch.equal(found, gradient(CopiedRows(row_K, CPU), places_K, TOKENS))
-
-
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations inside that are more than views."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if not func.is_view:
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 SUM, COPY = "_embedding_bag_forward_only", "index_select"
