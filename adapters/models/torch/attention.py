@@ -34,6 +34,7 @@ from rollgrad.adapters.models.torch.recurrent_layers import (
     install_recurrence,
     scans_without_plan,
 )
+from rollgrad.adapters.models.torch.rotary import install_rotary
 from rollgrad.domain.errors import ConfigurationError
 
 ATTENTION = "rollgrad"
@@ -187,7 +188,7 @@ def check_layers(model: Any) -> None:
 
 
 def install_attention(model: Any) -> None:
-    """Switches a transformers model to `ATTENTION`, and its norms to a GPU's kernel.
+    """Switches a transformers model to `ATTENTION`, and its norms and rotary embeddings to what a GPU computes faster.
 
     Raises:
         ConfigurationError: `check_layers` refuses the model.
@@ -199,6 +200,7 @@ def install_attention(model: Any) -> None:
     AttentionInterface.register(ATTENTION, outside_of_graphs)
     AttentionMaskInterface.register(ATTENTION, layer_mask)
     install_norms(model)
+    install_rotary(model)
     install_recurrence(model)
     install_query_scales(model)
     if loses_plans(backbone(model)) or scans_without_plan(model):

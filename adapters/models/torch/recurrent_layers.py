@@ -55,7 +55,7 @@ def check_recurrent_layers(model: Any) -> None:
         ConfigurationError: it cannot.
     """
     kinds = set(recurrent_types(model))
-    names = {name for module in _modules(model) for name in vars(module)}
+    names = {name for module in defining_modules(model) for name in vars(module)}
     known = names & {*_RECURRENCES} if kinds - {CONVOLUTION} else names & {_CONVOLVED}
     if kinds and not known:
         raise ConfigurationError(
@@ -67,7 +67,7 @@ def install_recurrence(model: Any) -> None:
     """Has the layers of a transformers model that hand a state on computed by the plan of a pass, where it has one."""
     if not recurrent_types(model):
         return
-    for module in _modules(model):
+    for module in defining_modules(model):
         for name, planned in ({_CONVOLVED: _convolved} | _RECURRENCES).items():
             own = vars(module).get(name)
             if own is not None and not isinstance(own, _Planned):
@@ -82,7 +82,7 @@ def install_recurrence(model: Any) -> None:
 
 def scans_without_plan(model: Any) -> bool:
     """Returns whether a transformers model has Mamba's scan, to which no code hands keywords on."""
-    return any(_MAMBA_SCAN in vars(module) for module in _modules(model))
+    return any(_MAMBA_SCAN in vars(module) for module in defining_modules(model))
 
 
 def check_planned(model: Any, calls: int) -> None:
@@ -100,7 +100,7 @@ def check_planned(model: Any, calls: int) -> None:
         )
 
 
-def _modules(model: Any) -> list[ModuleType]:
+def defining_modules(model: Any) -> list[ModuleType]:
     """Returns the modules of transformers that define the parts of a model."""
     names = {type(part).__module__ for part in model.modules()}
     return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
