@@ -33,16 +33,15 @@ def check_vocabularies(config: RLConfig, tokenizer: Any) -> None:
 
 def check_tokens(section: str, name: str, tokenizer: Any) -> None:
     """Checks that no token id stands for another token in the model `name`, of a section of settings, than in
-    `tokenizer`, the actor's. Either may have tokens that the other lacks, such as one for padding. A model without a
-    tokenizer is not checked.
+    `tokenizer`, the actor's. Either may have tokens that the other lacks, such as one for padding, and other names of
+    special tokens, which fine-tuning gives to reserved ones. A model without a tokenizer is not checked.
 
     Raises:
         ConfigurationError: one does.
     """
     flag = f"--{section}.model_name_or_path"
     with suppress(CheckpointError):  # a critic needs no tokenizer; a model that is not there is named when it is loaded
-        its = {index: token for token, index in load_tokenizer(name, flag=flag).get_vocab().items()}
-        own = {index: token for token, index in tokenizer.get_vocab().items()}
+        its, own = _words(load_tokenizer(name, flag=flag)), _words(tokenizer)
         differing = [index for index in sorted(its.keys() & own.keys()) if its[index] != own[index]]
         if differing:
             first = differing[0]
@@ -52,3 +51,9 @@ def check_tokens(section: str, name: str, tokenizer: Any) -> None:
                 f"so that it would read other texts than the actor writes: set {flag} to a model with the actor's "
                 "tokenizer."
             )
+
+
+def _words(tokenizer: Any) -> dict[int, str]:
+    """Returns the tokens of texts, by their ids."""
+    special = tokenizer.added_tokens_decoder
+    return {index: token for token, index in tokenizer.get_vocab().items() if index not in special}

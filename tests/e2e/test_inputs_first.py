@@ -18,6 +18,7 @@ from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.servers.server import Server
 from rollgrad.domain.errors import RollgradError
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.composition.vocabularies import check_tokens
 from tests.tiny_models import tiny_llama
 
 ROWS = [{"question": f"{a}+1?", "answer": str(a + 1)} for a in range(4)]
@@ -225,6 +226,15 @@ def test_layers_that_get_adapters_are_the_models(refused: Refused, words: list[s
     data = ["--data.dataset", "texts.jsonl"] if words[1] == "sft" else []
     (error,) = refused([*words, *data, "--actor.lora.rank", "2", "--actor.lora.target_modules", "qproj"])
     assert error.startswith("actor.lora.target_modules has 'qproj', but the linear layers of")
+
+
+def test_special_tokens_may_have_other_names(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    path = tiny_llama(tiny_tokenizer, tmp_path / "older", head_dim=16)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (path / name).read_text()
+        assert "<|im_start|>" in text or name == "tokenizer_config.json"
+        (path / name).write_text(text.replace("<|im_start|>", "<|reserved|>"))
+    check_tokens("ref", str(path), tiny_tokenizer)
 
 
 def other_model(tokenizer: Any, path: Path) -> None:
