@@ -10,22 +10,16 @@ Does not own: what a layer computes, nor its division over processes, which foll
 """
 
 import os
-import time
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import structlog
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.fusing import compiled, reason
+from rollgrad.adapters.models.torch.fusing import compiled, reason, tell_time
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.weight_shards import layer_stacks
-from rollgrad.adapters.system.waiting import AFTER_SECONDS
 from rollgrad.domain.errors import ConfigurationError
-
-log = structlog.get_logger(__name__)
 
 TURNED_OFF = "TORCHDYNAMO_DISABLE"
 """Environment variable with which torch compiles nothing, without a word."""
@@ -43,7 +37,7 @@ def compile_layers(model: Any) -> None:
             "leave --actor.compile out."
         )
     _require_compiler(next(model.parameters()).device)
-    _tell_time()
+    tell_time("actor.compile")
     for part in [part for part in model.modules() if hasattr(part, "experts")]:
         part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
     for layer in [layer for stack in layer_stacks(model) for layer in stack if not hasattr(layer, "experts")]:
@@ -87,31 +81,3 @@ def _require_compiler(device: torch.device) -> None:
 
 def _doubled(x: Tensor) -> Tensor:
     return x + x
-
-
-@cache
-def _tell_time() -> None:
-    """Has the time that compiling takes logged, from now on."""
-    from torch._dynamo.callback import on_compile_end, on_compile_start
-
-    told = _CompileTime()
-    on_compile_start(told.begin)
-    on_compile_end(told.end)
-
-
-class _CompileTime:
-    """Logs the seconds that compiling has taken in this process, whenever some more have passed."""
-
-    def __init__(self) -> None:
-        self._seconds = self._told = self._begun = 0.0
-
-    def begin(self, _: Any) -> None:
-        """Notes that torch begins to compile."""
-        self._begun = time.monotonic()
-
-    def end(self, _: Any) -> None:
-        """Notes that it has ended."""
-        self._seconds += time.monotonic() - self._begun
-        if self._seconds >= self._told + AFTER_SECONDS:
-            self._told = self._seconds
-            log.info(f"torch.compile has taken {self._seconds:.0f} s so far (actor.compile)")

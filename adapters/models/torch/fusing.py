@@ -1,9 +1,10 @@
 """Functions of tensors that a GPU computes in one go: `torch.compile` joins what they compute of each element, so that
-it is read and written once and not by each operation.
+it is read and written once and not by each operation. Tells the time that torch takes to compile anything.
 
 Does not own: the layers of a model (`compiling.py`).
 """
 
+import time
 from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.determinism import are_deterministic
+from rollgrad.adapters.system.waiting import AFTER_SECONDS
 
 log = structlog.get_logger(__name__)
 
@@ -43,6 +45,7 @@ class _Fused:
     @cached_property
     def _compiled(self) -> Function:
         """The function, made when it is first called: torch's compiler takes a second to import."""
+        tell_time("output head")
         return compiled(self._on_a_copy)
 
     def _on_a_copy(self, first: Tensor, *others: Any) -> Tensor:
@@ -76,3 +79,37 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # settings of all threads
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     return torch.compile(function, dynamic=True)
+
+
+def tell_time(cause: str) -> None:
+    """Has the time that compiling takes in this process logged, from now on, with what it is compiled for."""
+    _time().causes[cause] = None
+
+
+@cache
+def _time() -> "_CompileTime":
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+
+    told = _CompileTime()
+    on_compile_start(told.begin)
+    on_compile_end(told.end)
+    return told
+
+
+class _CompileTime:
+    """Logs the seconds that compiling has taken in this process, whenever some more have passed."""
+
+    def __init__(self) -> None:
+        self.causes: dict[str, None] = {}
+        self._seconds = self._told = self._begun = 0.0
+
+    def begin(self, _: Any) -> None:
+        """Notes that torch begins to compile."""
+        self._begun = time.monotonic()
+
+    def end(self, _: Any) -> None:
+        """Notes that it has ended."""
+        self._seconds += time.monotonic() - self._begun
+        if self._seconds >= self._told + AFTER_SECONDS:
+            self._told = self._seconds
+            log.info(f"torch.compile has taken {self._seconds:.0f} s so far ({', '.join(self.causes)})")

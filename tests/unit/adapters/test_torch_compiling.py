@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from structlog.testing import capture_logs
 from torch import Tensor, distributed, nn
 
 from rollgrad.adapters.engines.embedded.decoding import decoder_of
@@ -328,21 +327,6 @@ def is_compiled(model: Any) -> bool:
 def test_a_model_that_is_computed_padded_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="MiniMaxForCausalLM is computed with padding"):
         compile_layers(installed("minimax"))
-
-
-def test_the_time_that_compiling_takes_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
-    told = compiling._CompileTime()
-    with capture_logs() as logs:
-        for seconds in (3.0, 4.0, 1.0, 60.0):
-            told.begin(None)
-            now[0] += seconds
-            told.end(None)
-    assert [each["event"] for each in logs] == [
-        "torch.compile has taken 7 s so far (actor.compile)",
-        "torch.compile has taken 68 s so far (actor.compile)",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Functions that torch's compiler fuses compute what they compute without it."""
 
+import re
 from collections.abc import Iterator
 from itertools import chain
 
@@ -95,6 +96,32 @@ def test_memory_that_runs_out_is_no_failure_of_the_compiler(monkeypatch: pytest.
     monkeypatch.setattr(fusing, "compiled", lambda function: full)
     with pytest.raises(torch.OutOfMemoryError):
         fusing._Fused(torch.neg)(torch.ones(2))
+
+
+def test_the_time_that_compiling_takes_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("rollgrad.adapters.models.torch.fusing.time.monotonic", lambda: now[0])
+    told = fusing._CompileTime()
+    told.causes |= {"actor.compile": None, "output head": None}
+    with capture_logs() as logs:
+        for seconds in (3.0, 4.0, 1.0, 60.0):
+            told.begin(None)
+            now[0] += seconds
+            told.end(None)
+    assert [each["event"] for each in logs] == [
+        "torch.compile has taken 7 s so far (actor.compile, output head)",
+        "torch.compile has taken 68 s so far (actor.compile, output head)",
+    ]
+
+
+@pytest.mark.usefixtures("_fusing")
+def test_the_time_that_fusing_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "AFTER_SECONDS", 0.0)
+    fusing._time.cache_clear()  # torch has forgotten whom to tell, when it began anew
+    with capture_logs() as logs:
+        computed(6, torch.float32, LogitForm(), correct=False, used=(0,))
+    assert logs
+    assert all(re.fullmatch(r"torch.compile has taken \d+ s so far \(output head\)", log["event"]) for log in logs)
 
 
 def test_functions_are_fused_on_gpus_that_need_not_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
