@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+Becomes = Callable[[ModelShape], ModelShape]
+"""Gives the shape of what a run makes of the actor's model."""
+
 SECTIONS = {"actor": "actor", "critic": "critic", "reference": "ref", "reward": "reward"}
 """The section of settings of each role that has a model."""
 
@@ -173,9 +176,14 @@ def _note(problems: dict[str, RollgradError], key: str, check: Callable[..., Non
         problems.setdefault(key, DataError(f"{key} names a place that cannot be read ({why}): check --{key}."))
 
 
-def show_plan(config: RLConfig, console: "Console", *, samples: bool = True, scores: bool = False) -> list[str]:
+def as_it_is(shape: ModelShape) -> ModelShape:
+    """Returns the shape: the actor stays what it is."""
+    return shape
+
+
+def show_plan(config: RLConfig, console: "Console", *, samples: bool = True, becomes: Becomes = as_it_is) -> list[str]:
     """Prints the memory plan of a run whose settings hold; returns a sentence for each place where it does not fit.
-    `samples`: the run learns from what it samples, of which more is said. `scores`: the actor becomes a reward model.
+    `samples`: the run learns from what it samples, of which more is said. `becomes`: what the actor is made.
 
     Raises:
         CheckpointError: a model cannot be found.
@@ -185,7 +193,7 @@ def show_plan(config: RLConfig, console: "Console", *, samples: bool = True, sco
 
     machine, device = _machine(), default_device()
     dtype = resolve_dtype(config.actor.dtype, device)
-    shapes = _shapes(config, dtype, device, scores=scores)
+    shapes = _shapes(config, dtype, device, becomes=becomes)
     rows = _rows(config, shapes, machine, dtype)
     console.print(_memory_table(rows, machine))
     for place in places(rows, machine):
@@ -204,7 +212,7 @@ def show_plan(config: RLConfig, console: "Console", *, samples: bool = True, sco
     for sentence in filter(None, (idle_sentence(config), uncorrected_sentence(config))):
         console.print(sentence)
     short = list(shortages(rows, machine))
-    fits = partial(_fits, machine=machine, dtype=dtype, device=device, scores=scores)
+    fits = partial(_fits, machine=machine, dtype=dtype, device=device, becomes=becomes)
     way = way_out(config, machine, fits) if short else None
     return short if way is None else [*short, way]
 
@@ -221,8 +229,10 @@ def _rows(config: RLConfig, shapes: dict[str, ModelShape], machine: Machine, dty
     )
 
 
-def _fits(config: RLConfig, *, machine: Machine, dtype: "torch.dtype", device: "torch.device", scores: bool) -> bool:
-    shapes = _shapes(config, dtype, device, scores=scores)
+def _fits(
+    config: RLConfig, *, machine: Machine, dtype: "torch.dtype", device: "torch.device", becomes: Becomes
+) -> bool:
+    shapes = _shapes(config, dtype, device, becomes=becomes)
     return not [*shortages(_rows(config, shapes, machine, dtype), machine)]
 
 
@@ -255,7 +265,7 @@ def _machine() -> Machine:
 
 
 def _shapes(
-    config: RLConfig, dtype: "torch.dtype", device: "torch.device", *, scores: bool = False
+    config: RLConfig, dtype: "torch.dtype", device: "torch.device", *, becomes: Becomes = as_it_is
 ) -> dict[str, ModelShape]:
     """Returns the shape of the actor, and of each other model that the settings name, by its role."""
     from rollgrad.adapters.models.torch.pass_memory import measured_passes
@@ -286,7 +296,7 @@ def _shapes(
         for role, name in named.items()
         if name
     }
-    return {**shapes, "actor": shapes["actor"].without_head()} if scores else shapes
+    return {**shapes, "actor": becomes(shapes["actor"])}
 
 
 def _time_floor(

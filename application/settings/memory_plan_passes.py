@@ -124,7 +124,13 @@ def head_bytes(
     float32 logits, its softmax and their product, or `FUSED_LOGITS`, and of its gradient a float32 sum, a product and,
     in another format, the sum in it (`adapters.models.torch.chunked_logprobs`, whose slices these are). Where agents
     may prescribe the form of replies, also a bit for each action token and token of the vocabulary, twice on a CPU, and
-    what a slice makes of its own (`adapters.models.torch.allowed_tokens`)."""
+    what a slice makes of its own (`adapters.models.torch.allowed_tokens`).
+
+    Where two rows of it alone are read (`adapters.models.torch.forward.OutcomeScorer`), these are the hidden states in
+    float32, their gradient, and that of all rows. Processes that divide the vocabulary compute all rows there, too.
+    """
+    if shape.compares and config.ds.tensor_parallel_size == 1:
+        return tokens * shape.hidden * 2 * FLOAT32_BYTES + (0 if shape.adapters else shape.embedding * compute_bytes)
     clients = config.train.agent_func_path is not None or config.agent.command is not None
     # An agent's replies may be nearly all of its tokens.
     share = 1.0 if clients or config.agent.plays else config.rollout.max_new_tokens / longest_sample(config)

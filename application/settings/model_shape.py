@@ -68,6 +68,8 @@ class ModelShape:
     state_bytes: int = 0
     headless: bool = False
     """Whether it has no output embedding, as models of values and scores."""
+    compares: bool = False
+    """Whether it reads two rows of its output embedding alone, as process reward models."""
     passes: PassMemory | None = None
     """Result of measuring the model's own code; None takes the formula of an ordinary decoder."""
 

@@ -1,5 +1,6 @@
 """The memory plan of runs over examples."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ from rollgrad.application.settings.kd import KDRun
 from rollgrad.application.settings.kto import KTORun
 from rollgrad.application.settings.memory_places import Machine, RoleMemory
 from rollgrad.application.settings.memory_plan import memory_plan
-from rollgrad.application.settings.memory_plan_passes import pass_tokens
+from rollgrad.application.settings.memory_plan_passes import head_bytes, pass_tokens
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.prm import PRMRun
 from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.entrypoints import dry_run
+from rollgrad.entrypoints.example_plan import _as_trained
 
 SHAPE = ModelShape(parameters=1000, layers=3, hidden=8, kv_heads=2, head_dim=4, stored=2)
 MACHINE = Machine(gpu=0, memory=2**40)
@@ -101,7 +103,24 @@ def test_a_run_that_trains_a_reward_model_is_planned_without_the_head_of_its_mod
     run.actor.model_name_or_path = str(tiny_model_dir)
     config = as_sampling_nothing(run, longest=50)
     whole, scores = (
-        dry_run._shapes(config, torch.float32, torch.device("cpu"), scores=scores)["actor"] for scores in (False, True)
+        dry_run._shapes(config, torch.float32, torch.device("cpu"), becomes=becomes)["actor"]
+        for becomes in (dry_run.as_it_is, partial(_as_trained, run))
     )
     assert scores == whole.without_head()
     assert whole.parameters - scores.parameters == (0 if whole.tied else whole.embedding)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_process_reward_model_reads_two_rows_of_its_output_embedding(size: int) -> None:
+    run = PRMRun()
+    run.ds.tensor_parallel_size = size
+    config = as_sampling_nothing(run, longest=50)
+    writes = evolve(SHAPE, embedding=200)
+    compares = _as_trained(run, writes)
+    tokens = 50
+    whole, pairs = (head_bytes(config, shape, tokens, 2, 0, gradients=True) for shape in (writes, compares))
+    if size > 1:
+        assert pairs == whole, "of their own rows processes compute all"
+    else:
+        assert pairs == tokens * 8 * 2 * 4 + 200 * 2 < whole
+    assert _as_trained(DPORun(), writes) == writes
