@@ -56,7 +56,7 @@ from rollgrad.domain.errors import (
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 from rollgrad.entrypoints.composition.chat import template_values
-from rollgrad.entrypoints.composition.engines import eos_token_ids
+from rollgrad.entrypoints.composition.engines import reply_ends
 from rollgrad.entrypoints.composition.reload import ModelReload, Push
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 
@@ -206,7 +206,7 @@ class _Sampler:
 def _embedded(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCodec) -> _Sampler:
     model = _load(arguments, arguments.model)
     check_decoding(model, FLAG, other_engine="--engine vllm")
-    ends = eos_token_ids(model.generation_config, tokenizer)
+    ends = reply_ends(model.generation_config, tokenizer)
     engine = EmbeddedEngine(
         model,
         eos_token_ids=ends,
@@ -250,7 +250,7 @@ def _vllm_settings(arguments: AssistantArguments, tokenizer: Any) -> dict[str, A
         raise_together([ConfigurationError(problem) for problem in problems])
     return {
         "model": arguments.model,
-        "eos_token_ids": eos_token_ids(load_generation_settings(arguments.model), tokenizer),
+        "eos_token_ids": reply_ends(load_generation_settings(arguments.model), tokenizer),
         "dtype": str(arguments.dtype),
         "max_tokens": arguments.max_model_len,
         "tensor_parallel_size": sizes[0],
@@ -335,7 +335,7 @@ def _restarted(
 
 def _server(arguments: AssistantArguments, tokenizer: Any, codec: TemplateCodec) -> _Sampler:
     assert arguments.server_url is not None
-    ends = eos_token_ids(load_generation_settings(arguments.model), tokenizer)
+    ends = reply_ends(load_generation_settings(arguments.model), tokenizer)
     engine = ServedEngine(arguments.server_url, eos_token_ids=ends, vocabulary=len(tokenizer), flag="--server_url")
 
     async def once(work: Awaitable[None]) -> None:

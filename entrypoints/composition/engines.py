@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import structlog
 from dependency_injector import providers
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, check_compared, check_vllm_images
@@ -48,6 +49,8 @@ from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_e
 from rollgrad.entrypoints.composition.models import has_gpu, make_actor_model
 from rollgrad.entrypoints.composition.outputs import make_profiler
 
+log = structlog.get_logger(__name__)
+
 WEIGHTS_DIRECTORY = "weights"
 
 TURNS_SHARE = 0.6
@@ -66,6 +69,17 @@ def eos_token_ids(generation: Any, tokenizer: Any) -> list[int]:
     configured = generation.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
+
+
+def reply_ends(generation: Any, tokenizer: Any) -> list[int]:
+    """Returns `eos_token_ids`, for an engine; that there is none is logged."""
+    ends = eos_token_ids(generation, tokenizer)
+    if not ends:
+        log.warning(
+            "no token ends a reply: all go on to the greatest length",
+            why="neither the tokenizer nor the model's generation settings name an eos token",
+        )
+    return ends
 
 
 def make_grammars(config: RLConfig, tokenizer: Any) -> Grammars:
@@ -87,7 +101,7 @@ def make_engine(
     replays = config.actor.router_replay is RouterReplay.ENGINE
     return EmbeddedEngine(
         model,
-        eos_token_ids=eos_token_ids(model.generation_config, tokenizer),
+        eos_token_ids=reply_ends(model.generation_config, tokenizer),
         max_batch_size=sequences_at_once(config),
         decode=codec.decode,
         memory_share=TURNS_SHARE if sleeper_kind(config) == "engine" else KEPT_SHARE,
@@ -117,7 +131,7 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool, 
         check_vllm_images(name, adapters=lora is not None)
     return {
         "model": name,
-        "eos_token_ids": eos_token_ids(load_generation_settings(name), tokenizer),
+        "eos_token_ids": reply_ends(load_generation_settings(name), tokenizer),
         "dtype": str(config.actor.dtype),
         "max_tokens": config.vllm.max_model_len or longest_sequence(config, plays=plays),
         "max_batch_size": config.rollout.max_batch_size if gpus and not without else sequences_at_once(config),
@@ -162,7 +176,7 @@ def make_served_engines(config: RLConfig, tokenizer: Any, images: ImageRenderer 
     """
     if images is not None:
         check_compared(config.actor.model_name_or_path)
-    ends = eos_token_ids(load_generation_settings(config.actor.model_name_or_path), tokenizer)
+    ends = reply_ends(load_generation_settings(config.actor.model_name_or_path), tokenizer)
     engines = [
         ServedEngine(url, eos_token_ids=ends, vocabulary=len(tokenizer), max_requests=sequences_at_once(config))
         for url in config.rollout.server_urls

@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.episodes.chat_request import ChatRequest
@@ -18,9 +20,17 @@ from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
 from rollgrad.entrypoints.composition import cluster
 from rollgrad.entrypoints.composition.assistant import LoadedAssistant, load_assistant
 from rollgrad.entrypoints.composition.cluster import Role
+from rollgrad.entrypoints.composition.engines import reply_ends
 from tests.fakes.fleet_member import FakeFleetMember
 
 SECONDS = 60.0
+
+
+@pytest.mark.parametrize(("listed", "own", "ends"), [(None, None, []), ([3, 5], 4, [3, 4, 5]), (None, 2, [2])], ids=str)
+def test_that_no_token_ends_a_reply_is_said(listed: Any, own: int | None, ends: list[int]) -> None:
+    with capture_logs() as logs:
+        assert reply_ends(SimpleNamespace(eos_token_id=listed), SimpleNamespace(eos_token_id=own)) == ends
+    assert [line["event"].partition(":")[0] for line in logs] == ([] if ends else ["no token ends a reply"])
 
 
 class FakeCluster:
