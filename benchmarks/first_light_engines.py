@@ -88,6 +88,7 @@ def beside(out: Any) -> None:
 
 
 async def _sampled(out: Any, engine: Any, trained: Any) -> None:
+    from benchmarks.weight_sync import difference
     from rollgrad.adapters.weights.channel import EngineWeights
     from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
     from rollgrad.adapters.weights.shared_memory import shared_memory
@@ -100,10 +101,10 @@ async def _sampled(out: Any, engine: Any, trained: Any) -> None:
         await played(engine, rows, new)
         t = time.perf_counter() - t
         out[f"{rows} rows"] = {"ms_a_step": round(1e3 * t / new, 2), "tok_s": round(rows * new / t)}
-    out["differs"] = same = await _difference(engine, trained)
+    out["differs"] = same = await difference(engine, trained, new)
     for _ in range(3):
         step(trained, batch(1, 2, 8, 16))
-    out["differs before the push"] = before = await _difference(engine, trained)
+    out["differs before the push"] = before = await difference(engine, trained, new)
     for version in (1, 2, 3):
         t = time.perf_counter()
         moved = await channel.push(trained, version)
@@ -112,7 +113,7 @@ async def _sampled(out: Any, engine: Any, trained: Any) -> None:
             "with the comparison": round(time.perf_counter() - t, 3),
             "gib": round(moved["bytes"] / 2**30, 2),
         }
-    out["differs after it"] = after = await _difference(engine, trained)
+    out["differs after it"] = after = await difference(engine, trained, new)
     for turn in ("first", "again"):
         free, t = _free_gib(), time.perf_counter()
         await engine.sleep()
@@ -126,31 +127,8 @@ async def _sampled(out: Any, engine: Any, trained: Any) -> None:
             "sleep_s": round(slept, 2),
             "wake_and_push_s": round(time.perf_counter() - t, 2),
         }
-    out["differs after it slept"] = slept_after = await _difference(engine, trained)
+    out["differs after it slept"] = slept_after = await difference(engine, trained, new)
     assert 5 * max(same, after, slept_after) < before, "the engine does not have the trainer's weights"
-
-
-async def _difference(engine: Any, trained: Any) -> float:
-    """Mean difference of log-probs between trainer and engine, nats a token."""
-    from rollgrad.domain.batches.packed import pack
-    from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
-    from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
-
-    prompt, new = tuple(range(5, 37)), 16 if RUN.tiny else 128
-    asked = [
-        GenerationRequest(prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=new, seed=row))
-        for row in range(16)
-    ]
-    replies = await asyncio.gather(*(engine.generate(request) for request in asked))
-    made = []
-    for row, reply in enumerate(replies):
-        builder = TrajectoryBuilder(prompt, group_id=0, sample_id=row)
-        builder.add_action(reply)
-        made.append(builder.build(stop_reason=reply.stop_reason))
-    packed = pack(made)
-    scores = trained.score(packed).logprobs_N[packed.action_mask_N]
-    sampled = torch.tensor([logprob for reply in replies for logprob in reply.logprobs])
-    return round(float((scores - sampled).abs().mean()), 5)
 
 
 def _free_gib() -> float:
