@@ -8,6 +8,7 @@ the server's.
 import asyncio
 import os
 import shlex
+import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "ROLLGRAD_MCP_TOKEN"
 """Environment variable whose value, if set, is sent to HTTP servers as a bearer token."""
+URLS = ("http://", "https://")
+"""Beginnings of the URLs of servers."""
 START_SECONDS = 120.0
 """Longest wait for a server to start and list its tools; some servers are downloaded first."""
 CLOSE_SECONDS = 10.0
@@ -128,13 +131,13 @@ class McpTools:
                 await asyncio.wait({opened, self._task}, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             await self._end()
-            raise self._failure(f"it gave no answer within {self._start_timeout:g} s") from None
+            raise _refusal(self._server, f"it gave no answer within {self._start_timeout:g} s") from None
         except asyncio.CancelledError:
             await self._end()
             raise
         if not opened.done():
             error = self._task.exception()
-            raise self._failure(_reason(error)) from error
+            raise _refusal(self._server, _reason(error)) from error
 
     async def close(self) -> None:
         """Ends the connection, and the server if it is a process; idempotent."""
@@ -185,11 +188,28 @@ class McpTools:
             opened.set_result(None)
             await self._closing.wait()
 
-    def _failure(self, reason: str) -> ConfigurationError:
-        return ConfigurationError(
-            f"The MCP server {self._server!r} cannot be used ({reason}): give a command that starts one, or the "
-            f"http(s) URL of one that runs (a bearer token goes into {TOKEN_VARIABLE})."
-        )
+
+def check_server(server: str) -> None:
+    """Checks that the program of a server that is a command line is here, without starting it.
+
+    Raises:
+        ConfigurationError: it is not, or the command line is none.
+    """
+    if server.startswith(URLS):
+        return
+    try:
+        command, *_ = shlex.split(server) or [""]
+    except ValueError as error:
+        raise _refusal(server, str(error)) from error
+    if shutil.which(command) is None:
+        raise _refusal(server, "no program of this name may be run here")
+
+
+def _refusal(server: str, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The MCP server {server!r} cannot be used ({reason}): give a command that starts one, or the http(s) URL of "
+        f"one that runs (a bearer token goes into {TOKEN_VARIABLE})."
+    )
 
 
 async def connect(server: str, *, timeout: float = 30.0, start_timeout: float = START_SECONDS) -> McpTools:
@@ -223,7 +243,7 @@ async def _client(server: str, timeout: float) -> AsyncIterator["Client"]:
     from mcp.client.streamable_http import streamable_http_client
 
     async with AsyncExitStack() as stack:
-        if server.startswith(("http://", "https://")):
+        if server.startswith(URLS):
             token = os.environ.get(TOKEN_VARIABLE)
             http = httpx2.AsyncClient(
                 headers={"Authorization": f"Bearer {token}"} if token else None,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.basic import FinalTool, ThinkTool
-from rollgrad.adapters.tools.mcp import McpTools, connect
+from rollgrad.adapters.tools.mcp import McpTools, check_server, connect
 from rollgrad.adapters.tools.python import PythonTool
 from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.domain.errors import ConfigurationError
@@ -25,7 +25,7 @@ class ToolBox:
 
     Raises:
         ConfigurationError: the python tool cannot be isolated, a name is of no known kind, a file has no tools,
-            or two tools share a name.
+            the program of an MCP server is not here, or two tools share a name.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class ToolBox:
         self._opening = Slots(1)
         for name in (part.strip() for part in (names or "").split(",") if part.strip()):
             if name.startswith(MCP):
+                check_server(name.removeprefix(MCP))
                 self._servers.append(name.removeprefix(MCP))
             elif name.endswith(".py"):
                 self._tools += _tools_of(name, flag)

@@ -70,6 +70,8 @@ async def test_no_tools() -> None:
         ("hammer", "--agent.tools names 'hammer', which is no tool: the built-in ones are python, think, final;"),
         ("nowhere.py", "--agent.tools is 'nowhere.py', but there is no such file"),
         ("empty.py", "no function in it is marked as a tool: put @rollgrad.tool above"),
+        ("mcp:no-such-program --port 1", "no program of this name may be run here): give a command that starts one"),
+        ("mcp:'open", 'The MCP server "\'open" cannot be used (No closing quotation)'),
         ("think,think", "--agent.tools offers two tools called 'think': rename one of them."),
     ],
 )
