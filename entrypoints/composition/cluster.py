@@ -122,7 +122,7 @@ MODULES = (
     "rollgrad.adapters.models.torch.models",
     "transformers.modeling_utils",
 )
-"""Modules that the processes of any model import, beside those of `LIBRARIES`."""
+"""Modules that the processes of lasting roles import, beside those of `LIBRARIES`, while they wait for their turn."""
 LIBRARIES: Mapping[Strategy, tuple[str, ...]] = {Strategy.DEEPSPEED: ("deepspeed",), Strategy.FSDP2: ()}
 
 
@@ -331,8 +331,9 @@ class Cluster:
         return self._begin(name) if begun is None else begun
 
     def _begin(self, name: str) -> list[Any]:
-        modules = (*MODULES, *LIBRARIES[self._config.cluster.strategy])
-        return begin_workers(self._slots(name), threads=_threads_each(self._roles[name].on_a_machine), modules=modules)
+        role = self._roles[name]
+        modules = (*MODULES, *LIBRARIES[self._config.cluster.strategy]) if role.lasting else ()
+        return begin_workers(self._slots(name), threads=_threads_each(role.on_a_machine), modules=modules)
 
     def _bundles(self, role: str) -> tuple[Mapping[str, int], int, int]:
         """Returns the bundles of a process of each role that shares those of `role`, itself included, the number of all
