@@ -53,6 +53,7 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
         attempt(check_adapters, trains)
         if not (container.reference.overridden or container.critic.overridden):
             attempt(container.suits)
+    sampler = None if container.engine.overridden else engine_kind(container.config())
     read = [attempt(container.providers[name]) for name in prompts]
     if not container.executor.overridden:  # else the caller's own plays and judges as it likes
         config = container.config()
@@ -65,9 +66,13 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
             for source in read:
                 for prompt in _first(source):
                     attempt(reward.check, prompt)
+    if sampler == Engine.VLLM:
+        attempt(container.vllm_arguments)
     raise_together(errors)
-    if engine_kind(container.config()) == Engine.SERVER and not container.engine.overridden:
-        container.served_engines()  # last, for one that does not answer is waited for
+    if sampler == Engine.SERVER:  # last, for one that does not answer is waited for
+        container.served_engines()
+        if trains is not None:
+            container.served_backend()
 
 
 def _first(source: Any) -> list[Prompt]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from attrs import AttrsInstance, asdict, evolve, field, frozen
 
+from rollgrad.adapters.checkpoints.files import make_writable
 from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.system.event_loop import run_to_end
@@ -135,6 +136,8 @@ def train_in(
         check_upload(config.ckpt.push_to_hub)  # now, not after hours of training
     made: Any = container
     store: CheckpointStore = made.checkpoints()  # refuses an unwritable output before anything is loaded
+    if config.logger.tensorboard_dir is not None:
+        make_writable(Path(config.logger.tensorboard_dir), "--logger.tensorboard_dir")
     saved = store.load_training() if continues(config.ckpt) else None
     if saved is not None:
         check_continues(saved.description, made.description(), type(config))

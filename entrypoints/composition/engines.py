@@ -110,11 +110,6 @@ def make_engine(
     )
 
 
-def make_vllm_engine(config: RLConfig, tokenizer: Any, plays: bool) -> VLLMEngine:
-    """Starts the engine that samples in vLLM, in processes of this one's."""
-    return VLLMEngine(**vllm_settings(config, tokenizer, gpus=has_gpu(), plays=plays, without=cpu_builds()))
-
-
 def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool, without: str = "") -> dict[str, Any]:
     """Returns the arguments of a `VLLMEngine`, which finds the actor's number format where it runs; `gpus` says whether
     it has any, `without` why it computes on none (`cpu_builds`), `plays` whether episodes have several turns.
@@ -194,10 +189,8 @@ def make_served_fleet(engines: list[ServedEngine]) -> EngineFleet:
     return fleet
 
 
-def make_served_weights(
-    config: RLConfig, engines: list[ServedEngine], fleet: EngineFleet, *, temperature: float
-) -> FleetWeights:
-    """Returns the way of weights to the servers, all of which can take them.
+def make_served_backend(config: RLConfig, engines: list[ServedEngine]) -> Backend:
+    """Returns the backend that brings weights to the servers, all of which can take them.
 
     Raises:
         ConfigurationError: one of them cannot; the message says what to do.
@@ -208,9 +201,7 @@ def make_served_weights(
         directory.mkdir(parents=True, exist_ok=True)
         backend = Disk(directory)
     _call_all(engines, partial(ServedEngine.require_weights, directory=directory))
-    return FleetWeights(
-        fleet, backend=Changes(backend) if config.rollout.server_sync_delta else backend, temperature=temperature
-    )
+    return Changes(backend) if config.rollout.server_sync_delta else backend
 
 
 def _call_all(engines: list[ServedEngine], doing: Callable[[ServedEngine], Coroutine[Any, Any, None]]) -> None:
@@ -301,21 +292,25 @@ class EngineContainer(BaseContainer):
     )
     grammars = providers.Singleton(make_grammars, base.config, base.tokenizer)
     embedded_engine = providers.Singleton(make_engine, base.config, engine_model, base.tokenizer, base.codec, grammars)
-    vllm_engine = providers.Resource(closed_at_end, make_vllm_engine, base.config, base.tokenizer, plays)
     gpus = providers.Selector(
         providers.Callable(trainer_kind, base.config),
         process=providers.Callable(has_gpu),
         cluster=base.cluster.provided.gpus,
     )
     without = providers.Callable(cpu_builds)
+    vllm_arguments = providers.Callable(
+        vllm_settings, base.config, base.tokenizer, gpus=gpus, plays=plays, without=without
+    )
+    vllm_engine = providers.Resource(closed_at_end, lambda arguments: VLLMEngine(**arguments), vllm_arguments)
     fleet = LoopResource(
         lambda cluster, settings, at_once: cluster.engines(settings, at_once),
         base.cluster,
-        providers.Callable(vllm_settings, base.config, base.tokenizer, gpus=gpus, plays=plays, without=without),
+        vllm_arguments,
         base.config.provided.train.async_enable,
     )
     served_engines = providers.Singleton(make_served_engines, base.config, base.tokenizer, base.image_renderer)
     served_fleet = LoopResource(make_served_fleet, served_engines)
+    served_backend = providers.Singleton(make_served_backend, base.config, served_engines)
     sampling_engine = providers.Selector(
         providers.Callable(engine_kind, base.config),
         embedded=embedded_engine,
@@ -347,7 +342,5 @@ class EngineContainer(BaseContainer):
         own=providers.Singleton(CopiedWeights, embedded_engine),
         vllm=providers.Singleton(EngineWeights, vllm_engine, backend=weight_way, temperature=base.temperature),
         fleet=providers.Singleton(FleetWeights, fleet, backend=weight_way, temperature=base.temperature),
-        server=providers.Singleton(
-            make_served_weights, base.config, served_engines, served_fleet, temperature=base.temperature
-        ),
+        server=providers.Singleton(FleetWeights, served_fleet, backend=served_backend, temperature=base.temperature),
     )

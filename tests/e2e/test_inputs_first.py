@@ -19,6 +19,7 @@ from rollgrad.adapters.servers.server import Server
 from rollgrad.domain.errors import RollgradError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition.vocabularies import check_tokens
+from tests.fakes.model_server import ModelServer
 from tests.tiny_models import tiny_llama
 
 ROWS = [{"question": f"{a}+1?", "answer": str(a + 1)} for a in range(4)]
@@ -202,6 +203,27 @@ async def test_a_server_that_samples_otherwise_is_refused(refused: Refused) -> N
     finally:
         await server.stop()
     assert error.startswith(f"The server {server.url} answered /v1/models with 404")
+
+
+async def test_a_server_that_takes_no_weights_is_refused(refused: Refused) -> None:
+    server = ModelServer(tokens=False, develops=False)
+    served = ["--rollout.engine", "server", "--rollout.server_urls", server.url, *VERIFIED]
+    try:
+        (error,) = await asyncio.to_thread(refused, [*TRAIN, *served])
+    finally:
+        server.close()
+    assert "VLLM_SERVER_DEV_MODE=1" in error
+
+
+def test_weights_that_need_gpus_are_refused_without(refused: Refused) -> None:
+    (error,) = refused([*TRAIN, *VERIFIED, "--rollout.engine", "vllm", "--vllm.sync_backend", "cuda_ipc"])
+    assert error.startswith("vllm.sync_backend is cuda_ipc, which needs GPUs, but")
+
+
+@pytest.mark.parametrize("words", [[*TRAIN, *VERIFIED], [*SFT, "--data.input_key", "question"]])
+def test_metrics_that_cannot_be_written_are_refused(refused: Refused, words: list[str]) -> None:
+    (error,) = refused([*words, "--logger.tensorboard_dir", "empty.py/curves"])
+    assert re.match(r"--logger.tensorboard_dir is '.*/empty.py/curves', where nothing can be written", error)
 
 
 def test_models_of_other_vocabularies_are_refused(refused: Refused, tiny_tokenizer: Any) -> None:
