@@ -105,6 +105,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "opo": {**_GROUP, "algo.advantage.estimator": "opo", "actor.policy_loss_type": "policy_gradient"},
     "gpg": {**_GROUP, "algo.advantage.estimator": "gpg", "actor.policy_loss_type": "policy_gradient"},
     "maxrl": {**_GROUP, "algo.advantage.estimator": "maxrl"},
+    # Chen et al. 2025, arXiv:2508.10751.
+    "pass_at_k": {
+        "algo.advantage.estimator": "pass_at_k",
+        "algo.advantage.pass_k": 4,
+        "rollout.n_samples_per_prompt": 16,
+    },
     "gdpo": {**_GROUP, "algo.advantage.estimator": "gdpo"},
     "remax": {"algo.advantage.estimator": "remax"},
     # Molt 2026: one sample a prompt, one update a rollout, sequences gated by binary KL.

@@ -90,6 +90,7 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
     "opo": EstimatorTraits(needs=("group",)),
     "gpg": EstimatorTraits(needs=("group",)),
     "maxrl": EstimatorTraits(needs=("group", "rewards_from_0")),
+    "pass_at_k": EstimatorTraits(needs=("group",), uses=("pass_k",)),
     "gdpo": EstimatorTraits(needs=("group", "reward_parts")),
     "turn_group_norm": EstimatorTraits(needs=("group",), uses=("gamma",)),
     "process_group_norm": EstimatorTraits(needs=("group",)),

@@ -99,8 +99,8 @@ class AdvantageSettings:
     estimator: str = setting(
         "gae",
         "gae (PPO), turn_gae, reinforce (REINFORCE++), reinforce_baseline, rloo, rloo_sequence, group_norm (GRPO), "
-        "dr_grpo, lite_ppo, opo, gpg, maxrl, gdpo, turn_group_norm, process_group_norm, remax, flash_reinforce, "
-        "on_policy_distill, iw_opd, or a name that algo.extension_path defines.",
+        "dr_grpo, lite_ppo, opo, gpg, maxrl, pass_at_k, gdpo, turn_group_norm, process_group_norm, remax, "
+        "flash_reinforce, on_policy_distill, iw_opd, or a name that algo.extension_path defines.",
     )
     gamma: float = setting(1.0, "Discount per action token (per turn for the turn estimators).", SHARE)
     lambd: float = setting(1.0, "GAE's lambda per action token.", SHARE)
@@ -114,6 +114,9 @@ class AdvantageSettings:
         0.5,
         "By how much iw_opd counts tokens more where the reply so far is what the teacher would write.",
         NOT_NEGATIVE,
+    )
+    pass_k: int = setting(
+        2, "Samples of a prompt of which the best counts, with pass_at_k; a group has more than these.", COUNT
     )
     whiten: Whiten | None = setting(
         None,

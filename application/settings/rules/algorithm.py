@@ -46,7 +46,13 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
             f"algo.advantage.estimator {estimator} compares the samples of a prompt, but "
             f"rollout.n_samples_per_prompt is {samples}: set --rollout.n_samples_per_prompt to 2 or more."
         )
-    for key in ("gamma", "lambd", "critic_lambd", "length_adaptive_alpha", "prefix_weight"):
+    if "pass_k" in traits.uses and 2 <= samples <= advantage.pass_k:
+        yield (
+            f"algo.advantage.pass_k is {advantage.pass_k}, but of a group of {samples} samples there are no several "
+            f"choices of {advantage.pass_k} to compare: raise --rollout.n_samples_per_prompt above it, or lower "
+            "--algo.advantage.pass_k."
+        )
+    for key in ("gamma", "lambd", "critic_lambd", "length_adaptive_alpha", "prefix_weight", "pass_k"):
         value = getattr(advantage, key)
         if value != getattr(AdvantageSettings(), key) and key not in traits.uses:
             yield (

@@ -6,7 +6,7 @@ from typing import Any
 from attrs import evolve
 
 from rollgrad.domain.algorithms.catalogue import estimator_traits
-from rollgrad.domain.algorithms.estimators import distill, gae, group, reinforce, turn
+from rollgrad.domain.algorithms.estimators import best, distill, gae, group, reinforce, turn
 from rollgrad.domain.algorithms.estimators.actions import Actions, whiten_over
 from rollgrad.domain.algorithms.estimators.registry import ESTIMATORS, estimator
 from rollgrad.domain.algorithms.estimators.types import Advantages, Estimator, EstimatorInput, EstimatorParams
@@ -52,6 +52,7 @@ __all__ = [
     "Estimator",
     "EstimatorInput",
     "EstimatorParams",
+    "best",
     "distill",
     "estimate",
     "estimator",

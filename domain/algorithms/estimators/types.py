@@ -52,7 +52,7 @@ class EstimatorInput:
 
 EstimatorParams = AdvantageSettings
 """The section `algo.advantage`, which estimators read: `gamma`, `lambd`, `critic_lambd`, `length_adaptive_alpha`,
-`prefix_weight`."""
+`prefix_weight`, `pass_k`."""
 
 
 @frozen(kw_only=True, eq=False)

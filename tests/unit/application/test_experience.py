@@ -217,7 +217,8 @@ PLAIN = [
 
 @pytest.mark.parametrize("estimator", PLAIN)
 def test_what_is_no_action_has_no_advantage(estimator: str) -> None:
-    batch = make(algo(estimator), critic=FakeValue() if "critic" in ESTIMATORS[estimator].needs else None).batch
+    critic = FakeValue() if "critic" in ESTIMATORS[estimator].needs else None
+    batch = make(algo(estimator, pass_k=1), critic=critic).batch
     assert batch.advantages_N is not None
     assert not batch.advantages_N[~batch.action_mask_N].any()
     assert batch.advantages_N[batch.action_mask_N].any()

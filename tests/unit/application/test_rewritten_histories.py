@@ -157,6 +157,7 @@ def test_a_rewritten_history_changes_nothing(estimator: str, data: st.DataObject
         "lambd": data.draw(st.sampled_from([1.0, 0.8])),
         "critic_lambd": data.draw(st.sampled_from([None, 0.7])),
         "length_adaptive_alpha": data.draw(st.sampled_from([None, 0.5])),
+        "pass_k": data.draw(st.sampled_from([1, 2])),
     }
     algo = AlgoConfig(
         advantage=AdvantageSettings(

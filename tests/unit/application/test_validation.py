@@ -382,6 +382,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.advantage.estimator": "turn_gae", "algo.advantage.lambd": 0.9}, "episodes have one turn"),
     ({"actor.vespo_k": (1.0, 2.0)}, "--actor.policy_loss_type to vespo"),
     ({"algo.advantage.prefix_weight": 1.0}, "--algo.advantage.estimator to iw_opd"),
+    ({"algo.advantage.pass_k": 3}, "--algo.advantage.estimator to pass_at_k"),
+    (GROUPS | {"algo.advantage.estimator": "pass_at_k"}, "or lower --algo.advantage.pass_k"),
     (
         DISTILL | WHOLE_KL | {"algo.advantage.estimator": "iw_opd"},
         "set --algo.advantage.estimator to on_policy_distill",
@@ -511,6 +513,7 @@ OUT_OF_RANGE = {
     "dro_beta": 0.0,
     "prefix_weight": -1.0,
     "cov_range": (5.0, 1.0),
+    "pass_k": 0,
     "cov_kl_coef": -1.0,
     "positive_nll_coef": -0.1,
     "freezing_steps": -1,

@@ -1,5 +1,6 @@
 """Float64 references, written from the papers as plain loops; they share no code with the domain."""
 
+import itertools
 import math
 import random
 
@@ -38,6 +39,7 @@ class Settings:
     critic_lambd: float | None = None
     length_adaptive_alpha: float | None = None
     prefix_weight: float = 0.5
+    pass_k: int = 2
 
 
 Rollout = tuple[int, int]
@@ -219,7 +221,17 @@ def decoupled(batch: list[Sequence], keys: list[Rollout]) -> dict[Rollout, float
     return {key: standard(value, list(mixed.values())) for key, value in mixed.items()}
 
 
-def outcome_advantages(kind: str, batch: list[Sequence]) -> dict[Rollout, float]:
+def best_of(total: dict[Rollout, float], rollout: Rollout, k: int) -> float:
+    """How the best of k of the group that have the rollout compares with the best of any k, all of which are tried."""
+    everyone = [key for key in total if key[0] == rollout[0]]
+    choices = list(itertools.combinations(everyone, min(k, len(everyone))))
+    best = [max(total[key] for key in choice) for choice in choices]
+    mine = mean_of([value for value, choice in zip(best, choices, strict=True) if rollout in choice])
+    deviation = math.sqrt(mean_of([(value - mean_of(best)) ** 2 for value in best]))
+    return (mine - mean_of(best)) / (deviation + 1e-9)
+
+
+def outcome_advantages(kind: str, batch: list[Sequence], settings: Settings) -> dict[Rollout, float]:
     """Advantage of each rollout of the estimators that give every token of a rollout the same."""
     total = outcomes(batch, extras=kind == "rloo_sequence")
     if kind == "gdpo":
@@ -245,6 +257,8 @@ def outcome_advantages(kind: str, batch: list[Sequence]) -> dict[Rollout, float]
                 result[rollout] = gpg_scale(total) * (mine - mean)
             case "maxrl":
                 result[rollout] = (mine - mean) / mean if mean > 0 else 0.0
+            case "pass_at_k":
+                result[rollout] = best_of(total, rollout, settings.pass_k)
             case "remax":
                 result[rollout] = mine - baselines[rollout]
             case "flash_reinforce":
@@ -320,7 +334,7 @@ def raw(kind: str, batch: list[Sequence], settings: Settings) -> tuple[Rows, Row
         case "iw_opd":
             rows = prefix_weighted(batch, settings.prefix_weight)
         case _:
-            advantage = outcome_advantages(kind, batch)
+            advantage = outcome_advantages(kind, batch, settings)
             to_go = returns_to_go(batch, 1.0, extras_only=True)
             if kind == "rloo_sequence":
                 to_go = [[None if x is None else 0.0 for x in row] for row in to_go]

@@ -6,7 +6,7 @@ import random
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,13 +32,13 @@ BASELINED = [
     "process_group_norm",
 ]
 """Estimators whose baseline is the group's."""
-GROUP_ESTIMATORS = [*BASELINED, "lite_ppo", "maxrl"]
-SCALE_FREE = ["group_norm", "lite_ppo", "gdpo", "maxrl", "turn_group_norm", "process_group_norm"]
+GROUP_ESTIMATORS = [*BASELINED, "lite_ppo", "maxrl", "pass_at_k"]
+SCALE_FREE = ["group_norm", "lite_ppo", "gdpo", "maxrl", "pass_at_k", "turn_group_norm", "process_group_norm"]
 LINEAR = ["reinforce_baseline", "rloo", "rloo_sequence", "dr_grpo", "opo", "gpg", "remax", "flash_reinforce"]
 EXAMPLES = settings(max_examples=25, deadline=None)
 SEEDS = st.integers(0, 10**6)
 WHITENINGS = st.sampled_from([None, *catalogue.WHITENINGS])
-PARAMS = EstimatorParams(gamma=0.9, lambd=0.8)
+PARAMS = EstimatorParams(gamma=0.9, lambd=0.8, pass_k=2)
 SETTINGS = st.builds(
     Settings,
     gamma=st.sampled_from([1.0, 0.99, 0.5]),
@@ -46,6 +46,7 @@ SETTINGS = st.builds(
     critic_lambd=st.sampled_from([None, 1.0, 0.7]),
     length_adaptive_alpha=st.sampled_from([None, 0.05, 0.5]),
     prefix_weight=st.sampled_from([0.5, 0.0, 3.0]),
+    pass_k=st.sampled_from([1, 2, 3, 8]),
 )
 
 
@@ -341,6 +342,52 @@ def test_lite_ppo_scales_all_groups_alike() -> None:
     assert normed.abs().tolist() == pytest.approx([0.7071] * 4, rel=1e-3)
 
 
+@EXAMPLES
+@given(rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=12), k=st.integers(1, 8))
+def test_pass_at_k_of_passes_is_the_papers(rewards: list[float], k: int) -> None:
+    """Chen et al. 2025, by their analytical derivation: with W of N replies wrong, R = 1 - C(W, k) / C(N, k) and its
+    deviation s, a right one has (1 - R) / s and a wrong one (1 - R - C(W - 1, k - 1) / C(N - 1, k - 1)) / s."""
+    assume(k < len(rewards))
+    found = ESTIMATORS["pass_at_k"](one_token_each(rewards, dtype=torch.float64), EstimatorParams(pass_k=k))
+    total, wrong = len(rewards), rewards.count(0.0)
+    passes = 1 - math.comb(wrong, k) / math.comb(total, k)
+    deviation = math.sqrt(passes * (1 - passes)) + 1e-9
+    of_wrong = 1 - passes - math.comb(max(wrong - 1, 0), k - 1) / math.comb(total - 1, k - 1)
+    wanted = [(1 - passes if reward else of_wrong) / deviation if 0 < passes < 1 else 0.0 for reward in rewards]
+    assert found.advantages_N[1::2].tolist() == pytest.approx(wanted, abs=1e-9)
+
+
+@EXAMPLES
+@given(rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=8))
+def test_pass_at_1_is_grpo_but_for_the_deviation(rewards: list[float]) -> None:
+    given_inputs = one_token_each(rewards, dtype=torch.float64)
+    found = ESTIMATORS["pass_at_k"](given_inputs, EstimatorParams(pass_k=1)).advantages_N
+    normed = ESTIMATORS["group_norm"](given_inputs, EstimatorParams()).advantages_N
+    unbiased = math.sqrt(len(rewards) / (len(rewards) - 1))
+    torch.testing.assert_close(found, unbiased * normed, rtol=1e-4, atol=1e-4)
+
+
+@EXAMPLES
+@given(seed=SEEDS, k=st.integers(1, 5))
+def test_advantages_of_the_best_sum_to_0_in_each_group(seed: int, k: int) -> None:
+    batch = plain_batch(seed)
+    found = raw("pass_at_k", batch, EstimatorParams(pass_k=k))
+    last = torch.tensor([len(s.actions) for s in batch]).cumsum(0) - 1
+    sums = torch.zeros(3, dtype=torch.float64).index_add_(0, torch.tensor([s.group for s in batch]), found[last])
+    assert sums.abs().max() < 1e-6
+
+
+def test_with_k_of_two_a_second_right_reply_is_worth_little() -> None:
+    one, two = (
+        ESTIMATORS["pass_at_k"](one_token_each(rewards), EstimatorParams(pass_k=2)).advantages_N[1::2].tolist()
+        for rewards in ([1, 0, 0, 0], [1, 1, 0, 0])
+    )
+    assert one == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert two == pytest.approx([5**-0.5, 5**-0.5, -(5**-0.5), -(5**-0.5)])
+    solved = ESTIMATORS["pass_at_k"](one_token_each([1, 1, 1, 0]), EstimatorParams(pass_k=2))
+    assert solved.advantages_N.abs().max() == 0, "any two of them have a right one"
+
+
 def test_early_tokens_of_a_distilled_reply_count_more() -> None:
     batch = [Sequence(0, 0, [0.0] * 4, [-1.0, 2.0, 0.0, 1.0], [0.0] * 4, [True, True, False, True])]
     found = raw("iw_opd", batch, EstimatorParams(prefix_weight=0.8))
@@ -382,7 +429,7 @@ def test_equal_outcomes_earned_over_other_turns_teach_nothing(name: str) -> None
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1e-7), (1e-9, 2e-9), (1e6, 1e6 + 1), (1e-20, 1.0)])
 def test_rewards_differ_at_any_scale(name: str, low: float, high: float) -> None:
-    found = ESTIMATORS[name](one_token_each([low, high]), EstimatorParams()).advantages_N[1::2]
+    found = ESTIMATORS[name](one_token_each([low, high]), EstimatorParams(pass_k=1)).advantages_N[1::2]
     assert found[0] < 0 < found[1]
     torch.testing.assert_close(found[0], -found[1])
 
