@@ -119,6 +119,8 @@ class UpdateService:
             less work. GRPO's groups without spread are such samples.
         select: chooses tokens of a whole optimizer step that the loss treats differently, or None.
         keep: chooses those that the off-policy correction keeps, or None.
+        mask_truncated: leave rollouts that were cut off out of the steps of policy and critic. An update whose rollouts
+            were all cut off takes no step.
         pass_threshold: score from which a reply's likelihood is raised, for losses with such a term.
     """
 
@@ -138,6 +140,7 @@ class UpdateService:
         skip_idle: bool = False,
         select: Callable[[RolloutBatch], Tensor] | None = None,
         keep: Callable[[RolloutBatch], Tensor] | None = None,
+        mask_truncated: bool = False,
         pass_threshold: float = 1.0,
     ) -> None:
         self._policy = policy
@@ -153,6 +156,7 @@ class UpdateService:
         self._skip_idle = skip_idle
         self._select = select
         self._keep = keep
+        self._mask_truncated = mask_truncated
         self._pass_threshold = pass_threshold
         self.under_way = False
         """Whether a `run` has taken some of its optimizer steps, but not all; after an error it stays so."""
@@ -188,11 +192,12 @@ class UpdateService:
         steps: list[dict[str, float]] = []
         listening = Listening(objective)
         loss_weights_N = torch.zeros(batch.token_count)
-        for step_batch in self._steps(batch):
+        learned = self._learned(batch)
+        for step_batch in self._steps(batch, learned):
             _put(loss_weights_N, _stretches(step_batch), step_batch.filled("loss_weights_N"))
             metrics: dict[str, float] = {}
             if train_policy:
-                metrics |= self._update_policy(step_batch, listening)
+                metrics |= self._update_policy(step_batch, listening, len(learned) / batch.unit_count)
                 self.under_way = True
             if self._critic is not None and value_objective is not None:
                 unrouted = evolve(step_batch, experts_NLK=None)  # which the critic's own routers choose
@@ -228,8 +233,11 @@ class UpdateService:
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
 
-    def _update_policy(self, step_batch: RolloutBatch, objective: PolicyObjective[RolloutBatch]) -> dict[str, float]:
-        """Takes one optimizer step; means are over the tokens that were passed through the model."""
+    def _update_policy(
+        self, step_batch: RolloutBatch, objective: PolicyObjective[RolloutBatch], learned: float
+    ) -> dict[str, float]:
+        """Takes one optimizer step; means are over the tokens that were passed through the model. `learned` is the
+        share of the update's units that its steps have."""
         trained = _with_gradient(step_batch) if self._skip_idle else step_batch
         passes = split(trained, self._max_tokens, self._shares, padded=self._policy.padded())
         result = self._policy.update(passes, objective)
@@ -240,18 +248,26 @@ class UpdateService:
         if squared > 0:
             scaled["mismatch_effective_sample_share"] = scaled.pop("mismatch_weight") ** 2 / squared
         metrics = {f"policy/{name}": value for name, value in scaled.items()}
-        share = trained.rollouts / step_batch.rollouts
+        share = learned * trained.rollouts / step_batch.rollouts
         return metrics | {"policy/trained_share": share} | gradient_share_by_turn(step_batch)
 
-    def _steps(self, batch: RolloutBatch) -> Iterator[RolloutBatch]:
+    def _learned(self, batch: RolloutBatch) -> Tensor:
+        """Returns the units that are learned from, by place."""
+        if not self._mask_truncated:
+            return torch.arange(batch.unit_count)
+        return (torch.bincount(batch.units_S, batch.truncated_S.double()) == 0).nonzero()[:, 0]
+
+    def _steps(self, batch: RolloutBatch, learned_U: Tensor) -> Iterator[RolloutBatch]:
         """Yields the batch of each optimizer step, with its loss weights and its places in the whole batch."""
-        units = batch.unit_count
+        units = len(learned_U)
+        if not units:
+            return
         planned = max(units, self._planned or 0)
         parts = min(units, math.ceil(planned / (self._batch_size or planned)))
         for _ in range(self._epochs):
             for chosen in minibatches(units, parts, self._generator):
                 # Order within a step does not change its gradient; neighbours of one prompt share its forward pass.
-                sequences = batch.sequences_of(chosen)
+                sequences = batch.sequences_of(learned_U[chosen].tolist())
                 part = batch.select(sequences)
                 yield evolve(
                     part,

@@ -301,6 +301,7 @@ class RLContainer(EngineContainer):
         skip_idle=providers.Callable(advantage_is_all, base.config),
         select=providers.Callable(make_token_selection, base.config),
         keep=providers.Callable(make_token_filter, base.config),
+        mask_truncated=base.config.provided.algo.mask_truncated,
         pass_threshold=base.config.provided.reward.pass_threshold,
     )
     sampling = providers.Callable(make_sampling, base.config)

@@ -35,7 +35,6 @@ NORMALISATION = (
     "see --algo.advantage.whiten too."
 )
 AGENTS = "see --agent.tools, --agent.command and --train.agent_func_path."
-TRUNCATED = "--reward.stop_properly_penalty_coef says what a truncated reply is worth."
 PER_DEVICE = (
     "set --rollout.batch_size (prompts of a rollout), --rollout.n_samples_per_prompt and --train.batch_size (of an "
     f"optimizer step); {MICRO_BATCHES}"

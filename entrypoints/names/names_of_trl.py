@@ -21,7 +21,6 @@ from rollgrad.entrypoints.names.name_answers import (
     RESUMING,
     SAMPLING,
     SERVER,
-    TRUNCATED,
     VLLM,
     WARMUP,
     alike,
@@ -80,7 +79,7 @@ TRL: Mapping[str, str] = {
     "reward_weights": "reward.weights",
     "multi_objective_aggregation": "--reward.weights adds the named rewards up; the estimator gdpo normalises each.",
     "scale_rewards": NORMALISATION,
-    "mask_truncated_completions": TRUNCATED,
+    "mask_truncated_completions": "algo.mask_truncated",
     # Rollouts
     "num_generations": "rollout.n_samples_per_prompt",
     "num_generations_eval": "eval.n_samples_per_prompt",

@@ -221,6 +221,7 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "scale_rewards": Flag(TEXT, default="group"),
         "loss_type": Flag(TEXT, default="dapo"),
         "entropy_coef": Flag(NUMBER, "actor.entropy_coef"),
+        "mask_truncated_completions": Flag(SWITCH, "algo.mask_truncated"),
         "cast_lm_head_to_fp32": Flag(SWITCH, "actor.float32_head"),
         "use_vllm": Flag(SWITCH),
         "vllm_mode": Flag(TEXT, default="colocate"),
@@ -261,7 +262,7 @@ label_smoothing_factor load_in_8bit attn_implementation
 OTHERS_OF_GRPO = """
 cache_implementation chat_template_kwargs ds3_gather_for_generation entropy_coef_delta entropy_coef_max
 entropy_coef_min entropy_target generation_kwargs log_completions_hub_repo log_multimodal log_unique_prompts
-mask_truncated_completions max_tool_calling_iterations min_p multi_objective_aggregation
+max_tool_calling_iterations min_p multi_objective_aggregation
 ref_model_mixup_alpha ref_model_sync_steps repetition_penalty
 shuffle_dataset sync_ref_model top_entropy_quantile transformers_continuous_batching_config
 use_adaptive_entropy use_transformers_continuous_batching use_transformers_paged

@@ -128,6 +128,18 @@ def test_every_estimator_trains(
     assert capsys.readouterr().out.strip().endswith("report.html")
 
 
+def test_a_run_whose_replies_were_all_cut_off_learns_nothing_from_them(
+    workspace: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the masks of `algo.mask_truncated` there is no optimizer step, and the run says why at its end."""
+    assert train("--algo.mask_truncated", "--rollout.max_new_tokens", "2", "--train.max_steps", "3") == 0
+    rows = metrics()
+    assert [row["rollout/truncated_share"] for row in rows] == [1.0] * 3
+    assert not any(key.startswith("policy/") for row in rows for key in row)
+    assert moved(tiny_model_dir, workspace / "out" / "model") == 0.0
+    assert "--rollout.max_new_tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("partial", ["none", "keep", "recompute"])
 def test_asynchronous_runs_train(
     workspace: Path, tiny_model_dir: Path, partial: str, capsys: pytest.CaptureFixture[str]

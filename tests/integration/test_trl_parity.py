@@ -187,7 +187,8 @@ def run_trl(kind: str, case: Case, **settings: Any) -> Outcome:
     policy, reference = StandIn(), StandIn()
     replies = case.padded(case.reply_N.float()).bool()
     mask_BT = case.padded(case.mask_N.float()).bool()
-    ids = [[7] * int(n) for n in replies.sum(1)]
+    ends = settings.pop("ends", [7] * len(replies))  # the last token of each reply; 7 ends one
+    ids = [[7] * (int(n) - 1) + [end] for n, end in zip(replies.sum(1), ends, strict=True)]
 
     def rows(values_BT: Tensor) -> list[list[Any]]:
         return [row[: len(own)].tolist() for row, own in zip(values_BT, ids, strict=True)]
@@ -239,6 +240,7 @@ def run_trl(kind: str, case: Case, **settings: Any) -> Outcome:
         "entropy_coef": 0.0,
         "aux_loss_enabled": False,
         "mask_truncated_completions": False,
+        "eos_token_ids": [7],
         "pad_to_multiple_of": None,
         "environment_factories": None,
         "environments": None,
@@ -459,6 +461,15 @@ def test_entropy_bonus_agrees_for_token_mean(case: Case) -> None:
     ours, gradient_N = run_ours(case, "sequence_mean", objective_of(entropy_coef=0.1))
     torch.testing.assert_close(gradient_N, sequence.gradient_N, rtol=TOLERANCE, atol=TOLERANCE)
     assert abs(ours - sequence.loss) > TOLERANCE
+
+
+def test_masked_truncated_replies_are_left_out(case: Case) -> None:
+    """Their rewards are in the mean of their group all the same."""
+    cut_S = torch.arange(GROUPS * SAMPLES) % 3 == 0
+    ends = [8 if cut else 7 for cut in cut_S.tolist()]
+    trl = run_trl("GRPOTrainer", case, loss_type="dapo", mask_truncated_completions=True, ends=ends)
+    finished = evolve(case, mask_N=case.mask_N & ~cut_S[case.sequence_N])
+    agree(trl, run_ours(finished, "token_mean", objective_of(), advantages_N=our_advantages(case)))
 
 
 @pytest.mark.parametrize("threshold", [-0.05, 0.0, 0.05])

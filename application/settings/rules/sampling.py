@@ -128,6 +128,12 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             "reward.cosine_length and reward.overlong_buffer_len both make the reward go by length: leave "
             "--reward.overlong_buffer_len or --reward.cosine_length out."
         )
+    if config.algo.mask_truncated and reward.stop_properly_penalty_coef is not None:
+        yield (
+            f"reward.stop_properly_penalty_coef is {reward.stop_properly_penalty_coef}, which says what a truncated "
+            "reply is worth, but algo.mask_truncated learns nothing from one: leave "
+            "--reward.stop_properly_penalty_coef or --algo.mask_truncated out."
+        )
     traits = traits_of(config.algo.advantage.estimator)
     yield from _unshaped_problems(config) if "reward_parts" in traits.needs else ()
     yield from _unrewarded_problems(config) if "teacher" in traits.needs else ()

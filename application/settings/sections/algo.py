@@ -50,6 +50,12 @@ class AlgoConfig:
         "single step on fresh samples needs none of them: the ratio is 1.",
     )
     correction: CorrectionSettings = section(CorrectionSettings, "Off-policy correction.")
+    mask_truncated: bool = setting(
+        False,
+        "Learn nothing from replies that were cut off: they are left out of the loss of policy and critic, so that a "
+        "long reply is not punished for being unfinished (DAPO's overlong filtering); baselines still count their "
+        "rewards.",
+    )
     dynamic_filtering_enable: bool = setting(
         False,
         "Train only on groups whose scores differ, so that they are neither all right nor all wrong; each other one "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -303,6 +303,48 @@ def test_the_tokens_that_a_correction_keeps_are_chosen_from_the_whole_step() -> 
         for part in step:
             assert part.kept_N is not None
             assert torch.equal(part.kept_N, part.positions_N == 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=6), st.data(), st.sampled_from(list(Aggregation)))
+def test_masked_truncated_rollouts_teach_nothing(counts: list[int], data: st.DataObject, mode: Aggregation) -> None:
+    """The step is that of the other rollouts alone; a rollout is cut off if one of its branches is."""
+    packed = branched(counts)
+    packed = evolve(
+        packed, returns_N=packed.action_mask_N.float(), values_N=torch.where(packed.action_mask_N, 0.25, 0.0)
+    )
+    cut_S = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(packed), max_size=len(packed))))
+    finished_S = ~torch.isin(packed.sample_ids_S, packed.sample_ids_S[cut_S])
+    assume(bool(finished_S.any()))
+    alone = packed.select(finished_S.nonzero()[:, 0])
+    found, expected = (FakePolicy(), FakeValue()), (FakePolicy(), FakeValue())
+    value_objective = ClippedValueObjective(clip=0.5)
+    report = service(*found, aggregation=mode, mask_truncated=True).run(
+        evolve(packed, truncated_S=cut_S), OBJECTIVE, value_objective
+    )
+    same = service(*expected, aggregation=mode).run(alone, OBJECTIVE, value_objective).metrics
+    share = same.pop("policy/trained_share") * alone.rollouts / packed.rollouts
+    assert report.metrics == pytest.approx(same | {"policy/trained_share": share})
+    for model, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(model.state_dict()["table"], other.state_dict()["table"])
+    assert report.loss_weights_N is not None
+    finished_N = finished_S[packed.sequence_ids_N]
+    assert not bool(report.loss_weights_N[~finished_N].any())
+    assert bool((report.loss_weights_N[finished_N & packed.action_mask_N] > 0).all())
+
+
+def test_an_update_whose_rollouts_were_all_cut_off_takes_no_step() -> None:
+    policy, critic = FakePolicy(lr=0.5), FakeValue()
+    packed = batch([4, 1])
+    updates = service(policy, critic, mask_truncated=True)
+    objectives = OBJECTIVE, ClippedValueObjective(clip=0.5)
+    report = updates.run(evolve(packed, truncated_S=torch.tensor([True, True])), *objectives)
+    assert policy.updates == critic.updates == []
+    assert not updates.under_way
+    assert report.metrics == {}
+    assert report.loss_weights_N is not None
+    assert not bool(report.loss_weights_N.any())
+    assert updates.run(packed, *objectives).metrics["policy/trained_share"] == 1.0
 
 
 def test_several_optimizer_steps_tell_no_log_probs() -> None:
