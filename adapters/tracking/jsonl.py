@@ -5,22 +5,23 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from rollgrad.adapters.tracking.line_file import LineFile
 from rollgrad.domain.ports.metric_sink import MetricSink
 
 
 class JsonlSink(MetricSink):
-    """Appends `{"step": ..., **metrics}` to `path` at each call; numbers that are not finite become null. The file is
-    opened for each line, so that one which was replaced or removed meanwhile is written to."""
+    """Appends `{"step": ..., **metrics}` to `path` at each call; numbers that are not finite become null. While the
+    disk is full the lines wait in memory (`LineFile`)."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
+        self._file = LineFile(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one line."""
         numbers = {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **numbers}) + "\n")
+        self._file.append(json.dumps({"step": step, **numbers}))
 
     def close(self) -> None:
-        """Does nothing, because no file stays open."""
+        """Writes the lines that wait; no file stays open."""
+        self._file.close()

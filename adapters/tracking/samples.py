@@ -7,6 +7,7 @@ from typing import Any
 
 import structlog
 
+from rollgrad.adapters.tracking.line_file import LineFile
 from rollgrad.adapters.tracking.trajectory_table import Spans, without_secrets
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.domain.episodes.trajectory import Trajectory
@@ -19,7 +20,8 @@ LINE_BREAKS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85
 
 class SampleWriter:
     """Appends the first `count` samples of each step to the JSONL file `path`: prompt, response, label, reward, without
-    secrets; and tells them to `tell`. A file that cannot be written is reported once, and does not stop the run."""
+    secrets; and tells them to `tell`. While the disk is full they wait in memory (`LineFile`). Samples whose texts
+    cannot be made are reported once, and are the last; nothing stops the run."""
 
     def __init__(
         self,
@@ -30,6 +32,7 @@ class SampleWriter:
         tell: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None,
     ) -> None:
         self._path = path
+        self._file = LineFile(path)
         self._decode = decode
         self._count = count
         self._secrets = secrets
@@ -42,16 +45,17 @@ class SampleWriter:
             return
         try:
             lines = [self._line(step, group, trajectory) for group, trajectory in samples]
-            # UTF-8 has no lone halves of surrogate pairs; backslashreplace writes them as JSON's escapes.
-            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                for line in lines:
-                    file.write(json.dumps(line, ensure_ascii=False).translate(LINE_BREAKS) + "\n")
-        except Exception as error:  # a label whose text raises, a full disk: training continues without the log
+            self._file.append(*(json.dumps(line, ensure_ascii=False).translate(LINE_BREAKS) for line in lines))
+        except Exception as error:  # a label whose text raises: training continues without the log
             self._count = 0
             log.warning("no more samples are written", path=str(self._path), error=repr(error))
             return
         if self._tell is not None:
             self._tell(step, [{name: _sendable(value) for name, value in line.items()} for line in lines])
+
+    def close(self) -> None:
+        """Writes the samples that wait; idempotent."""
+        self._file.close()
 
     def _line(self, step: int, group: RolloutGroup, trajectory: Trajectory) -> dict[str, Any]:
         response = self._decode(trajectory.token_ids_T[trajectory.prompt_length :].tolist())

@@ -323,7 +323,7 @@ class RLContainer(EngineContainer):
         base.clock,
         curriculum=providers.Callable(make_curriculum, base.config),
     )
-    sample_log = providers.Singleton(make_sample_log, base.config, base.codec, base.sink)
+    sample_log = providers.Resource(closed_at_end, make_sample_log, base.config, base.codec, base.sink)
     schedule = providers.Callable(
         Schedule,
         steps=rollouts,

@@ -204,12 +204,18 @@ def test_samples_have_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {line[name] for name in ("prompt", "response", "label")} == {"the key ***."}
 
 
-def test_samples_that_cannot_be_written_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_that_cannot_be_written_wait_and_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     played = group(Prompt(token_ids=(1,), text="a"))
     write = SampleWriter(tmp_path / "missing" / "samples.jsonl", lambda tokens: "", 1)
     for step in (1, 2):
         write(step, [played])
-    assert capsys.readouterr().out.count("no more samples are written") == 1
+    (tmp_path / "missing").mkdir()
+    write(3, [played])
+    write.close()
+    said = capsys.readouterr().out
+    assert said.count("samples.jsonl cannot be written") == said.count("samples.jsonl is written again") == 1
+    lines = (tmp_path / "missing" / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
 
 def test_a_report_is_made_of_what_can_be_read(tmp_path: Path) -> None:
