@@ -111,6 +111,12 @@ def make_writable(directory: Path, flag: str) -> None:
         ) from error
 
 
+def is_full(error: BaseException) -> bool:
+    """Returns whether an error says that there is no room left on the disk, or in its user's quota: safetensors and
+    other processes tell it as text alone."""
+    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+
+
 def size_of(path: Path) -> int:
     """Returns the bytes of a file, or of all in a directory, without those that are removed meanwhile."""
     paths = [path]

@@ -7,12 +7,13 @@ Does not own: what a model or a state consists of, nor that no other run writes 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollgrad.adapters.checkpoints.files import (
+    is_full,
     make_writable,
     remove_directory,
     replace_directory,
@@ -40,6 +41,8 @@ REPLACED = ("model", "best", f"{MODEL_OF_STEP}*", "*.state.json", METRICS_FILE, 
 BYTES_PER_GIB = 2**30
 REPLACED_STATES = (f"{TRAINING_STATE}*", OLD_TRAINING_STATE)
 
+Written = TypeVar("Written")
+
 
 class LocalCheckpointStore(CheckpointStore):
     """Models as `output_dir/name/`, run state as `output_dir/name.state.json`, training states in `state_dir`
@@ -47,7 +50,9 @@ class LocalCheckpointStore(CheckpointStore):
     other one may write there.
 
     `keep_states` training states are kept, `keep_models` models called step_N (None: all), and of these as many as
-    together have `keep_models_gib` (None: all), but the newest in any case.
+    together have `keep_models_gib` (None: all), but the newest in any case. Where a checkpoint finds `output_dir`'s
+    disk full, it is written again after `spare` has removed what it may, all but a share of it; `spare` returns whether
+    there was anything.
 
     Raises:
         CheckpointError: a directory cannot be made or written.
@@ -61,12 +66,14 @@ class LocalCheckpointStore(CheckpointStore):
         keep_states: int = 2,
         keep_models: int | None = None,
         keep_models_gib: float | None = None,
+        spare: Callable[[float], bool] = lambda share: False,
     ) -> None:
         self._root = output_dir
         self._states = self._root if state_dir is None else state_dir
         self._keep_states = keep_states
         self._keep_models = keep_models
         self._keep_bytes = None if keep_models_gib is None else keep_models_gib * BYTES_PER_GIB
+        self._spare = spare
         make_writable(self._states, "--ckpt.state_dir" if state_dir else "--ckpt.output_dir")
         make_writable(self._root, "--ckpt.output_dir")
         tidy(self._root, REPLACED)
@@ -87,7 +94,7 @@ class LocalCheckpointStore(CheckpointStore):
                 critic.save(fresh / CRITIC_DIRECTORY)
 
         try:
-            replace_directory(target, fill)
+            self._with_room(lambda: replace_directory(target, fill), self._root)
         except CheckpointError:
             raise
         except OSError as error:
@@ -118,7 +125,8 @@ class LocalCheckpointStore(CheckpointStore):
         """
         target = self._state_file(name)
         try:
-            replace_file(target, json.dumps(dict(state), indent=2).encode())
+            content = json.dumps(dict(state), indent=2).encode()
+            self._with_room(lambda: replace_file(target, content), self._root)
         except (OSError, TypeError, ValueError) as error:
             raise CheckpointError(f"The run state {name!r} cannot be written to {self._root}: {error}.") from error
         return target
@@ -130,7 +138,7 @@ class LocalCheckpointStore(CheckpointStore):
             CheckpointError: it cannot be written; the older ones are then still there.
         """
         try:
-            return save_state(self._states, saved, keep=self._keep_states)
+            return self._with_room(lambda: save_state(self._states, saved, keep=self._keep_states), self._states)
         except RollgradError:
             raise
         except (OSError, RuntimeError) as error:
@@ -147,6 +155,17 @@ class LocalCheckpointStore(CheckpointStore):
             CheckpointError: none can be read.
         """
         return load_state(self._states)
+
+    def _with_room(self, write: Callable[[], Written], directory: Path) -> Written:
+        """Returns what `write` returns, which writes to `directory`."""
+        for share in (0.5, 0.0):
+            try:
+                return write()
+            except Exception as error:
+                same_disk = directory.stat().st_dev == self._root.stat().st_dev
+                if not (is_full(error) and same_disk and self._spare(share)):
+                    raise
+        return write()
 
     def _state_file(self, name: str) -> Path:
         return self._root / f"{name}.state.json"

@@ -4,11 +4,13 @@ Invariant: only metrics that were logged are shown. Does not own: their meaning 
 """
 
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
 
 if TYPE_CHECKING:
@@ -124,7 +126,9 @@ def draw_curves(metrics_path: Path, image: Path, *, title: str) -> Path:
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
         canvas: Any = FigureCanvasAgg(figure)  # `Figure.savefig` would draw twice
-        canvas.print_png(image)
+        drawn = BytesIO()
+        canvas.print_png(drawn)
+    replace_file(image, drawn.getvalue())  # on a full disk the older image stays
     return image
 
 

@@ -1,12 +1,13 @@
 """Rollouts of a run, token by token: a Parquet file for each update and each evaluation, in `trajectories/`.
 
 Invariants: a file appears whole, under its name, or not at all; together the files are no larger than the limit, or
-than those that were there when the run went on, but for the newest one. Does not own: the columns (`trajectory_table`),
+than those that were there when the run went on, but for the newest one. On a full disk the oldest make room for newer
+ones, and for checkpoints. Does not own: the columns (`trajectory_table`),
 nor reading (`trajectory_files`).
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.checkpoints.files import is_full, replace_file
 from rollgrad.adapters.tracking.trajectory_files import PREFIXES, step_of, trajectory_files, trajectory_path
 from rollgrad.adapters.tracking.trajectory_table import Spans, TokenText, trajectory_table
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -31,6 +32,8 @@ log = structlog.get_logger(__name__)
 BYTES_PER_GIB = 2**30
 ROWS_PER_GROUP = 64
 """Rows that are compressed together: few, so that a reader of one trajectory unpacks no others."""
+KEPT_OF_FULL = 0.9
+"""Share of the files' size that is kept where they have filled the disk: the rest is room for the run's logs."""
 
 
 class ParquetTrajectories(TrajectoryLog):
@@ -120,9 +123,14 @@ class ParquetTrajectories(TrajectoryLog):
             content = _parquet(table)
             if self._sizes is None:
                 self._directory.mkdir(parents=True, exist_ok=True)
-                self._sizes = {file: file.stat().st_size for file in trajectory_files(self._directory.parent)}
+                self._sizes = _sizes(self._directory.parent)
                 self._limit = max(self._limit, sum(self._sizes.values()))
-            replace_file(path, content)
+            try:
+                replace_file(path, content)
+            except OSError as error:
+                if not (is_full(error) and self._shrink()):
+                    raise
+                replace_file(path, content)
             self._sizes[path] = len(content)
             self._thin(path)
 
@@ -137,25 +145,61 @@ class ParquetTrajectories(TrajectoryLog):
                     "trajectories could not be written; the run goes on without them", path=str(path), error=str(error)
                 )
 
-    def _thin(self, newest: Path) -> None:
+    def _shrink(self) -> bool:
+        """Removes the oldest files of a full disk, and sets the limit to what is left; returns whether there are
+        any."""
+        self._sizes = _sizes(self._directory.parent)  # others may have made room, too
+        if not self._sizes:
+            return False
+        self._limit = KEPT_OF_FULL * sum(self._sizes.values())
+        self._tell("the disk is full: from now on the oldest trajectories are removed")
+        self._thin(None)
+        return True
+
+    def _thin(self, newest: Path | None) -> None:
         """Removes the oldest files beyond the limit."""
         assert self._sizes is not None
         excess = sum(self._sizes.values()) - self._limit
         if excess <= 0:
             return
-        if not self._thinned:
-            log.warning(
-                "trajectories have reached --logger.trajectories_max_gib: from now on the oldest are removed",
-                gib=self._limit / BYTES_PER_GIB,
-                directory=str(self._directory),
-            )
-            self._thinned = True
-        for path in sorted(self._sizes, key=lambda path: (path.name.startswith(PREFIXES["evaluation"]), step_of(path))):
+        self._tell("trajectories have reached --logger.trajectories_max_gib: from now on the oldest are removed")
+        for path in _oldest_first(self._sizes):
             if excess <= 0:
                 return
             if path != newest:
                 path.unlink(missing_ok=True)
                 excess -= self._sizes.pop(path)
+
+    def _tell(self, event: str) -> None:
+        """Reports once that files are removed."""
+        if not self._thinned:
+            log.warning(event, gib=self._limit / BYTES_PER_GIB, directory=str(self._directory))
+            self._thinned = True
+
+
+def make_room(run: Path, share: float) -> bool:
+    """Removes all but a share of a run's files of trajectories, the oldest, for what is worth more; returns whether
+    there were any."""
+    files = trajectory_files(run)
+    gone = _oldest_first(files)[: len(files) - int(share * len(files))]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    if gone:
+        log.warning(
+            "the disk is full: trajectories are removed to make room for a checkpoint",
+            removed=len(gone),
+            left=len(files) - len(gone),
+        )
+    return bool(gone)
+
+
+def _sizes(run: Path) -> dict[Path, int]:
+    return {file: file.stat().st_size for file in trajectory_files(run)}
+
+
+def _oldest_first(files: Iterable[Path]) -> list[Path]:
+    """Returns files in the order in which they are given up: those of updates before those of evaluations."""
+    return sorted(files, key=lambda path: (path.name.startswith(PREFIXES["evaluation"]), step_of(path)))
 
 
 def _parquet(table: "pyarrow.Table") -> bytes:

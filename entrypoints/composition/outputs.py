@@ -19,7 +19,7 @@ from rollgrad.adapters.tracking.multi import MultiSink
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.adapters.tracking.tracked_run import TrackedRun
-from rollgrad.adapters.tracking.trajectories import ParquetTrajectories
+from rollgrad.adapters.tracking.trajectories import ParquetTrajectories, make_room
 from rollgrad.adapters.tracking.trajectory_table import Spans
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
@@ -46,6 +46,7 @@ def make_checkpoints(ckpt: CheckpointConfig) -> LocalCheckpointStore:
         keep_states=ckpt.keep_states,
         keep_models=ckpt.keep_models,
         keep_models_gib=ckpt.keep_models_gib,
+        spare=partial(make_room, Path(ckpt.output_dir)),
     )
 
 

@@ -61,6 +61,38 @@ def test_a_write_that_breaks_off_leaves_the_older_model(error: BaseException, tm
     assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["c", "c"]
 
 
+def test_what_is_worth_less_makes_room_for_a_model_and_a_state(tmp_path: Path) -> None:
+    """A disk on which a checkpoint has room once `spare` keeps nothing."""
+    spared: list[float] = []
+
+    class Full(Policy):
+        def save(self, path: Path) -> None:
+            if 0.0 not in spared:  # as policies and processes tell it
+                raise CheckpointError("The model cannot be written (I/O error: No space left on device (os error 28)).")
+            super().save(path)
+
+    def spare(share: float) -> bool:
+        spared.append(share)
+        return True
+
+    def spend(share: float) -> bool:
+        return False
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(LocalCheckpointStore(tmp_path, spare=spend), Full("a", tmp_path / "model"))
+    save(LocalCheckpointStore(tmp_path, spare=spare), Full("a", tmp_path / "model"))
+    assert spared == [0.5, 0.0]
+    assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["a", "a"]
+
+
+def test_other_errors_make_no_room(tmp_path: Path) -> None:
+    store = LocalCheckpointStore(tmp_path, spare=lambda share: pytest.fail("something was removed"))
+    with pytest.raises(CheckpointError):
+        save(store, Policy("a", tmp_path / "model", OSError(5, "Input/output error")))
+    with pytest.raises(CheckpointError, match="JSON"):
+        store.save_state({"a": object()}, "model")
+
+
 def test_a_model_that_was_being_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the process died between the renames that do it."""
     store = LocalCheckpointStore(tmp_path)

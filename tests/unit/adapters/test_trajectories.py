@@ -1,6 +1,8 @@
 """The store of trajectories: each token with its numbers, no secret, bounded, and never in the way of a run."""
 
+import errno
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from rollgrad.adapters.tracking import trajectories
 from rollgrad.adapters.tracking.trajectories import BYTES_PER_GIB, ParquetTrajectories
 from rollgrad.adapters.tracking.trajectory_files import read_trajectories, rows, step_of, trajectory_files
 from rollgrad.adapters.tracking.trajectory_schema import schema
@@ -203,6 +206,61 @@ def test_the_oldest_updates_are_removed_beyond_the_limit_and_that_is_said_once(t
     ]
     (event,) = events
     assert "--logger.trajectories_max_gib" in event["event"]
+
+
+def test_on_a_full_disk_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = store(tmp_path)
+    made.update(1, [group(0, "yes")], learned(group(0, "yes")))
+    made.flush()
+    room = 5.5 * trajectory_files(tmp_path)[0].stat().st_size
+
+    def replace(path: Path, content: bytes) -> None:
+        if sum(file.stat().st_size for file in trajectory_files(tmp_path)) + len(content) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        path.write_bytes(content)
+
+    monkeypatch.setattr(trajectories, "replace_file", replace)
+    with structlog.testing.capture_logs() as events:
+        for step in range(2, 10):
+            made.update(step, [group(0, "yes")], learned(group(0, "yes")))
+        made.close()
+    assert [step_of(path) for path in trajectory_files(tmp_path)] == [6, 7, 8, 9]
+    assert [event["event"] for event in events] == [
+        "the disk is full: from now on the oldest trajectories are removed"
+    ], "and there is room left for others"
+
+
+def test_a_disk_that_others_have_filled_takes_trajectories_as_soon_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = iter([True, False])
+
+    def replace(path: Path, content: bytes) -> None:
+        if next(full):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        path.write_bytes(content)
+
+    monkeypatch.setattr(trajectories, "replace_file", replace)
+    made = store(tmp_path)
+    with structlog.testing.capture_logs() as events:
+        for step in (1, 2):
+            made.update(step, [group(0, "yes")], learned(group(0, "yes")))
+        made.close()
+    assert [step_of(path) for path in trajectory_files(tmp_path)] == [2]
+    assert "could not be written" in events[0]["event"]
+
+
+def test_room_is_made_by_the_oldest_updates(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    for step in range(1, 4):
+        made.update(step, [group(0, "yes")], learned(group(0, "yes")))
+    made.evaluation(1, [group(0, "yes")])
+    made.close()
+    assert trajectories.make_room(tmp_path, 0.5)
+    assert [path.name for path in trajectory_files(tmp_path)] == ["eval-000001.parquet", "step-000003.parquet"]
+    assert trajectories.make_room(tmp_path, 0.0)
+    assert trajectory_files(tmp_path) == []
+    assert not trajectories.make_room(tmp_path, 0.0)
 
 
 def test_a_run_that_goes_on_with_a_smaller_limit_removes_no_more_than_it_writes(tmp_path: Path) -> None:
