@@ -44,6 +44,7 @@ from rollgrad.application.settings.derived import divides_reward
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.ds import PARAMETERS
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.composition.anywhere import absolute, with_absolute_paths
 
 log = structlog.get_logger(__name__)
 
@@ -182,7 +183,7 @@ class Cluster:
     """
 
     def __init__(self, config: Any, roles: Mapping[str, Role], colocated: Sequence[AbstractSet[str]]) -> None:
-        self._config = config
+        self._config = with_absolute_paths(config)
         self._width = config.ds.sequence_parallel_size * config.ds.tensor_parallel_size
         self._roles = roles
         self._processes = {name: role.processes for name, role in roles.items()}
@@ -244,7 +245,7 @@ class Cluster:
         slots = self._slots("engines")
         engines = start_engines(
             len(slots),
-            {**settings, "threads": threads},
+            {**settings, "model": absolute(settings["model"]), "threads": threads},
             options=[slot.options() for slot in slots],
             devices=[slot.devices for slot in slots],
             seconds=self._config.cluster.timeout,

@@ -62,10 +62,13 @@ class NodesSeen(FakeRewardSource):
         return float(len(request.response))
 
 
-def test_a_job_trains_on_two_nodes(cluster: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_job_trains_on_two_nodes(
+    cluster: Any, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_model_dir.parent)  # the nodes, and their processes, were started elsewhere
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"input": f"Say {i}"}) for i in range(4)))
     config = RLConfig()
-    config.actor.model_name_or_path, config.actor.num_nodes = str(tiny_model_dir), 2
+    config.actor.model_name_or_path, config.actor.num_nodes = f"./{tiny_model_dir.name}", 2
     config.algo.advantage.estimator = "group_norm"
     config.data.prompt_dataset = str(tmp_path / "prompts.jsonl")
     config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens = 2, 2, 8

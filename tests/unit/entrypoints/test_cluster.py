@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, create_autospec
 
@@ -12,6 +13,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.entrypoints.composition import cluster as composition
+from rollgrad.entrypoints.composition.anywhere import absolute
 from rollgrad.entrypoints.composition.cluster import Cluster, neighbours
 from rollgrad.entrypoints.composition.rl import cluster_roles, colocated_roles, rl_container
 
@@ -142,6 +144,40 @@ def test_the_processes_of_all_models_of_a_run_begin_together(
     assert joined == [[f"{number}.{rank}" for rank in range(4)] for number in (2, 3, 4)]
     cluster.close()
     assert ended == [f"1.{rank}" for rank in range(4)], "the actor's, which have got no model"
+
+
+def test_processes_read_what_is_here_by_a_relative_name(
+    reserved: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their own working directories are those of Ray's nodes."""
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    for name in ("form.jinja", "losses.py"):
+        Path(name).touch()
+    config = sampling_config(together=True)
+    config.actor.model_name_or_path, config.ref.model_name_or_path = "own", "Qwen/Qwen3-0.6B"
+    config.data.chat_template, config.algo.extension_path = "form.jinja", "./losses.py"
+    group, engines = MagicMock(), MagicMock()
+    monkeypatch.setattr(composition, "begin_workers", MagicMock())
+    monkeypatch.setattr(composition, "WorkerGroup", lambda *_, **__: group)
+    monkeypatch.setattr(composition, "start_engines", engines)
+    monkeypatch.setattr(composition, "run_to_end", MagicMock())
+    monkeypatch.setattr(composition, "EngineFleet", MagicMock())
+    cluster = Cluster(config, cluster_roles(config), colocated_roles(config.train))
+    cluster.policy(rl_container, 3)
+    cluster.engines({"model": "own"}, beside_training=False)
+
+    _, _, found, _ = group.build.call_args.args
+    assert (found.actor.model_name_or_path, found.ref.model_name_or_path) == (str(tmp_path / "own"), "Qwen/Qwen3-0.6B")
+    assert found.data.chat_template == str(tmp_path / "form.jinja")
+    assert found.algo.extension_path == str(tmp_path / "losses.py")
+    assert engines.call_args.args[1]["model"] == str(tmp_path / "own")
+    assert config.actor.model_name_or_path == "own", "what is described and saved is as it was given"
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}" * 1000, "{% if x %}\0{% endif %}"])
+def test_a_chat_template_itself_names_no_file(template: str) -> None:
+    assert absolute(template) == template
 
 
 def test_neighbouring_processes_are_on_one_machine() -> None:
