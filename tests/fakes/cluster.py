@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 from attrs import evolve
-from torch import Tensor
+from torch import Tensor, distributed
 
 from rollgrad.adapters.models.deepspeed.forward_only import forward_only
 from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
@@ -215,6 +215,11 @@ class Idle:
     def held(self) -> int:
         """Bytes of the tensors in this process."""
         return tensor_bytes()
+
+    def waits(self) -> set[float]:
+        """Seconds that exchanges of this process wait for others, in any group that was made."""
+        groups = distributed.distributed_c10d._world.pg_map
+        return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
 
 
 class MeasuredPolicy(RankPolicy, Idle):

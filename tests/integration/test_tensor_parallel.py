@@ -97,6 +97,14 @@ def test_a_policy_trains_as_one_process(group: WorkerGroup, stage: int, model_di
     assert_same_weights(cluster.policy(str(tmp_path)), policy, 0)
 
 
+@pytest.mark.parametrize(("group", "model_dir"), [(ONE_PAIR, "Qwen2")], indirect=True, scope="module")
+def test_no_process_gives_up_sooner_than_its_group(group: WorkerGroup, model_dir: str) -> None:
+    """DeepSpeed divides in groups of its own, for which torch has timeouts of its own."""
+    group.build(tensor_parallel.rank_policy, model_dir, 3)
+    group.build(cluster.idle)
+    assert group.all("waits") == [{group.timeout}] * group.size
+
+
 @everywhere
 def test_a_state_continues_in_any_division(group: WorkerGroup, stage: int, model_dir: str) -> None:
     """From one process to several, and back."""

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 from rollgrad.domain.errors import MissingExtraError
 
@@ -32,8 +33,12 @@ def start_process_group(*, rank: int, size: int, host: str, port: int, local_ran
         False  # compiling this inference kernel would take a minute
     )
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    longest = timedelta(seconds=timeout)
+    # ZeRO and AutoTP exchange in groups of their own, which DeepSpeed makes without a timeout. Torch's is ten minutes
+    # for NCCL, after which it ends processes that wait for one that writes a large state.
+    vars(distributed_c10d).update(default_pg_timeout=longest, default_pg_nccl_timeout=longest)
     deepspeed.init_distributed(
-        backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout), rank=rank, world_size=size
+        backend, auto_mpi_discovery=False, verbose=False, timeout=longest, rank=rank, world_size=size
     )
 
 
