@@ -31,8 +31,11 @@ NO_MEMORY = (
     "model more processes; --dry_run says what each of them holds"
 )
 
-PASSES = frozenset({"score", "logprobs", "values", "update", "sleep"})
-"""Methods of models after which much memory is free: those that go through all layers, and sleep."""
+PASSES = frozenset(
+    {"score", "logprobs", "values", "update", "sleep", "skip_weights", "gather_weights", "gather_adapter"}
+)
+"""Methods of models after which much memory is free: those that go through all layers, those that end a transfer, after
+which engines take memory for keys and values, and sleep."""
 
 JUDGING = "judge"
 """Method of reward models, which is called for a few replies at a time while others are sampled."""

@@ -40,6 +40,7 @@ class FreedGPUMemory:
     def sleep(self) -> None:
         """Gives it to other processes; does nothing where no GPU was used."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what engines had mapped, as weights came
             torch.cuda.empty_cache()
 
 

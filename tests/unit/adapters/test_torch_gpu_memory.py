@@ -59,21 +59,25 @@ def test_a_state_is_a_copy() -> None:
         ("update", False, True),
         ("score", False, True),
         ("judge", False, True),
-        ("weights", False, False),
+        ("skip_weights", False, True),  # the end of a transfer, in processes that send
+        ("gather_weights", False, True),  # and in those that take part
+        ("gather_adapter", False, True),
+        ("next_update", False, False),
         ("update", True, False),
         ("judge", True, False),
     ],
 )
-def test_a_process_that_shares_its_gpu_gives_memory_back_after_each_pass(
+def test_a_process_that_shares_its_gpu_gives_memory_back_after_passes_and_transfers(
     method: str, own_gpu: bool, given_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: happened.append("ipc_collect"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("empty_cache"))
     worker = RankWorker(0, 1, torch.get_num_threads(), own_gpu=own_gpu)
     worker._model = SimpleNamespace(**{method: lambda: happened.append(method)})
     worker.call(method)
-    assert happened == [method, "empty_cache"][: 1 + given_back]
+    assert happened == [method, *(("ipc_collect", "empty_cache") if given_back else ())]
 
 
 def test_a_process_that_never_used_a_gpu_does_not_start_to(monkeypatch: pytest.MonkeyPatch) -> None:
