@@ -25,7 +25,7 @@ from rollgrad.application.episodes.reply import ChatReply, OnPiece, sample_reply
 from rollgrad.application.episodes.stop_text import StopText
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
-from rollgrad.domain.episodes.messages import Message, ParsedReply
+from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, ForeignError
 from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
@@ -218,8 +218,6 @@ class RecordedSession:
         self.ledger = ledger
         self.stopped: StopReason | None = None
         """The limit that a request reached."""
-        self.last: ParsedReply | None = None
-        """The latest reply."""
         self.refused: dict[str, int] = {}
         """Requests refused, by kind."""
         self._service = service
@@ -324,7 +322,6 @@ class RecordedSession:
         except BaseException:  # also a cancellation
             self._numbers.discard(number)
             raise
-        self.last = reply.parsed
         return reply
 
     async def _sampled(

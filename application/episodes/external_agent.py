@@ -117,7 +117,7 @@ class ServedAgentExecutor(AgentExecutor):
                 request.prompt,
                 latest.token_ids,
                 opening=latest.opening,
-                response=str(session.last.message["content"]) if session.last is not None else "",
+                response=str(latest.message["content"]),
                 stop_reason=StopReason.STOP,
                 step=latest.version,
                 images=latest.images,

@@ -74,10 +74,11 @@ class _Turn:
 
 @frozen(kw_only=True, eq=False)
 class LatestReply:
-    """The latest reply. `token_ids`: from the beginning of its branch to its end. `opening`: number of tokens before
-    the branch's first reply. `version`: of the policy that sampled its last token. `images`: those that some of the
-    tokens stand for."""
+    """The latest reply, as a `message`. `token_ids`: from the beginning of its branch to its end. `opening`: number of
+    tokens before the branch's first reply. `version`: of the policy that sampled its last token. `images`: those that
+    some of the tokens stand for."""
 
+    message: Message
     token_ids: tuple[int, ...]
     opening: int
     version: int
@@ -114,6 +115,7 @@ class TokenLedger:
         while first.prepared.parent is not None:
             first = self._turns[first.prepared.parent]
         return LatestReply(
+            message=latest.messages[-1],
             token_ids=latest.token_ids,
             opening=len(first.prepared.token_ids),
             version=latest.version,

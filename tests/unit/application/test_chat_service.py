@@ -114,6 +114,38 @@ async def test_a_caller_that_gives_up_behind_its_retry_takes_nothing_away() -> N
     await play(scenario, ["one"])
 
 
+async def test_the_judge_reads_the_reply_that_is_trained_not_one_that_reached_nobody() -> None:
+    engine = ScriptedEngine(FakeChatCodec(), EOS, ["right", "wrong"])
+    service = ChatService(engine, FakeChatCodec())
+    rewards = FakeRewardSource(lambda request: 1.0)
+
+    class Racing(AgentProgram):
+        """Gives up a second request, whose reply comes all the same."""
+
+        async def run(self, task: AgentTask) -> AgentResult:
+            session = service.session(task.api_key)
+            assert session is not None
+            await session.reply(ask("go"))
+            second = asyncio.create_task(session.reply(ask("other")))
+            while not engine.waiting:
+                await asyncio.sleep(0)
+            second.cancel()
+            while session.ledger.turns < 2:
+                await asyncio.sleep(0)
+            return AgentResult()
+
+    async def url() -> str:
+        return "http://unused"
+
+    limits = SessionLimits(max_turns=10)
+    executor = ServedAgentExecutor(Racing(), service, FakeChatCodec(), url, rewards, model="m", limits=limits)
+    result = await executor.run(EpisodeRequest(prompt=PROMPT, params=PARAMS, group_id=0, sample_id=0))
+    assert isinstance(result, list)
+    (request,) = rewards.requests
+    assert request.response == "right"
+    assert "right" in request.query
+
+
 async def test_a_reply_that_reached_nobody_is_dropped_unless_it_is_continued() -> None:
     async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
         for texts in (("go",), ("other",)):
