@@ -3,11 +3,14 @@
 It has messages, tools and rewards. Does not own: tokens (`TokenLedger`), and sampling.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
+from rollgrad.application.foreign import shown
 from rollgrad.domain.episodes.messages import Action, Message
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.errors import DataError
+from rollgrad.domain.errors import DataError, ForeignError
 from rollgrad.domain.ports.chat_codec import ToolSchema
 from rollgrad.domain.ports.environment import Environment, OffersTools, StepResult, tool_schema
 
@@ -57,8 +60,14 @@ class AgentSession:
         return (self.messages or [])[self._begun :]
 
     async def advance(self, action: Action) -> StepResult:
-        """Passes an action to the environment; the answer is added to the conversation."""
+        """Passes an action to the environment; the answer is added to the conversation.
+
+        Raises:
+            ForeignError: the answer has a reward, a score or a metric that cannot be trained on or logged.
+            DataError: it is in messages, but the episode is plain text.
+        """
         result = await self._environment.step(action)
+        _check_numbers(result)
         self.results.append(result)
         if self.messages is None and not isinstance(result.observation, str):
             raise DataError(
@@ -85,3 +94,24 @@ class AgentSession:
                 "--data.apply_chat_template True, or let reset() return the opening conversation."
             )
         return list(prompt.messages)
+
+
+def _check_numbers(result: StepResult) -> None:
+    """Refuses what would end the whole run where it is learned from."""
+    worth = {"reward": result.reward, "score": result.score}
+    parts = {f"reward part {name}": part for name, part in result.reward_parts.items()}
+    for what, value in ({name: value for name, value in worth.items() if value is not None} | parts).items():
+        if not math.isfinite(_number(what, value)):
+            raise ForeignError(f"The environment returned the {what} {shown(value)}: it must be a finite number.")
+    for name, value in result.metrics.items():
+        _number(f"metric {name}", value)
+
+
+def _number(what: str, value: Any) -> float:
+    """Returns a number; NumPy's and torch's are numbers, texts that spell one are not."""
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ForeignError(f"The environment returned the {what} {shown(value)}: it must be a number.")

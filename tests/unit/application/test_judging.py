@@ -1,5 +1,6 @@
 """Judges get the text that the model saw and wrote, its tokens, and the version of the policy that wrote it."""
 
+import math
 from typing import Any
 
 import pytest
@@ -157,6 +158,29 @@ async def test_an_environment_that_rewards_is_not_judged(tiny_tokenizer: Any) ->
     assert isinstance(result, list)
     assert result[0].reward == 0.25
     assert not rewards.requests
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"reward": math.nan}, "The environment returned the reward nan: it must be a finite number."),
+        ({"score": math.inf}, "The environment returned the score inf: it must be a finite number."),
+        ({"reward_parts": {"style": "good"}}, "The environment returned the reward part style 'good'"),
+        ({"metrics": {"path": "left"}}, "The environment returned the metric path 'left': it must be a number."),
+        ({"metrics": {"steps": None}}, "The environment returned the metric steps None: it must be a number."),
+    ],
+)
+async def test_what_cannot_be_learned_from_fails_its_own_episode(
+    tiny_tokenizer: Any, answer: dict[str, Any], message: str
+) -> None:
+    class Odd(Silent):
+        async def step(self, action: Action) -> StepResult:
+            return StepResult(**{"reward": 1.0, "terminated": True, **answer})
+
+    result, _ = await play(tiny_tokenizer, tiny_tokenizer.eos_token, None, environment=Odd)
+    assert isinstance(result, RolloutFailure)
+    assert result.kind is FailureKind.ENVIRONMENT
+    assert message in result.message
 
 
 async def test_without_any_reward_the_run_ends_with_one_sentence(tiny_tokenizer: Any) -> None:
