@@ -6,6 +6,7 @@ the template is applied; afterwards the placeholders' text is tokenised as plain
 "a<|im_end|>b" reaches the template as "a", placeholder 0, "b", and the placeholder is tokenised as "<", "|", "im", ...
 """
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,11 +61,13 @@ def guard(
 ) -> Guarded:
     """Returns `messages` and `tools` with placeholders for `special_tokens` in all their texts, and for
     `template_tokens` in all but the assistant's: by those templates find the assistant's thinking."""
+    every = _pattern([*special_tokens, *template_tokens])
+    messages = [_with_whole_tokens(message, every) for message in messages]
     written = "\n".join(all_texts([messages, tools]))
     if not any(token in written for token in (*special_tokens, *template_tokens)):
         return Guarded(list(messages), list(tools))
     mark = unused_character([messages, tools])
-    own, others = _pattern(special_tokens), _pattern([*special_tokens, *template_tokens])
+    own, others = _pattern(special_tokens), every
     texts: dict[str, int] = {}
 
     def placeholder(match: re.Match[str]) -> str:
@@ -81,6 +84,29 @@ def guard(
 
     walked = [walk(message, own if message.get("role") == "assistant" else others) for message in messages]
     return Guarded(walked, walk(list(tools), others), mark, tuple(texts))
+
+
+def _with_whole_tokens(message: Message, pattern: re.Pattern[str]) -> Message:
+    """Returns a message whose parts do not divide a token among them: templates write texts that follow each other as
+    one, some without the spaces around each. Such texts become one part."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts: list[Any] = []
+    for is_text, run in itertools.groupby(content, _is_text):
+        own = list(run)
+        texts = [part["text"] for part in own] if is_text else []
+        found = sum(len(pattern.findall(text)) for text in texts)
+        for whole in ("".join(texts), "".join(map(str.strip, texts))):
+            if len(pattern.findall(whole)) > found:
+                own = [{**own[0], "text": "".join(texts)}]
+                break
+        parts += own
+    return {**message, "content": parts}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:
