@@ -12,7 +12,7 @@ from attrs import asdict, fields, frozen
 
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
-from rollgrad.domain.control.findings import Finding, LearningWatch, finding_lines
+from rollgrad.domain.control.findings import Finding, finding_lines, watched
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.run_directory import is_run, last_step
@@ -116,21 +116,8 @@ def inspect(run: Path, series: Mapping[str, Series] | None = None) -> Inspection
         started=known.get("started"),
         ended=known.get("ended"),
         curves={name: _curve(series[name]) for name in SHOWN if series.get(name)},
-        findings=_findings(series, _settings(known.get("learning"), steps)),
+        findings=watched(series, _settings(known.get("learning"), steps)).findings(),
     )
-
-
-def _findings(series: Mapping[str, Series], settings: LearningSettings) -> tuple[Finding, ...]:
-    """Returns what was found while these metrics came in, of one step after the other."""
-    rows: dict[int, dict[str, float]] = {}
-    for name, values in series.items():
-        if not name.startswith("eval/"):
-            for step, value in values.items():
-                rows.setdefault(step, {})[name] = value
-    watch = LearningWatch(settings)
-    for step in sorted(rows):
-        watch, _ = watch.observe(step, rows[step])
-    return watch.findings()
 
 
 def _settings(written: Any, steps: int) -> LearningSettings:

@@ -17,6 +17,7 @@ from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.tracking.curves import draw_curves
+from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
 from rollgrad.application.pipelines.run import BEST_MODEL, FINAL_MODEL, Run
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.cluster import ClusterConfig
@@ -151,6 +152,8 @@ def train_in(
         for name in LOGS:
             keep_steps(output_dir / name, until=-1 if saved is None else saved.step)
         keep_trajectories(output_dir, until=-1 if saved is None else saved.step)
+        if saved is not None:
+            run.watch_on(_logged(output_dir / METRICS_FILE))
         write_config(output_dir, settings_file(config))
         continued_from = None if saved is None else saved.step
         try:
@@ -185,6 +188,15 @@ def train_in(
         stopped_by=stopped_by if outcome.interrupted else None,
         findings=run.findings,
     )
+
+
+def _logged(path: Path) -> Mapping[str, Series]:
+    """Returns the metrics of a run that continues; none of one whose log is gone, which is no reason to fail."""
+    try:
+        return read_metrics(path)
+    except OSError as error:
+        log.warning("findings begin anew, without the steps before", reason=str(error))
+        return {}
 
 
 def _describe_model(

@@ -21,7 +21,7 @@ from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.application.pipelines.step_source import StepReport, StepSource
 from rollgrad.domain.control.best_model import BestModel
-from rollgrad.domain.control.findings import LearningWatch
+from rollgrad.domain.control.findings import LearningWatch, watched
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.errors import (
     CheckpointError,
@@ -135,6 +135,7 @@ class Run(Generic[Sample]):
         self._on_step = on_step
         self._done = 0
         self._began = 0
+        self._kept_model = 0  # the last step whose model the schedule had saved
         self._states = StateWriter(checkpoints, required=schedule.state_steps > 0)
         self._state_saved_at = 0.0
         self._before: Mapping[str, float] = {}
@@ -201,8 +202,11 @@ class Run(Generic[Sample]):
         await self._steps.start(self._done)
         if not self._done:
             self._before = await self._evaluate()
-        elif self._due(schedule.eval_steps):
-            await self._evaluate()  # a run that was interrupted after this step may have missed it
+        else:  # a run that was interrupted after this step may have missed what was due
+            if self._due(schedule.eval_steps):
+                await self._evaluate()
+            if self._due(schedule.save_steps) and self._kept_model != self._done:
+                self._keep_model()
         while self._done < schedule.steps and self._enough is None:
             async with self._profile(self._done + 1):
                 report = await self._steps.step(self._done)
@@ -213,7 +217,7 @@ class Run(Generic[Sample]):
             model_due = self._due(schedule.save_steps)
             state_due = self._due(schedule.state_steps) or self._state_is_old()
             if model_due:
-                self._save(f"step_{self._done}")
+                self._keep_model()
             if state_due:
                 self._save_training(in_background=schedule.state_in_background)
             if model_due or state_due:
@@ -321,6 +325,13 @@ class Run(Generic[Sample]):
         """Sentences for the end of the run (`LearningWatch.summary`)."""
         return self._watch.summary()
 
+    def watch_on(self, logged: Mapping[str, Mapping[int, float]]) -> None:
+        """Watches on after the steps whose metrics are `logged`, by name and step, so that a run which continues is
+        compared with its beginning. A finding that holds is reported again."""
+        self._watch = watched(logged, self._watch.run)
+        for finding in self._watch.holding:
+            log.warning(str(finding), finding=finding.name, since_step=finding.since, step=self._done)
+
     def _due(self, every: int) -> bool:
         return every > 0 and self._done % every == 0 and self._done < self._schedule.steps
 
@@ -336,6 +347,10 @@ class Run(Generic[Sample]):
                 self._save(BEST_MODEL)
             self._evaluated, self._best = (self._done, metrics), best
         return self._evaluated[1]
+
+    def _keep_model(self) -> None:
+        self._save(f"step_{self._done}")
+        self._kept_model = self._done
 
     def _save(self, name: str) -> None:
         self._models.save(self._checkpoints, name)
@@ -353,6 +368,7 @@ class Run(Generic[Sample]):
             "update": self._models.state_dict(),
             "before": dict(self._before),
             "best": self._best.state_dict(),
+            "kept_model": self._kept_model,
         }
         if self._evaluated is not None:
             step, metrics = self._evaluated
@@ -371,6 +387,7 @@ class Run(Generic[Sample]):
             self._steps.load_state_dict(run, state.get("groups", ()))  # earlier states have none
             self._models.load_state_dict(state["update"])
             self._best = self._best.continued(state.get("best", {}))
+            self._kept_model = int(state.get("kept_model", self._done))  # earlier states do not say
             if "evaluated" in state:
                 self._evaluated = int(state["evaluated"]["step"]), dict(state["evaluated"]["metrics"])
         except (CheckpointError, WorkerError):

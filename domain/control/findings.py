@@ -1,7 +1,8 @@
 """Findings: reasons why a run cannot learn, found in the metrics of its steps as soon as they show.
 
 A finding begins when its sign (`signs`) was seen in each of the last `WINDOW` rollouts (in all rollouts of a shorter
-run), and ends when it was missing in as many; it is reported once each time it begins. Pure: no clock, and no state but
+run), and ends when it was missing in as many. It is reported when it begins; of one that comes and goes only the first,
+second, fourth, eighth ... time, so that a run of days has a log that people read. Pure: no clock, and no state but
 the value itself. Does not own: how findings are shown.
 """
 
@@ -56,7 +57,7 @@ class LearningWatch:
     _updates_without_gradient: int = 0
 
     def observe(self, step: int, metrics: Metrics) -> tuple["LearningWatch", tuple[Finding, ...]]:
-        """Returns the watch after a step, and the findings that begin with it."""
+        """Returns the watch after a step, and the findings that begin with it and are reported."""
         streaks, past, new = dict(self._streaks), list(self._past), list[Finding]()
         first = dict(self._first)
         known = {name: sum(values) / WINDOW for name, values in first.items() if len(values) == WINDOW}
@@ -74,7 +75,9 @@ class LearningWatch:
                 evidence, look_at = rule.describe(metrics, self.run, streak.seen)
                 finding = Finding(name=name, evidence=evidence, look_at=look_at, since=streak.first, until=step)
                 streak = evolve(streak, finding=finding)
-                new.append(finding)
+                times = 1 + sum(before.name == name for before in past)
+                if times.bit_count() == 1:  # a power of two
+                    new.append(finding)
             streaks[name] = streak
         grad_norm = metrics.get("policy/grad_norm", metrics.get("train/grad_norm"))
         watch = evolve(
@@ -87,10 +90,14 @@ class LearningWatch:
         )
         return watch, tuple(new)
 
+    @property
+    def holding(self) -> tuple[Finding, ...]:
+        """Findings that have not ended."""
+        return tuple(streak.finding for streak in self._streaks.values() if streak.finding is not None)
+
     def findings(self) -> tuple[Finding, ...]:
         """Returns all findings, those that still hold included, in order of their first step."""
-        holding = (streak.finding for streak in self._streaks.values() if streak.finding is not None)
-        return tuple(sorted((*self._past, *holding), key=lambda finding: finding.since))
+        return tuple(sorted((*self._past, *self.holding), key=lambda finding: finding.since))
 
     def summary(self) -> tuple[str, ...]:
         """Returns sentences for the end of the run: whether nothing was learned, then `finding_lines`."""
@@ -101,6 +108,19 @@ class LearningWatch:
         elif any(f.name == "constant_reward" and (f.since, f.until) == (1, self.run.steps) for f in self.findings()):
             lines.insert(0, "Nothing was learned from the reward: every reply of the run had the same.")
         return tuple(lines)
+
+
+def watched(series: Mapping[str, Mapping[int, float]], run: LearningSettings) -> LearningWatch:
+    """Returns the watch after the steps whose metrics were logged, each by step; evaluations are left out."""
+    rows: dict[int, dict[str, float]] = {}
+    for name, values in series.items():
+        if not name.startswith("eval/"):
+            for step, value in values.items():
+                rows.setdefault(step, {})[name] = value
+    watch = LearningWatch(run)
+    for step in sorted(rows):
+        watch, _ = watch.observe(step, rows[step])
+    return watch
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:

@@ -163,6 +163,46 @@ def test_an_evaluation_is_neither_left_out_nor_repeated(tmp_path: Path) -> None:
     assert evaluated(third) == []
 
 
+def test_a_model_of_a_step_is_neither_left_out_nor_written_twice(tmp_path: Path) -> None:
+    """Returns whether the run ended as the step did, or later."""
+
+    def run(*, ends_with: int | None = None, breaks_after: int = STEPS) -> Run:
+        made = make_run(
+            tmp_path,
+            steps=STEPS,
+            save_steps=2,
+            state_steps=STEPS,
+            state_minutes=30.0,
+            policy=BreakingPolicy(breaks_after),
+        )
+        log = made.sink.log
+
+        def end(step: int, metrics: Any) -> None:
+            log(step, metrics)
+            if step == ends_with:
+                raise LOST
+
+        made.sink.log = end  # type: ignore[method-assign]
+        return made
+
+    def resumed(before: Run, **settings: int) -> Run:
+        made = run(**settings)
+        assert before.checkpoints.training is not None
+        made.pipeline.resume(before.checkpoints.training)
+        return made
+
+    first = run(ends_with=2)
+    with pytest.raises(NonFiniteUpdateError):
+        first.train()
+    second = resumed(first, breaks_after=2)  # in step 5
+    with pytest.raises(NonFiniteUpdateError):
+        second.train()
+    third = resumed(second)
+    third.train()
+    saved = [[name for name in made.checkpoints.models if name != "model"] for made in (first, second, third)]
+    assert saved == [[], ["step_2", "step_4"], []]
+
+
 def test_optimizer_steps_of_an_unfinished_update_are_saved_in_the_model_alone(tmp_path: Path) -> None:
     """A training state in the middle of an update is of no use: the one before stays."""
     policy = BreakingPolicy(after=3)  # the second of two steps of the second update

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.domain.control.findings import Finding, LearningWatch
+from rollgrad.domain.control.findings import Finding, LearningWatch, watched
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.control.signs import COLLAPSED_ENTROPY, WINDOW
 
@@ -182,6 +182,26 @@ def test_a_short_run_is_told_before_it_is_over() -> None:
 @pytest.mark.parametrize("name", ["truncated", "entropy_collapsed"])
 def test_two_rollouts_are_too_few_for_a_sign_with_which_weights_still_change(name: str) -> None:
     assert watch(*[SIGNS[name]] * 2, steps=2)[1] == {}
+
+
+def test_a_sign_that_comes_and_goes_is_told_ever_more_rarely_and_listed_each_time() -> None:
+    sign = SIGNS["truncated"]
+    state, told = watch(*([sign] * WINDOW + [{}] * WINDOW) * 20)
+    period = 2 * WINDOW
+    assert list(told) == [WINDOW + period * (time - 1) for time in (1, 2, 4, 8, 16)]
+    assert len(state.findings()) == 20
+
+
+def test_a_watch_goes_on_from_what_was_logged() -> None:
+    steps = [{}] * WINDOW + [SIGNS["mismatch_grows"], SIGNS["truncated"]] * 4 + [SIGNS["truncated"]] * WINDOW
+    whole, _ = watch(*steps)
+    logged: dict[str, dict[int, float]] = {"eval/pass@1": {2: 0.5}}
+    for step, metrics in enumerate(steps, start=1):
+        for metric, value in (HEALTHY | metrics).items():
+            logged.setdefault(metric, {})[step] = value
+    again = watched(logged, whole.run)
+    assert again == whole
+    assert [finding.name for finding in again.holding] == ["truncated"]
 
 
 def test_the_summary_says_whether_anything_was_learned() -> None:
