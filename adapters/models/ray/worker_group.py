@@ -9,6 +9,7 @@ Does not own: the computation.
 
 import gc
 import importlib
+import math
 import os
 import socket
 import threading
@@ -90,6 +91,9 @@ class RankWorker:
 
     def join(self, host: str, port: int, timeout: float, start: Callable[..., None]) -> None:
         """Joins the process group by `start`."""
+        # By default NCCL's watchdog, which a full queue of a GPU that waits for another process may hold up, has eight
+        # minutes before torch ends the process.
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(timeout)))
         local = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") else self._rank
         start(rank=self._rank, size=self._size, host=host, port=port, local_rank=local, timeout=timeout)
 

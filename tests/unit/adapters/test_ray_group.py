@@ -1,5 +1,7 @@
 """A group of processes names a lost one, and its calls meet; each process is a thread, and there is no Ray."""
 
+import gc
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -8,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rollgrad.adapters.models.ray import group_state
 from rollgrad.adapters.models.ray import worker_group as group_module
 from rollgrad.adapters.models.ray.group_state import CopiedState
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers
+from rollgrad.adapters.models.ray.worker_group import RankWorker, WorkerGroup, begin_workers
 from rollgrad.domain.errors import CheckpointError, WorkerError
 
 SECONDS = 60.0
@@ -191,6 +194,21 @@ def test_an_error_on_purpose_is_raised_as_it_is_and_ends_nothing(
     with pytest.raises(CheckpointError, match="no room"):
         group.all("score")
     assert group.begin("score", [0])() == ["scores"]
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1801"), ("5", "5")])
+def test_a_process_that_waits_for_another_has_as_long_as_a_call(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(gc, "disable", lambda: None)
+    seen: list[str] = []
+    worker = RankWorker(0, 1, torch.get_num_threads(), own_gpu=True)
+    worker.join("here", 1, 1800.5, lambda **_: seen.append(os.environ[name]))
+    assert seen == [found]
 
 
 class Training:

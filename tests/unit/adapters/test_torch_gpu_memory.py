@@ -1,5 +1,6 @@
 """A GPU's memory besides a model: states that are saved, freed blocks, and the head's logits."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +75,7 @@ def test_a_process_that_shares_its_gpu_gives_memory_back_after_passes_and_transf
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: happened.append("ipc_collect"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("empty_cache"))
+    monkeypatch.setattr(gc, "disable", lambda: None)
     worker = RankWorker(0, 1, torch.get_num_threads(), own_gpu=own_gpu)
     worker._model = SimpleNamespace(**{method: lambda: happened.append(method)})
     worker.call(method)
