@@ -51,6 +51,9 @@ class LocalCore(Core):
     _version = 0
     """Version that was announced last, of tokens that are told as they come; when a reply ends, vLLM says it itself."""
 
+    _at_work = 0
+    """Number of calls in which vLLM answers nothing else."""
+
     def __init__(self, llm: Any, *, sleep_level: int = 1) -> None:
         self._llm = llm
         self._sleep_level = sleep_level
@@ -151,34 +154,45 @@ class LocalCore(Core):
 
     async def sleep(self) -> None:
         """Implements `Core.sleep`."""
-        await self._call(self._llm.sleep(level=self._sleep_level))
+        await self._alone(self._llm.sleep(level=self._sleep_level))
 
     async def wake(self, part: str) -> None:
         """Implements `Core.wake`."""
-        await self._call(self._llm.wake_up(tags=[part]))
+        await self._alone(self._llm.wake_up(tags=[part]))
 
     async def ping(self) -> None:
-        """Implements `Core.ping`."""
-        await self._call(self._llm.is_sleeping())
+        """Implements `Core.ping`. While vLLM does what it does alone, living processes are enough."""
+        if self._at_work:
+            if self._llm.errored:
+                raise EngineError(DIED)
+            return
+        answer = asyncio.ensure_future(self._call(self._llm.is_sleeping()))
+        try:
+            while not answer.done() and not self._at_work:
+                await asyncio.wait([answer], timeout=LIVENESS_SECONDS)
+            if answer.done():
+                answer.result()
+        finally:
+            answer.cancel()
 
     async def begin_update(self, info: Mapping[str, Any] | None) -> None:
         """Implements `Core.begin_update`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if info is not None:
-            await self._call(self._llm.shutdown_weight_transfer_engine())  # leaves the group of an earlier transfer
-            await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(info))))
-        await self._call(self._llm.start_weight_update())
+            await self._alone(self._llm.shutdown_weight_transfer_engine())  # leaves the group of an earlier transfer
+            await self._alone(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(info))))
+        await self._alone(self._llm.start_weight_update())
 
     async def take_update(self, update: Mapping[str, Any]) -> None:
         """Implements `Core.take_update`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._call(self._llm.update_weights(WeightTransferUpdateRequest(dict(update))))
+        await self._alone(self._llm.update_weights(WeightTransferUpdateRequest(dict(update))))
 
     async def finish_update(self) -> None:
         """Implements `Core.finish_update`."""
-        await self._call(self._llm.finish_weight_update())
+        await self._alone(self._llm.finish_weight_update())
 
     async def in_workers(self, method: str) -> list[Any]:
         """Returns the results of a method of vLLM's workers, by rank.
@@ -188,6 +202,15 @@ class LocalCore(Core):
         """
         found: list[Any] = await self._call(self._llm.collective_rpc(method))
         return found
+
+    async def _alone(self, work: Awaitable[None]) -> None:
+        """Waits for a call in which vLLM answers nothing else, for up to minutes: it joins a group of NCCL, or pins
+        memory. Who asked has a deadline."""
+        self._at_work += 1
+        try:
+            await self._call(work)
+        finally:
+            self._at_work -= 1
 
     async def _call(self, work: Awaitable[T]) -> T:
         """Returns the result of a call to vLLM.

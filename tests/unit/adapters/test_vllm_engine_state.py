@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollgrad.adapters.engines.vllm import async_llm
 from rollgrad.adapters.engines.vllm.async_llm import LocalCore
 from rollgrad.adapters.engines.vllm.core import Core
 from rollgrad.adapters.engines.vllm.engine import CoreEngine
@@ -201,6 +202,47 @@ async def test_vllm_sleeps_as_deep_as_it_is_told(level: int, keeps_weights: bool
     assert core.keeps_weights is keeps_weights
     await core.sleep()
     assert llm.levels == [level]
+
+
+class BusyVLLM(SleepCalls):
+    """Its core answers nothing while it sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slept = asyncio.Event()
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        await self.slept.wait()
+
+    async def is_sleeping(self) -> bool:
+        await self.slept.wait()
+        return False
+
+
+async def test_vllm_that_pins_memory_or_joins_a_group_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so for longer than silence may last, and within a deadline of its own."""
+    monkeypatch.setattr(async_llm, "LIVENESS_SECONDS", 0.01)
+    llm = BusyVLLM()
+    core = LocalCore(llm, sleep_level=1)
+    asked_before = asyncio.create_task(core.ping())
+    await asyncio.sleep(0)
+    assert not asked_before.done()
+    falling_asleep = asyncio.create_task(core.sleep())
+    async with asyncio.timeout(30):
+        await asked_before
+        await core.ping()
+        llm.errored = True
+        with pytest.raises(EngineError, match="died"):
+            await core.ping()
+        with pytest.raises(EngineError, match="died"):
+            await falling_asleep
+    llm.errored = False
+    silent = asyncio.create_task(core.ping())
+    await asyncio.sleep(0.05)
+    assert not silent.done(), "which does nothing that takes so long"
+    llm.slept.set()
+    async with asyncio.timeout(30):
+        await silent
 
 
 @pytest.mark.parametrize(
