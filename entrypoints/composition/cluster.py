@@ -242,16 +242,17 @@ class Cluster:
         models train."""
         at_once = self._processes["engines"] + (self._processes["actor"] if beside_training else 0)
         threads = _threads_each(at_once)  # Ray would give each as many as it has CPUs reserved
-        slots = self._slots("engines")
+        slots, seconds = self._slots("engines"), self._config.cluster.timeout
         engines = start_engines(
             len(slots),
             {**settings, "model": absolute(settings["model"]), "threads": threads},
             options=[slot.options() for slot in slots],
             devices=[slot.devices for slot in slots],
-            seconds=self._config.cluster.timeout,
+            seconds=seconds,
         )
         self._engines = run_to_end(engines)
-        return EngineFleet(self._engines)
+        # A replacement takes as long to start as its predecessor, and requests wait for it where no other is left.
+        return EngineFleet(self._engines, restart_seconds=seconds, wait_seconds=seconds)
 
     def end(self, role: str) -> None:
         """Ends the processes of a role, if there are any; their places are free for others, or for it again."""

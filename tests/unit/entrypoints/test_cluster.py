@@ -175,6 +175,19 @@ def test_processes_read_what_is_here_by_a_relative_name(
     assert config.actor.model_name_or_path == "own", "what is described and saved is as it was given"
 
 
+def test_a_replaced_engine_has_as_long_to_start_as_the_first(
+    reserved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, started, fleet = sampling_config(together=False), MagicMock(), MagicMock()
+    config.cluster.timeout = 3000
+    monkeypatch.setattr(composition, "start_engines", started)
+    monkeypatch.setattr(composition, "run_to_end", MagicMock())
+    monkeypatch.setattr(composition, "EngineFleet", fleet)
+    Cluster(config, cluster_roles(config), []).engines({"model": "here"}, beside_training=False)
+    assert started.call_args.kwargs["seconds"] == 3000
+    assert fleet.call_args.kwargs == {"restart_seconds": 3000, "wait_seconds": 3000}
+
+
 @pytest.mark.parametrize("template", ["{{ messages }}" * 1000, "{% if x %}\0{% endif %}"])
 def test_a_chat_template_itself_names_no_file(template: str) -> None:
     assert absolute(template) == template
