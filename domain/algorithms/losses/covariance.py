@@ -44,17 +44,25 @@ def clip_cov_tokens(
     covariance_N = covariances(logprobs_N, advantages_N, action_mask_N)
     eligible_N = action_mask_N & (covariance_N > limits[0]) & (covariance_N < limits[1])
     wanted = max(1, int(share * int(action_mask_N.sum())))
-    candidates = eligible_N.nonzero()[:, 0]
-    chosen = candidates[(keys_N[candidates] * KNUTH % 2**32).argsort(stable=True)[:wanted]]
+    return torch.zeros_like(action_mask_N).index_fill_(0, _shuffled(eligible_N, keys_N)[:wanted], True)
+
+
+def kl_cov_tokens(
+    logprobs_N: Tensor, advantages_N: Tensor, action_mask_N: Tensor, *, share: float, keys_N: Tensor
+) -> Tensor:
+    """Returns the `share` of the action tokens (at least one, if there is any) with the largest covariance, of equal
+    ones a pseudo-random choice as in `clip_cov_tokens`."""
+    covariance_N = covariances(logprobs_N, advantages_N, action_mask_N)
+    candidates = _shuffled(action_mask_N, keys_N)
+    order = covariance_N[candidates].argsort(descending=True, stable=True)
+    chosen = candidates[order[: max(1, int(share * len(candidates)))]]
     return torch.zeros_like(action_mask_N).index_fill_(0, chosen, True)
 
 
-def kl_cov_tokens(logprobs_N: Tensor, advantages_N: Tensor, action_mask_N: Tensor, *, share: float) -> Tensor:
-    """Returns the `share` of the action tokens (at least one, if there is any) with the largest covariance."""
-    covariance_N = covariances(logprobs_N, advantages_N, action_mask_N).masked_fill(~action_mask_N, float("-inf"))
-    actions = int(action_mask_N.sum())
-    chosen = covariance_N.topk(min(actions, max(1, int(share * actions)))).indices
-    return torch.zeros_like(action_mask_N).index_fill_(0, chosen, True)
+def _shuffled(mask_N: Tensor, keys_N: Tensor) -> Tensor:
+    """Returns the indices of the tokens of the mask, in an order that depends on their keys alone."""
+    index = mask_N.nonzero()[:, 0]
+    return index[(keys_N[index] * KNUTH % 2**32).argsort(stable=True)]
 
 
 def select_for_clip_cov(batch: RolloutBatch, params: PolicyLossSettings) -> Tensor:
@@ -65,15 +73,23 @@ def select_for_clip_cov(batch: RolloutBatch, params: PolicyLossSettings) -> Tens
         batch.action_mask_N,
         share=params.cov_share,
         limits=params.cov_range,
-        keys_N=token_keys(batch.sample_ids_S, batch.lengths_S, batch.positions_N, batch.turn_ids_N),
+        keys_N=_keys(batch),
     )
 
 
 def select_for_kl_cov(batch: RolloutBatch, params: PolicyLossSettings) -> Tensor:
     """Returns the tokens of an optimizer step that `kl_cov` penalises."""
     return kl_cov_tokens(
-        batch.start_logprobs_N, batch.filled("advantages_N"), batch.action_mask_N, share=params.cov_share
+        batch.start_logprobs_N,
+        batch.filled("advantages_N"),
+        batch.action_mask_N,
+        share=params.cov_share,
+        keys_N=_keys(batch),
     )
+
+
+def _keys(batch: RolloutBatch) -> Tensor:
+    return token_keys(batch.sample_ids_S, batch.lengths_S, batch.positions_N, batch.turn_ids_N)
 
 
 def token_keys(sample_ids_S: Tensor, lengths_S: Tensor, positions_N: Tensor, turn_ids_N: Tensor) -> Tensor:

@@ -189,14 +189,16 @@ def _clipped(ratio_N: Tensor, inputs: PolicyLossInput, params: PolicyLossParams)
     clipped_N = ratio_N.clamp(1.0 - params.clip_low, 1.0 + params.clip_high) * advantages_N
     # The minimum is pessimistic: a token is clipped only where that makes the objective smaller.
     loss_N = -torch.minimum(plain_N, clipped_N)
+    active_N = clipped_N < plain_N
+    high_N = active_N & (advantages_N > 0)
     if params.dual_clip is not None:
         loss_N = torch.where(advantages_N < 0, torch.minimum(loss_N, -params.dual_clip * advantages_N), loss_N)
-    active_N = clipped_N < plain_N
+        high_N = high_N | ((advantages_N < 0) & (ratio_N > params.dual_clip))
     return PolicyLoss(
         loss_N=loss_N,
         ratio_N=ratio_N,
         clipped_low_N=active_N & (advantages_N < 0),
-        clipped_high_N=active_N & (advantages_N > 0),
+        clipped_high_N=high_N,
     )
 
 

@@ -189,7 +189,8 @@ def test_clipping_by_hand(
     assert float(found.loss_N) == pytest.approx(loss, rel=1e-9)
     assert float(gradient) == pytest.approx(slope, rel=1e-9, abs=1e-12)
     assert float(found.ratio_N) == pytest.approx(rho, rel=1e-9)
-    assert bool(found.clipped_high_N) == (rho > 1.2 and advantage > 0)
+    dropped = dual is not None and rho > dual and advantage < 0
+    assert bool(found.clipped_high_N) == (dropped or (rho > 1.2 and advantage > 0))
     assert bool(found.clipped_low_N) == (rho < 0.8 and advantage < 0)
 
 
@@ -484,13 +485,24 @@ def test_selection_is_the_share_and_ignores_order(seed: int, share: float, low: 
     assert int(clip.sum()) == min(wanted, int(eligible.sum()))
     assert not (clip & ~eligible).any()
 
-    kl = kl_cov_tokens(logprobs, advantages, mask, share=share)
-    assert torch.equal(kl_cov_tokens(*moved[:3], share=share), kl[place])
-    assert torch.equal(kl, kl_cov_tokens(*poisoned, mask, share=share))
+    kl = kl_cov_tokens(logprobs, advantages, mask, share=share, keys_N=keys)
+    assert torch.equal(kl_cov_tokens(*moved[:3], share=share, keys_N=moved[3]), kl[place])
+    assert torch.equal(kl, kl_cov_tokens(*poisoned, mask, share=share, keys_N=keys))
     assert int(kl.sum()) == wanted
     assert not (kl & ~mask).any()
     if (mask & ~kl).any():
         assert covariance[kl].min() >= covariance[mask & ~kl].max()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+def test_of_tokens_that_covary_alike_the_same_are_penalised_in_any_order(share: float) -> None:
+    """Good replies to one prompt often begin with the same token: its log-prob and advantage are equal in all."""
+    logprobs, advantages = torch.tensor([-1.0, -2.0]).repeat(8), torch.tensor([1.0, -1.0]).repeat(8)
+    mask, keys = torch.ones(16, dtype=torch.bool), torch.arange(16)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+    chosen = kl_cov_tokens(logprobs, advantages, mask, share=share, keys_N=keys)
+    moved = kl_cov_tokens(logprobs[order], advantages[order], mask, share=share, keys_N=keys[order])
+    assert torch.equal(moved, chosen[order])
 
 
 def test_covariances_by_hand() -> None:
@@ -502,8 +514,8 @@ def test_covariances_by_hand() -> None:
 
 def test_nothing_is_selected_without_actions() -> None:
     nothing, zeros = torch.zeros(3, dtype=torch.bool), torch.zeros(3)
-    assert not kl_cov_tokens(zeros, zeros, nothing, share=0.5).any()
     keys = torch.arange(3)
+    assert not kl_cov_tokens(zeros, zeros, nothing, share=0.5, keys_N=keys).any()
     assert not clip_cov_tokens(zeros, zeros, nothing, share=0.5, limits=(-1.0, 1.0), keys_N=keys).any()
 
 
