@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from rollgrad.domain.algorithms.equality import differ
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.messages import Message, assistant_message
 
@@ -48,7 +49,7 @@ def pairs(replies: Sequence[Reply], min_score: float | None) -> Chosen:
     chosen = Chosen()
     for group in _groups(_usable(replies, chosen)):
         best, worst = max(group, key=_score), min(group, key=_score)
-        if best.score == worst.score:
+        if not differ([best.score, worst.score]):
             chosen.left_out["groups whose replies have one score"] += 1
         elif min_score is not None and best.score < min_score:
             chosen.left_out[f"groups without a score of {min_score:g}"] += 1

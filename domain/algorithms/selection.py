@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from attrs import field, frozen
 
+from rollgrad.domain.algorithms.equality import differ
+
 MIN_STD = 1e-8
 """Least standard deviation that rewards are divided by: equal ones become 0."""
 
@@ -113,7 +115,7 @@ def best_against_worst(replies: Iterable[Judged], *, min_margin: float = 0.0) ->
     for group in _groups(first.kept):
         ranked = _ranked(group)
         chosen, rejected = ranked[0], ranked[-1]
-        if _margin(ranked) == 0:
+        if not differ([_reward(chosen), _reward(rejected)]):
             dropped["prompts without spread"] += 1
         elif _margin(ranked) < min_margin:
             dropped["prompts below min_margin"] += 1

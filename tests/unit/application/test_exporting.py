@@ -50,6 +50,8 @@ def test_a_group_without_a_difference_gives_no_pair() -> None:
     chosen = pairs([*group(0.5, 0.5), *group(0.1, 0.4, group_id=1), *group(0.0, 1.0, group_id=2)], 0.5)
     assert [said(row["chosen"]) for row in chosen.rows] == [["reply 1"]]
     assert chosen.left_out == {"groups whose replies have one score": 1, "groups without a score of 0.5": 1}
+    rounded = pairs(group(0.1 + 0.2, 0.3), None)
+    assert rounded.left_out == {"groups whose replies have one score": 1}
     same = [evolve(reply, response="4") for reply in group(0.0, 1.0)]
     assert pairs(same, None).left_out == {"groups whose best and worst reply are the same text": 1}
 

@@ -64,6 +64,7 @@ def test_a_pair_has_a_spread(replies: list[Judged]) -> None:
 
 def test_groups_without_spread_are_counted() -> None:
     assert best_against_worst(judged(1.0, 1.0)).dropped == {"prompts without spread": 1}
+    assert best_against_worst(judged(0.1 + 0.2, 0.3)).dropped == {"prompts without spread": 1}
     assert best_against_worst(judged(1.0, 0.8), min_margin=0.5).dropped == {"prompts below min_margin": 1}
     assert best_against_worst(judged(1.0, 0.0, text="same")).dropped == {"prompts whose pair is equal": 1}
 
