@@ -14,8 +14,8 @@ def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> dict[str, float]:
-    """Returns the metrics of a rollout: rewards (of each branch), lengths (of all branches; also by outcome), group
-    spread, groups all of whose samples passed or failed, and the reward's own metrics.
+    """Returns the metrics of a rollout: rewards and lengths (of all branches; lengths also by outcome), group spread,
+    groups all of whose samples passed or failed, and the reward's own metrics.
 
     `rollout/entropy` is `sampled_entropy`, `rollout/duplicate_share` the share of samples that repeat the tokens of an
     earlier one of their group, `rollout/reward_length_correlation` Pearson's of reward and length over all samples,
@@ -24,12 +24,13 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
     samples = [sample for group in groups for sample in group.samples]
     trajectories = [trajectory for sample in samples for trajectory in sample]
     count = len(samples)
+    rewards = [sum(t.reward for t in sample) for sample in samples]
     lengths = [sum(t.action_length for t in sample) for sample in samples]
     scored = [group.scores for group in groups if group.trajectories]
     metrics = {
-        "reward/min": min(t.reward for t in trajectories),
-        "reward/max": max(t.reward for t in trajectories),
-        "reward/mean": sum(t.reward for t in trajectories) / count,
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/mean": sum(rewards) / count,
         "reward/score_mean": sum(sample[0].score for sample in samples) / count,
         "rollout/samples": float(count),
         "rollout/entropy": sampled_entropy(trajectories),
@@ -42,7 +43,6 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         "rollout/all_failed_share": sum(max(s) < pass_threshold for s in scored) / len(scored),
         "rollout/duplicate_share": 1 - sum(_different(group) for group in groups) / count,
     }
-    rewards = [sum(t.reward for t in sample) for sample in samples]
     if min(rewards) < max(rewards) and min(lengths) < max(lengths):
         with suppress(ArithmeticError, statistics.StatisticsError):  # squares of differences are too small or large
             metrics["rollout/reward_length_correlation"] = statistics.correlation(rewards, [float(n) for n in lengths])

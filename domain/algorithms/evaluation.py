@@ -34,8 +34,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def summarise(scores_by_prompt: Sequence[Sequence[float]], threshold: float) -> dict[str, float]:
-    """Means over prompts of `pass@1`, `pass@k` for powers of two up to the smallest sample count n, `pass@n`,
-    `mean@n` (mean score) and `samples` (prompts counted). Prompts without a sample are left out.
+    """Means over prompts of `pass@1`, `pass@k` for powers of two up to the smallest sample count n, `pass@n`
+    and `mean@n` (mean score). Prompts without a sample are left out.
 
     Args:
         scores_by_prompt: scores of each prompt's samples.

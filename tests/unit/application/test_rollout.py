@@ -218,12 +218,12 @@ def test_the_branches_of_a_sample_count_once() -> None:
         builder.set_reward(reward)
         return builder.build(stop_reason=StopReason.STOP, score=1.0 - sample_id, metrics={"branches": 3.0 - sample_id})
 
-    branches = (branch(0, 0.0, 2), branch(0, 0.0, 3), branch(0, 1.0, 4), branch(1, 0.0, 1), branch(1, 0.0, 2))
+    branches = (branch(0, 0.0, 2), branch(0, 0.0, 3), branch(0, 1.0, 4), branch(1, 0.0, 1), branch(1, 0.5, 2))
     group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1,), text="a"), trajectories=branches)
     assert group.samples == [branches[:3], branches[3:]]
-    assert (group.scores, group.rewards) == ([1.0, 0.0], [1.0, 0.0])
+    assert (group.scores, group.rewards) == ([1.0, 0.0], [1.0, 0.5])
     metrics = rollout_metrics([group], pass_threshold=0.5)
-    assert metrics["reward/mean"] == 0.5
+    assert [metrics[f"reward/{name}"] for name in ("mean", "min", "max")] == [0.75, 0.5, 1.0]
     assert metrics["reward/score_mean"] == 0.5
     assert metrics["rollout/samples"] == 2.0
     assert metrics["rollout/response_length_mean"] == 6.0
