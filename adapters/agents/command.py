@@ -100,8 +100,8 @@ class CommandAgent(AgentProgram):
         said, complained = await _communicate(process, _input(task))
         if process.returncode != 0:
             raise RuntimeError(f"exit status {process.returncode}: {complained.strip()[-SHOWN:] or 'no message'}")
-        lines = said.strip().splitlines()
-        return AgentResult(answer=lines[-1].strip() if lines else None)
+        # Not by splitlines, which ends lines at other characters, too, that JSON may hold as they are.
+        return AgentResult(answer=said.strip().rpartition("\n")[2].strip() or None)
 
 
 async def _communicate(process: asyncio.subprocess.Process, given: bytes) -> tuple[str, str]:

@@ -109,7 +109,7 @@ class ModelServer(JsonServer):
         logprobs = [0.0 if params["top_k"] == 1 and self._processed else -0.5 for _ in ids]
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
         if path == "/v1/completions":
-            choice |= {"text": "some text", "logprobs": {"token_logprobs": logprobs}}
+            choice |= {"text": "some\u2028text\x85", "logprobs": {"token_logprobs": logprobs}}
             if self._token_ids and body.get("return_token_ids"):
                 choice["token_ids"] = ids
         else:
@@ -133,7 +133,8 @@ class ModelServer(JsonServer):
                 logprobs = {name: values[place : place + 1] for name, values in whole["logprobs"].items()}
                 last = place + 1 == len(whole["token_ids"])
                 part = {**whole, **({} if last else ends), "token_ids": [token], "logprobs": logprobs}
-                yield f"data: {json.dumps({**(answer if place == 0 else {}), 'choices': [part]})}\n\n"
+                event = {**(answer if place == 0 else {}), "choices": [part]}
+                yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"  # as vLLM writes it
             yield "data: [DONE]\n\n"
         finally:
             with self._lock:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollgrad.adapters.system.event_lines import EventLines
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import EngineError
 
@@ -165,12 +166,14 @@ class ServerClient:
         with foreign_code(_PassingError):
             async with self._http().stream("POST", self.url + path, json=body) as response:
                 if response.headers.get("content-type", "").startswith(EVENT_STREAM) and response.is_success:
-                    async for line in response.aiter_lines():
-                        name, _, data = line.partition(":")
-                        if name == "data" and data.strip() == END_OF_EVENTS:
-                            return
-                        if name == "data":
-                            yield self._checked(path, 200, json.loads(data))
+                    lines = EventLines()
+                    async for part in response.aiter_bytes():
+                        for line in lines.feed(part):
+                            name, _, data = line.partition(":")
+                            if name == "data" and data.strip() == END_OF_EVENTS:
+                                return
+                            if name == "data":
+                                yield self._checked(path, 200, json.loads(data))
                     raise ConnectionError("the answer broke off")
                 await response.aread()
                 whole = response

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rollgrad.adapters.system.event_lines import EventLines
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError, EngineError
 
@@ -104,7 +105,8 @@ class OpenAIEngine(LLMEngine):
             if response.status_code != 200:
                 response.read()
                 raise EngineError(f"{url} answered {response.status_code} ({response.text[:200]!r}).")
-            for line in response.iter_lines():
+            lines = EventLines()
+            for line in (line for part in response.iter_bytes() for line in lines.feed(part)):
                 if line == END_OF_STREAM:
                     _require_tokens(url, whole)
                     return

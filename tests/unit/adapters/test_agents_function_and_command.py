@@ -123,6 +123,7 @@ async def test_a_program_is_given_the_question_and_the_address_and_no_secret(
         ("pass", None),
         ("print()", None),
         ("print('thinking')\nprint('  7 ')", "7"),
+        ("print('thinking')\nprint('a\u2028b\x85c')", "a\u2028b\x85c"),
         ("import sys\nsys.stdin.close()\nprint('never read')", "never read"),
         ("import os\nos.write(1, b'\\xff!')", "\ufffd!"),
         ("import os, time\nprint('out', flush=True)\nos.close(1); os.close(2)\ntime.sleep(0.3)", "out"),

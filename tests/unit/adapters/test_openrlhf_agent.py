@@ -407,7 +407,7 @@ async def streamed_replies(models: Any) -> list[Any]:
 
 async def test_replies_are_told_while_they_are_sampled() -> None:
     add, final = call("add", a=1, b=2), call("final", answer="3")
-    script = iter([add, final, "a text", "a text"])
+    script = iter([add, final, "a\u2028text\x85", "a\u2028text\x85"])
     models = ScriptedModel(FakeChatCodec(), EOS, lambda prompt: next(script))
     heard, told, whole, parts = await streamed_replies(models)
     assert "".join(heard) == add + final
@@ -444,7 +444,7 @@ def test_an_engine_that_does_not_stream_tells_whole_replies(kind: type) -> None:
     ],
 )
 def test_what_goes_wrong_in_a_stream_is_said(lines: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = httpx2.Response(200, text="\n\n".join(lines))
+    answer = httpx2.Response(200, text="".join(f"{line}\n\n" for line in lines))
     engine = OpenAIEngine("qwen", "http://nowhere/v1")
     transport = httpx2.MockTransport(lambda request: answer)
     monkeypatch.setattr(engine, "_client", httpx2.Client(transport=transport))
