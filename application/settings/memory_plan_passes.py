@@ -113,7 +113,7 @@ def shared_keys_bytes(
     size = config.ds.sequence_parallel_size
     teams = size // math.gcd(size, shape.kv_heads)
     own = tokens * 2 * shape.kv_heads * shape.head_dim * compute_bytes
-    kept = shape.layers - 1 if trained and config.actor.gradient_checkpointing is Checkpointing.OFF else 0
+    kept = shape.keeping - 1 if trained and config.actor.gradient_checkpointing is Checkpointing.OFF else 0
     return math.ceil(own * (3 * (teams - 1) + kept * (teams - 0.5))) if teams > 1 else 0
 
 
@@ -159,8 +159,7 @@ def embedded_bytes(config: RLConfig, shape: ModelShape, compute_bytes: int) -> i
     sequences = min(sequences_at_once(config), samples * ahead)
     length = math.ceil(longest_sample(config) / CACHE_BLOCK) * CACHE_BLOCK
     padded = shape.passes is not None and shape.passes.padded
-    attending = shape.layers if shape.attending is None else shape.attending
-    numbers = 0 if padded else 2 * attending * shape.kv_heads * shape.head_dim
+    numbers = 0 if padded else 2 * shape.keeping * shape.kv_heads * shape.head_dim
     prompt = longest_sample(config) if padded else config.data.prompt_limit
     once = max(prompt, min(PREFILL_TOKENS, sequences * prompt))
     logits = SAMPLED_LOGITS * sequences * (shape.embedding // shape.hidden) * FLOAT32_BYTES

@@ -74,6 +74,11 @@ class ModelShape:
     """Result of measuring the model's own code; None takes the formula of an ordinary decoder."""
 
     @property
+    def keeping(self) -> int:
+        """Layers that keep keys."""
+        return self.layers if self.attending is None else self.attending
+
+    @property
     def trained(self) -> int:
         """Numbers that have gradients."""
         return self.adapters or self.parameters

@@ -423,14 +423,20 @@ def test_processes_that_share_a_sequence_divide_its_tokens() -> None:
     assert plan(config, compute_bytes=4)["actor"].passes == 8 * 3 * LAYER * 4
 
 
-@pytest.mark.parametrize(("checkpointing", "layers"), [(Checkpointing.OFF, 3), (Checkpointing.FULL, 1)])
-def test_teams_that_share_a_sequence_have_keys_of_all_its_tokens(checkpointing: Checkpointing, layers: int) -> None:
+@pytest.mark.parametrize(
+    ("checkpointing", "attending", "layers"),
+    [(Checkpointing.OFF, None, 3), (Checkpointing.OFF, 2, 2), (Checkpointing.FULL, None, 1)],
+)
+def test_teams_that_share_a_sequence_have_keys_of_all_its_tokens(
+    checkpointing: Checkpointing, attending: int | None, layers: int
+) -> None:
     config = cluster_config(0)
     config.train.max_tokens_per_micro_batch, config.algo.kl.init_coef = 1, 0.1
     config.actor.gradient_checkpointing = checkpointing
     config.ds.sequence_parallel_size = 4
     own = 4 * (2 * 2 * 4) * 4  # of the four tokens of a process
-    divided, teams = (plan(config, compute_bytes=4, shape=evolve(SHAPE, kv_heads=heads)) for heads in (4, 2))
+    shapes = [evolve(SHAPE, kv_heads=heads, attending=attending) for heads in (4, 2)]
+    divided, teams = (plan(config, compute_bytes=4, shape=shape) for shape in shapes)
     for role, kept in (("actor", (layers - 1) * 1.5), ("reference", 0)):
         assert teams[role].passes - divided[role].passes == own * (3 + kept)
 
