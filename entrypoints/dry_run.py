@@ -290,6 +290,7 @@ def _shapes(
                 name,
                 lora.get(role),
                 expert_parallel_size=config.cluster.expert_parallel_size,
+                sequence_parallel_size=config.ds.sequence_parallel_size,
             ),
             passes=passes(name, judges=role == "reward", prompt=config.data.prompt_limit if role == "actor" else None),
         )

@@ -28,6 +28,7 @@ from rollgrad.testing.agent_executor import make_trajectory
 from tests.compiled_layers import AS_IT_IS, compiler
 from tests.fakes import cluster, grammars
 from tests.meeting_processes import met
+from tests.tiny_architectures import tiny_model
 
 TIMEOUT = 300.0
 VOCABULARY = 97
@@ -61,10 +62,32 @@ LATENT = {
 """Latent attention, with keys of 12 numbers and values of 10."""
 
 
+GROUPED = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+"""Heads of a gated delta rule, of which two each share queries and keys."""
+
+
+FAMILIES = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "kimi_linear",
+    "lfm2_moe",
+    "bamba",
+    "falcon_h1",
+    "zamba2",
+    "mamba2",
+    "mamba",
+    "falcon_mamba",
+    "zamba",
+)
+"""Types of models that hand a state on, beside those of other cases."""
+
+
 @frozen(kw_only=True)
 class Case:
-    """A model and the batch of `seed`; `samples` None: two tokens, fewer than there may be processes; `branches`: its
-    samples part from each other again and again; `teacher`: settings in which its teacher differs."""
+    """A model, by the name of its class or its type, and the batch of `seed`; `samples` None: two tokens, fewer than
+    there may be processes; `branches`: its samples part from each other again and again; `teacher`: settings in which
+    its teacher differs."""
 
     family: str = "Llama"
     settings: dict[str, Any] = Factory(dict)
@@ -150,6 +173,13 @@ CASES = {
         },
         seed=16,
     ),
+    "delta_rule": Case(family="qwen3_next", settings=GROUPED, seed=18, branches=True, checkpointing=True),
+    "state_spaces": Case(family="nemotron_h", settings={"n_groups": 2}, seed=20, branches=True, checkpointing=True),
+    "state_spaces_with_adapters": Case(family="granitemoehybrid", seed=22, lora=True),
+    "channels": Case(family="jamba", seed=23, branches=True),
+    "convolutions": Case(family="lfm2", seed=24, branches=True),
+    "half_precision_states": Case(family="qwen3_5_text", settings=GROUPED, seed=25, dtype=torch.bfloat16),
+    **{f"every_{family}": Case(family=family, seed=26, branches=True) for family in FAMILIES},
 }
 
 
@@ -157,8 +187,11 @@ def model(case: Case) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{case.family}Config")(**{**SIZES, **case.settings})
-    made = getattr(transformers, f"{case.family.removesuffix('Text')}ForCausalLM")(config).eval().to(case.dtype)
+    if case.family in transformers.CONFIG_MAPPING:
+        made = tiny_model(case.family, vocab_size=VOCABULARY, **case.settings).to(case.dtype)
+    else:
+        config = getattr(transformers, f"{case.family}Config")(**{**SIZES, **case.settings})
+        made = getattr(transformers, f"{case.family.removesuffix('Text')}ForCausalLM")(config).eval().to(case.dtype)
     install_attention(made)
     follow_grammars(made, grammars.chance_masks(VOCABULARY))
     if case.lora:
@@ -254,7 +287,8 @@ def passes(case: Case) -> dict[str, Any]:
         name = "of_kept_teacher" if kept else "of_teacher"
         result[name], divergence_A = taught(case, packed, kept)
         result[f"divergence_{name}"] = divergence_A
-    value = PackedValue(model(case), {"weight": torch.linspace(-1, 1, SIZES["hidden_size"])[None]})
+    body = model(case)
+    value = PackedValue(body, {"weight": torch.linspace(-1, 1, body.config.hidden_size)[None]})
     values_A = value(packed)
     result["values"] = values_A.detach()
     result["of_values"] = gradients(value, of_values(scatter(values_A, packed), packed).loss)

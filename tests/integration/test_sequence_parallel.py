@@ -9,6 +9,7 @@ import torch
 from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference, ShardedValue
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.domain.errors import NonFiniteUpdateError
+from tests import tiny_architectures
 from tests.fakes import cluster, sequence_parallel
 from tests.fakes.cluster import FSDP
 from tests.tiny_models import saved, tiny_model
@@ -23,7 +24,7 @@ summed in another order, and AdamW, which divides them by their size, makes much
 
 EVERYWHERE = pytest.mark.parametrize(
     ("group", "model_dir", "width"),
-    [(2, "Llama", 2), (2, "Mistral", 2), (4, "Mistral", 2), (4, "Qwen3", 4)],
+    [(2, "Llama", 2), (2, "Mistral", 2), (4, "Mistral", 2), (4, "Qwen3", 4), (4, "nemotron_h", 2)],
     indirect=["group", "model_dir"],
 )
 AT_ITS_STAGES = pytest.mark.parametrize(
@@ -37,6 +38,9 @@ AT_ITS_STAGES = pytest.mark.parametrize(
         (4, "Mistral", 3, 2),
         pytest.param(4, "Llama", 3, 4, marks=pytest.mark.wide),
         (4, "Qwen3", FSDP, 4),
+        pytest.param(2, "nemotron_h", 2, 2, marks=pytest.mark.wide),
+        (2, "qwen3_5_text", 3, 2),
+        (4, "qwen3_5_text", FSDP, 4),
     ],
     indirect=["group", "model_dir"],
 )
@@ -53,7 +57,12 @@ def group(ray: None, kept_groups: Any, request: pytest.FixtureRequest) -> Iterat
 @pytest.fixture(scope="module")
 def model_dir(request: pytest.FixtureRequest, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three key/value heads, of which two or four processes have all, or two, which pairs of them divide; Mistral sees
-    a window of five tokens."""
+    a window of five tokens. Others hand states on, in four heads."""
+    name = request.param
+    if name.islower():
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4} if name == "qwen3_5_text" else {}
+        handing_on = tiny_architectures.tiny_model(name, vocab_size=len(tiny_tokenizer), **heads)
+        return str(saved(handing_on, tiny_tokenizer, tmp_path_factory.mktemp("models") / name))
     window = {"sliding_window": 5} if request.param == "Mistral" else {}
     query_heads, key_heads = (4, 2) if request.param == "Qwen3" else (6, 3)
     model = tiny_model(

@@ -21,7 +21,8 @@ from torch import Tensor, distributed, nn
 from rollgrad.adapters.models.deepspeed.settings import NEVER, number_format
 from rollgrad.adapters.models.torch.chunked_logprobs import VocabularyShare
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.padded import require_undivided
+from rollgrad.adapters.models.torch.padded import require_packed
+from rollgrad.adapters.models.torch.recurrent_layers import recurrent_types
 from rollgrad.adapters.models.torch.weight_shards import layer_parts, make_whole
 from rollgrad.domain.errors import ConfigurationError
 
@@ -152,7 +153,12 @@ def _require_divisible(model: Any, size: int) -> None:
     from deepspeed.module_inject.layers import VocabParallelEmbedding
     from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 
-    require_undivided(model, "ds.tensor_parallel_size", size)
+    require_packed(model, "ds.tensor_parallel_size", size)
+    if recurrent_types(model):
+        raise ConfigurationError(
+            f"ds.tensor_parallel_size is {size}, but {type(model).__name__} hands a state from token to token, in "
+            "layers that DeepSpeed does not divide: leave --ds.tensor_parallel_size out."
+        )
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads < size:

@@ -18,7 +18,6 @@ from rollgrad.adapters.models.torch.attention import backbone, check_keywords
 from rollgrad.adapters.models.torch.kernels import sdpa_on
 from rollgrad.adapters.models.torch.layout import Layout, Node
 from rollgrad.adapters.models.torch.moving import to_device
-from rollgrad.adapters.models.torch.recurrent_layers import recurrent_types
 from rollgrad.adapters.models.torch.row_widths import row_widths
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
@@ -185,17 +184,14 @@ def padded_hidden(model: Any, sequences: Sequence[Tensor]) -> Iterator[tuple[int
             yield index, hidden_TH[: len(sequences[index])]
 
 
-def require_undivided(model: Any, setting: str, size: int) -> None:
-    """Refuses a model where processes would divide its sequences or heads, and it is computed padded or has layers that
-    hand a state from token to token.
+def require_packed(model: Any, setting: str, size: int) -> None:
+    """Refuses a model where processes would divide its sequences or heads, and it is computed padded.
 
     Raises:
         ConfigurationError: they would.
     """
-    if size == 1 or not (is_padded(model) or recurrent_types(model)):
-        return
-    how = "is computed with padding" if is_padded(model) else "hands a state from token to token"
-    raise ConfigurationError(
-        f"{setting} is {size}, but {type(model).__name__} {how}, which processes do not divide so: leave --{setting} "
-        "out."
-    )
+    if size > 1 and is_padded(model):
+        raise ConfigurationError(
+            f"{setting} is {size}, but {type(model).__name__} is computed with padding, which processes do not divide "
+            f"so: leave --{setting} out."
+        )

@@ -204,17 +204,18 @@ def _trained(model: Any, states: States, rows: int, length: int) -> tuple[int, "
     return saved, alive
 
 
-def state_bytes(model: Any) -> int:
-    """Returns the bytes of the states after a sequence that the layers of a model on the meta device hand on."""
+def counted_states(model: Any) -> tuple[int, int]:
+    """Returns the bytes of the states after a sequence that the layers of a model on the meta device hand on, and the
+    greatest common divisor of the heads that have some; 0 where none have."""
     if not recurrent_types(model):
-        return 0
+        return 0, 0
     install_attention(model)
     plan = UncomputedAttention(1, 1, torch.device("meta"), model.dtype)
     plan.recurrence = counted = _CountedStates([Node(0, 1)], device=torch.device("meta"))
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     with torch.no_grad(), _Alive(model):  # which answers the questions of its code
         backbone(model)(input_ids=ids, use_cache=False, attention_plan=plan)
-    return counted.nbytes
+    return counted.nbytes, counted.heads
 
 
 class _CountedStates(ForestRecurrence):

@@ -5,10 +5,11 @@ from token to token: nodes are cut into *segments* where others branch off, and 
 the end of the one before it. Segments that wait for no other are computed together, as rows filled up on the right with
 zeros, which leave the state as it is; all that nothing waits for come last, so replies to one prompt are rows of one
 call, wherever they part.
-Does not own: what a row computes (`recurrent_layers.py`).
+Does not own: what a row computes (`recurrent_layers.py`), nor how processes share a forest (`shared_recurrence.py`).
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Protocol
@@ -36,15 +37,21 @@ class Recurrence(Protocol):
 
     stepping: bool
     """Whether it is a step of decoding: each row has one token, and there are no gradients."""
+    key_copies: int = 1
+    """How many neighbouring heads of queries and keys are known to be copies of one; the others are then left out."""
 
     def convolve(self, convolution: Convolution, x: Tensor, width: int) -> Tensor:
         """Returns the convolution of x [B, C, T]; a token sees itself and `width` - 1 before it."""
         ...
 
     def scan(self, scan: Scan, columns: Sequence[Tensor]) -> Tensor:
-        """Returns the results [B, T, ..] of a recurrence over columns [B, T, ..], whose zeros leave its state as it
-        is."""
+        """Returns the results [B, T, heads, ..] of a recurrence over columns [B, T, heads, ..], whose zeros leave its
+        state as it is. Heads are those of the first column; in others neighbours may share what is there once."""
         ...
+
+    def of_heads(self, x_H: Tensor) -> Tensor:
+        """Returns the rows of the heads that `scan` is given, of a tensor with one row a head."""
+        return x_H
 
 
 @frozen
@@ -73,7 +80,43 @@ def segments(nodes: Sequence[Node]) -> list[Segment]:
     return found
 
 
-class ForestRecurrence:
+class Neighbours:
+    """The token before each of M distinct tokens, on its path; M stands for none.
+
+    Args:
+        nodes: tile M.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.tokens = sum(node.length for node in nodes)
+        """The number M."""
+        self._before_M = torch.arange(-1, self.tokens)
+        self._before_M[-1] = self.tokens
+        starts = [node.start for node in nodes]
+        self._before_M[starts] = torch.tensor([sum(n.prefix[-1]) - 1 if n.prefix else self.tokens for n in nodes])
+
+    def last(self, ends_E: Tensor, count: int) -> Tensor:
+        """Returns the last `count` tokens [E, count] of the paths that end with tokens."""
+        found = [ends_E]
+        while len(found) < count:
+            found.append(self._before_M[found[-1]])
+        return torch.stack(found[:count][::-1], 1)
+
+    def row(self, token_C: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Returns a row of some tokens, in ascending order, in which those before them come before them: the `count`
+        before each run of neighbours in front of it; and the place of each of the tokens in it."""
+        begins_C = self._before_M[token_C] != torch.cat([torch.tensor([-1]), token_C[:-1]])
+        place_C = torch.arange(len(token_C)) + count * begins_C.cumsum(0)
+        token_R = torch.empty(len(token_C) + count * int(begins_C.sum()), dtype=torch.int64)
+        token_R[place_C] = token_C
+        if count:
+            token_R[place_C[begins_C, None] + torch.arange(-count, 0)] = self.last(
+                self._before_M[token_C[begins_C]], count
+            )
+        return token_R, place_C
+
+
+class ForestRecurrence(Recurrence):
     """The recurrence of a forest; B is 1 and T is the M of the layout."""
 
     stepping = False
@@ -84,6 +127,12 @@ class ForestRecurrence:
         self._rows: dict[int, tuple[CopiedRows, CopiedRows]] = {}
         self.calls = 0
         """How often layers called it."""
+        self.heads = 0
+        """Greatest common divisor of the heads of all layers that scanned; 0 if none has."""
+
+    @cached_property
+    def _neighbours(self) -> Neighbours:
+        return Neighbours(self._nodes)
 
     def convolve(self, convolution: Convolution, x: Tensor, width: int) -> Tensor:
         """Implements `Recurrence.convolve`: one row of all nodes, each after the last tokens of its prefix."""
@@ -96,19 +145,12 @@ class ForestRecurrence:
         return results.of(convolution(row)[0].transpose(0, 1)).transpose(0, 1)[None]
 
     def _row(self, before: int) -> tuple[CopiedRows, CopiedRows]:
-        """Returns what makes a row of tokens, the last `before` of its prefix in front of each node (M stands for no
-        token), and what takes each token's result from that row."""
+        """Returns what makes a row of all tokens, each after the `before` ones before it, and what takes each token's
+        result from that row."""
         if before not in self._rows:
-            tokens, places, end = [], [], 0
-            for node in self._nodes:
-                tokens += [_last(node, before, self._tokens), torch.arange(node.start, node.start + node.length)]
-                places.append(torch.arange(end + before, end + before + node.length))
-                end += before + node.length
-            place_M = torch.empty(self._tokens, dtype=torch.int64)
-            place_M[torch.cat(tokens[1::2])] = torch.cat(places)
-            token_E = torch.cat(tokens)
-            copied = CopiedRows(token_E, self.device, token_E < self._tokens)
-            self._rows[before] = copied, CopiedRows(place_M, self.device)
+            token_R, place_M = self._neighbours.row(torch.arange(self._tokens), before)
+            tokens = CopiedRows(token_R, self.device, token_R < self._tokens)
+            self._rows[before] = tokens, CopiedRows(place_M, self.device)
         return self._rows[before]
 
     @cached_property
@@ -132,6 +174,7 @@ class ForestRecurrence:
     def scan_to_ends(self, scan: Scan, columns: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Returns the results of `scan`, and the states after the segments of each call."""
         self.calls += 1
+        self.heads = math.gcd(self.heads, columns[0].shape[2])
         calls, in_order = self._calls
         padded = [torch.cat([x[0], x.new_zeros(1, *x.shape[2:])]) for x in columns]
         results: list[Tensor] = []
@@ -152,18 +195,7 @@ class ForestRecurrence:
 
     def last_tokens(self, node: Node, count: int) -> Tensor:
         """Returns the last `count` tokens of a node's path, after M where there are fewer, on the CPU."""
-        own = torch.arange(node.start, node.start + node.length)
-        return torch.cat([_last(node, count, self._tokens), own])[node.length :]
-
-
-def _last(node: Node, count: int, none: int) -> Tensor:
-    """Returns the last `count` tokens of a node's prefix, after `none` where there are fewer."""
-    tokens: list[int] = []
-    for start, length in reversed(node.prefix):
-        if len(tokens) == count:
-            break
-        tokens = [*range(start + max(0, length - (count - len(tokens))), start + length), *tokens]
-    return torch.tensor([none] * (count - len(tokens)) + tokens, dtype=torch.int64)
+        return self._neighbours.last(torch.tensor([node.start + node.length - 1]), count)[0]
 
 
 class _Call:

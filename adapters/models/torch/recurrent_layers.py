@@ -48,6 +48,19 @@ def recurrent_types(model: Any) -> list[str]:
     return [kind for kind in kinds if kind in RECURRENT]
 
 
+def attending_layers(text: Any) -> list[int]:
+    """Returns the indices of the layers that keep keys, of a model whose text has these settings."""
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    return [index for index, kind in enumerate(kinds) if kind not in STATE_ALONE]
+
+
+def key_copies(text: Any) -> int:
+    """Returns how many heads have copies of the same queries and keys in delta rules of a model whose text has these
+    settings, as transformers makes them for as many values."""
+    keys: int | None = getattr(text, "linear_num_key_heads", None)
+    return text.linear_num_value_heads // keys if keys else 1
+
+
 def check_recurrent_layers(model: Any) -> None:
     """Checks that a plan can compute the layers of a transformers model that hand a state on.
 
@@ -158,7 +171,8 @@ def _delta_rule(step_name: str) -> Callable[..., Any]:
         step = vars(module)[step_name]
 
         def scan(rows: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-            q, k, v, decay, rate = rows
+            v, decay, rate, *keys = rows
+            q, k = (x if x.shape[2] == v.shape[2] else x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in keys)
             result: tuple[Tensor, Tensor] = (step if recurrence.stepping else own)(
                 q,
                 k,
@@ -171,7 +185,8 @@ def _delta_rule(step_name: str) -> Callable[..., Any]:
             )
             return result
 
-        return recurrence.scan(scan, [query, key, value, g, beta]), None
+        keys = (x[:, :, :: recurrence.key_copies] for x in (query, key))
+        return recurrence.scan(scan, [value, g, beta, *keys]), None
 
     return planned
 
@@ -186,6 +201,7 @@ def _mamba_2(
     B: Tensor,
     C: Tensor,
     *,
+    D: Tensor,
     chunk_size: int,
     dt_bias: Tensor,
     dt_softplus: bool,
@@ -197,6 +213,7 @@ def _mamba_2(
     # A time step of 0 leaves the state as it is, but its softplus never is 0, nor need its limit be.
     step = dt.float() + dt_bias.float()
     step = (functional.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    A, D = (recurrence.of_heads(each) for each in (A, D))
 
     def scan(rows: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
         x, step, B, C = rows
@@ -206,6 +223,7 @@ def _mamba_2(
             A,
             B,
             C,
+            D=D,
             chunk_size=min(chunk_size, max(SHORTEST_CHUNK, 1 << (x.shape[1] - 1).bit_length())),
             initial_states=state,
             return_final_states=True,
@@ -239,9 +257,10 @@ def _mamba_1(
     # A time step of 0 leaves the state as it is, but its softplus never is 0.
     step = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
     step = (functional.softplus(step) if delta_softplus else step).to(dt.dtype)
+    A = recurrence.of_heads(A)
 
     def scan(rows: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, step, B, C = (each.transpose(1, 2) for each in rows)
+        x, step, B, C = (each.transpose(1, 2) for each in (*rows[:2], *(shared[:, :, 0] for shared in rows[2:])))
         out, after = _scanned(partial(own, **named), x, step, A, B, C)
         if state is not None:
             passed = step.float().cumsum(2)
@@ -249,7 +268,9 @@ def _mamba_1(
             after = after + torch.exp(A * passed[:, :, -1:]) * state
         return out.transpose(1, 2), after
 
-    out = recurrence.scan(scan, [each.transpose(1, 2) for each in (x, step, B, C)]).transpose(1, 2)
+    # Each channel is a head of its own; all share B and C.
+    columns = [*(each.transpose(1, 2) for each in (x, step)), *(each.transpose(1, 2)[:, :, None] for each in (B, C))]
+    out = recurrence.scan(scan, columns).transpose(1, 2)
     return (out + x * D[:, None]) * functional.silu(z)
 
 

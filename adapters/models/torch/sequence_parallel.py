@@ -10,36 +10,49 @@ loss of the whole batch.
 Invariant: the sum of the processes' gradients is the gradient of that loss, once.
 Suffixes: C are this process's tokens of M, Q those of its team; B its action tokens of A; G key/value heads, each with
 its query heads in a row of W numbers.
-Does not own: which tokens attend to which (`attention.py`), nor the sum over processes (the optimizer's).
+Does not own: which tokens attend to which (`attention.py`), how a state is handed on (`shared_recurrence.py`), nor the
+sum over processes (the optimizer's).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor, distributed
 
-from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ScoreForm
+from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ScoreForm, backbone
+from rollgrad.adapters.models.torch.exchange import HeadExchange, moved
 from rollgrad.adapters.models.torch.image_attention import make_plan
 from rollgrad.adapters.models.torch.layout import Layout, Node
 from rollgrad.adapters.models.torch.moving import to_device
-from rollgrad.adapters.models.torch.padded import require_undivided
+from rollgrad.adapters.models.torch.padded import require_packed
 from rollgrad.adapters.models.torch.queries import Queries, all_queries, divided, queries_of, tokens_of
+from rollgrad.adapters.models.torch.recurrent_layers import attending_layers, key_copies, recurrent_types
+from rollgrad.adapters.models.torch.shared_recurrence import SharedRecurrence, require_heads
 from rollgrad.domain.errors import ConfigurationError
+
+RUN = 64
+"""Neighbouring tokens that a process has at most where layers hand a state on: a convolution needs a few before each
+run, mostly of another process."""
+
+TURNS = 8
+"""Runs of tokens that each process of a team has at least, if there are as many tokens."""
 
 
 @frozen(kw_only=True, eq=False)
 class SequenceGroup:
     """`size` processes with the same batches, of which this is number `rank`; `group` is torch's. Neighbours make teams
-    of `heads` processes, which divide key/value heads; teams divide queries. The default is a single process, whose
-    share is the whole."""
+    of `heads` processes, which divide key/value heads; teams divide queries. A process has up to `run` neighbouring
+    tokens at a time. The default is a single process, whose share is the whole."""
 
     rank: int = 0
     size: int = 1
     heads: int = 1
+    run: int = 1
     group: Any = None
 
     @property
@@ -65,10 +78,15 @@ class SequenceGroup:
             pieces = divided(layout.nodes, self.teams)
             queries = queries_of(pieces[self.rank // self.heads], len(layout.tokens_M))
             of_teams = [tokens_of(each) for each in pieces]
-        # Of a team every one has each `heads`-th, so that prompt and observation tokens, which need no product with the
-        # vocabulary, are spread evenly.
-        tokens_P = tuple(tokens[first :: self.heads] for tokens in of_teams for first in range(self.heads))
+        tokens_P = tuple(mine for tokens in of_teams for mine in self._dealt(tokens))
         return SequenceShare(group=self, layout=layout, queries=queries, tokens_P=tokens_P)
+
+    def _dealt(self, tokens: Tensor) -> Iterator[Tensor]:
+        """Yields the tokens of each process of a team, which take turns, so that prompt and observation tokens, which
+        need no product with the vocabulary, are spread evenly."""
+        run = max(1, min(self.run, len(tokens) // (TURNS * self.heads)))
+        turn = torch.arange(len(tokens)) // run % self.heads
+        return (tokens[turn == number] for number in range(self.heads))
 
     def gathered(self, actions_B: Tensor, count: int, *columns_B: Tensor) -> tuple[Tensor, ...]:
         """Returns columns_A of all `count` action tokens from those of each process.
@@ -109,9 +127,7 @@ class SequenceShare:
     def plan(self, model: Any) -> AttentionPlan:
         """Returns the plan of a model's pass over this process's tokens."""
         plan = make_plan(model, self.layout, self.queries)
-        if self.group.size == 1:
-            return plan
-        return _SharedAttention(plan, self.group, _Exchange(self, next(model.parameters()).device))
+        return plan if self.group.size == 1 else _SharedAttention(plan, self, model)
 
 
 _joined = SequenceGroup()
@@ -139,19 +155,22 @@ def sequence_group(*models: Any) -> SequenceGroup:
     """Returns the group over which batches are divided that all `models` compute, a student and its teacher alike.
 
     Raises:
-        ConfigurationError: one is computed padded, or hands a state from token to token.
+        ConfigurationError: one is computed padded, or hands states on in heads whose number processes do not divide.
     """
-    for model in models:
-        require_undivided(model, "ds.sequence_parallel_size", _joined.size)
     if _joined.size == 1:
         return _joined
+    for model in models:
+        require_packed(model, "ds.sequence_parallel_size", _joined.size)
+        require_heads(getattr(backbone(model), "state_heads", 0), _joined.size)
     heads = (count for model in models for count in _key_heads(model.config.get_text_config()))
-    return evolve(_joined, heads=math.gcd(_joined.size, *heads))
+    run = RUN if any(map(recurrent_types, models)) else 1
+    return evolve(_joined, heads=math.gcd(_joined.size, *heads), run=run)
 
 
 def _key_heads(text: Any) -> Iterator[int]:
-    """Yields the number of key/value heads of each layer of a model with these settings, which may be unlike."""
-    for layer in (text.per_layer_config[index] for index in range(text.num_hidden_layers)):
+    """Yields the number of key/value heads of each layer that has any, of a model with these settings, which may be
+    unlike."""
+    for layer in (text.per_layer_config[index] for index in attending_layers(text)):
         if getattr(layer, "multi_query", False):
             yield 1
         elif getattr(layer, "kv_lora_rank", None) is not None:  # latent attention makes keys for every query head
@@ -165,10 +184,29 @@ class _SharedAttention(AttentionPlan):
 
     compiles = True
 
-    def __init__(self, plan: AttentionPlan, group: SequenceGroup, exchange: "_Exchange") -> None:
-        self._plan = plan
-        self._group = group
-        self._exchange = exchange
+    def __init__(self, plan: AttentionPlan, share: SequenceShare, model: Any) -> None:
+        self._plan, self._share, self._model = plan, share, model
+        self._group = group = share.group
+        self._exchange = HeadExchange(
+            rank=group.rank,
+            heads=group.heads,
+            tokens_P=share.tokens_P,
+            place_M=share.queries.place_M,
+            group=group.group,
+            device=next(model.parameters()).device,
+        )
+
+    @cached_property
+    def recurrence(self) -> SharedRecurrence:
+        """Which tokens those of this process come after, in layers that hand a state on."""
+        return SharedRecurrence(
+            self._share.layout.nodes,
+            rank=self._group.rank,
+            tokens_P=self._share.tokens_P,
+            group=self._group.group,
+            device=next(self._model.parameters()).device,
+            key_copies=key_copies(self._model.config.get_text_config()),
+        )
 
     def attend(
         self,
@@ -198,7 +236,7 @@ class _SharedAttention(AttentionPlan):
             q, k, v = torch.split(self._to_heads(torch.cat([q, k, v], dim=-1)), widths, dim=-1)
         else:
             q, keys = self._to_heads(q), torch.cat([k, v], dim=-1)
-            gathered = self._moved(keys, self._exchange.all_keys, self._exchange.sum_of_keys)
+            gathered = moved(keys, self._exchange.all_keys, self._exchange.sum_of_keys)
             k, v = torch.split(gathered, widths[1:], dim=-1)
         q, k, v = (x.transpose(0, 1)[None] for x in (q.reshape(len(q), -1, dim), k, v))
         if form.sinks_H is not None:
@@ -207,95 +245,13 @@ class _SharedAttention(AttentionPlan):
         out = self._plan.attend(layer, q, k, v, scaling, window, form)[0]
         out = out.reshape(len(out), k.shape[1], -1)
         if self._group.heads > 1:
-            out = self._moved(out, self._exchange.to_tokens, self._exchange.to_heads)
+            out = moved(out, self._exchange.to_tokens, self._exchange.to_heads)
         return out.reshape(1, tokens, heads, -1)
 
     def _to_heads(self, x_CGW: Tensor) -> Tensor:
         if self._group.heads == 1:
             return x_CGW
-        return self._moved(x_CGW, self._exchange.to_heads, self._exchange.to_tokens)
-
-    @staticmethod
-    def _moved(rows: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        moved: Tensor = _Moved.apply(rows, there, back)  # type: ignore[no-untyped-call]
-        return moved
-
-
-class _Exchange:
-    """Exchanges the tokens that a process has with all heads for more tokens with a share of the heads, and back: all
-    tokens of its team, or all there are."""
-
-    def __init__(self, share: SequenceShare, device: torch.device) -> None:
-        group, heads = share.group, share.group.heads
-        self._group = group
-        self._counts = [len(tokens) for tokens in share.tokens_P]
-        first = group.rank // heads * heads
-        self._team = range(first, first + heads)
-        place_M = share.queries.place_M
-        self._team_place_Q = to_device(place_M[torch.cat([share.tokens_P[rank] for rank in self._team])], device)
-        self._place_M = to_device(place_M[torch.cat(share.tokens_P)], device)
-
-    def to_heads(self, x_CGW: Tensor) -> Tensor:
-        """Returns [Q, this process's share of G, W]."""
-        mine, width = x_CGW.shape[1] // self._group.heads, x_CGW.shape[2]
-        sent = torch.cat([part.flatten() for part in torch.split(x_CGW, mine, dim=1)])
-        received = self._all_to_all(sent, self._in_team(self._mine), self._in_team(self._counts), mine * width)
-        return self._placed(received.view(-1, mine, width), self._team_place_Q)
-
-    def to_tokens(self, x_QGW: Tensor) -> Tensor:
-        """Returns [C, G, W], the inverse of `to_heads`."""
-        mine, width = x_QGW.shape[1:]
-        sent = x_QGW.index_select(0, self._team_place_Q).flatten()
-        received = self._all_to_all(sent, self._in_team(self._counts), self._in_team(self._mine), mine * width)
-        return received.view(self._group.heads, -1, mine, width).transpose(0, 1).flatten(1, 2)
-
-    def all_keys(self, x_CGW: Tensor) -> Tensor:
-        """Returns [M, this process's share of G, W]."""
-        heads, width = self._group.heads, x_CGW.shape[2]
-        mine = x_CGW.shape[1] // heads
-        parts = [part.flatten() for part in torch.split(x_CGW, mine, dim=1)]
-        sent = torch.cat(parts * self._group.teams)
-        received = self._all_to_all(sent, self._mine, self._counts, mine * width)
-        return self._placed(received.view(-1, mine, width), self._place_M)
-
-    def sum_of_keys(self, x_MGW: Tensor) -> Tensor:
-        """Returns [C, G, W], the sum over the processes that have the same heads."""
-        mine, width = x_MGW.shape[1:]
-        sent = x_MGW.index_select(0, self._place_M).flatten()
-        received = self._all_to_all(sent, self._counts, self._mine, mine * width)
-        wide = torch.promote_types(x_MGW.dtype, torch.float32)
-        parts = received.view(self._group.teams, self._group.heads, -1, mine, width).sum(0, dtype=wide)
-        return parts.to(x_MGW.dtype).transpose(0, 1).flatten(1, 2)
-
-    @property
-    def _mine(self) -> list[int]:
-        return [self._counts[self._group.rank]] * self._group.size
-
-    def _in_team(self, tokens: Sequence[int]) -> list[int]:
-        return [count if rank in self._team else 0 for rank, count in enumerate(tokens)]
-
-    def _placed(self, rows: Tensor, place: Tensor) -> Tensor:
-        return torch.empty_like(rows).index_copy_(0, place, rows)
-
-    def _all_to_all(self, sent: Tensor, tokens: Sequence[int], received_tokens: Sequence[int], width: int) -> Tensor:
-        """Sends so many tokens of `width` numbers to each process, and returns what they send, end to end."""
-        received = sent.new_empty(sum(received_tokens) * width)
-        sizes, received_sizes = ([count * width for count in counts] for counts in (tokens, received_tokens))
-        distributed.all_to_all_single(received, sent, received_sizes, sizes, group=self._group.group)
-        return received
-
-
-class _Moved(torch.autograd.Function):
-    """Moves rows `there`, and their gradient `back`, by two methods of an `_Exchange`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
-        return there(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.back(gradient), None, None
+        return moved(x_CGW, self._exchange.to_heads, self._exchange.to_tokens)
 
 
 class _Gathered(torch.autograd.Function):

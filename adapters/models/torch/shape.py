@@ -10,22 +10,31 @@ from rollgrad.adapters.models.torch.attention import check_layers
 from rollgrad.adapters.models.torch.expert_parallel import expert_stacks
 from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.lora import adapter_numbers
-from rollgrad.adapters.models.torch.pass_memory import state_bytes
+from rollgrad.adapters.models.torch.pass_memory import counted_states
 from rollgrad.adapters.models.torch.quantised import quantised_numbers
-from rollgrad.adapters.models.torch.recurrent_layers import STATE_ALONE
+from rollgrad.adapters.models.torch.recurrent_layers import attending_layers
+from rollgrad.adapters.models.torch.shared_recurrence import require_heads
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.sections.actor import AdapterConfig, LoraConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 
-def model_shape(key: str, name: str, lora: AdapterConfig | None = None, *, expert_parallel_size: int = 1) -> ModelShape:
+def model_shape(
+    key: str,
+    name: str,
+    lora: AdapterConfig | None = None,
+    *,
+    expert_parallel_size: int = 1,
+    sequence_parallel_size: int = 1,
+) -> ModelShape:
     """Returns the shape of a model, with the adapters of `lora`, from its configuration alone: it is built without
-    memory for its weights. `key` is the setting that names it; `expert_parallel_size` processes divide its experts.
+    memory for its weights. `key` is the setting that names it; `expert_parallel_size` processes divide its experts,
+    `sequence_parallel_size` its sequences.
 
     Raises:
         CheckpointError: there is no such model.
-        ConfigurationError: a target module of `lora` is no linear layer of it, it has no 4-bit form, or its experts
-            cannot be divided; the actor must have some.
+        ConfigurationError: a target module of `lora` is no linear layer of it, it has no 4-bit form, its experts
+            cannot be divided, of which the actor must have some, or its states cannot.
     """
     from transformers import AutoConfig
 
@@ -36,10 +45,12 @@ def model_shape(key: str, name: str, lora: AdapterConfig | None = None, *, exper
         text = settings.get_text_config()
         shapes = _cache_shapes(settings) if _keeps_keys(model) else []
         kv_heads, head_dim = max(shapes, key=math.prod, default=(0, 0))
-        states = state_bytes(model) if _keeps_keys(model) else 0
+        states, heads = counted_states(model) if _keeps_keys(model) else (0, 0)
     except Exception as error:  # the code of a model's class and its settings may raise anything
         raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
     section = key.partition(".")[0]
+    if section != "reward":  # whose processes have texts of their own
+        require_heads(heads, sequence_parallel_size)
     shared = expert_parallel_size > 1
     stacks = expert_stacks(model, expert_parallel_size, required=section == "actor") if shared else []
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -79,11 +90,10 @@ def cache_numbers(settings: Any) -> int:
 def _cache_shapes(settings: Any) -> list[tuple[int, int]]:
     """Returns `_cache_shape` of each layer."""
     text = settings.get_text_config()
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    attends = [index for index, kind in enumerate(kinds) if kind not in STATE_ALONE]
+    attends = attending_layers(text)
     shapes = [_cache_shape(text.per_layer_config[index]) for index in attends]  # some are unlike
     if text.model_type == "mimo_v2_flash":  # whose code, not its settings, gives layers with windows twice the heads
-        windows = [kinds[index] == "sliding_attention" for index in attends]
+        windows = [text.layer_types[index] == "sliding_attention" for index in attends]
         return [(heads * (1 + windowed), width) for (heads, width), windowed in zip(shapes, windows, strict=True)]
     return shapes
 

@@ -52,7 +52,7 @@ class DeepSpeedConfig:
         1,
         "Processes that share each forward and backward pass, dividing its tokens and, in the attention, its heads "
         "(Ulysses) and beyond them its queries (context parallelism): for sequences that do not fit into one process. "
-        "Divides the processes of every model.",
+        "Divides the processes of every model, and the heads of layers that hand a state on.",
         COUNT,
         only_if=IN_CLUSTER,
     )

@@ -9,8 +9,9 @@ from torch import Tensor
 from tests.fakes import image_sequences
 from tests.meeting_processes import results_of
 from tests.scripts import ScriptHost
-from tests.tiny_vision import FAMILIES
+from tests.tiny_vision import FAMILIES as ATTENDING
 
+FAMILIES = (*ATTENDING, "qwen3_5")
 TIMEOUT = 300.0
 PROCESSES = 3
 """More than the models have key/value heads."""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.padded import is_padded, mark_padded, use_fast_attention
 from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from rollgrad.adapters.models.torch.recurrence import ForestRecurrence, Segment, segments
+from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
@@ -338,12 +340,35 @@ def test_without_a_plan_a_model_is_transformers_own() -> None:
     assert torch.equal(model(tokens).logits, plain(tokens).logits)
 
 
-def test_what_processes_cannot_divide_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_hand_a_state_on_are_not_divided_by_layer() -> None:
     module = PackedLM(made("qwen3_5_text")[1])
     with pytest.raises(ConfigurationError, match=r"a state from token to token.*leave --ds\.tensor_parallel_size out"):
         divided(module, size=2)
-    monkeypatch.setattr(sequence_parallel, "_joined", sequence_parallel.SequenceGroup(size=2))
-    with pytest.raises(
-        ConfigurationError, match=r"a state from token to token.*leave --ds\.sequence_parallel_size out"
-    ):
-        PackedLM(module.model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "heads"), [("qwen3_5_text", 2), ("nemotron_h", 4), ("mamba2", 4), ("jamba", 64), ("lfm2", 0)]
+)
+def test_heads_that_processes_do_not_divide_are_a_sentence(
+    model_type: str, heads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a dry run and where a model is made. A convolution needs no heads."""
+    key, path = "actor.model_name_or_path", str(tmp_path)
+    model = made(model_type)[1]
+    model.save_pretrained(path)
+    for size in (2, 3):
+        monkeypatch.setattr(sequence_parallel, "_joined", sequence_parallel.SequenceGroup(size=size))
+        if heads % size == 0:
+            assert PackedLM(model).group.run > 1
+            model_shape(key, path, sequence_parallel_size=size)
+            continue
+        refused = pytest.raises(
+            ConfigurationError, match=f"is 3, .* has {heads}: set --ds.sequence_parallel_size to a divisor of {heads}"
+        )
+        with refused:
+            PackedLM(model)
+        with refused:
+            PackedValue(model, {})
+        with refused:
+            model_shape(key, path, sequence_parallel_size=size)
+        assert model_shape("reward.model_name_or_path", path, sequence_parallel_size=size).state_bytes

@@ -1,5 +1,6 @@
 """A batch that is divided over processes gives what one process computes, values and gradients."""
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,7 +12,10 @@ from torch import Tensor
 
 from rollgrad.adapters.models.torch.layout import build_layout
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
+from rollgrad.adapters.models.torch.shared_recurrence import for_each
+from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.testing.agent_executor import make_trajectory
 from tests.fakes import sequence_parallel
 from tests.fakes.sequence_parallel import CASES
 from tests.meeting_processes import results_of
@@ -23,14 +27,20 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Largest difference of columns, and of a gradient as a share of its norm: sums in another order, a few rounding steps
 of the format."""
 
-Results = Callable[[int], list[dict[str, Any]]]
+Results = Callable[..., list[dict[str, Any]]]
 
 OBJECTIVES = (*sequence_parallel.OBJECTIVES, "of_teacher", "of_kept_teacher", "of_values")
 
 
+STATES_IN_HEADS = ("delta_rule", "state_spaces", "state_spaces_with_adapters", "channels", "half_precision_states")
+"""Cases with heads that three processes do not divide."""
+
+EVERY = [name for name in CASES if name.startswith("every_")]
+"""Cases that show of more models what others show."""
+
 NAMES = {
-    2: list(CASES),
-    3: [name for name in CASES if name != "another_batch"],
+    2: [name for name in CASES if name not in EVERY],
+    3: [name for name in CASES if name not in (*EVERY, *STATES_IN_HEADS, "another_batch")],
     4: [
         "another_batch",
         "two_heads",
@@ -42,6 +52,9 @@ NAMES = {
         "branches",
         "latent",
         "layers_with_unlike_heads",
+        "delta_rule",
+        "state_spaces",
+        "convolutions",
     ],
 }
 """Two teams of two divide the queries of two heads among four processes, four of one process those of one head."""
@@ -52,20 +65,29 @@ def results(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -
     """Returns the results of each of so many processes."""
 
     @cache
-    def computed(processes: int) -> list[dict[str, Any]]:
+    def computed(processes: int, names: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("processes")
-        return results_of(
-            script_host.python(), "tests.fakes.sequence_parallel", folder, TIMEOUT, processes, NAMES[processes]
-        )
+        cases = names or NAMES[processes]
+        return results_of(script_host.python(), "tests.fakes.sequence_parallel", folder, TIMEOUT, processes, cases)
 
     return computed
 
 
 @pytest.mark.parametrize(("processes", "name"), [(processes, name) for processes in NAMES for name in NAMES[processes]])
 def test_results_and_summed_gradients_are_those_of_one_process(results: Results, processes: int, name: str) -> None:
+    assert_as_one_process(results(processes), name)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", EVERY)
+def test_so_they_are_of_every_model_that_hands_a_state_on(results: Results, name: str) -> None:
+    assert_as_one_process(results(2, tuple(EVERY)), name)
+
+
+def assert_as_one_process(found: list[dict[str, Any]], name: str) -> None:
     tolerance = TOLERANCE[CASES[name].dtype]
     expected = sequence_parallel.passes(evolve(CASES[name], compiles=False))
-    shares = [result[name] for result in results(processes)]
+    shares = [result[name] for result in found]
     for share in shares:
         for column in ("logprobs", "entropy", "values", "divergence_of_teacher", "divergence_of_kept_teacher"):
             torch.testing.assert_close(share[column], expected[column], rtol=tolerance, atol=tolerance)
@@ -86,10 +108,12 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
         assert (found[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-6 * size, name
 
 
-@pytest.mark.parametrize("processes", NAMES)
-def test_every_process_has_a_part_of_the_work(results: Results, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("processes", "name"),
+    [*((processes, "tied_and_query_norms") for processes in NAMES), (2, "delta_rule"), (4, "state_spaces")],
+)
+def test_every_process_has_a_part_of_the_work(results: Results, processes: int, name: str) -> None:
     """Guards the test above: no process alone has the whole gradient."""
-    name = "tied_and_query_norms"
     expected = sequence_parallel.passes(CASES[name])["by_token"]
     for result in results(processes):
         own = result[name]["by_token"]
@@ -101,6 +125,28 @@ def test_a_process_that_leaves_its_group_computes_alone(results: Results, proces
     expected = sequence_parallel.passes(CASES["two_heads"])
     for result in results(processes):
         assert_same_gradients(result["apart"]["by_token"], expected["by_token"], 1e-6)
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(6, 6, 2), (6, 3, 2), (8, 2, 4), (4, 1, 4)])
+def test_a_process_has_the_groups_of_its_heads(heads: int, groups: int, size: int) -> None:
+    """Those that several processes have heads of go to each of them, and their gradients come back as one sum."""
+    group_1G = torch.arange(groups, dtype=torch.float32)[None].requires_grad_()
+    of_head_H = torch.arange(heads) // (heads // groups)
+    for own_1, heads_1 in zip(for_each(group_1G, size).chunk(size, 1), of_head_H.chunk(size), strict=True):
+        assert own_1[0].repeat_interleave(heads // size // own_1.shape[1]).tolist() == heads_1.tolist()
+    for_each(group_1G, size).sum().backward()
+    assert group_1G.grad is not None
+    assert group_1G.grad.tolist() == [[math.lcm(groups, size) / groups] * groups]
+
+
+@pytest.mark.parametrize(("count", "run"), [(4, 1), (40, 1), (64, 2), (512, 16), (10_000, 64)])
+def test_where_a_state_is_handed_on_processes_take_turns_with_runs_of_tokens(count: int, run: int) -> None:
+    group = SequenceGroup(size=4, heads=4, run=64)
+    layout = build_layout(pack([make_trajectory([3], [4] * (count - 1))]))
+    tokens_P = group.share(layout).tokens_P
+    assert torch.cat(tokens_P).sort()[0].tolist() == [*range(count)]
+    assert tokens_P[1][:run].tolist() == [*range(run, 2 * run)]
+    assert max(map(len, tokens_P)) - min(map(len, tokens_P)) <= run
 
 
 def test_a_layer_with_other_heads_than_the_settings_say_is_refused() -> None:
