@@ -131,7 +131,7 @@ def test_the_divergence_is_the_same_fused(case: str, monkeypatch: pytest.MonkeyP
     with fusing_on_a_cpu(), capture_logs() as logs:
         found = computed()
         assert graphs() == 2, "of the columns and of the gradient, both whole"
-    assert not logs
+    assert [line for line in logs if line["log_level"] != "info"] == []  # a slow machine tells how long it compiles
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == theirs.dtype
         slack = 1e-5 if dtype == torch.float32 else 2e-2
