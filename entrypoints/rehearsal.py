@@ -115,6 +115,9 @@ class _Trial:
         for prompt in shown:
             self._say(f"A prompt, as the model sees it ({len(prompt.token_ids)} tokens; label {prompt.label!r}):")
             self._say(prompt.text)
+            if told := prompt.teacher_token_ids:
+                self._say(f"What the reference reads in its place ({len(told)} tokens):")
+                self._say(container.codec().decode(told, special_tokens=True))
         self._judge([*shown, *(held_out or [])[:1]])
 
     def _plan(self) -> None:

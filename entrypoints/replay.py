@@ -17,7 +17,7 @@ from rollgrad.adapters.tracking.trajectory_files import HIDDEN_TOKEN, read_traje
 from rollgrad.application.settings.derived import optimizer_steps_per_rollout
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
-from rollgrad.domain.algorithms.settings import OldLogprobs
+from rollgrad.domain.algorithms.settings import KLEstimator, OldLogprobs
 from rollgrad.domain.batches.packed import RolloutBatch, pack
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
@@ -153,6 +153,11 @@ def _check(config: RLConfig, step: int) -> None:
         raise ConfigurationError(
             f"data.image_key is {config.data.image_key!r}, but rollouts are kept without their images, on which the "
             "update depends: replay an update of a run on texts."
+        )
+    if config.algo.kl.teacher_template is not None and config.algo.kl.estimator is KLEstimator.FULL:
+        raise ConfigurationError(
+            "algo.kl.estimator is full with algo.kl.teacher_template, but rollouts are kept without what the reference "
+            "read in the place of their prompts: replay an update of a run with another estimator."
         )
     if step > 1 and optimizer_steps_per_rollout(config) > 1:
         raise ConfigurationError(

@@ -16,6 +16,7 @@ from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, RewardError
+from rollgrad.domain.placeholders import filled, places
 from rollgrad.domain.ports.reward_source import RewardSource
 
 TOKEN_VARIABLE = "ROLLGRAD_JUDGE_TOKEN"
@@ -24,7 +25,6 @@ MAX_IN_FLIGHT = 64
 """Largest number of questions in flight; a reply's deadline begins when its question is sent."""
 PLACES = ("prompt", "response", "query", "label")
 """Placeholders besides columns of the row."""
-_PLACE = re.compile(r"\{(\{?)([A-Za-z_][A-Za-z0-9_]*)\}(\}?)")
 _SCALE = re.compile(r"(?<=[0-9])\s*(?:/|out of)\s*[0-9]+(?:\.[0-9]+)?")
 """Upper end of a scale, as in 8/10 or 8 out of 10, which is not the judgement."""
 _THOUGHT = re.compile(r"<think>.*?(</think>|$)", re.DOTALL)
@@ -46,8 +46,7 @@ class JudgePrompt:
     def __init__(self, text: str, path: str) -> None:
         self._text = text
         self._path = path
-        names = {name for opening, name, closing in _PLACE.findall(text) if not (opening and closing)}
-        if not names & {"response", "query"}:
+        if not places(text) & {"response", "query"}:
             raise ConfigurationError(
                 f"--reward.judge_prompt {path} has neither {{response}} nor {{query}}, so that the judge would see no "
                 "reply: write {response} where the reply belongs."
@@ -80,19 +79,16 @@ class JudgePrompt:
             "label": request.label,
         }
 
-        def fill(match: re.Match[str]) -> str:
-            opening, name, closing = match.groups()
-            if opening and closing:
-                return f"{{{name}}}"
+        def value(name: str) -> str:
             if name not in known:
                 raise ConfigurationError(
                     f"--reward.judge_prompt {self._path} has the placeholder {{{name}}}, which is neither one of "
                     f"{', '.join(PLACES)} nor a column of {request.prompt.datasource!r} ({', '.join(sorted(row))}): "
                     f"correct it, or write {{{{{name}}}}} for the text itself."
                 )
-            return f"{opening}{known[name]}{closing}"
+            return str(known[name])
 
-        return _PLACE.sub(fill, self._text)
+        return filled(self._text, value)
 
 
 class LLMJudge(RewardSource):

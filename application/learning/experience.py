@@ -16,8 +16,9 @@ from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.estimators import EstimatorInput, estimate
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.settings import Normalise, OldLogprobs
-from rollgrad.domain.batches.packed import RolloutBatch, pack
+from rollgrad.domain.batches.packed import Batch, RolloutBatch, pack
 from rollgrad.domain.batches.passes import Passes
+from rollgrad.domain.batches.teaching import as_taught
 from rollgrad.domain.control.signs import PART
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
@@ -87,12 +88,21 @@ class ExperienceService:
         self._replays = replays
 
     def make(
-        self, trajectories: Sequence[Trajectory], kl_coef: float, baselines: Mapping[int, float] | None = None
+        self,
+        trajectories: Sequence[Trajectory],
+        kl_coef: float,
+        baselines: Mapping[int, float] | None = None,
+        teacher_prompts: Mapping[int, tuple[int, ...]] | None = None,
     ) -> Experience:
         """Packs and scores trajectories, and estimates advantages. `kl_coef` is the controller's current weight,
-        `baselines` are the rewards of greedy rollouts by group id, which are normalised and clipped like the others."""
+        `baselines` are the rewards of greedy rollouts by group id, which are normalised and clipped like the others.
+        `teacher_prompts` are the tokens that the reference reads in the place of prompts, by group id; without any it
+        reads what the policy reads."""
         metrics: dict[str, float] = {}
         batch = self._shaped(pack(trajectories), metrics)
+        if teacher_prompts:
+            told_S = tuple(teacher_prompts[group] for group in batch.group_ids_S.tolist())
+            batch = evolve(batch, teacher_prompts_S=told_S)
         if self._replays and batch.experts_NLK is None:
             log.warning(
                 "actor.router_replay is engine, but of no token of this rollout is known to which experts it was sent: "
@@ -105,10 +115,7 @@ class ExperienceService:
         token_rewards_N = torch.zeros(1).expand(batch.token_count)  # no memory
         unrouted = evolve(batch, experts_NLK=None)  # other models send tokens where their own routers do
         if self._reference is not None:
-            batch = evolve(
-                batch,
-                ref_logprobs_N=self._reference.logprobs(self._passes(unrouted, self._reference)),
-            )
+            batch = evolve(batch, ref_logprobs_N=self._ref_logprobs(unrouted, self._reference), teacher_prompts_S=())
             if not self._algo.kl.use_loss:
                 token_rewards_N, reference_kl = self._kl_penalty(batch, kl_coef)
                 metrics["policy/ref_kl"] = reference_kl
@@ -116,6 +123,16 @@ class ExperienceService:
             batch = evolve(batch, values_N=self._critic.all_values(self._passes(unrouted, self._critic)))
         batch = self._with_advantages(batch, token_rewards_N, metrics)
         return Experience(batch=batch, metrics=metrics, reference_kl=reference_kl)
+
+    def _ref_logprobs(self, batch: RolloutBatch, reference: ReferenceModel) -> Tensor:
+        """Returns the reference's log-probs of action tokens, after what it reads in the place of the prompts."""
+        taught = as_taught(batch)
+        logprobs_N = reference.logprobs(self._passes(taught, reference))
+        if taught is batch:
+            return logprobs_N
+        own_N = logprobs_N.new_zeros(batch.token_count)
+        own_N[batch.action_mask_N] = logprobs_N[taught.action_mask_N]
+        return own_N
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the running moments of the rewards."""
@@ -231,7 +248,7 @@ class ExperienceService:
             )
         return evolve(batch, advantages_N=result.advantages_N, returns_N=result.returns_N)
 
-    def _passes(self, batch: RolloutBatch, model: PolicyModel | ReferenceModel | ValueModel) -> Passes[RolloutBatch]:
+    def _passes(self, batch: Batch, model: PolicyModel | ReferenceModel | ValueModel) -> Passes[Batch]:
         return split(batch, self._max_tokens, self._shares, padded=model.padded())
 
 

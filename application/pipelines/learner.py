@@ -114,7 +114,9 @@ class RLLearner:
         if not trajectories:
             raise RewardError(f"All {len(groups)} groups of step {done} failed: there is nothing to train on.")
         baselines = {g.group_id: g.baseline for g in groups if g.baseline is not None}
-        experience = self._experience.make(trajectories, self._kl.coef, baselines)
+        told = {g.group_id: g.prompt.teacher_token_ids or g.prompt.token_ids for g in groups}
+        more = any(g.prompt.teacher_token_ids for g in groups)
+        experience = self._experience.make(trajectories, self._kl.coef, baselines, told if more else None)
         prepared = clock.monotonic()
         metrics = rollout_metrics(groups, self._pass_threshold) | experience.metrics
         self._entropy = self._entropy.observe(sampled_entropy(trajectories))

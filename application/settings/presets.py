@@ -125,6 +125,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "on_policy_distill": {"algo.advantage.estimator": "on_policy_distill", "algo.kl.init_coef": 1.0},
     # Xie et al. 2026, arXiv:2606.22600, with TRL's weight.
     "iw_opd": {"algo.advantage.estimator": "iw_opd", "algo.kl.init_coef": 1.0},
+    # Zhao et al. 2026, arXiv:2601.18734, from the sampled tokens: the teacher is the model as it was, told the label.
+    "opsd": {
+        "algo.advantage.estimator": "on_policy_distill",
+        "algo.kl.init_coef": 1.0,
+        "algo.kl.teacher_template": "{prompt}\n\nHere is a reference solution:\n{label}\n\nAfter understanding the "
+        "reference solution, solve the problem in your own way.",
+    },
     # Off-policy corrections; bounds of Yao et al. 2025, of Ring-1T's IcePop, and of OpenRLHF.
     "tis": {"algo.correction.level": "token", "algo.correction.mode": "truncate", "algo.correction.high": 2.0},
     "icepop": {

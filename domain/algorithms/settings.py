@@ -73,6 +73,13 @@ class KLSettings:
         only_if=WITH_KL,
     )
     use_loss: bool = setting(False, "Add KL to the loss rather than to the reward.", only_if=WITH_KL)
+    teacher_template: str | None = setting(
+        None,
+        "What the reference reads in the place of a prompt's last user message, so that it teaches what it knows from "
+        "more: {prompt} is the text of that message, {label} the label, {NAME} a column of the row. The template "
+        "itself, or a text file.",
+        only_if=WITH_KL,
+    )
     target: float | None = setting(
         None,
         "KL per action token that an adaptive controller steers to; none keeps the weight fixed.",

@@ -41,6 +41,8 @@ class PackedBatch:
 
     `images_S`: the images of each sequence, whose tokens are counted from its first; `prescribed_S`: its actions that
     were sampled under a grammar, counted likewise. Both are empty where no sequence has any.
+    `teacher_prompts_S`: the tokens that a teacher reads in the place of each sequence's prompt (`teaching.py`); empty
+    where it reads the prompt.
 
     `experts_NLK` small integers: the experts of a mixture that each token is sent to (`episodes/routed.py`) by a model
     that replays them; None where its routers choose.
@@ -64,6 +66,7 @@ class PackedBatch:
     shares: int = 1
     images_S: tuple[PlacedImages, ...] = ()
     prescribed_S: tuple[tuple[Segment, ...], ...] = ()
+    teacher_prompts_S: tuple[tuple[int, ...], ...] = ()
     experts_NLK: Tensor | None = None
 
     @property
@@ -131,7 +134,7 @@ class PackedBatch:
             name: torch.cat([column[start:stop] for start, stop in runs]) if axis == "N" and runs else column[index_S]
             for name, axis, column in self.columns()
         }
-        for name in ("images_S", "prescribed_S"):
+        for name in ("images_S", "prescribed_S", "teacher_prompts_S"):
             if column := getattr(self, name):
                 changed[name] = tuple(column[index] for index in index_S.tolist())
         return evolve(self, **changed)

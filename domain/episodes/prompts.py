@@ -24,7 +24,8 @@ class Prompt:
     `text` is the rendered prompt (chat template applied). `label` is whatever the reward source needs (reference
     answer, or None). `datasource` names the origin for per-source metrics. `metadata` holds the source's own entry;
     `messages` the conversation that was rendered (empty for a prompt that was text from the start). `images` are those
-    that some of the tokens stand for.
+    that some of the tokens stand for. `teacher_token_ids` is what a teacher reads in the place of `token_ids`, empty if
+    it reads these.
     """
 
     token_ids: tuple[int, ...]
@@ -34,6 +35,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
     images: PlacedImages = ()
+    teacher_token_ids: tuple[int, ...] = ()
 
 
 @frozen

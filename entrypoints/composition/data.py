@@ -8,6 +8,7 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.loading import load_dataset
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
+from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.models.torch.loading import load_positions
 from rollgrad.adapters.rewards.verifiers import label_problem
@@ -48,16 +49,17 @@ def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any
         seed=config.train.seed,
         max_samples=data.max_samples,
     )
-    source = DatasetPromptSource(dataset, _builder(config, codec), seed=config.train.seed)
-    return _within_positions(config, environment, source, "rollout")
+    source = DatasetPromptSource(dataset, _builder(config, codec, _teacher(config)), seed=config.train.seed)
+    return _taught_within_positions(config, _within_positions(config, environment, source, "rollout"))
 
 
 def make_gym_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> ReasoningGymPromptSource:
     """Returns prompts that reasoning-gym generates; `environment` plays them, if it is not None."""
     data = config.data
     size = min(data.size, data.max_samples or data.size)
-    source = ReasoningGymPromptSource(data.prompt_dataset, codec, data, size=size, seed=config.train.seed)
-    return _within_positions(config, environment, source, "rollout")
+    seed, teacher = config.train.seed, _teacher(config)
+    source = ReasoningGymPromptSource(data.prompt_dataset, codec, data, size=size, seed=seed, teacher=teacher)
+    return _taught_within_positions(config, _within_positions(config, environment, source, "rollout"))
 
 
 def make_eval_dataset(config: RLConfig, codec: TemplateCodec, environment: Any) -> list[Prompt]:
@@ -116,12 +118,40 @@ def _within_positions(config: RLConfig, environment: Any, source: Source, sectio
     )
 
 
-def _builder(config: RLConfig, codec: TemplateCodec) -> PromptBuilder:
+def _taught_within_positions(config: RLConfig, source: Source) -> Source:
+    """Returns `source`, if the reference has positions for what it reads in the place of the longest prompt, and the
+    longest reply.
+
+    Raises:
+        ConfigurationError: it has not.
+    """
+    told, reply = source.survey.longest_told, config.rollout.max_new_tokens
+    name = config.ref.model_name_or_path or config.actor.model_name_or_path
+    positions = load_positions(name) if told else None
+    if positions is None or told + reply <= positions:
+        return source
+    raise ConfigurationError(
+        f"With algo.kl.teacher_template the longest prompt of {source.survey.setting} has {told} tokens and a reply up "
+        f"to {reply} (rollout.max_new_tokens), {told + reply} together, but the reference {name!r} has {positions} "
+        "positions: shorten --algo.kl.teacher_template or the columns that it names, or lower --rollout.max_new_tokens."
+    )
+
+
+def _teacher(config: RLConfig) -> TeacherTemplate | None:
+    template = config.algo.kl.teacher_template
+    return None if template is None else TeacherTemplate.read(template)
+
+
+def _builder(config: RLConfig, codec: TemplateCodec, teacher: TeacherTemplate | None = None) -> PromptBuilder:
     verifier, fetched = config.reward.verifier, make_fetched_images(config.data)
     if verifier is None:
         # A reward model reads the reply alone; functions, servers, environments and agents are given the label.
         return PromptBuilder(
-            codec, config.data, labels_are_read=config.reward.model_name_or_path is None, fetched=fetched
+            codec,
+            config.data,
+            labels_are_read=config.reward.model_name_or_path is None,
+            fetched=fetched,
+            teacher=teacher,
         )
     return PromptBuilder(
         codec,
@@ -129,4 +159,5 @@ def _builder(config: RLConfig, codec: TemplateCodec) -> PromptBuilder:
         labels_are_read=verifier is not Verifier.FORMAT,
         label_problem=partial(label_problem, verifier),
         fetched=fetched,
+        teacher=teacher,
     )

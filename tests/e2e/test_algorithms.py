@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
 import rollgrad
+from rollgrad.adapters.tracking.trajectory_files import read_trajectories
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.presets import PRESETS
 from rollgrad.domain.algorithms import catalogue
@@ -132,6 +134,41 @@ def test_a_policy_comes_nearer_to_its_teacher_on_its_own_replies(workspace: Path
     assert {name: divided[f"policy/{name}"] for name in first} == pytest.approx(first, rel=1e-3)
     coarse = train(flags, "--train.max_steps 1 --algo.kl.top_k 5")[0]
     assert 0 < coarse["policy/ref_kl"] < first["ref_kl"]
+
+
+def test_a_teacher_reads_what_the_policy_does_not(workspace: Path, tiny_model_dir: Path) -> None:
+    """Advantages are the log-ratios that transformers computes: of a reply after what the teacher reads, and after the
+    prompt. The whole divergence is of the same two, and falls."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = [json.loads(line) | {"source": "the book"} for line in Path("prompts.jsonl").read_text().splitlines()]
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("more.txt").write_text("{prompt}\nIt is {label}, as {source} says.")
+    flags = "--algo.preset opsd --algo.kl.teacher_template more.txt"
+    train(flags, "--train.max_steps 1")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
+
+    def logprobs(question: str, reply: list[int]) -> Tensor:
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, add_special_tokens=False).input_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(1).gather(1, torch.tensor(reply)[:, None])[:, 0]
+
+    kept = read_trajectories(Path("out/trajectories/step-000001.parquet")).to_pylist()
+    assert len(kept) == 9
+    for row in kept:
+        first = row["prompt_tokens"]
+        reply, question = row["token"][first:], json.loads(row["messages"])[0]["content"]
+        told = f"{question}\nIt is {row['label']}, as the book says."
+        expected = logprobs(told, reply) - logprobs(question, reply)
+        found = torch.tensor(row["token_advantage"][first:], dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    whole = train(flags, "--algo.kl.use_loss --algo.kl.estimator full --train.max_steps 9")
+    divergences = [row["policy/ref_kl"] for row in whole]
+    assert 0 < max(divergences[-3:]) < 0.7 * min(divergences[:2])
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ def test_an_update_again_has_the_metrics_that_were_logged(
     assert "set --step to its number" in refused(capsys, "out")
     assert "replay takes the directory of a run" in refused(capsys)
     assert "numbered from 1" in refused(capsys, "out", "--step", "0")
+    whole = ("--algo.kl.estimator", "full", "--algo.kl.teacher_template", "{prompt}")
+    assert "kept without what the reference read" in refused(capsys, "out", "--step", "1", *whole)
     assert "step-000009.parquet is not there" in refused(capsys, "out", "--step", "9")
     trajectory_files(Path("out"))[1].write_bytes(b"PAR1")
     assert "cannot be read" in refused(capsys, "out", "--step", "2")

@@ -13,6 +13,7 @@ import torch
 from attrs import evolve, fields_dict, frozen
 from torch import Tensor
 
+from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParams, estimate, group
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
@@ -444,6 +445,43 @@ def test_importance_weighted_distillation(case: Case, weight: float) -> None:
     moved = evolve(case, logprobs_N=logprobs_N.detach())
     ours = run_ours(moved, "token_mean", objective_of("policy_gradient"), advantages_N=advantages_N)
     agree(Outcome(loss.detach(), gradient_N, {}), ours)
+
+
+@pytest.mark.parametrize("opening", [[], [{"role": "system", "content": "Be brief."}]])
+def test_a_self_taught_model_is_told_what_sdft_tells_it(opening: list[dict[str, str]]) -> None:
+    """Its template for the last user message, with the column privileged_context of the row."""
+    from trl.experimental.sdft.sdft_config import SDFTConfig
+    from trl.experimental.sdft.sdft_trainer import DemonstrationTeacherContextBuilder
+
+    template = SDFTConfig.__dataclass_fields__["teacher_prompt_template"].default
+    builder = DemonstrationTeacherContextBuilder(
+        SimpleNamespace(args=SimpleNamespace(teacher_prompt_template=template))
+    )
+    messages = [*opening, {"role": "user", "content": "3 + 4?"}]
+    row = {"prompt": messages, "privileged_context": "Count from 3 on."}
+    told = TeacherTemplate(template).messages(messages, None, row, "sums")
+    assert told == builder._compose_teacher_prompt(messages, row["privileged_context"])
+
+
+def test_a_self_taught_model_has_sdfts_gradient(case: Case) -> None:
+    """Of sampled tokens: the advantage is the log-ratio to the teacher, whatever that has read."""
+    from trl.experimental.sdft.loss_utils import compute_sampled_token_self_distillation_loss
+
+    generator = torch.Generator().manual_seed(9)
+    student = torch.randn(1, len(case.mask_N), 11, generator=generator).requires_grad_()
+    teacher = torch.randn(1, len(case.mask_N), 11, generator=generator)
+    ids = torch.randint(11, (1, len(case.mask_N)), generator=generator)
+    losses = compute_sampled_token_self_distillation_loss(student, teacher, ids, distillation_alpha=1.0)
+    (wanted,) = torch.autograd.grad(losses[0][case.mask_N].mean(), student)
+    own_N, its_N = (logits.log_softmax(2).gather(2, ids[:, :, None])[0, :, 0] for logits in (student, teacher))
+    distances_N = torch.where(case.mask_N, its_N - own_N.detach(), 0.0)
+    advantages_N = our_advantages(case, "on_policy_distill", distances_N)
+    moved = evolve(case, logprobs_N=own_N.detach())
+    loss, gradient_N = run_ours(moved, "token_mean", objective_of("policy_gradient"), advantages_N=advantages_N)
+    (found,) = torch.autograd.grad(own_N, student, gradient_N)
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(loss, losses[0][case.mask_N].mean().detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_bias_corrected_kl_is_k3_unbiased(case: Case) -> None:

@@ -15,6 +15,7 @@ from rollgrad.adapters.chat.image_marks import listed_images, placed_images
 from rollgrad.adapters.chat.pictures import image_count
 from rollgrad.adapters.chat.template_codec import TemplateCodec, WrittenPrompt
 from rollgrad.adapters.data.datasets.columns import Columns, find_columns, has_value, value_at
+from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.fetched_images import FetchedImages
 from rollgrad.application.foreign import shown
 from rollgrad.application.settings.sections.data import DataConfig
@@ -47,11 +48,13 @@ def with_suffix(message: Message, suffix: str) -> Message:
 
 @frozen
 class Draft:
-    """A prompt that is not yet tokenised. `written` is a text if there is no chat template."""
+    """A prompt that is not yet tokenised. `written`, and `told`, what a teacher reads in its place, are texts if there
+    is no chat template; `told` is None if it reads the prompt."""
 
     written: WrittenPrompt | str
     label: Any
     messages: tuple[Message, ...]
+    told: WrittenPrompt | str | None = None
 
     @property
     def has_images(self) -> bool:
@@ -64,7 +67,7 @@ class PromptBuilder:
 
     Columns that `data` does not name are found in the first row (`find_columns`), and logged. `labels_are_read`:
     several possible columns of labels are an error. `label_problem`: refuses labels. `fetched`: fetches images that are
-    URLs.
+    URLs. `teacher`: what a teacher reads in the place of prompts.
 
     Raises:
         ConfigurationError: settings of the chat template and of plain text are mixed.
@@ -78,6 +81,7 @@ class PromptBuilder:
         labels_are_read: bool = False,
         label_problem: LabelProblem = lambda label, key: None,
         fetched: FetchedImages | None = None,
+        teacher: TeacherTemplate | None = None,
     ) -> None:
         if data.apply_chat_template and data.input_template is not None:
             raise ConfigurationError(
@@ -99,6 +103,7 @@ class PromptBuilder:
         self._labels_are_read = labels_are_read
         self._label_problem = label_problem
         self._fetched = fetched
+        self._teacher = teacher
         self._columns: Columns | None = None
 
     def columns(self, row: Mapping[str, Any], datasource: str) -> Columns:
@@ -133,12 +138,7 @@ class PromptBuilder:
             DataError: a column is missing or of the wrong kind, or the prompt is empty.
         """
         draft = self.draft(row, datasource)
-        written = draft.written
-        rendered = (
-            RenderedPrompt(text=written, token_ids=self._codec.encode_prompt(written))
-            if isinstance(written, str)
-            else self._codec.encoded(written)
-        )
+        rendered = self._rendered(draft.written)
         return Prompt(
             token_ids=rendered.token_ids,
             text=rendered.text,
@@ -147,7 +147,13 @@ class PromptBuilder:
             metadata=dict(row),
             messages=draft.messages,
             images=rendered.images,
+            teacher_token_ids=() if draft.told is None else self._rendered(draft.told).token_ids,
         )
+
+    def _rendered(self, written: WrittenPrompt | str) -> RenderedPrompt:
+        if isinstance(written, str):
+            return RenderedPrompt(text=written, token_ids=self._codec.encode_prompt(written))
+        return self._codec.encoded(written)
 
     def draft(self, row: Mapping[str, Any], datasource: str) -> Draft:
         """Returns the prompt that `row` describes, before it is tokenised.
@@ -163,8 +169,13 @@ class PromptBuilder:
             raise DataError(problem)
         if self.data.apply_chat_template:
             messages = self._with_images(self._messages(value, datasource), row, datasource)
-            return Draft(self._codec.write(messages), label, tuple(messages))
-        return Draft(self._plain(value, datasource), label, ())
+            told = None
+            if self._teacher is not None:
+                told = self._codec.write(self._teacher.messages(messages, label, row, datasource))
+            return Draft(self._codec.write(messages), label, tuple(messages), told)
+        text = self._plain(value, datasource)
+        told_text = None if self._teacher is None else self._teacher.about(text, label, row, datasource)
+        return Draft(text, label, (), told_text)
 
     def fetch_ahead(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Fetches the images of rows that are URLs, many at the same time."""
@@ -175,9 +186,16 @@ class PromptBuilder:
 
     def lengths(self, drafts: Sequence[Draft]) -> list[int]:
         """Returns the number of tokens of each draft, in one call of the tokenizer."""
+        return self._lengths([draft.written for draft in drafts])
+
+    def told_lengths(self, drafts: Sequence[Draft]) -> list[int]:
+        """Returns the number of tokens that a teacher reads in the place of each draft; none if it reads the same."""
+        return self._lengths([draft.told for draft in drafts if draft.told is not None])
+
+    def _lengths(self, prompts: Sequence[WrittenPrompt | str]) -> list[int]:
         if self.data.apply_chat_template:
-            return self._codec.lengths([draft.written for draft in drafts if not isinstance(draft.written, str)])
-        return self._codec.text_lengths([draft.written for draft in drafts if isinstance(draft.written, str)])
+            return self._codec.lengths([written for written in prompts if not isinstance(written, str)])
+        return self._codec.text_lengths([written for written in prompts if isinstance(written, str)])
 
     @staticmethod
     def _value(row: Mapping[str, Any], key: str, datasource: str) -> Any:

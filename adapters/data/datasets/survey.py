@@ -44,12 +44,14 @@ class Rows(Protocol):
 @frozen
 class Survey:
     """Result of a survey. `setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: tokens of the
-    longest prompt that is kept; `fingerprint`: sha256 of all rows in their order, which does not depend on the name."""
+    longest prompt that is kept; `fingerprint`: sha256 of all rows in their order, which does not depend on the name;
+    `told`: tokens that a teacher reads in the place of each row's prompt, empty if it reads the prompt."""
 
     setting: str
     lengths: tuple[int, ...]
     limit: int
     fingerprint: str
+    told: tuple[int, ...] = ()
 
     def keeps(self, index: int) -> bool:
         """Returns whether row `index` is kept."""
@@ -64,6 +66,12 @@ class Survey:
     def longest(self) -> int:
         """Number of tokens of the longest kept prompt."""
         return max(length for index, length in enumerate(self.lengths) if self.keeps(index))
+
+    @property
+    def longest_told(self) -> int:
+        """Number of tokens that a teacher reads in the place of the longest kept prompt that it reads; 0 if it reads
+        the prompts."""
+        return max((length for index, length in enumerate(self.told) if self.keeps(index)), default=0)
 
 
 @runtime_checkable
@@ -86,6 +94,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
         first = rows[0]
     builder.columns(first, datasource_of(first))
     measured: dict[int, int] = {}
+    told: list[int] = []
     broken: list[str] = []
     content = hashlib.sha256()
     for start in _batches(size, setting):
@@ -107,11 +116,12 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
             except DataError as error:
                 broken.append(f"Row {index + 1} of {setting} cannot be used: {error}")
         measured |= zip(drafts, builder.lengths([*drafts.values()]), strict=True)
+        told += builder.told_lengths([*drafts.values()])
     if broken:
         others = f" ({len(broken)} of {size} rows cannot be used.)" if len(broken) > 1 else ""
         raise DataError(broken[0] + others)
     lengths = tuple(measured[index] for index in range(size))
-    found = Survey(setting, lengths, builder.data.prompt_limit, content.hexdigest())
+    found = Survey(setting, lengths, builder.data.prompt_limit, content.hexdigest(), tuple(told))
     _report(found, builder.data)
     return found
 

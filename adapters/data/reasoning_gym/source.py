@@ -15,6 +15,7 @@ from attrs import evolve, frozen
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
+from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.reasoning_gym import worker
 from rollgrad.adapters.rewards.judge_pool import JudgePool
 from rollgrad.application.settings.sections.data import DataConfig
@@ -59,7 +60,7 @@ class ReasoningGymPromptSource(PromptSource):
     """`size` tasks generated from `spec` and `seed`; the label is the reference answer, the metadata the task's entry.
 
     `data` says how prompts are rendered; its input and label keys, size and max_samples are not used. `setting` names
-    the dataset in errors.
+    the dataset in errors; `teacher` is what a teacher reads in the place of prompts.
 
     Raises:
         DataError: the task is unknown, or its generator refuses the settings.
@@ -75,9 +76,10 @@ class ReasoningGymPromptSource(PromptSource):
         size: int,
         seed: int,
         setting: str = "data.prompt_dataset",
+        teacher: TeacherTemplate | None = None,
     ) -> None:
         parsed = parse_spec(spec)
-        builder = PromptBuilder(codec, evolve(data, input_key="question", label_key="answer"))
+        builder = PromptBuilder(codec, evolve(data, input_key="question", label_key="answer"), teacher=teacher)
         self._source = DatasetPromptSource(
             _Entries(parsed.task, _create(parsed, size=size, seed=seed)),
             builder,

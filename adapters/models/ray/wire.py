@@ -197,7 +197,8 @@ class _Whole:
                 columns[name] = _at_actions(name, _joined(column, runs)[mask], actions)
         others = {f.name: getattr(batch, f.name) for f in fields(type(batch)) if f.name != "images_S"}
         plain = {name: value for name, value in others.items() if not isinstance(value, Tensor)}
-        plain["prescribed_S"] = tuple(batch.prescribed_S[sequence] for sequence in sequences if batch.prescribed_S)
+        for name in ("prescribed_S", "teacher_prompts_S"):
+            plain[name] = tuple(plain[name][sequence] for sequence in sequences if plain[name])
         images = _images([batch.images_S[sequence] for sequence in sequences] if batch.images_S else [])
         return SentBatch(type(batch), list(counts), list(fillers), columns, actions, images, plain)
 

@@ -36,6 +36,7 @@ from rollgrad.adapters.models.torch.padded import is_padded, padded_layout, padd
 from rollgrad.adapters.models.torch.router_replay import router_replay
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, SequenceShare, sequence_group
 from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.teaching import as_taught
 
 
 @frozen(kw_only=True, eq=False)
@@ -198,7 +199,7 @@ class PackedLM(nn.Module):
 def live_logits(teacher: Teacher, batch: PackedBatch, group: SequenceGroup, size: int) -> Callable[[slice], Logits]:
     """Returns the teacher's logits at the action tokens that this process of `group` computes, among the first `size`
     tokens of the vocabulary."""
-    return teacher.logits(action_hidden(teacher.model, batch, group).hidden_BH, size)
+    return teacher.logits(action_hidden(teacher.model, as_taught(batch), group).hidden_BH, size)
 
 
 class Scorer(nn.Module):

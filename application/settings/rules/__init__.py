@@ -13,6 +13,7 @@ from rollgrad.application.settings.rules.algorithm import (
     correction_problems,
     kl_problems,
     policy_loss_problems,
+    teacher_problems,
 )
 from rollgrad.application.settings.rules.asynchrony import async_problems
 from rollgrad.application.settings.rules.cluster import cluster_problems, engine_length_problems, server_problems
@@ -78,6 +79,7 @@ def setting_errors(
         yield policy_loss_problems(config)
         yield lora_problems(config)
         yield kl_problems(config)
+        yield teacher_problems(config, has_environment=plays)
         yield correction_problems(config)
         yield async_problems(config)
         yield cluster_problems(config)

@@ -83,11 +83,13 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
         )
     kl = config.algo.kl
     taught = kl.estimator is (KLEstimator.FULL if kl.use_loss else KLEstimator.K1)
-    if "teacher" in traits.needs and (config.ref.model_name_or_path is None or kl.init_coef == 0 or not taught):
+    more = config.ref.model_name_or_path is not None or kl.teacher_template is not None
+    if "teacher" in traits.needs and (not more or kl.init_coef == 0 or not taught):
         yield (
             f"algo.advantage.estimator {estimator} learns from the log-probs of a teacher: name it with "
-            "--ref.model_name_or_path, set --algo.kl.init_coef above 0 (1 is usual), and leave --algo.kl.use_loss and "
-            "--algo.kl.estimator out, or turn on --algo.kl.use_loss and set --algo.kl.estimator to full."
+            "--ref.model_name_or_path, or let the model itself be one with --algo.kl.teacher_template, set "
+            "--algo.kl.init_coef above 0 (1 is usual), and leave --algo.kl.use_loss and --algo.kl.estimator out, or "
+            "turn on --algo.kl.use_loss and set --algo.kl.estimator to full."
         )
     elif "prefix_weight" in traits.uses and kl.use_loss:
         yield (
@@ -184,6 +186,34 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
                 f"ref.model_name_or_path is {config.ref.model_name_or_path!r}, but algo.kl.against is rollout, which "
                 "needs no reference: leave --ref.model_name_or_path out, or set --algo.kl.against to reference."
             )
+
+
+def teacher_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
+    """Yields the problems of a reference that reads another prompt than the policy."""
+    kl = config.algo.kl
+    if kl.teacher_template is None:
+        return
+    if has_environment or config.agent.plays:
+        yield (
+            "algo.kl.teacher_template replaces the prompt of single replies, but episodes have several turns here: "
+            "leave --algo.kl.teacher_template out."
+        )
+    if config.data.image_key is not None:
+        yield (
+            f"algo.kl.teacher_template is a text, but prompts have images (data.image_key is "
+            f"{config.data.image_key!r}): leave --algo.kl.teacher_template or --data.image_key out."
+        )
+    if kl.against is KLAgainst.ROLLOUT:
+        yield (
+            "algo.kl.teacher_template is what a reference reads, but algo.kl.against is rollout, which has none: set "
+            "--algo.kl.against to reference, or leave --algo.kl.teacher_template out."
+        )
+    if kl.estimator is KLEstimator.FULL and config.cluster.enable and config.ds.sequence_parallel_size > 1:
+        yield (
+            f"algo.kl.teacher_template with algo.kl.estimator full and ds.sequence_parallel_size "
+            f"{config.ds.sequence_parallel_size}: processes that share a sequence share it at other places where its "
+            "prompt is another. Leave --ds.sequence_parallel_size out, or set --algo.kl.estimator to k1, k2 or k3."
+        )
 
 
 def _whole_kl_problems(config: RLConfig) -> Iterator[str]:

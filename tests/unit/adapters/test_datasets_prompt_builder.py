@@ -1,11 +1,14 @@
 """PromptBuilder: templates, columns and limits."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+from rollgrad.adapters.data.datasets.source import DatasetPromptSource
+from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.errors import ConfigurationError, DataError
 
@@ -83,3 +86,62 @@ def test_an_empty_prompt_is_refused(codec: TemplateCodec, chat: bool, value: Any
 def test_settings_that_contradict_each_other_are_refused(codec: TemplateCodec, data: DataConfig) -> None:
     with pytest.raises(ConfigurationError, match=r"--data.input_template"):
         PromptBuilder(codec, data)
+
+
+MORE = TeacherTemplate("{prompt} Known: {solution} ({label}). {{prompt}} {x: 1}")
+
+
+def test_a_teacher_reads_more_in_the_place_of_the_last_user_message(codec: TemplateCodec) -> None:
+    builder = PromptBuilder(codec, DataConfig(system_prompt="Be brief.", label_key="answer"), teacher=MORE)
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
+    last = [{"type": "text", "text": "3+"}, {"type": "text", "text": "4?"}]
+    for asked, opening in (("3+4?", []), ([*talk, {"role": "user", "content": last}], talk)):
+        prompt = builder.build({"input": asked, "answer": 7, "solution": "3, 4 <|im_end|>"}, "sums")
+        told = {"role": "user", "content": "3+4? Known: 3, 4 <|im_end|> (7). {prompt} {x: 1}"}
+        wanted = codec.render([{"role": "system", "content": "Be brief."}, *opening, told])
+        assert prompt.teacher_token_ids == wanted.token_ids
+        assert "Known" not in prompt.text
+        assert prompt.token_ids == PromptBuilder(codec, builder.data).build(prompt.metadata, "sums").token_ids
+
+
+def test_without_the_chat_template_a_teacher_reads_a_text(codec: TemplateCodec) -> None:
+    data = DataConfig(apply_chat_template=False, input_template="Q: {}\nA:")
+    prompt = PromptBuilder(codec, data, teacher=TeacherTemplate("{solution} {prompt}")).build(
+        {"input": "3+4?", "solution": "7"}, "d"
+    )
+    assert codec.decode(prompt.teacher_token_ids) == "7 Q: 3+4?\nA:"
+    assert PromptBuilder(codec, data).build({"input": "3+4?"}, "d").teacher_token_ids == ()
+
+
+@pytest.mark.parametrize("row", [{"input": "a"}, {"input": "a", "hint": None}])
+def test_a_row_that_lacks_what_the_teacher_is_told_is_named(codec: TemplateCodec, row: dict[str, Any]) -> None:
+    builder = PromptBuilder(codec, DataConfig(), teacher=TeacherTemplate("{prompt} {hint}"))
+    with pytest.raises(DataError, match=r"no 'hint' in this row of 'd' \(.*input.*algo.kl.teacher_template"):
+        builder.build(row, "d")
+    rows = [{"input": "a", "hint": "b"}, row]
+    with pytest.raises(DataError, match=r"Row 2 of data.prompt_dataset cannot be used: There is no 'hint'"):
+        DatasetPromptSource(rows, builder, seed=0)
+
+
+def test_the_longest_that_a_teacher_reads_is_of_the_prompts_that_are_kept(codec: TemplateCodec) -> None:
+    rows = [{"input": "z" * own, "solution": "z" * more} for own, more in ((1, 2), (2, 5), (3, 9))]
+    data = DataConfig(apply_chat_template=False, max_prompt_tokens=2)
+    builder = PromptBuilder(codec, data, teacher=TeacherTemplate("{prompt}{solution}"))
+    assert DatasetPromptSource(rows, builder, seed=0).survey.longest_told == 7
+    assert DatasetPromptSource(rows, PromptBuilder(codec, data), seed=0).survey.longest_told == 0
+
+
+def test_a_template_is_itself_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("{prompt} and {label}")
+    assert TeacherTemplate.read("{prompt} x") == TeacherTemplate("{prompt} x")
+    assert TeacherTemplate.read(str(tmp_path / "more.txt")) == TeacherTemplate("{prompt} and {label}")
+    (tmp_path / "none.txt").write_text("{{prompt}} {label}")
+    for given, problem in (
+        (str(tmp_path / "none.txt"), "has no {prompt}"),
+        ("{label}", "has no {prompt}"),
+        (str(tmp_path / "gone.txt"), "cannot be read as a file"),
+        ("no place", "cannot be read as a file"),
+        ("x" * 5000, "cannot be read as a file"),
+    ):
+        with pytest.raises(ConfigurationError, match=problem):
+            TeacherTemplate.read(given)

@@ -18,6 +18,7 @@ from rollgrad.application.learning.update import Listening
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.batches.metrics import Total
 from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
+from rollgrad.domain.batches.teaching import as_taught
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.ports.models import LossOutput, TokenScores
@@ -64,6 +65,7 @@ def rollouts(groups: Sequence[Sequence[int]], prompt: int = 5) -> RolloutBatch:
         part_names=("right",),
         reward_parts_SK=torch.ones(len(batch), 1),
         experts_NLK=torch.randint(255, (batch.token_count, 2, 3), generator=generator).to(torch.uint8),
+        teacher_prompts_S=tuple((place, 150_000) for place in range(len(trajectories))),
         prescribed_S=tuple(trajectory.segments[1:2] * (place % 2) for place, trajectory in enumerate(trajectories)),
     )
 
@@ -129,6 +131,7 @@ def test_every_process_gets_its_part_of_every_pass_as_it_was(
                 wanted = {name: column for name, _, column in expected.columns()}
                 assert columns.keys() == wanted.keys()
                 assert own.prescribed_S == expected.prescribed_S
+                assert own.teacher_prompts_S == expected.teacher_prompts_S
                 for name, column in columns.items():
                     torch.testing.assert_close(column, wanted[name], rtol=0, atol=0, msg=name)
     assert sorted(seen) == sorted(whole)
@@ -155,6 +158,15 @@ def test_results_come_back_to_their_tokens(method: str, groups: list[list[int]],
     for name in names:
         assert columns[name].dtype == (torch.int16 if name == EXPERTS else torch.float32)
         assert torch.equal(columns[name], expected[name])
+
+
+@settings(max_examples=15, deadline=None)
+@given(groups=GROUPS, budget=st.integers(5, 60), processes=st.integers(1, 5))
+def test_what_a_teacher_reads_comes_back_to_its_tokens(groups: list[list[int]], budget: int, processes: int) -> None:
+    taught = as_taught(rollouts(groups))
+    passes = split(taught, budget * processes, processes)
+    columns = merged(passes, [called(Model(), LOGPROBS, [[arrived(p)]]) for p in divided(passes, processes)])
+    assert torch.equal(columns["logprobs_N"], Model().score(taught).logprobs_N)
 
 
 class Processes:

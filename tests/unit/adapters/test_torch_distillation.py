@@ -1,11 +1,13 @@
 """The chunked divergence from a teacher against plain distributions in float64, values and gradients."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from structlog.testing import capture_logs
 from torch import Tensor
 
@@ -23,7 +25,9 @@ from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.application.settings.memory_plan_passes import DISTILLED_LOGITS, DISTILLED_SLICES
 from rollgrad.domain.batches.examples import pack_sequences
+from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.examples import WeightedTokens
+from rollgrad.testing.agent_executor import make_trajectory
 from tests.compiled_layers import fusing_on_a_cpu, graphs
 
 VOCABULARY, HIDDEN, ROWS = 37, 16, 7
@@ -207,3 +211,48 @@ def test_a_model_does_not_diverge_from_itself_and_all_tokens_are_the_vocabulary(
             assert (columns[3][3] >= -1e-6).all()
             for mine, theirs in zip(columns[0][:3], PackedLM(model, correct=True)(batch)[:3], strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_teacher_that_is_told_more_is_compared_at_the_same_tokens(model: Any, tiny_model_dir: Path) -> None:
+    """Its distributions are those that transformers computes after the other prompt; replies of one prompt share it."""
+    generator = torch.Generator().manual_seed(4)
+
+    def drawn(count: int) -> list[int]:
+        return torch.randint(3, 300, (count,), generator=generator).tolist()
+
+    prompts, told = [drawn(4), drawn(2)], [tuple(drawn(9)), tuple(drawn(3))]
+    replies = [drawn(5), drawn(1), drawn(3)]
+    groups = [0, 0, 1]
+    batch = pack(
+        [
+            make_trajectory(prompts[group], reply, group_id=group, sample_id=sample)
+            for sample, (group, reply) in enumerate(zip(groups, replies, strict=True))
+        ]
+    )
+    batch = evolve(batch, teacher_prompts_S=tuple(told[group] for group in groups))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        reverse = DistillationSettings(beta=1.0, temperature=0.7)
+        found = PackedLM(model, teacher=Teacher(other, reverse))(batch)[3]
+    from transformers import LlamaForCausalLM
+
+    plain_model = LlamaForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
+    plain_teacher = copy.deepcopy(plain_model)
+    plain_teacher.load_state_dict(other.state_dict())
+
+    def distributions(model: Any, prompt: Sequence[int], reply: Sequence[int]) -> Tensor:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
+        return (logits / 0.7).softmax(1)
+
+    expected = torch.cat(
+        [
+            plain(
+                distributions(plain_teacher, told[group], reply), distributions(plain_model, prompts[group], reply), 1.0
+            )
+            for group, reply in zip(groups, replies, strict=True)
+        ]
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)

@@ -13,8 +13,10 @@ from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, KLSettings, OldLogprobs
+from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
+from rollgrad.domain.ports.models import TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
 
@@ -91,6 +93,48 @@ def test_rollouts_without_the_experts_that_should_be_replayed_are_named_once() -
             for _ in range(2):
                 service.make(trajectories, 0.0)
         assert [log["event"].split()[0] for log in logs] == ["actor.router_replay"] * named
+
+
+class Reading(FakeReference):
+    """A reference whose log-prob of a token is minus the sum of those before it in its sequence."""
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        before_N = batch.tokens_N.cumsum(0) - batch.tokens_N
+        logprobs_N = (before_N[batch.starts_S][batch.sequence_ids_N] - before_N) / 100
+        logprobs_N = torch.where(batch.action_mask_N, logprobs_N, 0.0)
+        return TokenScores(logprobs_N=logprobs_N, entropy_N=torch.zeros_like(logprobs_N))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 7, 1000])
+def test_a_reference_that_is_told_more_judges_the_same_tokens(max_tokens: int) -> None:
+    played = [make_trajectory([1, 2], [5, 6, 7][: 1 + i % 3], group_id=i // 2, sample_id=i) for i in range(5)]
+    told = {0: (40, 50, 60), 1: (9,), 2: (1, 2)}
+
+    def judged(told: dict[int, tuple[int, ...]] | None) -> Experience:
+        service = ExperienceService(
+            FakePolicy(TILT),
+            reference=Reading(),
+            critic=None,
+            algo=algo("on_policy_distill", kl=KLSettings(init_coef=0.5)),
+            reward=RewardConfig(),
+            max_length=16,
+            max_tokens=max_tokens,
+            steps_per_rollout=1,
+        )
+        return service.make(played, 0.5, teacher_prompts=told)
+
+    batch = judged(told).batch
+    expected = [-(sum(told[i // 2]) + sum([5, 6, 7][:place])) / 100 for i in range(5) for place in range(1 + i % 3)]
+    assert batch.ref_logprobs_N is not None
+    assert batch.ref_logprobs_N[batch.action_mask_N].tolist() == pytest.approx(expected)
+    assert not batch.ref_logprobs_N[~batch.action_mask_N].any()
+    assert batch.teacher_prompts_S == (), "no update reads them"
+    old_N = batch.filled("old_logprobs_N")
+    wanted_N = -0.5 * (old_N - batch.ref_logprobs_N)
+    torch.testing.assert_close(batch.filled("advantages_N"), torch.where(batch.action_mask_N, wanted_N, 0.0))
+    plain = judged(None).batch.ref_logprobs_N
+    assert plain is not None
+    assert plain[batch.action_mask_N][0] == pytest.approx(-0.03)
 
 
 def test_one_step_without_kl_scores_nothing() -> None:

@@ -66,6 +66,7 @@ KL_TO_ROLLOUT: dict[str, Any] = {
     "algo.kl.against": KLAgainst.ROLLOUT,
 }
 TOOLS: dict[str, Any] = {"agent.tools": "think"}
+TOLD: dict[str, Any] = {"algo.kl.teacher_template": "{prompt} {label}"}
 GDPO: dict[str, Any] = {"algo.advantage.estimator": "gdpo"} | GROUPS
 MAXRL: dict[str, Any] = {"algo.advantage.estimator": "maxrl"} | GROUPS
 VLLM: dict[str, Any] = {"rollout.engine": Engine.VLLM}
@@ -126,6 +127,9 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         DISTILL,
         DISTILL | {"reward.verifier": None},
         DISTILL | WHOLE_KL,
+        {**DISTILL, "ref.model_name_or_path": None, "algo.kl.teacher_template": "{prompt} {label}"},
+        {**DISTILL, "ref.model_name_or_path": None, "algo.kl.teacher_template": "{prompt}"} | WHOLE_KL,
+        GROUPS | {"algo.advantage.estimator": "rloo", "algo.kl.init_coef": 0.1, "algo.kl.teacher_template": "t.txt"},
         {"actor.policy_loss_type": "policy_gradient", "algo.old_logprobs": OldLogprobs.ROLLOUT},
         {"actor.policy_loss_type": "policy_gradient"} | ASYNC,
         DISTILL | {"algo.advantage.estimator": "iw_opd", "algo.advantage.prefix_weight": 1.0},
@@ -336,6 +340,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.advantage.estimator": "rloo", "algo.advantage.critic_lambd": 0.9} | GROUPS, "does not use"),
     ({"critic.freezing_steps": 5, "train.max_steps": 5}, "--critic.freezing_steps"),
     ({**DISTILL, "ref.model_name_or_path": None}, "--ref.model_name_or_path"),
+    ({"algo.kl.teacher_template": "{prompt}"}, "set --algo.kl.init_coef above 0"),
+    (DISTILL | TOOLS | TOLD, "episodes have several turns here: leave --algo.kl.teacher_template out"),
+    (DISTILL | TOLD | {"data.image_key": "images"}, "--algo.kl.teacher_template or --data.image_key out"),
+    (
+        GROUPS
+        | TOLD
+        | {"algo.advantage.estimator": "rloo", "algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}
+        | {"algo.kl.estimator": KLEstimator.K3, "algo.kl.against": KLAgainst.ROLLOUT},
+        "--algo.kl.against to reference, or leave --algo.kl.teacher_template out",
+    ),
+    (
+        DISTILL | WHOLE_KL | TOLD | {"cluster.enable": True, "ds.sequence_parallel_size": 2},
+        "Leave --ds.sequence_parallel_size out, or set --algo.kl.estimator",
+    ),
     (DISTILL | {"algo.kl.estimator": KLEstimator.K2}, "teacher"),
     (DISTILL | {"algo.kl.estimator": KLEstimator.FULL}, "turn on --algo.kl.use_loss"),
     (DISTILL | {"algo.kl.top_k": 8}, "set --algo.kl.estimator to full"),

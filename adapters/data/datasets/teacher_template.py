@@ -1,0 +1,83 @@
+"""What a teacher reads in the place of a prompt: the prompt's own text, with columns of its row that the policy is not
+shown, such as a solution."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from rollgrad.adapters.data.datasets.columns import has_value, value_at
+from rollgrad.domain.episodes.messages import Message
+from rollgrad.domain.errors import ConfigurationError, DataError
+from rollgrad.domain.placeholders import filled, places
+
+SETTING = "algo.kl.teacher_template"
+
+
+@frozen
+class TeacherTemplate:
+    """A text with `{prompt}`, `{label}` and `{column}` of the row; `{{name}}` is the text {name}."""
+
+    text: str
+
+    @classmethod
+    def read(cls, given: str) -> "TeacherTemplate":
+        """Returns the template that a setting gives: itself, or the name of a file with it.
+
+        Raises:
+            ConfigurationError: it is neither, or has no place for the prompt.
+        """
+        text = given
+        if not places(given):
+            try:
+                text = Path(given).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError, ValueError) as error:
+                raise ConfigurationError(
+                    f"{SETTING} is {given!r}, which has no place for anything ({{prompt}} is one), and cannot be read "
+                    f"as a file either ({error}): write a text with {{prompt}}, or name a file with one."
+                ) from error
+        if "prompt" not in places(text):
+            raise ConfigurationError(
+                f"{SETTING} is {given!r}, which has no {{prompt}}, so that the teacher would not see the question: "
+                "write {prompt} where it belongs."
+            )
+        return cls(text)
+
+    def about(self, prompt: str, label: Any, row: Mapping[str, Any], datasource: str) -> str:
+        """Returns what the teacher reads in the place of `prompt`.
+
+        Raises:
+            DataError: the row lacks what the template names.
+        """
+
+        def value(name: str) -> str:
+            if name == "prompt":
+                return prompt
+            if name == "label" and label is not None:
+                return str(label)
+            found = value_at(row, name) if has_value(row, name) else None
+            if found is None:
+                raise DataError(
+                    f"There is no {name!r} in this row of {datasource!r} ({', '.join(sorted(row))}), which {SETTING} "
+                    f"names: correct it, or write {{{{{name}}}}} for the text itself."
+                )
+            return str(found)
+
+        return filled(self.text, value)
+
+    def messages(
+        self, messages: Sequence[Message], label: Any, row: Mapping[str, Any], datasource: str
+    ) -> list[Message]:
+        """Returns a conversation whose last user message is what the teacher reads in its place.
+
+        Raises:
+            DataError: there is no user message, or the row lacks what the template names.
+        """
+        last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=None)
+        if last is None:
+            raise DataError(f"A prompt of {datasource!r} has no user message for {SETTING}.")
+        content = messages[last]["content"]
+        text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        told = {**messages[last], "content": self.about(text, label, row, datasource)}
+        return [*messages[:last], told, *messages[last + 1 :]]
