@@ -19,7 +19,7 @@ import torch
 from rollgrad.application.foreign import foreign_code, is_being_cancelled
 from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.application.pipelines.state_writing import StateWriter
-from rollgrad.application.pipelines.step_source import StepReport, StepSource
+from rollgrad.application.pipelines.step_source import StepReport, StepSource, uninterrupted
 from rollgrad.domain.control.best_model import BestModel
 from rollgrad.domain.control.findings import LearningWatch, watched
 from rollgrad.domain.control.rule import LearningSettings
@@ -145,7 +145,8 @@ class Run(Generic[Sample]):
     async def run(self, on_save: Callable[[], None] = lambda: None) -> RunOutcome:
         """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model.
 
-        `on_save` is called when a model or a training state was saved on the way.
+        `on_save` is called, in a thread, when a model or a training state was saved on the way: programs and engines
+        are answered meanwhile.
 
         Raises:
             RollgradError, or any error that ended the run: the training so far is saved first.
@@ -221,7 +222,9 @@ class Run(Generic[Sample]):
             if state_due:
                 self._save_training(in_background=schedule.state_in_background)
             if model_due or state_due:
-                on_save()
+                _, cancelled = await uninterrupted(asyncio.to_thread(on_save))
+                if cancelled:
+                    raise asyncio.CancelledError
         if self._done < schedule.steps:
             log.info("the run ends before all its steps", why=self._enough, step=self._done)
         return await self._evaluate()

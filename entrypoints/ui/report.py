@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 
 from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.tracking.browse import trajectory
 from rollgrad.adapters.tracking.browse.index import DEFAULT_SORT, Rollouts
 from rollgrad.domain.errors import CheckpointError, DataError
 from rollgrad.entrypoints.run_directory import is_run
@@ -82,12 +83,14 @@ def report_data(view: RunView, room: int) -> dict[str, Any]:
         "compare": {},
         "compared": {},
     }
-    compare = view.compared()
+    compare = trajectory.compared(rollouts)
     prompts = sorted(compare["prompts"], key=lambda prompt: -abs(prompt["change"]))
     data["compare"] = compare | {"prompts": prompts[:MOST_PROMPTS]}
     left = room - len(zlib.compress(_json(data)))
     for prompt in data["compare"]["prompts"]:
-        replies = view.replies_to(prompt["prompt_id"])
+        replies = trajectory.replies_to(
+            rollouts, prompt["prompt_id"]
+        )  # the view would look for changed files each time
         left -= _size(replies)
         if left < room // 2:  # the rest is for rollouts
             break

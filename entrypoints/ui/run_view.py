@@ -18,6 +18,7 @@ from rollgrad.adapters.tracking.browse.notes import NOTES_FILE, read_notes, writ
 from rollgrad.adapters.tracking.browse.rescored import RESCORED, read_rescored, rescored_files, rewards_of
 from rollgrad.adapters.tracking.browse.summaries import TEXTS, names_in
 from rollgrad.adapters.tracking.metrics_file import LoggedMetrics, MetricsReader, read_logged, thinned
+from rollgrad.domain.control.findings import Finding
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.inspection import inspect
 from rollgrad.entrypoints.run_directory import OTHER_CONFIG_FILE
@@ -27,6 +28,8 @@ from rollgrad.entrypoints.ui.run_settings import read_settings, trainer_of
 
 MOST_ROWS = 1000
 """Rows of a page of the list."""
+MOST_TIMES = 3
+"""Times of a finding that comes and goes which are listed, the newest."""
 EVIDENCE: Mapping[str, tuple[str | None, str | None]] = {
     "constant_reward": ("reward/mean", None),
     "no_spread": ("rollout/zero_spread_share", "zero_spread"),
@@ -134,12 +137,19 @@ class RunView:
         }
 
     def findings(self) -> dict[str, Any]:
-        """Returns what keeps the run from learning, with the metric and the rollouts that show it."""
+        """Returns what keeps the run from learning, with the metric and the rollouts that show it; `before`: how often
+        the same was found before the first that is listed."""
         logged = self._logged()
-        found = inspect(self.directory, logged.known) if logged.series else None
+        found = inspect(self.directory, logged.known).findings if logged.series else ()
         last = logged.last_step
+        times: dict[str, list[Finding]] = {}
+        for finding in found:
+            times.setdefault(finding.name, []).append(finding)
+        before = {kind[-MOST_TIMES:][0]: len(kind[:-MOST_TIMES]) for kind in times.values()}
         listed = []
-        for finding in found.findings if found else ():
+        for finding in found:
+            if finding not in times[finding.name][-MOST_TIMES:]:
+                continue
             metric, condition = EVIDENCE.get(finding.name, (None, None))
             steps = f"step >= {finding.since} and step <= {finding.until}"
             listed.append(
@@ -149,6 +159,7 @@ class RunView:
                     "look_at": finding.look_at,
                     "since": finding.since,
                     "until": finding.until,
+                    "before": before.get(finding, 0),
                     "holds": finding.until == last,
                     "metric": metric,
                     "filter": None if condition is None else f"{condition} and kind = update and {steps}",

@@ -43,7 +43,7 @@ function Findings({ run, found }) {
   if (!found.findings.length) return html`<section class="findings"><h2>Findings</h2><p class="good"><span aria-hidden="true">✓</span> No sign that keeps the run from learning.</p></section>`;
   return html`<section class="findings"><h2>Findings</h2>
     <ul>${found.findings.map((finding) => html`<li key=${finding.name + finding.since} class=${finding.holds ? "holds" : "past"}>
-      <p><b>${finding.name.replaceAll("_", " ")}</b> <span class="soft">steps ${finding.since} to ${finding.until}${finding.holds ? ", still so" : ""}</span></p>
+      <p><b>${finding.name.replaceAll("_", " ")}</b> <span class="soft">steps ${finding.since} to ${finding.until}${finding.holds ? ", still so" : ""}${finding.before ? `, and ${finding.before} times before` : ""}</span></p>
       <p>${finding.evidence} Look at <code>${finding.look_at}</code>.</p>
       ${finding.filter && html`<a href=${link(["r", run, "t"], { filter: finding.filter })}>Show these trajectories</a>`}
     </li>`)}</ul></section>`;

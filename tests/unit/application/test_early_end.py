@@ -203,6 +203,17 @@ def test_a_model_of_a_step_is_neither_left_out_nor_written_twice(tmp_path: Path)
     assert saved == [[], ["step_2", "step_4"], []]
 
 
+async def test_programs_are_answered_while_a_report_is_written(make: Callable[..., Run]) -> None:
+    run, loop, written = make(save_steps=2), asyncio.get_running_loop(), list[int]()
+
+    def report() -> None:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=30.0)
+        written.append(len(run.steps))
+
+    await run.pipeline.run(report)
+    assert written == [2, 4]
+
+
 def test_optimizer_steps_of_an_unfinished_update_are_saved_in_the_model_alone(tmp_path: Path) -> None:
     """A training state in the middle of an update is of no use: the one before stays."""
     policy = BreakingPolicy(after=3)  # the second of two steps of the second update

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollgrad.adapters.tracking.browse import index
 from rollgrad.adapters.tracking.browse.notes import write_note
 from rollgrad.adapters.tracking.trajectory_files import trajectory_files
 from rollgrad.entrypoints.cli.main import main
@@ -65,6 +66,22 @@ def test_a_report_tells_what_the_server_does(tmp_path: Path) -> None:
         if stored is not None:
             assert tokens["weight"] == pytest.approx(stored["weight"], rel=1e-5)
             assert tokens["text"] == stored["text"]
+
+
+def test_a_report_looks_for_files_as_often_of_a_run_with_many_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking for those of a long run takes as long as reading one prompt's replies."""
+    looked: list[Path] = []
+    monkeypatch.setattr(index, "trajectory_files", lambda run: looked.append(run) or trajectory_files(run))
+    counts = []
+    for prompts in (1, 20):
+        groups = [group(number, {"7": 1.0}, prompt=f"{number}? ") for number in range(prompts)]
+        run = write_rollouts(tmp_path / str(prompts), {1: groups}, {0: groups, 1: groups})
+        assert len(data_of(write_run_report(run))["compared"]) == prompts
+        counts.append(len(looked))
+        looked.clear()
+    assert counts[0] == counts[1]
 
 
 def test_a_report_has_whole_groups_and_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

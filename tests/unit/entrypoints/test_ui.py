@@ -234,6 +234,18 @@ def test_a_long_run_is_listed_without_keeping_its_series_and_drawn_with_few_poin
     assert len(view.metrics()["series"]["train/loss"]["steps"]) == 300
 
 
+def test_of_a_finding_that_comes_and_goes_the_newest_times_are_listed(tmp_path: Path) -> None:
+    steps = range(1, 301)
+    cut = {step: float(step % 6 < 3) for step in steps}  # in three rollouts of six
+    lines = [
+        json.dumps({"step": step, "rollout/truncated_share": cut[step], "rollout/response_length_mean": 9.0})
+        for step in steps
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    listed = Runs(tmp_path).view(tmp_path.name).findings()["findings"]
+    assert [(found["since"], found["before"]) for found in listed] == [(282, 46), (288, 0), (294, 0)]
+
+
 async def test_a_data_source_for_each_prompt_makes_no_longer_answer(tmp_path: Path) -> None:
     for name, groups in (("few", 1), ("many", 100)):
         write_rollouts(tmp_path / name, {1: [group(number, {"7": 1.0, "8": 0.0}) for number in range(groups)]})
