@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
+from rollgrad.adapters.system.retries import PassingError, RareWarning, attempts
 from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.control.circuit_breaker import Circuit
@@ -34,10 +35,6 @@ class _Server:
     url: str
     circuit: Circuit = field(factory=Circuit)
     in_flight: int = 0
-
-
-class _TransientError(Exception):
-    """The attempt failed in a way that another may not."""
 
 
 class JudgeServers:
@@ -72,6 +69,7 @@ class JudgeServers:
         self._flag = flag
         self._timeout = timeout
         self._token_variable = token_variable
+        self._failures = RareWarning()
         self._client: httpx2.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -82,31 +80,30 @@ class JudgeServers:
         Raises:
             RewardError: no server answered in time, or one refused.
         """
-        import stamina
-
         last = "none has answered yet"
-        attempts = ATTEMPTS + len(self._servers) - 1
+        most = ATTEMPTS + len(self._servers) - 1
         tried: list[_Server] = []
         try:
             async with asyncio.timeout(self._timeout):
-                async for attempt in stamina.retry_context(
-                    on=_TransientError, attempts=attempts, timeout=None, wait_initial=BACKOFF, wait_jitter=BACKOFF
-                ):
+                async for attempt in attempts(most, wait=BACKOFF):
                     with attempt:
                         tried.append(await self._next_server(tried))
                         try:
                             return tried[-1].url, await self._post(tried[-1], body)
-                        except _TransientError as failure:
+                        except PassingError as failure:
                             last = str(failure)
+                            self._failures.tell(
+                                f"a {self._name} failed; the others, or it again, are asked", reason=last
+                            )
                             raise
         except TimeoutError:
             raise RewardError(
                 f"No {self._name} judged {about} within {self._timeout:g} s (last: {last}): check the servers, or "
                 "raise --reward.timeout."
             ) from None
-        except _TransientError:
+        except PassingError:
             pass
-        raise RewardError(f"The {self._name}s failed {attempts} times (last: {last}): check the servers.")
+        raise RewardError(f"The {self._name}s failed {most} times (last: {last}): check the servers.")
 
     async def aclose(self) -> None:
         """Closes the connections; call it in the event loop that asked."""
@@ -130,7 +127,7 @@ class JudgeServers:
         """Makes one attempt.
 
         Raises:
-            _TransientError: another attempt may succeed.
+            PassingError: another attempt may succeed.
             RewardError: it cannot.
         """
         import httpx2
@@ -142,7 +139,7 @@ class JudgeServers:
         except RewardError as error:
             server.circuit = server.circuit.failed(time.monotonic())
             if isinstance(error.__cause__, httpx2.HTTPError):
-                raise _TransientError(f"{server.url}: {error_text(error.__cause__)}") from error
+                raise PassingError(f"{server.url}: {error_text(error.__cause__)}") from error
             raise
         except asyncio.CancelledError:  # the deadline: a server that hangs counts as broken
             server.circuit = server.circuit.failed(time.monotonic())
@@ -151,7 +148,7 @@ class JudgeServers:
             server.in_flight -= 1
         if response.status_code == 429 or response.status_code >= 500:
             server.circuit = server.circuit.failed(time.monotonic())
-            raise _TransientError(f"{server.url} answered {response.status_code}")
+            raise PassingError(f"{server.url} answered {response.status_code}")
         server.circuit = server.circuit.succeeded()
         if response.status_code != 200:
             raise RewardError(

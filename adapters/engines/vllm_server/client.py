@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollgrad.adapters.system.event_lines import EventLines
+from rollgrad.adapters.system.retries import PassingError, RareWarning, attempts
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import EngineError
 
@@ -41,10 +42,6 @@ QUOTED = 300
 """Characters of an answer that an error quotes."""
 
 
-class _PassingError(Exception):
-    """The attempt failed in a way that another may not."""
-
-
 class ServerClient:
     """Calls one server. Its connections belong to the event loop that calls; each carries one call, for a server may
     close one that has carried another just when it is used again, and not every call may be repeated.
@@ -56,6 +53,7 @@ class ServerClient:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         """Address before all paths, without a slash at its end."""
+        self._failures = RareWarning()
         self._client: httpx2.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -95,19 +93,15 @@ class ServerClient:
 
     async def _attempts(self, repeat: bool, attempt: Callable[[bool], Awaitable[T]]) -> T:
         """Returns what one of the attempts returns; each is told whether it is the last."""
-        import stamina
-
         try:
-            async for again in stamina.retry_context(
-                on=_PassingError,
-                attempts=ATTEMPTS if repeat else 1,
-                timeout=None,
-                wait_initial=BACKOFF,
-                wait_jitter=BACKOFF,
-            ):
+            async for again in attempts(ATTEMPTS if repeat else 1, wait=BACKOFF):
                 with again:
-                    return await attempt(not repeat or again.num == ATTEMPTS)
-        except _PassingError as failure:
+                    try:
+                        return await attempt(not repeat or again.num == ATTEMPTS)
+                    except PassingError as failure:
+                        self._failures.tell("a call of a model server failed", url=self.url, reason=str(failure))
+                        raise
+        except PassingError as failure:
             raise EngineError(f"The server {self.url} does not answer: {failure}.") from failure.__cause__
         raise AssertionError("an attempt returns or raises")
 
@@ -152,7 +146,7 @@ class ServerClient:
         method = "GET" if body is None else "POST"
         try:
             async with asyncio.timeout(seconds):
-                with foreign_code(_PassingError):  # whatever it is, another attempt may go well
+                with foreign_code(PassingError):  # whatever it is, another attempt may go well
                     response = await self._http().request(method, self.url + path, json=body)
         except TimeoutError:
             raise EngineError(
@@ -163,7 +157,7 @@ class ServerClient:
     async def _events(self, path: str, body: Mapping[str, Any], *, last: bool) -> AsyncGenerator[Any]:
         # No deadline: a frozen reply takes as long as the pause. Who waits looks after the server.
         whole = None
-        with foreign_code(_PassingError):
+        with foreign_code(PassingError):
             async with self._http().stream("POST", self.url + path, json=body) as response:
                 if response.headers.get("content-type", "").startswith(EVENT_STREAM) and response.is_success:
                     lines = EventLines()
@@ -203,7 +197,7 @@ class ServerClient:
 def _read(response: "httpx2.Response", last: bool) -> tuple[int, Any]:
     """Returns the status of an answer, and its JSON or text."""
     if response.status_code in PASSING and not last:
-        raise _PassingError(f"it is busy or ending ({response.status_code})")
+        raise PassingError(f"it is busy or ending ({response.status_code})")
     try:
         return response.status_code, response.json()
     except (ValueError, RecursionError):  # no JSON, or so deep that nobody reads it

@@ -1,6 +1,7 @@
 """The reward client against real HTTP servers that answer, fail, hang and lie."""
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import structlog
 from attrs import evolve
 
 from rollgrad.adapters.rewards import posting
@@ -99,6 +101,21 @@ async def test_a_broken_server_is_left_alone_while_another_works(serve: Callable
     assert [reward.value for reward in await score(source, *["xx"] * 12)] == [2.0] * 12
     assert len(good.bodies) == 12
     assert len(bad.bodies) <= 8, "the first round may reach it, no later one"
+
+
+async def test_a_server_that_fails_now_and_then_does_not_fill_the_log(
+    serve: Callable[[Answer], RewardServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posting, "BACKOFF", 0.01)
+    calls = itertools.count()
+    server = serve(lambda body: (200 if next(calls) % 2 else 503, lengths(body)[1]))
+    source = HttpReward([server.url], timeout=SECONDS, batch_size=1)
+    with structlog.testing.capture_logs() as events:
+        for _ in range(20):
+            await source.score([ask("xx")])
+    await source.aclose()
+    assert [event["times"] for event in events] == [1, 2, 4, 8, 16]
+    assert all("answered 503" in event["reason"] for event in events)
 
 
 async def test_a_batch_goes_round_before_it_tries_a_server_again(
