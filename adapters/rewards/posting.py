@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from rollgrad.adapters.system.retries import PassingError, RareWarning, attempts
+from rollgrad.adapters.system.retries import PassingError, attempts
 from rollgrad.application.foreign import error_text, foreign_code
+from rollgrad.application.rare_warning import RareWarning
 from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.control.circuit_breaker import Circuit
 from rollgrad.domain.errors import ConfigurationError, RewardError

@@ -1,16 +1,12 @@
-"""Calls that are made again where they fail in passing, and warnings of what may happen very often."""
+"""Calls that are made again where they fail in passing."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-import structlog
-
 if TYPE_CHECKING:
     from stamina.instrumentation import RetryDetails, RetryHook
-
-log = structlog.get_logger(__name__)
 
 
 class PassingError(Exception):
@@ -32,20 +28,6 @@ def attempts(most: int, *, wait: float) -> AsyncIterator[Attempt]:
     _leave_reports_to_callers()
     made: Any = stamina.retry_context(on=PassingError, attempts=most, timeout=None, wait_initial=wait, wait_jitter=wait)
     return made  # type: ignore[no-any-return]
-
-
-class RareWarning:
-    """Reports the first, second, fourth, eighth ... time of an event: what fails now and then in a run of days would
-    else fill its log."""
-
-    def __init__(self) -> None:
-        self._times = 0
-
-    def tell(self, event: str, **facts: object) -> None:
-        """Counts the event, and reports it if that is due."""
-        self._times += 1
-        if self._times.bit_count() == 1:
-            log.warning(event, **facts, times=self._times)
 
 
 @cache

@@ -11,13 +11,12 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
-import structlog
-
 from rollgrad.adapters.chat.image_files import is_picture, png
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.function_arguments import FunctionArguments, summary
 from rollgrad.application.foreign import error_text, foreign_code
+from rollgrad.application.rare_warning import RareWarning
 from rollgrad.domain.episodes.messages import IMAGE_MARK, ToolResult
 from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
 from rollgrad.domain.ports.environment import Tool
@@ -27,8 +26,6 @@ TIMEOUT = 30.0
 THREADS = 16
 """Largest number of simultaneous calls of one synchronous function."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-_log = structlog.get_logger()
 
 
 class FunctionTool(Tool):
@@ -74,6 +71,7 @@ class FunctionTool(Tool):
             type(function).__call__
         )
         self._slots = Slots(THREADS)
+        self._failures = RareWarning()
 
     @property
     def name(self) -> str:
@@ -111,7 +109,7 @@ class FunctionTool(Tool):
             text = f"The tool {self._name!r} gave no answer within {self._timeout:g} s."
         except RollgradError as error:
             cause = error.__cause__ or error
-            _log.warning("tool_failed", tool=self._name, error=error_text(cause), exc_info=cause)
+            self._failures.tell("tool_failed", tool=self._name, error=error_text(cause), exc_info=cause)
             text = f"The tool {self._name!r} failed: {type(cause).__name__}."
         return ToolResult(content=text, is_error=True)
 

@@ -74,6 +74,7 @@ class ChatService:
         """Thread that tokenises conversations: a long one takes seconds, for which the event loop must not block."""
         self._in_flight = 0
         self._sessions: dict[str, RecordedSession] = {}
+        self._ignored: set[str] = set()
 
     @property
     def in_flight(self) -> int:
@@ -98,6 +99,12 @@ class ChatService:
     def forget(self, session: "RecordedSession") -> None:
         """Ends access to a session."""
         self._sessions.pop(session.key, None)
+
+    def tell_ignored(self, names: str) -> None:
+        """Reports settings of a client that a session ignores, once for all sessions: an agent sends them each time."""
+        if names not in self._ignored:
+            self._ignored.add(names)
+            log.warning("client_settings_ignored", names=names, reason="the trainer decides how to sample")
 
     async def reply(
         self, request: ChatRequest, defaults: SamplingParams, *, on_piece: OnPiece | None = None
@@ -231,7 +238,6 @@ class RecordedSession:
         self._abandoned: set[asyncio.Task[ChatReply]] = set()
         self._delivered: set[asyncio.Task[ChatReply]] = set()
         self._recorded: dict[asyncio.Task[Any], int] = {}
-        self._warned = False
 
     async def reply(
         self, request: ChatRequest, *, origin: "Origin | None" = None, on_piece: OnPiece | None = None
@@ -340,9 +346,8 @@ class RecordedSession:
             for name, value in request.changes.items()
             if name not in ("max_new_tokens", "seed", "stop_strings", "top_logprobs") and value != getattr(params, name)
         )
-        if ignored and not self._warned:
-            self._warned = True
-            log.warning("client_settings_ignored", names=",".join(ignored), reason="the trainer decides how to sample")
+        if ignored:
+            self._service.tell_ignored(",".join(ignored))
         wanted = min(params.max_new_tokens, request.changes.get("max_new_tokens", params.max_new_tokens))
         room = prepared.room(wanted, self._limits.max_tokens)
         if room < 1:

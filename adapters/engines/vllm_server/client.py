@@ -8,8 +8,9 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollgrad.adapters.system.event_lines import EventLines
-from rollgrad.adapters.system.retries import PassingError, RareWarning, attempts
+from rollgrad.adapters.system.retries import PassingError, attempts
 from rollgrad.application.foreign import foreign_code
+from rollgrad.application.rare_warning import RareWarning
 from rollgrad.domain.errors import EngineError
 
 if TYPE_CHECKING:

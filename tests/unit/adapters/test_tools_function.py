@@ -195,6 +195,17 @@ async def test_a_result_is_passed_on() -> None:
     assert await call(lambda_named(lambda: result)) == result
 
 
+async def test_a_tool_that_fails_again_and_again_does_not_fill_the_log() -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    made = FunctionTool(broken)
+    with capture_logs() as logs:
+        for _ in range(9):
+            assert (await made.call({})).is_error
+    assert [log["times"] for log in logs] == [1, 2, 4, 8]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, TimeoutError])
 async def test_an_exception_is_named_and_its_details_are_logged_only(

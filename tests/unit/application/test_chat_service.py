@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import structlog
 
 from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
@@ -62,6 +63,16 @@ async def test_each_turn_has_a_seed_of_its_own() -> None:
         assert_recorded(session, engine.said)
 
     await play(scenario, ["one", "two"])
+
+
+async def test_settings_that_all_episodes_send_are_reported_once() -> None:
+    service = ChatService(ScriptedEngine(FakeChatCodec(), EOS, ["one"] * 3), FakeChatCodec())
+    with structlog.testing.capture_logs() as logs:
+        for temperature in (0.1, 0.2, 0.3):
+            session = service.open(PROMPT, PARAMS, SessionLimits(max_turns=10))
+            await session.reply(ask("go", temperature=temperature))
+            await session.seal()
+    assert [(event["event"], event["names"]) for event in logs] == [("client_settings_ignored", "temperature")]
 
 
 async def test_the_trainers_stops_stay_and_the_clients_are_added() -> None:
