@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
+from rollgrad.adapters.checkpoints.hub import find_model
 from rollgrad.adapters.checkpoints.weight_files import weights_problem
 from rollgrad.adapters.data.datasets.loading import check_address
 from rollgrad.application.settings.correction import correction_summary
@@ -384,6 +385,8 @@ def _check_model(key: str, name: str | None) -> None:
             raise CheckpointError(f"{key} is {name!r}, {problem}.")
     elif path.exists() or _is_path(name):
         raise CheckpointError(f"{key} is {name!r}, which is no directory: name a model with --{key}.")
+    else:
+        find_model(name, flag=f"--{key}")
 
 
 def _check_dataset(key: str, name: str) -> None:

@@ -1,8 +1,58 @@
 """Models on the Hugging Face hub. Does not own: what a model's directory holds."""
 
+import os
+from functools import cache
 from pathlib import Path
 
-from rollgrad.domain.errors import ConfigurationError
+import structlog
+
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
+
+HUB_SECONDS = 5.0
+"""Time for the hub's first answer. Without one, each file of a model would be asked for again and again, half a minute
+long, those in the local cache too."""
+
+log = structlog.get_logger()
+
+
+def find_model(name: str, *, flag: str) -> None:
+    """Checks that a model of the hub can be read. Where the hub does not answer, this process and those that it starts
+    read the local cache alone from then on.
+
+    Raises:
+        CheckpointError: the hub does not answer, and the model is not in the local cache; `flag` names it.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:  # no name of the hub, which loading reports
+        return
+    if _hub_answers():
+        return
+    if not cached:
+        raise CheckpointError(
+            f"{flag} is {name!r}, which is neither a directory nor in the local cache of models, and the Hugging Face "
+            "hub cannot be reached: check the name, or go online."
+        )
+    log.warning("The Hugging Face hub cannot be reached: models are read from the local cache", model=name)
+    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"  # of processes that are started later
+
+
+@cache
+def _hub_answers() -> bool:
+    """Returns whether the hub answers, which is asked once."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception:  # whatever the error is, the hub cannot be reached
+        return False
+    return True
 
 
 def check_upload(repository: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rollgrad.adapters.checkpoints.hub import find_model
 from rollgrad.adapters.models.torch.allocator import keep_freed_memory
 from rollgrad.adapters.models.torch.attention import backbone
 from rollgrad.adapters.models.torch.compatibility import install_and_compare, usable_positions
@@ -289,6 +290,8 @@ def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) 
     path = Path(name_or_path).expanduser()
     if looks_local and "/" in name_or_path and not path.exists():
         raise CheckpointError(f"{flag} is {name_or_path!r}: there is no such directory.")
+    if not path.exists():
+        find_model(name_or_path, flag=flag)
     try:
         with LOADING:
             return factory.from_pretrained(str(path) if path.exists() else name_or_path, **kwargs)

@@ -9,8 +9,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.adapters.checkpoints.hub import _hub_answers, check_upload, find_model, upload_model
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.entrypoints.training import upload
 from tests.fakes.hub import Hub, hub_double
 
@@ -76,3 +76,36 @@ def test_without_a_token_or_a_hub_a_run_does_not_begin(hub: Hub, monkeypatch: py
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigurationError, match="but HF_HUB_OFFLINE says"):
         check_upload("me/name")
+
+
+@pytest.fixture
+def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A hub whose port is closed, and an empty cache of models."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    _hub_answers.cache_clear()
+    yield tmp_path
+    _hub_answers.cache_clear()
+
+
+def test_a_model_that_is_nowhere_is_said_at_once_without_the_hub(silent_hub: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"--actor\.x is 'me/typo', which is neither a directory nor in the local"
+    ):
+        find_model("me/typo", flag="--actor.x")
+
+
+def test_a_model_in_the_cache_is_read_there_without_the_hub(silent_hub: Path) -> None:
+    snapshot = silent_hub / "models--me--model" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
+    find_model("me/model", flag="--actor.x")
+    assert (huggingface_hub.constants.is_offline_mode(), os.environ["HF_HUB_OFFLINE"]) == (True, "1")
+
+
+def test_what_is_no_name_of_the_hub_is_left_to_loading(silent_hub: Path) -> None:
+    find_model("a b/c", flag="--actor.x")
