@@ -5,8 +5,11 @@ wait for. Does not own: deadlines, which belong to the caller.
 """
 
 import asyncio
+import sysconfig
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 from rollgrad.domain.errors import ForeignError, RollgradError
@@ -22,6 +25,15 @@ def error_text(error: BaseException) -> str:
     except BaseException as second:  # also of a user's own class
         words = f"(its message cannot be read: {type(second).__name__})"
     return _cut(f"{type(error).__name__}: {words}" if words else type(error).__name__)
+
+
+def error_place(error: BaseException) -> str:
+    """Returns where in a user's own file an error came from, as ` (reward.py, line 5)`; nothing where it came from
+    libraries and rollgrad alone."""
+    known = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if not file.startswith(known) and "site-packages" not in file]
+    return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
 
 
 def shown(value: Any) -> str:
@@ -45,22 +57,25 @@ def _cut(text: str) -> str:
 
 
 class foreign_code(AbstractContextManager[object]):  # noqa: N801 (it is read as a statement)
-    """A block that raises `refusal(words)` instead of any exception inside it; `words` are its `error_text`.
+    """A block that raises `refusal(words)` instead of any exception inside it; `words` are its `error_text`, with
+    `located` followed by its `error_place`.
 
     Three things pass: rollgrad's own errors, which are sentences already; KeyboardInterrupt and GeneratorExit; and the
     cancellation of the task that runs the block, though not a CancelledError that the code raised by itself.
     """
 
     # No @contextmanager: it lets StopIteration through where the refusal is a RuntimeError.
-    def __init__(self, refusal: Callable[[str], Exception]) -> None:
+    def __init__(self, refusal: Callable[[str], Exception], *, located: bool = False) -> None:
         self._refusal = refusal
+        self._located = located
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> Literal[False]:
         if error is None or isinstance(error, RollgradError | KeyboardInterrupt | GeneratorExit):
             return False
         if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
             return False
-        raise self._refusal(error_text(error)) from error
+        words = error_text(error) + (error_place(error) if self._located else "")
+        raise self._refusal(words) from error
 
 
 def is_being_cancelled() -> bool:

@@ -29,7 +29,7 @@ class FunctionAgent(AgentProgram):
             ForeignError: the function returned something else, or raised, be it by `sys.exit`, which must not end the
                 training run.
         """
-        with foreign_code(lambda words: ForeignError(f"The agent raised {words}")):
+        with foreign_code(lambda words: ForeignError(f"The agent raised {words}"), located=True):
             asynchronous = inspect.iscoroutinefunction(self._function)
             value = (
                 self._function(task) if asynchronous else await in_daemon_thread(lambda: self._function(task), "agent")

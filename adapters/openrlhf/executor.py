@@ -80,7 +80,7 @@ class CustomAgentExecutor(AgentExecutor):
             )
         engine = _EngineFacade(self._engine, self._codec, request.params)
         try:
-            with foreign_code(lambda words: ForeignError(f"The agent raised {words}")):
+            with foreign_code(lambda words: ForeignError(f"The agent raised {words}"), located=True):
                 answer = await self._agent.execute(
                     prompt=request.prompt.text,
                     label=request.prompt.label,

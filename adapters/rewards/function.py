@@ -53,10 +53,20 @@ def load_reward_function(path: str) -> Callable[..., Any]:
         (f for f in (getattr(module, n, None) for n in wanted) if callable(f)), None
     )
     if found is None:
-        own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+        own = [
+            name
+            for name, value in vars(module).items()
+            if (inspect.isfunction(value) and value.__module__ == module.__name__)
+            or (callable(value) and type(value).__module__ == module.__name__)  # an object that is called
+        ]
         raise ConfigurationError(
             f"--reward.function_path {path} defines no function {' or '.join(wanted)} (it defines "
             f"{', '.join(own) or 'none'}): name one of its functions with --reward.function_path {place.file}:NAME."
+        )
+    if inspect.isclass(found):
+        raise ConfigurationError(
+            f"--reward.function_path {path} names the class {found.__name__}, of which an instance judges: write "
+            f"judge = {found.__name__}() into the file, and name it with --reward.function_path {place.file}:judge."
         )
     return found
 
@@ -136,12 +146,14 @@ class FunctionReward(RewardSource):
 
     async def _run(self, calls: Sequence[Call], refusal: Callable[[str], RewardError]) -> list[Any]:
         async def one(call: Call) -> Any:
-            with foreign_code(refusal):  # inside gather's task, where a SystemExit would end the event loop
+            with foreign_code(
+                refusal, located=True
+            ):  # inside gather's task, where a SystemExit would end the event loop
                 return await self._func(*call.positional, **call.keywords)
 
         if self._is_async:
             return list(await asyncio.gather(*map(one, calls)))
-        with foreign_code(refusal):
+        with foreign_code(refusal, located=True):
             results = await in_daemon_thread(
                 lambda: [self._func(*call.positional, **call.keywords) for call in calls], "reward-function"
             )

@@ -32,7 +32,7 @@ def load_python_file(path: str, *, flag: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with foreign_code(lambda words: ConfigurationError(f"{flag} {path} cannot be imported: {words}")):
+        with foreign_code(lambda words: ConfigurationError(f"{flag} {path} cannot be imported: {words}"), located=True):
             spec.loader.exec_module(module)
     except BaseException:
         sys.modules.pop(name, None)

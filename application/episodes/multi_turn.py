@@ -69,7 +69,7 @@ class MultiTurnExecutor(AgentExecutor):
         """Implements `AgentExecutor.run`; the environment is closed however the episode ends. One that cannot be
         closed is logged: what was played counts."""
         try:
-            with foreign_code(lambda words: ForeignError(f"The environment raised {words}")):
+            with foreign_code(lambda words: ForeignError(f"The environment raised {words}"), located=True):
                 made = self._environment(request.params)
                 environment = await made if isinstance(made, Awaitable) else made
                 try:

@@ -169,6 +169,12 @@ async def test_a_function_is_loaded_from_its_file(tmp_path: Path) -> None:
             r"defines no function reward_func or compute_score \(it defines score\): .*other\.py:NAME",
         ),
         ("value.py", "reward_func = 1", "defines no function"),
+        (
+            "kind.py",
+            "class reward_func: ...",
+            r"names the class reward_func, .* judge = reward_func\(\) .*kind\.py:judge",
+        ),
+        ("object.py", "class A:\n def __call__(self): ...\njudge = A()", r"\(it defines judge\)"),
         ("named.py:other", "def reward_func(queries): ...", r"defines no function other \(it defines reward_func\)"),
         ("broken.py", "def reward_func(:", "cannot be imported: SyntaxError"),
         ("needs.py", "import no_such_module_here", "cannot be imported: ModuleNotFoundError: No module named"),

@@ -1,6 +1,7 @@
 """The boundary around foreign code: one sentence whatever is raised, and the process as it was."""
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from rollgrad.adapters.rewards.answers import RewardParser
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.system.python_file import load_python_file
-from rollgrad.application.foreign import error_text, foreign_code, shown
+from rollgrad.application.foreign import error_place, error_text, foreign_code, shown
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
@@ -168,3 +169,24 @@ async def test_a_reward_function_that_calls_itself_for_ever() -> None:
 
     with pytest.raises(RewardError, match="RecursionError"):
         await FunctionReward(reward_func, timeout=60.0).score([REQUEST])
+
+
+def test_the_line_of_a_users_own_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("import json\n\n\ndef reward_func(queries, prompts, labels):\n    return json.loads(labels[0])\n")
+    source = FunctionReward(load_python_file(str(file), flag="--reward.function_path").reward_func, timeout=60)
+    prompt = Prompt(token_ids=(1,), text="go", label="{")
+    request = RewardRequest(prompt=prompt, response="x", stop_reason=StopReason.STOP)
+    with pytest.raises(RewardError, match=r"raised JSONDecodeError: Expecting .* \(reward\.py, line 5\)$"):
+        asyncio.run(source.score([request]))
+    file.write_text("import json\nwrong = undefined\n")
+    with pytest.raises(ConfigurationError, match=r"NameError: name 'undefined' is not defined \(reward\.py, line 2\)$"):
+        load_python_file(str(file), flag="--reward.function_path")
+
+
+def test_an_error_of_a_library_alone_has_no_place() -> None:
+    with pytest.raises(json.JSONDecodeError) as raised:
+        json.loads("[")
+    assert raised.value.__traceback__ is not None
+    assert error_place(raised.value).startswith(" (test_foreign.py, line ")
+    assert error_place(raised.value.with_traceback(raised.value.__traceback__.tb_next)) == ""
