@@ -108,6 +108,8 @@ COMMON: Mapping[str, Flag] = {
     ),
     "pad_to_multiple_of": Flag(TEXT, reason=PACKED, idle=(*NOTHING, "auto")),
     "dataset_num_proc": Flag(INTEGER),
+    "overwrite_output_dir": Flag(SWITCH, reason="a directory that holds a run is refused without --ckpt.overwrite"),
+    "logging_dir": Flag(TEXT, reason="files of TensorBoard are in --output_dir"),
     "eos_token": Flag(TEXT, reason=CHOSEN),
     "pad_token": Flag(TEXT, reason=CHOSEN),
 }
@@ -128,6 +130,10 @@ EXAMPLES: Mapping[str, Flag] = {
 """Flags of the commands over examples."""
 
 REFERENCE: Mapping[str, Flag] = {
+    **dict.fromkeys(
+        ("max_prompt_length", "max_completion_length"),
+        Flag(INTEGER, reason="prompt and reply are one example, whose length --max_length bounds", idle=NOTHING),
+    ),
     "precompute_ref_log_probs": Flag(
         SWITCH, reason="the reference computes its log-probs before training, unless rows are streamed"
     ),
@@ -167,6 +173,7 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         **REFERENCE,
         "loss_type": Flag(WORDS),
         "loss_weights": Flag(Kind.PROBABILITIES, "dpo.loss_weights"),
+        "rpo_alpha": Flag(NUMBER, reason="write --loss_type sigmoid sft --loss_weights 1 ALPHA", idle=NOTHING),
         "ld_alpha": Flag(NUMBER, "dpo.ld_alpha"),
         "f_divergence_type": Flag(TEXT, "dpo.f_divergence"),
         "f_alpha_divergence_coef": Flag(NUMBER),
@@ -199,6 +206,7 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         ),
         "num_generations": Flag(INTEGER, "rollout.n_samples_per_prompt", default=8),
         "num_generations_eval": Flag(INTEGER, "eval.n_samples_per_prompt"),
+        "max_prompt_length": Flag(INTEGER, "data.max_prompt_tokens"),
         "max_completion_length": Flag(INTEGER, "rollout.max_new_tokens", default=512),
         "temperature": Flag(NUMBER, "rollout.temperature"),
         "top_p": Flag(NUMBER, "rollout.top_p"),
@@ -272,6 +280,19 @@ vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_re
 """
 """Those of `trl grpo`."""
 
+OLDER_NAMES: Mapping[str, str] = {
+    "torch_dtype": "dtype",
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "group_by_length": "train_sampling_strategy",
+    "use_liger_loss": "use_liger_kernel",
+    "max_seq_length": "max_length",
+    "vllm_max_model_len": "vllm_max_model_length",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+}
+"""Names that flags had in earlier releases."""
+
 DEFAULT_LR = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "grpo": 1e-6}
 """TRL's default learning rate of each command."""
 
@@ -291,7 +312,10 @@ def _program(command: str) -> Program:
     return Program(
         name=f"trl {command}",
         flags=flags,
-        names={name: (name,) for name in flags},
+        names={
+            **{name: (name,) for name in flags},
+            **{name: (flag,) for name, flag in OLDER_NAMES.items() if flag in flags},
+        },
         implied={f"no_{name}": (name, "False") for name in (*others, *_switches(flags.items()))},
     )
 

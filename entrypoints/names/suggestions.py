@@ -5,11 +5,13 @@ A suggestion means the same as the given name, or there is none: names of TRL, O
 """
 
 import difflib
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES, openrlhf_name
 
+_VERL = "write its overrides behind rollgrad train rl, which answers each with the name here."
 _REINFORCE = "rollgrad train rl trains by reinforcement learning"
 
 OTHER_COMMANDS: Mapping[str, str] = {
@@ -35,10 +37,18 @@ OTHER_COMMANDS: Mapping[str, str] = {
     "vllm_serve": "start an engine with `vllm serve`, and name it with --rollout.engine server --rollout.server_urls.",
     **dict.fromkeys(("evaluate", "test"), "write rollgrad eval."),
     **dict.fromkeys(("env", "check", "info"), "write rollgrad doctor."),
+    "verl": _VERL,
     "help": "write rollgrad --help.",
     "version": "write rollgrad --version.",
 }
 """Commands of other tools, and of this one some day."""
+
+LAUNCHED: Mapping[str, str] = {
+    "openrlhf": "write rollgrad openrlhf before it, which translates it.",
+    "trl": "write rollgrad trl before it, which translates it.",
+    "verl": _VERL,
+}
+"""What to do with a line that starts a program of another tool, by its package."""
 
 ALIKE = 0.82
 """Least similarity of a misspelt name: `lr_warmup_ration` is one, `learning_rate` (of anything here) is not."""
@@ -48,6 +58,10 @@ APART = ("critic", "ref", "reward", "eval")
 
 MOST_CANDIDATES = 4
 """Largest number of settings with one last name that are listed; of more, none is likelier than the others."""
+
+
+LONGEST_LAUNCHER = 20
+"""Words among which the program is looked for that a line starts."""
 
 
 def unknown_flag(word: str, known: Collection[str], command: str) -> str:
@@ -69,6 +83,9 @@ def unknown_command(words: Sequence[str], commands: Sequence[str]) -> str:
         known = OTHER_COMMANDS.get(name.lower().replace("-", "_"))
         if known is not None:
             return f"{name} is not a command; {known}"
+    packages = (part for word in words[:LONGEST_LAUNCHER] for part in re.split(r"[./]", word))
+    if (package := next((part for part in packages if part in LAUNCHED), None)) is not None:
+        return f"{words[0]} is not a command; {LAUNCHED[package]}"
     first = given.split()[0]
     similar, group = nearest(given.lower(), commands), [name for name in commands if name.split()[0] == first]
     if given == first and group:
@@ -128,7 +145,12 @@ def _in_section(found: str, section: str, known: Collection[str]) -> str | None:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """Returns the known name that is most similar to a misspelt one, if any is similar enough."""
+    """Returns the known name that is most similar to a misspelt one, if any is similar enough, or has the same words in
+    another order."""
+    words = sorted(name.split("_"))
+    for candidate in known:
+        if sorted(candidate.split("_")) == words:
+            return candidate
     similar = difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
     return similar[0] if similar else None
 

@@ -3,11 +3,11 @@
 import re
 import shlex
 from collections.abc import Sequence
-from itertools import pairwise
 
 from attrs import frozen
 
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.translation.words import launcher_number
 
 TRAINER = "train_ppo_ray"
 SERVER = "serve_rm"
@@ -59,8 +59,8 @@ def read_command(argv: Sequence[str]) -> Command:
             words[index + 1 :],
             module=match[1],
             submitted=launcher[:3] == ["ray", "job", "submit"],
-            processes=_number(launcher, PROCESSES),
-            machines=_number(launcher, MACHINES) or 1,
+            processes=launcher_number(launcher, PROCESSES),
+            machines=launcher_number(launcher, MACHINES) or 1,
         )
     if words and words[0].startswith("--"):
         return Command(words)
@@ -68,13 +68,3 @@ def read_command(argv: Sequence[str]) -> Command:
         f"The command names no module of OpenRLHF: write rollgrad openrlhf python3 -m openrlhf.cli.{TRAINER} --flag "
         "value ..."
     )
-
-
-def _number(launcher: Sequence[str], flags: Sequence[str]) -> int | None:
-    """Returns the value of one of the launcher's flags; None without one, or where it is no number."""
-    for word, following in pairwise([*launcher, ""]):
-        flag, equals, value = word.partition("=")
-        if flag.removeprefix("--").replace("-", "_") in flags:
-            given = value if equals else following
-            return int(given) if given.isdecimal() and int(given) else None
-    return None

@@ -1,11 +1,12 @@
 """Parses the command line of another tool's program: its flags and their values."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from attrs import frozen
 
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.entrypoints.names.flags import Flag, Kind, Program
 from rollgrad.entrypoints.names.suggestions import nearest
 
@@ -63,9 +64,10 @@ def options(program: Program, flags: Sequence[Given]) -> dict[str, Given]:
     counts.
 
     Raises:
-        ConfigurationError: the program has no such flag.
+        ConfigurationError: the program has not all of the flags.
     """
     options: dict[str, Given] = {}
+    wrong: list[ConfigurationError] = []
     for given in flags:
         name = given.flag.removeprefix("--").replace("-", "_")
         if name in program.implied:
@@ -78,8 +80,23 @@ def options(program: Program, flags: Sequence[Given]) -> dict[str, Given]:
         else:
             suggestion = nearest(name, (*program.names, *program.implied))
             hint = f"did you mean --{suggestion}?" if suggestion else "remove it."
-            raise ConfigurationError(f"{given.flag} is not a flag of {program.name}; {hint}")
+            wrong.append(ConfigurationError(f"{given.flag} is not a flag of {program.name}; {hint}"))
+    raise_together(wrong)
     return options
+
+
+def launcher_number(words: Sequence[str], flags: Sequence[str]) -> int | None:
+    """Returns the value of one of a launcher's flags; None without one, or where it is no number.
+
+    >>> launcher_number(["accelerate", "launch", "--num_processes=4"], ("num_processes",))
+    4
+    """
+    for word, following in pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        if flag.removeprefix("--").replace("-", "_") in flags:
+            given = value if equals else following
+            return int(given) if given.isdecimal() and int(given) else None
+    return None
 
 
 def read_values(flag: Flag, given: Given) -> Any:
@@ -109,7 +126,7 @@ def read_values(flag: Flag, given: Given) -> Any:
                 (word,) = words
                 return word
             case Kind.WORDS:
-                return list(words)
+                return [word.rstrip(",") or word for word in words]  # "q_proj", "v_proj" in a shell
             case Kind.PAIR:
                 low, high = _numbers(words)
                 return [low, high]

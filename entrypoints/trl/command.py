@@ -26,12 +26,14 @@ from rollgrad.entrypoints.translation.draft import Draft, TranslatedRun
 from rollgrad.entrypoints.translation.schedules import SCHEDULERS
 from rollgrad.entrypoints.translation.words import Given, options, parse
 from rollgrad.entrypoints.trl.grpo import count_rollouts, finish_grpo
+from rollgrad.entrypoints.trl.launch import launched
 
 USAGE = """usage: rollgrad trl [--run] COMMAND --flag value ...
 
-Translates a command of TRL (trl sft, dpo, kto, reward or grpo) to settings of rollgrad train sft, dpo, kto, rm or rl,
-and prints those that differ from the defaults as YAML. What has no counterpart, or not the same one, is listed on
-stderr. A file of --config is read as TRL does.
+Translates a command of TRL (trl sft, dpo, kto, reward or grpo, or python, accelerate launch, torchrun or deepspeed with
+one of TRL's own scripts, such as trl/scripts/dpo.py) to settings of rollgrad train sft, dpo, kto, rm or rl, and prints
+those that differ from the defaults as YAML. What has no counterpart, or not the same one, is listed on stderr. A file
+of --config is read as TRL does.
 
   --run   train instead of printing
 """
@@ -68,7 +70,7 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
     Raises:
         ConfigurationError: there is no such command, flag or value, or its file cannot be read.
     """
-    words = list(argv[1:] if argv[:1] == ["trl"] else argv)
+    words, script = launched(argv[1:] if argv[:1] == ["trl"] else argv)
     if not words or words[0] not in COMMANDS:
         given = words[0] if words else "nothing"
         raise ConfigurationError(
@@ -77,6 +79,8 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
     name, program = words[0], COMMANDS[words[0]]
     draft = Draft(program=program, options=options(program, _with_file(parse(words[1:]), program)))
     _check(draft)
+    if script is not None:
+        draft.lost.append(f"{script}: its flags alone are read, not what else the script does with data and rewards")
     for flag in dict.fromkeys((*draft.options, *program.flags)):
         if str(draft.value(flag)) not in ("None", "none", "null"):
             draft.follow(flag)

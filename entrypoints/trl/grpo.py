@@ -76,6 +76,9 @@ def finish_grpo(draft: Draft, *, dataset: str | None, samples: int) -> None:
         "prompts that are texts are rendered with the chat template, in TRL messages alone: set "
         "data.apply_chat_template False for texts"
     )
+    draft.change(
+        "max_prompt_length", "longer prompts are left out, which earlier releases of TRL cut at their beginning"
+    )
     draft.lose("dataset_num_proc", "prompts are read in the process itself")
     _rollouts(draft, samples)
     _rewards(draft)

@@ -50,7 +50,7 @@ FOREIGN = {
     *("address", "head", "block", "exclude", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"),  # Ray, Slurm
     *("cpus-per-task", "job-name", "time", "runtime-env-json"),
     *("shm-size", "ipc", "cap-add", "security-opt"),  # Docker
-    *("no-deps", "constraint", "index-url", "module", "num_gpus"),  # pip, deepspeed
+    *("no-deps", "constraint", "index-url", "module", "num_gpus", "config_file"),  # pip, deepspeed, accelerate
     *(
         "enable-scale-out",
         "api-key",

@@ -9,7 +9,7 @@ from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES
-from rollgrad.entrypoints.names.suggestions import OTHER_COMMANDS, advice
+from rollgrad.entrypoints.names.suggestions import OTHER_COMMANDS, advice, nearest, unknown_command
 from tests.dataclass_fields import fields
 
 SETTINGS = list(setting_names())
@@ -201,3 +201,25 @@ def test_misspelt_commands(given: str, known: str, capsys: pytest.CaptureFixture
 def test_openrlhf_s_own_suggestions_stay(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean --init_kl_coef?" in errors(["openrlhf", "--init_kl_coeff", "1"], capsys)
     assert IMPLIED.keys().isdisjoint(FLAT)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (
+            ["python3", "-m", "verl.trainer.main_ppo", "data.train_batch_size=8"],
+            "its overrides behind rollgrad train rl",
+        ),
+        (["accelerate", "launch", "trl/scripts/grpo.py"], "rollgrad trl before it"),
+        (["deepspeed", "--module", "openrlhf.cli.train_sft"], "rollgrad openrlhf before it"),
+        (["verl"], "its overrides behind rollgrad train rl"),
+    ],
+)
+def test_a_line_that_starts_another_tool_is_told_what_reads_it(words: list[str], advice: str) -> None:
+    assert advice in unknown_command(words, ["train rl", "trl"])
+
+
+def test_the_words_of_a_name_may_be_in_another_order() -> None:
+    assert nearest("vllm_enable_is_correction", ["enable_vllm", "enable_vllm_is_correction"]) == (
+        "enable_vllm_is_correction"
+    )

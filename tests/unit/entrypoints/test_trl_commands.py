@@ -536,6 +536,8 @@ def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.Captur
     [
         (["vllm-serve"], "vllm-serve is no command of TRL"),
         (["sft", "--learning_rat", "1"], "did you mean --learning_rate?"),
+        (["sft", "--first", "1", "--second"], "--second is not a flag of trl sft"),  # beside the first
+        (["python", "train_grpo.py"], "train_grpo.py is no script of TRL's"),
         (["sft", "--learning_rate", "fast"], "it takes one number"),
         (["sft", "--run"], "No model is set"),
     ],
@@ -552,3 +554,46 @@ def test_help_comes_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("usage: rollgrad trl")
     code = "import sys, rollgrad.entrypoints.trl.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("launcher", "processes"),
+    [
+        (("python", "trl/scripts/dpo.py"), 1),
+        (("accelerate", "launch", "--num_processes", "4", "trl/scripts/dpo.py"), 4),
+        (("torchrun", "--nproc-per-node=4", "--nnodes=2", "-m", "trl.scripts.dpo"), 8),
+        (("examples/scripts/dpo.py",), 1),
+    ],
+)
+def test_a_line_that_starts_a_script_is_the_command(launcher: tuple[str, ...], processes: int) -> None:
+    given = translate_command([*launcher, *LEAST, "--beta", "0.2"])
+    assert given == translate_command(["dpo", *LEAST, "--num_processes", str(processes), "--beta", "0.2"])
+
+
+def test_what_a_script_does_beside_its_flags_is_said() -> None:
+    notes = translate_command(["python", "examples/scripts/gspo.py", *LEAST, *REWARDED["grpo"]]).notes
+    assert any(note.startswith("not honoured: examples/scripts/gspo.py: its flags alone are read") for note in notes)
+    file = ["accelerate", "launch", "--config_file", "zero3.yaml", "trl/scripts/sft.py", *LEAST]
+    assert any(
+        "--accelerate_config zero3.yaml: write --num_processes" in note for note in translate_command(file).notes
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_names_of_earlier_releases_mean_the_same(command: str) -> None:
+    older = ("--torch_dtype", "float16", "--evaluation_strategy", "epoch", "--group_by_length", "True")
+    newer = ("--dtype", "float16", "--eval_strategy", "epoch", "--train_sampling_strategy", "True")
+    assert settings(command, *older) == settings(command, *newer)
+
+
+def test_lengths_of_earlier_releases() -> None:
+    assert settings("grpo", "--max_prompt_length", "64")["data.max_prompt_tokens"] == 64
+    assert any(
+        "--max_prompt_length 64: longer" in note for note in translated("grpo", "--max_prompt_length", "64").notes
+    )
+    assert any("--max_length bounds" in note for note in translated("dpo", "--max_prompt_length", "64").notes)
+
+
+def test_commas_between_quoted_words_are_no_part_of_them() -> None:
+    found = settings("sft", "--use_peft", "--lora_target_modules", "q_proj,", "v_proj")
+    assert tuple(found["actor.lora.target_modules"]) == ("q_proj", "v_proj")
