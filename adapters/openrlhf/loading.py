@@ -10,6 +10,7 @@ from rollgrad.adapters.openrlhf.shim import MultiTurnAgentExecutor
 from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.adapters.system.stand_ins import install
 from rollgrad.application.foreign import foreign_code
+from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_program import AgentProgram
 
@@ -39,6 +40,11 @@ def load_agent_file(path: str) -> AgentFile:
             `AgentExecutor` is written for OpenRLHF 0.8 or earlier.
     """
     install()
+    if (place := FunctionPath.parse(path)).name is not None:
+        raise ConfigurationError(
+            f"{FLAG} is {path!r}, but names a file alone: write {FLAG} {place.file}, and run_agent = {place.name} into "
+            "the file."
+        )
     module = load_python_file(path, flag=FLAG)
     program = getattr(module, "run_agent", None)
     if program is not None:
@@ -49,9 +55,10 @@ def load_agent_file(path: str) -> AgentFile:
     if environment is not None and (cls is None or environment.__module__ == module.__name__):
         return AgentFile(environment=environment)
     if cls is None:
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         raise ConfigurationError(
             f"{FLAG} {path} defines no class Environment (reset, step, close), no function run_agent(task), and no "
-            "AgentExecutor of OpenRLHF's."
+            f"AgentExecutor of OpenRLHF's (it defines {', '.join(own) or 'none'}): call it by one of these names."
         )
     executor = _made(cls, path)
     if isinstance(executor, MultiTurnAgentExecutor) and cls.execute is MultiTurnAgentExecutor.execute:

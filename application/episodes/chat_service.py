@@ -227,6 +227,8 @@ class RecordedSession:
         """The limit that a request reached."""
         self.refused: dict[str, int] = {}
         """Requests refused, by kind."""
+        self.refusal = ""
+        """What the last one of them was told."""
         self._service = service
         self._context = contextvars.copy_context()  # of the episode, to which belongs what is recorded of its replies
         self._params = params
@@ -317,8 +319,7 @@ class RecordedSession:
                 self._service.place(),
                 foreign_code(ForeignError),
             ):  # a template, a tokenizer or an engine's library may raise anything
-                if self._limits.max_tokens is not None:
-                    check_length(request, self._limits.max_tokens)
+                self._check_length(request)
                 prepared = await self._service.rendered(request, self.ledger.prepare)
                 params = self._settings(request, prepared, number)
                 reply = await self._sampled(prepared, params, request, on_piece)
@@ -329,6 +330,15 @@ class RecordedSession:
             self._numbers.discard(number)
             raise
         return reply
+
+    def _check_length(self, request: ChatRequest) -> None:
+        if self._limits.max_tokens is None:
+            return
+        try:
+            check_length(request, self._limits.max_tokens)
+        except RefusedError as error:
+            self.stopped = StopReason.LENGTH
+            self._refuse(str(error), error.kind)
 
     async def _sampled(
         self, prepared: Prepared, params: SamplingParams, request: ChatRequest, on_piece: OnPiece | None
@@ -364,6 +374,7 @@ class RecordedSession:
 
     def _refuse(self, message: str, kind: str) -> NoReturn:
         self.refused[kind] = self.refused.get(kind, 0) + 1
+        self.refusal = message
         raise RefusedError(message, kind)
 
     def _finished(self, task: "asyncio.Task[ChatReply]") -> None:

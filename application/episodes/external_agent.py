@@ -85,9 +85,8 @@ class ServedAgentExecutor(AgentExecutor):
         finally:
             await session.seal()
         if session.ledger.is_empty:
-            refused = ", ".join(f"{count} {kind}" for kind, count in session.refused.items())
-            why = f"its requests were refused: {refused}" if refused else "it did not ask for one"
-            return request.failure(FailureKind.ENVIRONMENT, f"The agent ended its episode without a reply ({why}).")
+            message = f"The agent ended its episode without a reply{self._why_none(session, stop_reason)}"
+            return request.failure(FailureKind.ENVIRONMENT, message)
         try:
             reward = await self._judge(session, request, result)
         except RewardError as error:
@@ -104,6 +103,15 @@ class ServedAgentExecutor(AgentExecutor):
             metrics={"turns": float(ledger.turns), "branches": float(ledger.branches), **reward.metrics},
             reward_parts=reward.parts,
         )
+
+    def _why_none(self, session: RecordedSession, stop_reason: StopReason) -> str:
+        """Returns the end of a sentence about an agent that got no reply: why."""
+        if session.refused:
+            refused = ", ".join(f"{count} {kind}" for kind, count in session.refused.items())
+            return f" (its requests were refused: {refused}). {session.refusal}"
+        if stop_reason is StopReason.TIMEOUT:
+            return f": its {self._max_seconds:g} s were over (--rollout.max_episode_seconds)."
+        return " (it did not ask for one)."
 
     async def _judge(self, session: RecordedSession, request: EpisodeRequest, result: AgentResult) -> Reward:
         if result.reward is not None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import pickle
+import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -259,7 +261,7 @@ async def episode(
     async def url() -> str:
         return "http://127.0.0.1:1"
 
-    limits = SessionLimits(max_turns=3)
+    limits = SessionLimits(max_turns=3, max_tokens=how.get("max_tokens"))
     executor = ServedAgentExecutor(
         agent,
         service,
@@ -367,6 +369,28 @@ async def test_an_agent_that_asks_nothing_fails_and_says_why() -> None:
     result, _ = await episode(silent)
     assert isinstance(result, RolloutFailure)
     assert "did not ask for one" in result.message
+
+
+async def test_an_agent_that_hangs_before_its_first_request_is_told_the_limit() -> None:
+    async def hung(session: RecordedSession) -> None:
+        await asyncio.sleep(1000)
+
+    result, _ = await episode(hung, max_seconds=0.1)
+    assert isinstance(result, RolloutFailure)
+    assert result.message.endswith("without a reply: its 0.1 s were over (--rollout.max_episode_seconds).")
+
+
+@pytest.mark.parametrize("length", [90, 10_000], ids=["by its tokens", "by its characters"])
+async def test_an_agent_whose_only_request_was_refused_is_told_what_it_was_told(length: int) -> None:
+    async def wordy(session: RecordedSession) -> None:
+        with suppress(RefusedError):
+            await session.reply(ask("x" * length))
+
+    result, _ = await episode(wordy, max_tokens=60)
+    assert isinstance(result, RolloutFailure)
+    assert re.search(
+        r"refused: 1 context_length\)\. The conversation has .* leaves no room for a reply", result.message
+    )
 
 
 async def test_a_judge_that_fails_is_a_reward_failure() -> None:
