@@ -1,4 +1,4 @@
-"""First light on one GPU: what is right, and what is fast, in one call of under twenty minutes.
+"""First light on one GPU, or several: what is right, and what is fast, in one call of under twenty minutes on one.
 
     python3 benchmarks/first_light.py [--smoke] [--only NAME,NAME] [--out DIR] [--seconds SECONDS]
 
@@ -7,9 +7,9 @@ holds up the next; those whose answers matter most come first. While one runs, t
 section finds is printed at once, and with --out written to OUT/first_light.json, as is where it failed, or hung; those
 that an error of CUDA's has ended are tried again, where each call is waited for; at the end comes a table. `--smoke` is
 the same code on small shapes, for machines without a GPU too. Model: random weights in the shape of Qwen3-0.6B, so
-nothing has to be downloaded. `ipc` unpacks by vLLM's own file, of the installed vLLM or --vllm-packed; `deepspeed`
-needs that library, `gpu_tests` what tests need. For a machine without a network `scripts/offline.py` gathers what it
-lacks.
+nothing has to be downloaded. `divisions` and `fleets` are about two GPUs and more, and take fifteen minutes. `ipc`
+unpacks by vLLM's own file, of the installed vLLM or --vllm-packed; `deepspeed` needs that library, `gpu_tests` what
+tests need. For a machine without a network `scripts/offline.py` gathers what it lacks.
 """
 
 import argparse
@@ -26,6 +26,8 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # where rollgrad is not installed
@@ -55,6 +57,7 @@ from benchmarks.first_light_right import (  # noqa: E402
     gpu_tests,
     graphs,
 )
+from benchmarks.first_light_several import divisions, fleets  # noqa: E402
 
 
 def installed_packing() -> str:
@@ -63,11 +66,14 @@ def installed_packing() -> str:
     return "" if found is None else str(Path(str(found.origin)).parent / "distributed/weight_transfer/packed_tensor.py")
 
 
+LONGEST = 1170 + 900 * (torch.cuda.device_count() > 1)
+"""Seconds of all sections together, at most."""
+
 ARGS = argparse.ArgumentParser()
 ARGS.add_argument("--smoke", "--tiny", dest="tiny", action="store_true")
 ARGS.add_argument("--only", default="", help="sections, by commas")
 ARGS.add_argument("--out", default=os.environ.get("OUT", ""), help="folder of the results")
-ARGS.add_argument("--seconds", type=float, default=1170, help="of all sections together, at most")
+ARGS.add_argument("--seconds", type=float, default=LONGEST, help="of all sections together, at most")
 ARGS.add_argument("--section", default="", help="the one to run in this process; --out is then its file")
 ARGS.add_argument("--vllm-packed", default=installed_packing(), help="another packed_tensor.py than the installed one")
 
@@ -91,6 +97,8 @@ SECTIONS = {
     cluster: 300,
     gpu_tests: 120,
     deepspeed: 150,
+    divisions: 420,
+    fleets: 480,
 }
 """Seconds of each on a GPU at most, and what it compiles included."""
 

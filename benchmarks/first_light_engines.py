@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -150,33 +151,43 @@ def cluster(out: Any) -> None:
 
 def in_a_cluster(out: Any) -> None:
     """Starts both runs, one after the other."""
+    shared = ["--train.colocate_all", "--vllm.gpu_memory_utilization", "0.3", "--algo.advantage.estimator", "gae"]
+    ipc = ["--vllm.sync_backend", "cuda_ipc" if GPU else "shared_memory"]
+    runs_of(
+        out,
+        {
+            "zero 2": [*shared, "--ds.zero_stage", "2", *ipc],
+            "fsdp2": [*shared, "--cluster.strategy", "fsdp2"],
+        },
+    )
+
+
+def runs_of(out: Any, runs: dict[str, list[str]]) -> None:
+    """Starts runs of a few steps in clusters, each with some flags, one after the other."""
     with saved(model()) as folder:
         prompts, reward = Path(folder) / "prompts.jsonl", Path(folder) / "reward.py"
         rows = [{"input": f"What is {a} plus {b}?"} for a in range(20) for b in range(20)]
         prompts.write_text("\n".join(map(json.dumps, rows)))
         reward.write_text(REWARD)
-        for name, words in {
-            "zero 2": ["--ds.zero_stage", "2", "--vllm.sync_backend", "cuda_ipc" if GPU else "shared_memory"],
-            "fsdp2": ["--cluster.strategy", "fsdp2"],
-        }.items():
-            runs = Path(folder) / name.replace(" ", "_")
+        for name, words in runs.items():
+            path = Path(folder) / re.sub(r"\W+", "_", name)
             t = time.perf_counter()
             status = _run(
                 [
-                    *("train", "rl", "--cluster.enable", "--train.colocate_all", "--rollout.engine", "vllm"),
+                    *("train", "rl", "--cluster.enable", "--rollout.engine", "vllm"),
                     *("--actor.model_name_or_path", folder, "--actor.dtype", "bfloat16", "--actor.adam.lr", "1e-5"),
                     *("--data.prompt_dataset", str(prompts), "--reward.function_path", str(reward)),
-                    *("--algo.advantage.estimator", "gae", "--algo.kl.init_coef", "0.01"),
+                    *("--algo.kl.init_coef", "0.01"),
                     *("--rollout.batch_size", "32", "--rollout.n_samples_per_prompt", "8"),
                     *("--rollout.max_new_tokens", "256", "--train.max_steps", "3"),
-                    *("--vllm.gpu_memory_utilization", "0.3", "--ckpt.output_dir", str(runs), *words),
+                    *("--ckpt.output_dir", str(path), *words),
                 ]
             )
             seconds = round(time.perf_counter() - t, 1)
             if status:
                 out[name] = {"FAILED": status, "seconds": seconds}
                 continue
-            steps = [json.loads(line) for line in (runs / "metrics.jsonl").read_text().splitlines()]
+            steps = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
             out[name] = {"seconds": seconds, "steps": [_told(step) for step in steps]}
     assert not any("FAILED" in found for found in out.values())
 
