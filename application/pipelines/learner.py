@@ -20,7 +20,6 @@ from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.control.entropy_weight import EntropyController
 from rollgrad.domain.control.kl_weight import KLController
-from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueObjective
 from rollgrad.domain.ports.weight_channel import WeightChannel
@@ -94,11 +93,7 @@ class RLLearner:
 
     def learn(self, groups: Sequence[RolloutGroup], done: int) -> dict[str, float]:
         """Takes the update after `done` ones, which `groups` feed; returns its metrics and theirs. An update
-        that fails before its first optimizer step changes nothing.
-
-        Raises:
-            RewardError: every episode of the groups failed.
-        """
+        that fails before its first optimizer step changes nothing."""
         entropy, experience = self._entropy, self._experience.state_dict()
         try:
             return self._learn(groups, done)
@@ -111,8 +106,6 @@ class RLLearner:
         clock = self._clock
         started = clock.monotonic()
         trajectories = [t for group in groups for t in group.trajectories]
-        if not trajectories:
-            raise RewardError(f"All {len(groups)} groups of step {done} failed: there is nothing to train on.")
         baselines = {g.group_id: g.baseline for g in groups if g.baseline is not None}
         told = {g.group_id: g.prompt.teacher_token_ids or g.prompt.token_ids for g in groups}
         more = any(g.prompt.teacher_token_ids for g in groups)

@@ -63,7 +63,7 @@ class GroupSampler:
         at the end. A rollout that is cancelled or fails puts the stream back to its beginning.
 
         Raises:
-            RewardError: the budget of prompts ran out before enough groups were kept.
+            RewardError: the budget of prompts ran out before enough groups were kept, or no episode has a reward.
             RewardError, EngineError: too many episodes failed.
         """
         before = self.state_dict()
@@ -143,6 +143,8 @@ class GroupSampler:
                 pass
         played.sort(key=lambda group: group.group_id)
         self._ready += [group for group in played if self._kept(group)]
+        if not self._ready:
+            raise unrewarded(played)
         taken, self._ready = self._ready[: plan.groups], self._ready[plan.groups :]
         self._deals = {group.group_id: self._deals[group.group_id] for group in self._ready}
         self._dealer.learn(played)
@@ -185,6 +187,16 @@ def exhausted(started: int, wanted: int, kept: int, rejected: "Counter[str]") ->
     return RewardError(
         f"{started} prompts were played for {wanted} groups, but dynamic filtering kept only {kept} ({reasons}): raise "
         "--algo.dynamic_filtering_budget, widen --algo.dynamic_filtering_range, or choose other prompts."
+    )
+
+
+def unrewarded(played: Sequence[RolloutGroup]) -> RewardError:
+    """Returns the error for a rollout with too many prompts all of whose episodes failed, or have no reward."""
+    empty = [group for group in played if not group.trajectories]
+    reasons = [failure.message for group in empty for failure in group.failures]
+    return RewardError(
+        f"{len(empty)} of {len(played)} prompts that were played have no episode to train on (the last failure: "
+        f"{reasons[-1] if reasons else 'none was named'}): mend the reward or the environment, or choose other prompts."
     )
 
 

@@ -22,7 +22,7 @@ import torch
 from rollgrad.application.foreign import error_text
 from rollgrad.application.rollouts.groups import FailureBudget, RolloutGroup, RolloutService, not_in_silence
 from rollgrad.application.rollouts.prompt_dealer import Deal, PromptDealer
-from rollgrad.application.rollouts.sampler import SamplingPlan, exhausted, sampling_metrics
+from rollgrad.application.rollouts.sampler import SamplingPlan, exhausted, sampling_metrics, unrewarded
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import EMPTY
 from rollgrad.domain.control.staleness import STALE, StalenessBound, StalenessGate
@@ -64,7 +64,9 @@ class GroupStream:
         self.gate = StalenessGate(bound)
         """State of every group; read only."""
         self._slots = rollout.slots()
-        self._deals: dict[int, Deal] = {}  # deals of the groups in flight
+        self._deals: dict[
+            int, Deal
+        ] = {}  # deals of the groups in flight, and of those whose episodes ended by an error
         self._again: deque[Deal] = deque()  # groups that an interrupted run had in flight
         self._tasks: dict[int, asyncio.Task[RolloutGroup]] = {}
         self._ready: dict[int, RolloutGroup] = {}
@@ -86,7 +88,7 @@ class GroupStream:
         last.
 
         Raises:
-            RewardError: the budget of prompts ran out before enough groups were kept.
+            RewardError: the budget of prompts ran out before enough groups were kept, or before enough had a reward.
             RewardError, EngineError: too many episodes failed since the last batch.
         """
         while True:
@@ -112,9 +114,8 @@ class GroupStream:
     def updated(self) -> None:
         """Records that the groups of the last `take` are trained on, and that the engine samples from the new
         weights."""
-        self.gate.updated()
-        in_flight = {*self._tasks, *self._ready}
-        self._deals = {group_id: deal for group_id, deal in self._deals.items() if group_id in in_flight}
+        for group_id in self.gate.updated():
+            del self._deals[group_id]
         for group_id in self.gate.stale():
             self._drop(group_id, STALE)
 
@@ -205,8 +206,11 @@ class GroupStream:
                 self._drop(group_id, STALE)
             return
         self._drop(group.group_id, reason)
+        most = max(plan.in_flight, int(plan.budget * plan.groups)) - plan.groups
+        if self._rejected[EMPTY] > most:  # replies to which no reward applies are no failures, and would go on for ever
+            raise unrewarded(self._played)
         filtered = self._rejected.total() - self._rejected[EMPTY] - self._rejected[STALE]
-        if filtered > max(plan.in_flight, int(plan.budget * plan.groups)) - plan.groups:
+        if filtered > most:
             kept = len(self._played) - filtered
             raise exhausted(len(self._played), plan.groups, kept, self._rejected)
 

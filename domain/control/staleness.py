@@ -169,11 +169,13 @@ class StalenessGate:
         self._training = tuple(chosen)
         return sorted(chosen)
 
-    def updated(self) -> None:
-        """Records that the update is finished; its weights sample from now on."""
-        self.trained += len(self._training)
-        self._training = ()
+    def updated(self) -> tuple[int, ...]:
+        """Records that the update is finished, whose weights sample from now on; returns the groups that it trained
+        on."""
+        trained, self._training = self._training, ()
+        self.trained += len(trained)
         self.version += 1
+        return trained
 
     def _overtakes(self, chosen: set[int]) -> bool:
         """Returns whether taking `chosen` would make some other group too old, however the next updates choose.

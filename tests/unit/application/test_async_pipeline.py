@@ -15,8 +15,12 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollgrad.application.episodes.single_turn import SingleTurnExecutor
 from rollgrad.application.pipelines.schedule import RunOutcome
 from rollgrad.application.pipelines.step_source import uninterrupted
+from rollgrad.application.rollouts.groups import RolloutService
+from rollgrad.application.rollouts.sampler import SamplingPlan
+from rollgrad.application.rollouts.stream import GroupStream
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.control.kl_weight import KLController
@@ -24,10 +28,15 @@ from rollgrad.domain.control.staleness import StalenessBound, StalenessUnit, Sta
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, RewardError
+from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, NotApplicableError, RewardError
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.testing.chat_codec import FakeChatCodec
+from rollgrad.testing.clock import FakeClock
 from rollgrad.testing.models import VOCABULARY, FakePolicy
+from rollgrad.testing.prompt_source import FakePromptSource
+from rollgrad.testing.reward_source import FakeRewardSource
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
 from tests.fakes.pipeline import GROUPS, PARAMS, PROMPTS, SAMPLES, Run, make_run
 
 LIMIT_SECONDS = 60.0
@@ -268,6 +277,35 @@ async def test_a_failure_ends_the_run_and_what_is_in_flight(
             await run.pipeline.run()
     assert len(asyncio.all_tasks()) == 1
     assert run.checkpoints.models == []
+
+
+async def test_a_run_whose_replies_no_reward_applies_to_ends(build: Callable[..., Run]) -> None:
+    def value(request: RewardRequest) -> float:
+        raise NotApplicableError("reward_func returned None for reply 0: no reward applies to it.")
+
+    run = build(value=value)
+    with pytest.raises(RewardError, match=r"19 of 19 prompts .* no episode to train on .*: reward_func returned None"):
+        await train(run)
+
+
+async def test_groups_that_fail_during_an_update_are_played_again_by_a_resumed_run() -> None:
+    def value(request: RewardRequest) -> float:
+        return 0.5 if request.label < GROUPS else float("nan")
+
+    engine = FakeRolloutEngine()
+    engine.latency = lambda request: 0 if request.prompt_token_ids[0] <= GROUPS else 50
+    executor = SingleTurnExecutor(engine, FakeChatCodec(), FakeRewardSource(value))
+    rollout = RolloutService(executor, max_concurrent=4 * GROUPS * SAMPLES, max_failures=0)
+    plan = SamplingPlan(groups=GROUPS, samples=SAMPLES, in_flight=2 * GROUPS)
+    stream = GroupStream(rollout, FakePromptSource(PROMPTS), PARAMS, plan, bound(), FakeClock())
+    trained = [group.group_id for group in (await stream.take())[0]]
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    stream.updated()
+    with pytest.raises(RewardError, match="finite"):
+        await stream.take()
+    state = stream.state_dict()
+    assert trained + [pending["group"] for pending in state["pending"]] == list(range(state["next_group"]))
 
 
 async def test_an_engine_that_fails_ends_the_run(build: Callable[..., Run]) -> None:

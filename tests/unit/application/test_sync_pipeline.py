@@ -110,7 +110,7 @@ def test_failures_are_counted_by_kind_and_the_rest_is_trained(build: Callable[..
 
 def test_a_rollout_without_a_single_success_ends_the_run(build: Callable[..., Run]) -> None:
     run = build(max_failures=100, value=lambda request: float("nan"))
-    with pytest.raises(RewardError, match="nothing to train on"):
+    with pytest.raises(RewardError, match="2 of 2 prompts that were played have no episode to train on"):
         run.train()
 
 
