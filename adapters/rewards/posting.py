@@ -84,20 +84,24 @@ class JudgeServers:
         last = "none has answered yet"
         most = ATTEMPTS + len(self._servers) - 1
         tried: list[_Server] = []
+        asked: _Server | None = None
         try:
             async with asyncio.timeout(self._timeout):
                 async for attempt in attempts(most, wait=BACKOFF):
                     with attempt:
                         tried.append(await self._next_server(tried))
+                        asked = tried[-1]
                         try:
-                            return tried[-1].url, await self._post(tried[-1], body)
+                            return asked.url, await self._post(asked, body)
                         except PassingError as failure:
-                            last = str(failure)
+                            last, asked = str(failure), None
                             self._failures.tell(
                                 f"a {self._name} failed; the others, or it again, are asked", reason=last
                             )
                             raise
         except TimeoutError:
+            if asked is not None:  # a server that hangs counts as broken, but not one whose question was given up
+                asked.circuit = asked.circuit.failed(time.monotonic())
             raise RewardError(
                 f"No {self._name} judged {about} within {self._timeout:g} s (last: {last}): check the servers, or "
                 "raise --reward.timeout."
@@ -141,9 +145,6 @@ class JudgeServers:
             server.circuit = server.circuit.failed(time.monotonic())
             if isinstance(error.__cause__, httpx2.HTTPError):
                 raise PassingError(f"{server.url}: {error_text(error.__cause__)}") from error
-            raise
-        except asyncio.CancelledError:  # the deadline: a server that hangs counts as broken
-            server.circuit = server.circuit.failed(time.monotonic())
             raise
         finally:
             server.in_flight -= 1

@@ -1,6 +1,8 @@
 """A language model as judge, against real HTTP servers that answer, fail and ramble."""
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,30 @@ async def test_what_fails_in_passing_is_asked_again_elsewhere(serve: Serve) -> N
     bad, good = serve("busy", 503), serve("3")
     assert await judged(bad, good, requests=tuple(ask(str(n)) for n in range(6))) == [3.0] * 6
     assert len(good.bodies) == 6
+
+
+async def test_questions_that_are_given_up_say_nothing_about_the_server() -> None:
+    hold = threading.Event()
+
+    def answer(path: str, question: Any) -> tuple[int, Any]:
+        hold.wait(60.0)
+        return 200, {"choices": [{"message": {"role": "assistant", "content": "7"}}]}
+
+    server = JsonServer(answer)
+    judge = LLMJudge([f"{server.url}/v1"], model="judge", prompt=JudgePrompt(PROMPT, "judge.txt"), timeout=5.0)
+    try:
+        episodes = [asyncio.create_task(judge.score([ask()])) for _ in range(4)]
+        while len(server.bodies) < 4:
+            await asyncio.sleep(0.01)
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.gather(*episodes, return_exceptions=True)
+        hold.set()
+        assert [reward.value for reward in await judge.score([ask()])] == [7.0]
+    finally:
+        hold.set()
+        await judge.aclose()
+        server.close()
 
 
 async def test_what_another_attempt_would_not_change_is_one_sentence(serve: Serve) -> None:
