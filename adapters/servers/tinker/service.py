@@ -263,6 +263,8 @@ class TinkerService:
         """Samples; returns the request's id, and one id a sample."""
         if request.sampling_session_id is None:
             raise wire.unsupported("sampling without a sampling session", "create a SamplingClient")
+        if request.seq_id is None:
+            raise _unnumbered("of a sampling session")
         self.weights(request.sampling_session_id)
         prompt = wire.read_prompt(request)
         if not 0 <= min(prompt) <= max(prompt) < self.models.vocabulary:
@@ -313,9 +315,7 @@ class TinkerService:
         `failed` is called on the thread of all training, behind it and before that of the next request."""
         run = self._run(run_id)
         if not sequence or sequence < 0:  # it would have the id of another request, and that one's answer
-            raise HttpError(
-                400, "seq_id is not set: number the requests of a training run, from 1.", code="invalid_request"
-            )
+            raise _unnumbered("of a training run, from 1")
         request_id = f"{run_id}:{sequence}"
 
         async def wait_and_work() -> Answer:
@@ -366,6 +366,10 @@ class TinkerService:
 def _described(run: Run, request: Any) -> Description:
     """Returns the description of a run's checkpoint."""
     return evolve(run.description, user_metadata={**run.description.user_metadata, **(request.user_metadata or {})})
+
+
+def _unnumbered(which: str) -> HttpError:
+    return HttpError(400, f"seq_id is not set: number the requests {which}.", code="invalid_request")
 
 
 def _texts(metadata: Mapping[str, Any] | None) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollgrad.adapters.servers.guard import HttpError
 from rollgrad.adapters.servers.tinker.results import CANCELLED
 from rollgrad.adapters.servers.tinker.service import Run, TinkerService
 from rollgrad.application.learning.requested import RequestedTraining
@@ -40,6 +41,15 @@ async def test_a_cancelled_request_fails_in_its_turn() -> None:
         assert await service.results.wait(request_id, 60) == {}
     assert told == ["gradient", "step", "cancelled failed", "after"]
     assert await service.results.wait(cancelled, 60) == CANCELLED
+    service.close()
+
+
+async def test_samples_without_a_number_are_refused() -> None:
+    """The second would have the answer to the first."""
+    unused: Any = None
+    service = TinkerService(unused, unused)
+    with pytest.raises(HttpError, match="seq_id is not set"):
+        service.sample(SimpleNamespace(sampling_session_id="session:sample:0", seq_id=None))
     service.close()
 
 
