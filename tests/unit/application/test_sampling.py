@@ -5,14 +5,17 @@ import random
 from collections.abc import Callable
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.rollouts.groups import RolloutService
+from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
+from rollgrad.application.rollouts.prompt_dealer import PromptDealer
 from rollgrad.application.rollouts.sampler import GroupSampler, SamplingPlan
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
@@ -130,6 +133,26 @@ def test_curriculum_passes_over_what_is_solved() -> None:
     assert taken[:4] == [["0", "1", "2"], ["3", "4", "5"], ["6", "7", "8"], ["9", "10", "11"]]
     assert taken[4] == ["2", "3", "4"], "0 and 1 are solved"
     assert ["0", "1", "2"] in taken[7:8] or taken[7] == ["11", "0", "1"], "and come back the second time"
+
+
+def test_curriculum_tells_prompts_of_one_text_apart() -> None:
+    def shown(digest: str) -> tuple[PlacedImage, ...]:
+        return (PlacedImage(image=Image(digest=digest, data=b"", tensors={}), start=0, stop=1),)
+
+    alike = Prompt(token_ids=(1,), text="What is it?")
+    prompts = [
+        evolve(alike, label="a dog", images=shown("dog")),
+        evolve(alike, label="a cat", images=shown("cat")),
+        evolve(alike, label="a cat", images=shown("another cat")),
+        evolve(alike, metadata={"seed": 1}),
+        evolve(alike, metadata={"seed": 2}),
+    ]
+    dealer = PromptDealer(FakePromptSource(prompts), Curriculum(limits=(0.1, 0.9)))
+    first = dealer.deal()
+    played = make_trajectory([1], [2], rewards=[1.0], group_id=0, sample_id=0)
+    dealer.learn([RolloutGroup(group_id=0, prompt=first.prompt, trajectories=(played,))])
+    assert [dealer.deal().prompt for _ in range(4)] == prompts[1:], "nothing is known of the others"
+    assert dealer.deal().prompt == prompts[1], "the first is solved"
 
 
 def test_state_continues_the_stream() -> None:
