@@ -224,7 +224,7 @@ class RecordedSession:
         self.prompt = prompt
         self.ledger = ledger
         self.stopped: StopReason | None = None
-        """The limit that a request reached."""
+        """The limit that a request reached, if no reply has begun after that and come to its end."""
         self.refused: dict[str, int] = {}
         """Requests refused, by kind."""
         self.refusal = ""
@@ -312,7 +312,7 @@ class RecordedSession:
         return reply
 
     async def _answer(self, request: ChatRequest, number: int, on_piece: OnPiece | None) -> ChatReply:
-        task = asyncio.current_task()
+        task, refused = asyncio.current_task(), sum(self.refused.values())
         assert task is not None
         try:
             with (
@@ -329,6 +329,8 @@ class RecordedSession:
         except BaseException:  # also a cancellation
             self._numbers.discard(number)
             raise
+        if sum(self.refused.values()) == refused:
+            self.stopped = None  # the agent has shortened its conversation, and goes on
         return reply
 
     def _check_length(self, request: ChatRequest) -> None:

@@ -93,8 +93,11 @@ class ServedAgentExecutor(AgentExecutor):
             return request.unjudged(error)
         except (EngineError, DataError) as error:
             return request.failure(FailureKind.INFRASTRUCTURE, str(error))
-        session.ledger.reward_last(reward.value)
         ledger = session.ledger
+        ledger.reward_last(reward.value)
+        answered = result.answer is not None or result.reward is not None
+        if not answered and ledger.latest().stop_reason.truncated:  # the last reply is the answer, and was cut off
+            stop_reason = ledger.latest().stop_reason
         return ledger.trajectories(
             group_id=request.group_id,
             sample_id=request.sample_id,
@@ -126,7 +129,7 @@ class ServedAgentExecutor(AgentExecutor):
                 latest.token_ids,
                 opening=latest.opening,
                 response=str(latest.message["content"]),
-                stop_reason=StopReason.STOP,
+                stop_reason=latest.stop_reason,
                 step=latest.version,
                 images=latest.images,
             )

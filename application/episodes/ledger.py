@@ -76,12 +76,13 @@ class _Turn:
 class LatestReply:
     """The latest reply, as a `message`. `token_ids`: from the beginning of its branch to its end. `opening`: number of
     tokens before the branch's first reply. `version`: of the policy that sampled its last token. `images`: those that
-    some of the tokens stand for."""
+    some of the tokens stand for. `stop_reason`: why it ended."""
 
     message: Message
     token_ids: tuple[int, ...]
     opening: int
     version: int
+    stop_reason: StopReason
     images: PlacedImages = ()
 
 
@@ -119,6 +120,7 @@ class TokenLedger:
             token_ids=latest.token_ids,
             opening=len(first.prepared.token_ids),
             version=latest.version,
+            stop_reason=latest.generation.stop_reason,
             images=latest.prepared.images,
         )
 

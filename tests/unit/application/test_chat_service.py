@@ -341,6 +341,32 @@ async def test_a_limit_truncates_the_episode_also_when_the_agent_fails_of_it() -
     assert {trajectory.score for trajectory in result} == {0.0}
 
 
+async def test_an_agent_that_shortens_its_conversation_was_not_ended_by_the_limit() -> None:
+    async def compacting(session: RecordedSession) -> None:
+        with pytest.raises(RefusedError, match="no room"):
+            await session.reply(ask("x" * 200))
+        await session.reply(ask("go"))
+
+    result, _ = await episode(compacting, max_tokens=100)
+    assert isinstance(result, list)
+    assert [trajectory.stop_reason for trajectory in result] == [StopReason.ENVIRONMENT]
+
+
+async def test_a_last_reply_that_was_cut_off_truncates_the_episode_unless_the_agent_answers() -> None:
+    async def cut(session: RecordedSession) -> None:
+        await session.reply(ask("go", max_new_tokens=2))
+
+    async def answering(session: RecordedSession) -> AgentResult:
+        await cut(session)
+        return AgentResult(answer="two")
+
+    for behave, stop_reason, score in ((cut, StopReason.LENGTH, 0.0), (answering, StopReason.ENVIRONMENT, 1.0)):
+        result, rewards = await episode(behave)
+        assert isinstance(result, list)
+        assert [(trajectory.stop_reason, trajectory.score) for trajectory in result] == [(stop_reason, score)]
+        assert rewards.requests[0].stop_reason is (StopReason.LENGTH if behave is cut else StopReason.STOP)
+
+
 async def test_the_wall_clock_truncates_too() -> None:
     async def slow(session: RecordedSession) -> None:
         await session.reply(ask("go"))
