@@ -55,7 +55,7 @@ class HeadExchange:
     def to_heads(self, x_CGW: Tensor) -> Tensor:
         """Returns [Q, this process's share of G, W]."""
         mine, width = x_CGW.shape[1] // self._heads, x_CGW.shape[2]
-        sent = torch.cat([part.flatten() for part in torch.split(x_CGW, mine, dim=1)])
+        sent = self._by_process(x_CGW)
         received = self._all_to_all(sent, self._in_team(self._mine), self._in_team(self._counts), mine * width)
         return self._placed(received.view(-1, mine, width), self._team_place_Q)
 
@@ -69,8 +69,7 @@ class HeadExchange:
     def all_keys(self, x_CGW: Tensor) -> Tensor:
         """Returns [M, this process's share of G, W]."""
         mine, width = x_CGW.shape[1] // self._heads, x_CGW.shape[2]
-        parts = [part.flatten() for part in torch.split(x_CGW, mine, dim=1)]
-        sent = torch.cat(parts * (len(self._counts) // self._heads))
+        sent = self._by_process(x_CGW).repeat(len(self._counts) // self._heads)
         received = self._all_to_all(sent, self._mine, self._counts, mine * width)
         return self._placed(received.view(-1, mine, width), self._place_M)
 
@@ -82,6 +81,10 @@ class HeadExchange:
         wide = torch.promote_types(x_MGW.dtype, torch.float32)
         parts = received.view(-1, self._heads, self._counts[self._rank], mine, width).sum(0, dtype=wide)
         return parts.to(x_MGW.dtype).transpose(0, 1).flatten(1, 2)
+
+    def _by_process(self, x_CGW: Tensor) -> Tensor:
+        """Returns the numbers for each process of the team, end to end."""
+        return x_CGW.reshape(len(x_CGW), self._heads, -1).transpose(0, 1).flatten()
 
     @property
     def _mine(self) -> list[int]:
