@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rollgrad.adapters.engines.vllm.async_llm import LocalCore
+from rollgrad.adapters.engines.vllm.comparison import difference
 from rollgrad.adapters.engines.vllm.core import LIVENESS_SECONDS, Core
 from rollgrad.adapters.engines.vllm.launch import shut_down, start
 from rollgrad.adapters.engines.vllm.lora import AdapterCore, lora_settings
@@ -86,7 +87,7 @@ class CoreEngine(RolloutEngine, WeightReceiver):
         """Implements `RolloutEngine.generate`."""
         self._check(request)
         flow = self._flow
-        arrived = flow.arrive(f"rollgrad-{next(self._ids)}")
+        arrived = flow.arrive(self._name())
         try:
             await self._changes.until(lambda: flow.aborted(arrived) or (flow.may_begin and not self._changing.locked()))
             if flow.aborted(arrived):
@@ -249,20 +250,15 @@ class CoreEngine(RolloutEngine, WeightReceiver):
             self._changes.tell()
 
     async def _compare(self, probe: Probe) -> None:
-        actual = await self._next_logprobs(probe.tokens, probe.temperature)
-        self._broken = probe.difference(actual, self._core.model.dtype)
+        if self._broken is not None:
+            raise EngineError(self._broken)
+        self._broken = await difference(self._core, probe, self._name)
         if self._broken is not None:
             raise WeightsDifferError(self._broken)
 
-    async def _next_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
-        """Returns the log-probs of `tokens[1:]`, each given the tokens before it, under sampling at `temperature`."""
-        if self._broken is not None:
-            raise EngineError(self._broken)
-        asked = [
-            self._core.next_logprob(f"rollgrad-{next(self._ids)}", tokens[:length], tokens[length], temperature)
-            for length in range(1, len(tokens))
-        ]
-        return list(await asyncio.gather(*asked))
+    def _name(self) -> str:
+        """Returns the name of a new request."""
+        return f"rollgrad-{next(self._ids)}"
 
     def _check(self, request: GenerationRequest) -> None:
         total = len(request.prompt_token_ids) + request.params.max_new_tokens

@@ -10,10 +10,11 @@ import torch
 
 from rollgrad.adapters.engines.vllm import async_llm
 from rollgrad.adapters.engines.vllm.async_llm import LocalCore
+from rollgrad.adapters.engines.vllm.comparison import STEPS
 from rollgrad.adapters.engines.vllm.core import Core
 from rollgrad.adapters.engines.vllm.engine import CoreEngine
 from rollgrad.adapters.models.torch.allocator import FreedGPUMemory
-from rollgrad.adapters.weights.receiver_port import EngineModel, Probe
+from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightsDifferError
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraSync
 from rollgrad.application.settings.sections.rollout import Engine
@@ -22,20 +23,25 @@ from rollgrad.domain.errors import DataError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.composition.engines import resting, sleep_level
 
+CUT = StopReason.LENGTH
 REQUEST = GenerationRequest(prompt_token_ids=(1,), params=SamplingParams(max_new_tokens=8))
 
 
 class EndlessCore(Core):
-    """Its requests end when they are aborted, after one token."""
+    """Its requests end when they are aborted, after one token, but those of a comparison by themselves."""
 
     max_tokens = 64
     model = EngineModel(torch.float32, 100)
+    reply = (0.0,) * STEPS
+    """Log-probs of a comparison's reply."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
 
-    async def sample(self, name: str, *_: Any) -> Generation:
+    async def sample(self, name: str, request: GenerationRequest, *_: Any) -> Generation:
+        if request.params.max_new_tokens == STEPS:
+            return Generation(token_ids=[7] * STEPS, logprobs=self.reply, versions=[0] * STEPS, stop_reason=CUT)
         await self.ends.setdefault(name, asyncio.Event()).wait()
         return Generation(token_ids=[7], logprobs=[-1.0], versions=[0], stop_reason=StopReason.ABORTED)
 
@@ -98,6 +104,24 @@ async def test_what_a_pause_froze_goes_on_when_the_next_transfer_comes_through()
     assert not frozen.done()
     await engine.pause(PauseMode.ABORT)
     await frozen
+
+
+@pytest.mark.parametrize(("gap", "differs"), [(0.0009, False), (0.0012, True)])
+async def test_replies_that_differ_from_prompts_are_of_other_weights(gap: float, differs: bool) -> None:
+    """The first token of a reply is computed with its prompt, and counts for nothing."""
+    core = EndlessCore()
+    core.reply = (-5.0, gap, -gap, gap)
+    engine = CoreEngine(core, eos_token_ids=())
+    await engine.begin_weights({})
+    await engine.finish_weights(1)
+    proof = engine.prove_weights(Probe(tokens=[1, 2], expected=[0.0], temperature=1.0, dtype=torch.float32))
+    if not differs:
+        await proof
+        return
+    with pytest.raises(WeightsDifferError, match=r"3 tokens that it sampled .* differ .* by 0\.0012"):
+        await proof
+    with pytest.raises(EngineError, match="it samples with other weights than it was given"):
+        await engine.generate(REQUEST)
 
 
 class MortalCore(EndlessCore):
