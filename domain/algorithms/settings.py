@@ -67,6 +67,13 @@ class KLSettings:
         COUNT,
         only_if=(WITH_KL, WHOLE_KL),
     )
+    beta: float = setting(
+        1.0,
+        "Divergence of the full estimator: 1 is KL(policy || reference), 0 is KL(reference || policy), between them is "
+        "the generalised Jensen-Shannon divergence (Agarwal et al. 2023, arXiv:2306.13649).",
+        SHARE,
+        only_if=(WITH_KL, WHOLE_KL),
+    )
     against: KLAgainst = setting(
         KLAgainst.REFERENCE,
         "The frozen reference, or the policy that sampled the rollout (as a loss; loads no reference).",

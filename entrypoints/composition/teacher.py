@@ -10,8 +10,6 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.models import make_reference_model
 
 REFERENCE_FLAG = "--ref.model_name_or_path"
-REVERSE = 1.0
-"""The divergence KL(policy || reference), in `divergence`."""
 
 
 def check_vocabulary(teacher: Any, student: Any, name: str, *, flag: str) -> None:
@@ -52,5 +50,6 @@ def make_compared_reference(config: RLConfig, tokenizer: Any, images: ImageRende
     """
     if config.ref.model_name_or_path is not None:
         check_compared(config.ref.model_name_or_path, tokenizer)
-    settings = DistillationSettings(beta=REVERSE, temperature=config.rollout.temperature, top_k=config.algo.kl.top_k)
+    kl = config.algo.kl
+    settings = DistillationSettings(beta=kl.beta, temperature=config.rollout.temperature, top_k=kl.top_k)
     return Teacher(make_reference_model(config.actor, config.ref, images=images), settings)

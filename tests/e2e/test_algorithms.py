@@ -150,24 +150,30 @@ def test_a_teacher_reads_what_the_policy_does_not(workspace: Path, tiny_model_di
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
 
     def logprobs(question: str, reply: list[int]) -> Tensor:
+        """Of the whole vocabulary at each token of the reply."""
         messages = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text, add_special_tokens=False).input_ids
         with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(1).gather(1, torch.tensor(reply)[:, None])[:, 0]
+            logits: Tensor = model(torch.tensor([[*prompt, *reply]])).logits
+        return logits[0, len(prompt) - 1 : -1].log_softmax(1)
 
     kept = read_trajectories(Path("out/trajectories/step-000001.parquet")).to_pylist()
     assert len(kept) == 9
+    policy, teacher = [], []
     for row in kept:
         first = row["prompt_tokens"]
         reply, question = row["token"][first:], json.loads(row["messages"])[0]["content"]
-        told = f"{question}\nIt is {row['label']}, as the book says."
-        expected = logprobs(told, reply) - logprobs(question, reply)
+        policy.append(logprobs(question, reply))
+        teacher.append(logprobs(f"{question}\nIt is {row['label']}, as the book says.", reply))
+        expected = (teacher[-1] - policy[-1]).gather(1, torch.tensor(reply)[:, None])[:, 0]
         found = torch.tensor(row["token_advantage"][first:], dtype=torch.float64)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    whole = train(flags, "--algo.kl.use_loss --algo.kl.estimator full --train.max_steps 9")
-    divergences = [row["policy/ref_kl"] for row in whole]
+    full = "--algo.kl.use_loss --algo.kl.estimator full"
+    for beta, (p, q) in ((0, (torch.cat(teacher), torch.cat(policy))), (1, (torch.cat(policy), torch.cat(teacher)))):
+        (row,) = train(flags, full, f"--algo.kl.beta {beta} --train.max_steps 1")
+        assert row["policy/ref_kl"] == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-3)
+    divergences = [row["policy/ref_kl"] for row in train(flags, full, "--train.max_steps 9")]
     assert 0 < max(divergences[-3:]) < 0.7 * min(divergences[:2])
 
 
