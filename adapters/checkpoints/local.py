@@ -7,10 +7,14 @@ Does not own: what a model or a state consists of, nor that no other run writes 
 """
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, TypeVar
+
+import structlog
 
 from rollgrad.adapters.checkpoints.files import (
     is_full,
@@ -32,9 +36,12 @@ from rollgrad.adapters.checkpoints.names import (
     numbered,
 )
 from rollgrad.adapters.checkpoints.states import load_state, save_state
+from rollgrad.application.pipelines.run import FINAL_MODEL
 from rollgrad.domain.errors import CheckpointError, RollgradError
 from rollgrad.domain.ports.checkpoint_store import CRITIC_DIRECTORY, CheckpointStore, TrainingState
 from rollgrad.domain.ports.models import PolicyModel, ValueModel
+
+log = structlog.get_logger(__name__)
 
 REPLACED = ("model", "best", f"{MODEL_OF_STEP}*", "*.state.json", METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, RUN_FILE)
 """Patterns of the files and directories of `output_dir` that are replaced whole."""
@@ -84,7 +91,8 @@ class LocalCheckpointStore(CheckpointStore):
         one; returns that directory.
 
         Raises:
-            CheckpointError: it cannot be written; an older one is then still there.
+            CheckpointError: it cannot be written; an older one is then still there. The model of a run's end is then
+                written to the directory for temporary files, if it can, and the message says where.
         """
         target = self._root / name
 
@@ -95,13 +103,18 @@ class LocalCheckpointStore(CheckpointStore):
 
         try:
             self._with_room(lambda: replace_directory(target, fill), self._root)
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(
-                f"The model {name!r} cannot be written to {self._root} ({error.strerror or error}): "
-                "make room there, or choose another --ckpt.output_dir."
-            ) from error
+        except (CheckpointError, OSError) as error:
+            place = _rescued(fill) if name == FINAL_MODEL else None
+            if place is None and isinstance(error, CheckpointError):
+                raise
+            message = str(error)
+            if not isinstance(error, CheckpointError):
+                message = (
+                    f"The model {name!r} cannot be written to {self._root} ({error.strerror or error}): "
+                    "make room there, or choose another --ckpt.output_dir."
+                )
+            where = "" if place is None else f" What was trained is in {place}: move it from there."
+            raise CheckpointError(message + where) from error
         number = name.removeprefix(MODEL_OF_STEP)
         if number.isdecimal():
             self._prune(target, [path for step, path in numbered(self._root, MODEL_OF_STEP) if step < int(number)])
@@ -169,3 +182,17 @@ class LocalCheckpointStore(CheckpointStore):
 
     def _state_file(self, name: str) -> Path:
         return self._root / f"{name}.state.json"
+
+
+def _rescued(fill: Callable[[Path], None]) -> Path | None:
+    """Writes a model to a fresh directory for temporary files; returns None if it cannot be."""
+    place = None
+    try:
+        place = Path(tempfile.mkdtemp(prefix="rollgrad-"))
+        fill(place / FINAL_MODEL)
+    except Exception as error:  # of any kind: the one before is the one to tell
+        log.warning("the model cannot be written elsewhere either", place=str(place), reason=str(error))
+        if place is not None:
+            shutil.rmtree(place, ignore_errors=True)
+        return None
+    return place / FINAL_MODEL

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -83,6 +84,32 @@ def test_what_is_worth_less_makes_room_for_a_model_and_a_state(tmp_path: Path) -
     save(LocalCheckpointStore(tmp_path, spare=spare), Full("a", tmp_path / "model"))
     assert spared == [0.5, 0.0]
     assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["a", "a"]
+
+
+def test_the_model_of_a_runs_end_is_written_elsewhere_rather_than_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NowhereElse(Policy):
+        def save(self, path: Path) -> None:
+            if path.is_relative_to(tmp_path / "run"):
+                raise CheckpointError("The model cannot be written to /run (Read-only file system).")
+            super().save(path)
+
+    (tmp_path / "free").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "free"))
+    store, policy = LocalCheckpointStore(tmp_path / "run"), NowhereElse("a", tmp_path / "run" / "model")
+    with pytest.raises(
+        CheckpointError, match=r"Read-only file system\)\. What was trained is in .*/free/rollgrad-"
+    ) as raised:
+        save(store, policy)
+    (written,) = (tmp_path / "free").glob("*/model")
+    assert str(written) in str(raised.value)
+    assert [path.read_text() for path in written.iterdir()] == ["a", "a"]
+    with pytest.raises(CheckpointError, match=r"Read-only file system\)\.$"):
+        store.save_model(cast("PolicyModel", policy), "step_3")
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(store, Policy("a", tmp_path / "run" / "model", OSError(28, "No space left on device")))
+    assert [path.parent for path in (tmp_path / "free").glob("*/model")] == [written.parent], "no half of one"
 
 
 def test_other_errors_make_no_room(tmp_path: Path) -> None:
