@@ -31,6 +31,14 @@ class Policy:
         (path / "two").write_text(self._text)
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory for temporary files, where models go that cannot be written to their own."""
+    path = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    return path
+
+
 def save(store: LocalCheckpointStore, policy: Policy) -> Path:
     return store.save_model(cast("PolicyModel", policy), "model")
 
@@ -86,30 +94,26 @@ def test_what_is_worth_less_makes_room_for_a_model_and_a_state(tmp_path: Path) -
     assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["a", "a"]
 
 
-def test_the_model_of_a_runs_end_is_written_elsewhere_rather_than_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_of_a_runs_end_is_written_elsewhere_rather_than_lost(tmp_path: Path, temporary: Path) -> None:
     class NowhereElse(Policy):
         def save(self, path: Path) -> None:
             if path.is_relative_to(tmp_path / "run"):
                 raise CheckpointError("The model cannot be written to /run (Read-only file system).")
             super().save(path)
 
-    (tmp_path / "free").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "free"))
     store, policy = LocalCheckpointStore(tmp_path / "run"), NowhereElse("a", tmp_path / "run" / "model")
     with pytest.raises(
-        CheckpointError, match=r"Read-only file system\)\. What was trained is in .*/free/rollgrad-"
+        CheckpointError, match=r"Read-only file system\)\. What was trained is in .*/rollgrad-"
     ) as raised:
         save(store, policy)
-    (written,) = (tmp_path / "free").glob("*/model")
+    (written,) = temporary.glob("*/model")
     assert str(written) in str(raised.value)
     assert [path.read_text() for path in written.iterdir()] == ["a", "a"]
     with pytest.raises(CheckpointError, match=r"Read-only file system\)\.$"):
         store.save_model(cast("PolicyModel", policy), "step_3")
     with pytest.raises(CheckpointError, match="No space left"):
         save(store, Policy("a", tmp_path / "run" / "model", OSError(28, "No space left on device")))
-    assert [path.parent for path in (tmp_path / "free").glob("*/model")] == [written.parent], "no half of one"
+    assert [path.parent for path in temporary.glob("*/model")] == [written.parent], "no half of one"
 
 
 def test_other_errors_make_no_room(tmp_path: Path) -> None:
