@@ -85,7 +85,8 @@ class RunView:
             "path": str(self.directory),
             **facts,
             **logged,
-            "seconds": _seconds(facts) or logged["seconds"],
+            # Of a run that continues the record has the last process's, and a clock may have been set back.
+            "seconds": max(filter(None, (_seconds(facts), logged["seconds"])), default=None),
             "model": Path(str(settings.get("actor.model_name_or_path") or "")).name or None,
             "dataset": Path(str(settings.get("data.prompt_dataset") or settings.get("data.dataset") or "")).name
             or None,

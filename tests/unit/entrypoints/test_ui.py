@@ -234,6 +234,20 @@ def test_a_long_run_is_listed_without_keeping_its_series_and_drawn_with_few_poin
     assert len(view.metrics()["series"]["train/loss"]["steps"]) == 300
 
 
+@pytest.mark.parametrize("ended", ["2026-01-01T10:00:05+00:00", "2026-01-01T09:00:00+00:00"])
+def test_the_time_of_a_run_is_that_of_its_steps_where_the_record_has_less(tmp_path: Path, ended: str) -> None:
+    """The last process of a run that continues took five seconds, or its clock was set back."""
+    lines = [json.dumps({"step": step, "time/step_s": 10.0}) for step in range(1, 4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    view = Runs(tmp_path).view(tmp_path.name)
+    assert view.row()["seconds"] == 30.0
+    facts = {"status": "finished", "started": "2026-01-01T10:00:00+00:00", "heartbeat": ended, "ended": ended}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    assert view.row()["seconds"] == 30.0
+    (tmp_path / "run.json").write_text(json.dumps(facts | {"ended": "2026-01-01T10:00:40+00:00"}))
+    assert view.row()["seconds"] == 40.0
+
+
 def test_of_a_finding_that_comes_and_goes_the_newest_times_are_listed(tmp_path: Path) -> None:
     steps = range(1, 301)
     cut = {step: float(step % 6 < 3) for step in steps}  # in three rollouts of six
