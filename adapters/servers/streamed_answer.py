@@ -153,7 +153,8 @@ def refusals() -> Iterator[None]:
         raise HttpError(400, str(error), code="context_length_exceeded") from error
     except DataError as error:
         raise HttpError(400, str(error), code="invalid_messages") from error
-    except EngineError as error:
+    except EngineError as error:  # the client is told, and so is who keeps the server
+        _log.warning("engine_failed", reason=str(error))
         raise HttpError(503, str(error), code="engine_error") from error
     except Exception as error:  # a defect: it is logged, and not shown to the client
         _log.exception("reply_failed")

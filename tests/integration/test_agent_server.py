@@ -171,8 +171,10 @@ async def test_calls_of_one_session_overlap_and_best_of_two_retries_get_a_reply_
 async def test_a_failed_request_is_sampled_again_and_counts_for_no_turn() -> None:
     async def scenario(served: Served, engine: ScriptedEngine, http: Http) -> None:
         engine.failures = 1
-        failed = await http.post(path(served), json=body("go"))
+        with structlog.testing.capture_logs() as logs:
+            failed = await http.post(path(served), json=body("go"))
         assert (failed.status_code, failed.json()["error"]["code"]) == (503, "engine_error")
+        assert [log["reason"] for log in logs if log["event"] == "engine_failed"] == [failed.json()["error"]["message"]]
         assert said(await http.post(path(served), json=body("go"), headers=RETRY)) == "one"
         over = await http.post(path(served), json=body("go"))
         assert (over.status_code, over.json()["error"]["code"]) == (400, "turn_limit")
