@@ -1,6 +1,7 @@
 """A run over fakes, synchronous or asynchronous, and everything that it was built from."""
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -161,13 +162,13 @@ def make_run(
     )
     plan = SamplingPlan(groups=GROUPS, samples=SAMPLES, in_flight=in_flight, group_filter=group_filter or GroupFilter())
     if bound is None:
-        sampler = GroupSampler(rollout, prompts, params, plan, curriculum)
+        sampler = GroupSampler(rollout, prompts, params, plan, copy.deepcopy(curriculum))
         made: StepSource[RolloutGroup] = Alternating(
             learner=learner, sampler=sampler, sleeper=sleeper, steps=steps, clock=clock, resting=resting
         )
     else:
         plan = evolve(plan, in_flight=GROUPS * (bound.max_staleness + 1))
-        stream = GroupStream(rollout, prompts, params, plan, bound, clock, curriculum)
+        stream = GroupStream(rollout, prompts, params, plan, bound, clock, copy.deepcopy(curriculum))
         made = Overlapping(learner=learner, stream=stream, engine=engine, pause=pause, clock=clock)
     run.pipeline = WholeRun(
         schedule=Schedule(

@@ -1,5 +1,7 @@
 """The pure state machines and rules of sampling: filter, curriculum, entropy, balance."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,16 +48,33 @@ def test_without_rules_only_empty_groups_are_rejected() -> None:
 
 def test_curriculum_skips_what_is_solved_but_comes_back() -> None:
     curriculum = Curriculum(limits=(0.1, 0.9), revisit=3)
-    plays = []
-    assert curriculum.draw("a")[0], "what has not been seen is played"
-    curriculum = curriculum.record("a", 1.0).record("b", 0.5)
-    for _ in range(6):
-        play, curriculum = curriculum.draw("a")
-        plays.append(play)
-    assert plays == [False, False, True, False, False, True]
-    assert curriculum.draw("b")[0]
-    restored = Curriculum(limits=(0.1, 0.9), revisit=3).load_state_dict(curriculum.state_dict())
+    assert curriculum.draw("a"), "what has not been seen is played"
+    curriculum.record("a", 1.0)
+    curriculum.record("b", 0.5)
+    assert [curriculum.draw("a") for _ in range(7)] == [False, False, True, False, False, True, False]
+    assert curriculum.draw("b")
+    restored = Curriculum(limits=(0.1, 0.9), revisit=3)
+    restored.load_state_dict(json.loads(json.dumps(curriculum.state_dict())))
     assert restored == curriculum
+    assert [restored.draw("a") for _ in range(2)] == [False, True]
+
+
+def test_a_state_of_a_curriculum_is_small_and_no_later_step_changes_it() -> None:
+    curriculum = Curriculum(limits=(0.1, 0.9))
+    for number in range(100):
+        curriculum.record(f"{'a long prompt ' * 1000}{number}\ud800", 1.0)
+    state = curriculum.state_dict()
+    assert len(json.dumps(state)) < 100 * 50
+    before = json.dumps(state)
+    curriculum.record("another", 0.0)
+    curriculum.draw(f"{'a long prompt ' * 1000}0\ud800")
+    assert json.dumps(state) == before
+
+
+def test_a_curriculum_begins_anew_from_a_state_of_texts() -> None:
+    curriculum = Curriculum(limits=(0.1, 0.9))
+    curriculum.load_state_dict({"rates": {"a": 1.0}, "skips": {"a": 1}})
+    assert curriculum.draw("a")
 
 
 def test_entropy_bonus_acts_below_the_target_only() -> None:
