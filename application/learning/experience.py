@@ -158,6 +158,9 @@ class ExperienceService:
                 factor=reward.overlong_penalty_factor,
             )
             batch = evolve(batch, rewards_N=shaped_N)
+        if reward.group_length_coef:
+            shaped_N = shaping.group_length(batch, coef=reward.group_length_coef, pass_threshold=reward.pass_threshold)
+            batch = evolve(batch, rewards_N=shaped_N)
         if reward.stop_properly_penalty_coef is not None:
             batch = evolve(batch, rewards_N=shaping.stop_properly(batch, reward.stop_properly_penalty_coef))
         if reward.normalize is Normalise.RUNNING:

@@ -358,6 +358,12 @@ class ShapingSettings:
         COUNT,
     )
     overlong_penalty_factor: float = setting(1.0, "Penalty at full length.", POSITIVE, only_if=WITH_LENGTH_PENALTY)
+    group_length_coef: float = setting(
+        0.0,
+        "Weight of a reward for length within the group (Kimi k1.5): from 1/2 for a prompt's shortest reply to -1/2 "
+        "for the longest, at most 0 for replies that did not pass; 0 turns it off.",
+        NOT_NEGATIVE,
+    )
     stop_properly_penalty_coef: float | None = setting(
         None,
         "What a truncated reply is worth at most: this share of its reward, or this reward if negative; none turns "

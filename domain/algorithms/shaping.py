@@ -98,6 +98,24 @@ def cosine_length(batch: RolloutBatch, settings: ShapingSettings, *, limit: int)
     return outcomes.replace(batch, torch.where(outcomes.truncated_R, settings.cosine_exceeded, reward_R))
 
 
+def group_length(batch: RolloutBatch, *, coef: float, pass_threshold: float) -> Tensor:
+    """Adds `coef` x the length reward of Kimi k1.5 (Kimi Team 2025, arXiv:2501.12599, section 2.3.3) to outcomes: from
+    1/2 for the shortest rollout of a group to -1/2 for the longest, by sampled tokens, and at most 0 for rollouts whose
+    score is below `pass_threshold`; 0 in a group of one length."""
+    outcomes = _Outcomes.of(batch)
+    _, group_S = torch.unique(batch.group_ids_S, return_inverse=True)
+    length_R = outcomes.length_R.double()
+    group_R = torch.zeros_like(outcomes.length_R).index_put_((batch.rollout_ids_S,), group_S)
+    low_R, high_R = (
+        torch.zeros_like(length_R).scatter_reduce(0, group_R, length_R, reduce, include_self=False)[group_R]
+        for reduce in ("amin", "amax")
+    )
+    shorter_R = 0.5 - (length_R - low_R) / (high_R - low_R).clamp(min=1)
+    earned_R = torch.where(outcomes.score_R >= pass_threshold, shorter_R, shorter_R.clamp(max=0.0))
+    added_R = torch.where(high_R > low_R, coef * earned_R, 0.0)
+    return outcomes.replace(batch, (outcomes.reward_R.double() + added_R).to(outcomes.reward_R.dtype))
+
+
 def normalise(batch: RolloutBatch, *, mean: float, std: float) -> Tensor:
     """Subtracts `mean` from outcomes and divides them by `std`; rewards of single turns are divided, too."""
     outcomes = _Outcomes.of(batch)

@@ -12,7 +12,10 @@ from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
 from rollgrad.domain.algorithms.settings import AdvantageSettings, CorrectionLevel, KLAgainst, Normalise, OldLogprobs
 
-SHAPING = ("cosine_length", "overlong_buffer_len", "stop_properly_penalty_coef", "normalize", "clip_range")
+BY_LENGTH = ("cosine_length", "overlong_buffer_len", "group_length_coef", "stop_properly_penalty_coef")
+"""Settings that change the sum of an episode's rewards by its length."""
+
+SHAPING = (*BY_LENGTH, "normalize", "clip_range")
 """Settings that change the sum of an episode's rewards."""
 
 
@@ -128,6 +131,17 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             "reward.cosine_length and reward.overlong_buffer_len both make the reward go by length: leave "
             "--reward.overlong_buffer_len or --reward.cosine_length out."
         )
+    samples = config.rollout.n_samples_per_prompt
+    if reward.group_length_coef and samples < 2:
+        yield (
+            f"reward.group_length_coef is {reward.group_length_coef}, which compares a prompt's samples by length, "
+            f"but rollout.n_samples_per_prompt is {samples}: set --rollout.n_samples_per_prompt to 2 or more."
+        )
+    if reward.group_length_coef and reward.cosine_length:
+        yield (
+            "reward.cosine_length and reward.group_length_coef both make the reward go by length: leave "
+            "--reward.group_length_coef or --reward.cosine_length out."
+        )
     if config.algo.mask_truncated and reward.stop_properly_penalty_coef is not None:
         yield (
             f"reward.stop_properly_penalty_coef is {reward.stop_properly_penalty_coef}, which says what a truncated "
@@ -138,11 +152,7 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
     yield from _unshaped_problems(config) if "reward_parts" in traits.needs else ()
     yield from _unrewarded_problems(config) if "teacher" in traits.needs else ()
     yield from _negative_problems(config) if "rewards_from_0" in traits.needs else ()
-    by_length = [
-        key
-        for key in ("cosine_length", "overlong_buffer_len", "stop_properly_penalty_coef")
-        if getattr(reward, key) != getattr(default, key)
-    ]
+    by_length = [key for key in BY_LENGTH if getattr(reward, key) != getattr(default, key)]
     if by_length and "greedy_baseline" in traits.needs:
         yield (
             f"reward.{by_length[0]} is set with algo.advantage.estimator {config.algo.advantage.estimator}, whose "
@@ -188,6 +198,7 @@ def _negative_problems(config: RLConfig) -> Iterator[str]:
     makes_negative = {
         "normalize": reward.normalize in (Normalise.RUNNING, Normalise.DATASET),
         "overlong_buffer_len": reward.overlong_buffer_len is not None,
+        "group_length_coef": reward.group_length_coef > 0,
         "stop_properly_penalty_coef": (reward.stop_properly_penalty_coef or 0.0) < 0,
         "cosine_length": reward.cosine_length
         and min(*reward.cosine_passed, *reward.cosine_failed, reward.cosine_exceeded) < 0,

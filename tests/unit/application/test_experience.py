@@ -137,6 +137,27 @@ def test_a_reference_that_is_told_more_judges_the_same_tokens(max_tokens: int) -
     assert plain[batch.action_mask_N][0] == pytest.approx(-0.03)
 
 
+def test_a_reward_for_length_within_the_group_comes_before_the_baseline() -> None:
+    played = [
+        make_trajectory([1], [5] * length, group_id=0, sample_id=i, rewards=[reward])
+        for i, (length, reward) in enumerate([(2, 1.0), (4, 1.0), (6, 0.0)])
+    ]
+    service = ExperienceService(
+        FakePolicy(TILT),
+        reference=None,
+        critic=None,
+        algo=algo("dr_grpo"),
+        reward=RewardConfig(group_length_coef=0.2),
+        max_length=16,
+        max_tokens=1000,
+        steps_per_rollout=1,
+    )
+    batch = service.make(played, 0.0).batch
+    first = [1, 4, 9]  # the first sampled token of each
+    expected = [reward - (1.1 + 1.0 - 0.1) / 3 for reward in (1.1, 1.0, -0.1)]
+    assert batch.filled("advantages_N")[first].tolist() == pytest.approx(expected)
+
+
 def test_one_step_without_kl_scores_nothing() -> None:
     policy = FakePolicy(TILT)
     experience = make(algo(), policy=policy)

@@ -140,6 +140,7 @@ def shapings(draw: st.DrawFn, *, parts: bool) -> RewardConfig:
         return RewardConfig(weights=WEIGHTS)
     return RewardConfig(
         overlong_buffer_len=draw(st.sampled_from([None, 20])),
+        group_length_coef=draw(st.sampled_from([0.0, 0.5])),
         stop_properly_penalty_coef=draw(st.sampled_from([None, 0.5])),
         normalize=draw(st.sampled_from([Normalise.NONE, Normalise.RUNNING])),
         clip_range=draw(st.sampled_from([None, (0.0, 2.0)])),

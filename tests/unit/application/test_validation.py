@@ -167,6 +167,7 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"reward.normalize": Normalise.DATASET, "reward.normalize_mean_std": (0.5, 2.0)},
         {"reward.overlong_buffer_len": 100, "reward.overlong_penalty_factor": 0.5, "algo.mask_truncated": True},
         {"reward.cosine_length": True, "reward.cosine_exceeded": -1.0, "reward.stop_properly_penalty_coef": 0.5},
+        GROUPS | {"reward.group_length_coef": 0.1, "reward.overlong_buffer_len": 100},
         TOOLS | {"reward.overlong_buffer_len": 2000, "rollout.max_episode_tokens": 4000},
         TOOLS | {"reward.cosine_length": True, "rollout.max_episode_tokens": 4000},
         GDPO,
@@ -448,6 +449,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reward.overlong_buffer_len": 2000}, "at most 1024 tokens"),
     (TOOLS | {"reward.overlong_buffer_len": 20}, "--rollout.max_episode_tokens"),
     (TOOLS | {"reward.cosine_length": True}, "--rollout.max_episode_tokens"),
+    ({"reward.group_length_coef": 0.1}, "--rollout.n_samples_per_prompt to 2 or more"),
+    (
+        GROUPS | {"reward.group_length_coef": 0.1, "reward.cosine_length": True},
+        "--reward.group_length_coef or --reward",
+    ),
     ({"algo.mask_truncated": True, "reward.stop_properly_penalty_coef": 0.5}, "or --algo.mask_truncated out"),
     ({"agent.attempts": 4, "reward.overlong_buffer_len": 20}, "--rollout.max_episode_tokens"),
     ({"agent.command": "agent", "reward.cosine_length": True}, "--rollout.max_episode_tokens"),
@@ -456,6 +462,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for shaping, key in (
             ({"reward.cosine_length": True}, "reward.cosine_length"),
             ({"reward.overlong_buffer_len": 20}, "reward.overlong_buffer_len"),
+            ({"reward.group_length_coef": 0.1}, "reward.group_length_coef"),
             ({"reward.stop_properly_penalty_coef": 0.0}, "reward.stop_properly_penalty_coef"),
             ({"reward.normalize": Normalise.RUNNING}, "reward.normalize"),
             ({"reward.clip_range": (-1.0, 1.0)}, "reward.clip_range"),
@@ -466,6 +473,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for shaping in (
             {"reward.cosine_length": True},
             {"reward.overlong_buffer_len": 20},
+            {"reward.group_length_coef": 0.1},
             {"reward.stop_properly_penalty_coef": -0.5},
             {"reward.normalize": Normalise.RUNNING},
             {"reward.normalize": Normalise.DATASET, "reward.normalize_mean_std": (0.5, 1.0)},
@@ -533,6 +541,7 @@ OUT_OF_RANGE = {
     "dro_beta": 0.0,
     "prefix_weight": -1.0,
     "pass_k": 0,
+    "group_length_coef": -0.1,
     "kl.beta": 1.5,
     "cov_range": (5.0, 1.0),
     "cov_kl_coef": -1.0,

@@ -1,6 +1,7 @@
 """Reward shaping by hand, and for rollouts with several turns and branches."""
 
 import math
+from random import Random
 
 import pytest
 import torch
@@ -74,6 +75,66 @@ def test_cosine_length_by_hand() -> None:
     settings_ = ShapingSettings(cosine_passed=(2.0, 1.0), cosine_failed=(-10.0, 0.0), cosine_exceeded=-7.0)
     found = outcomes(packed, shaping.cosine_length(packed, settings_, limit=10))
     assert found == pytest.approx([1.0, 1.5, 0.0, -5.0, -7.0], abs=1e-5)
+
+
+GROUPS_OF_LENGTHS = st.lists(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(-2, 2, width=32)), min_size=1, max_size=6), min_size=1, max_size=3
+)
+"""Sampled tokens and reward of each rollout of each group."""
+
+
+def grouped(groups: list[list[tuple[int, float]]], order: list[int]) -> PackedBatch:
+    flat = [(group, length, reward) for group, rollouts in enumerate(groups) for length, reward in rollouts]
+    return pack(
+        [make_trajectory([1], [5] * flat[i][1], group_id=flat[i][0], sample_id=i, rewards=[flat[i][2]]) for i in order]
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(GROUPS_OF_LENGTHS, st.floats(0.1, 3), st.randoms())
+def test_the_length_reward_is_that_of_kimi_in_any_order(
+    groups: list[list[tuple[int, float]]], coef: float, random: Random
+) -> None:
+    """Kimi Team 2025, section 2.3.3, rollout by rollout; a reply passes from a score of 1 on."""
+    wanted = []
+    for rollouts in groups:
+        lengths = [length for length, _ in rollouts]
+        shortest, longest = min(lengths), max(lengths)
+        for length, reward in rollouts:
+            factor = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
+            wanted.append(reward + coef * (factor if reward >= 1 else min(0.0, factor)))
+    order = list(range(len(wanted)))
+    random.shuffle(order)
+    packed = grouped(groups, order)
+    found = outcomes(packed, shaping.group_length(packed, coef=coef, pass_threshold=1.0))
+    assert found == pytest.approx([wanted[i] for i in order], abs=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(GROUPS_OF_LENGTHS, st.integers(2, 3), st.integers(1, 4))
+def test_only_differences_of_length_within_a_group_count(
+    groups: list[list[tuple[int, float]]], times: int, more: int
+) -> None:
+    """Rewards added are the same for lengths that are some times as large, and larger by the same number."""
+    stretched = [[(times * length + more, reward) for length, reward in rollouts] for rollouts in groups]
+    found, same = (
+        outcomes(packed, shaping.group_length(packed, coef=1.0, pass_threshold=1.0))
+        for packed in (grouped(g, list(range(sum(map(len, g))))) for g in (groups, stretched))
+    )
+    assert found == pytest.approx(same, abs=1e-5)
+
+
+def test_all_branches_and_turns_of_a_rollout_count_for_its_length() -> None:
+    packed = pack(
+        [
+            make_trajectory([1], [5], [9] * 20, [5, 5], group_id=0, sample_id=0, rewards=[0.0, 1.0]),
+            make_trajectory([1], [5, 5], group_id=0, sample_id=0, rewards=[1.0]),
+            make_trajectory([1], [5] * 7, group_id=0, sample_id=1, rewards=[1.0]),
+            make_trajectory([1], [5] * 6, group_id=0, sample_id=2, rewards=[1.0]),
+        ]
+    )
+    found = outcomes(packed, shaping.group_length(packed, coef=1.0, pass_threshold=1.0))
+    assert found == pytest.approx([2.5, 0.5, 1.0])
 
 
 def test_outcome_changes_go_to_the_last_action_token_of_the_last_branch() -> None:
