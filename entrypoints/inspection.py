@@ -15,7 +15,7 @@ from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
 from rollgrad.domain.control.findings import Finding, finding_lines, watched
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.errors import DataError
-from rollgrad.entrypoints.run_directory import is_run, last_step
+from rollgrad.entrypoints.run_directory import is_run, last_step, no_run
 from rollgrad.entrypoints.run_record import read_run
 
 SHOWN = (
@@ -97,7 +97,7 @@ def inspect(run: Path, series: Mapping[str, Series] | None = None) -> Inspection
     facts = read_run(run)
     metrics = run / METRICS_FILE
     if not is_run(run):
-        raise DataError(f"{str(run)!r} holds no run: name the directory of one, its --ckpt.output_dir.")
+        raise no_run(run)
     try:
         if series is None:
             series = read_metrics(metrics) if metrics.exists() else {}

@@ -30,18 +30,34 @@ from rollgrad.adapters.tracking.browse.notes import NOTES_FILE
 from rollgrad.adapters.tracking.browse.rescored import RESCORED
 from rollgrad.adapters.tracking.trajectory_files import PREFIXES, step_of, trajectory_files
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
-from rollgrad.domain.errors import CheckpointError
+from rollgrad.domain.errors import CheckpointError, DataError
 
 CONFIG_HEADER = "# The settings of a run by rollgrad"
 OTHER_CONFIG_FILE = "config.run.yaml"
 LOGS = (METRICS_FILE, SAMPLES_FILE)
 REPORTS = ("report.html", "curves.png", RUN_FILE, TRACKERS_FILE, NOTES_FILE, RESCORED, f"{PROFILE}/step-*")
 MODELS = ("model", "best", "step_*")
+SHOWN_RUNS = 3
+"""Runs that are named where a directory holds none."""
+
+
+_NAME_ONE = "name the directory of one, its --ckpt.output_dir."
 
 
 def is_run(directory: Path) -> bool:
     """Returns whether a directory has the files of a run."""
     return any((directory / name).is_file() for name in (RUN_FILE, *LOGS)) or (directory / TRAJECTORIES).is_dir()
+
+
+def no_run(directory: Path) -> DataError:
+    """Returns the error of a command that reads a run, for a directory that holds none."""
+    near = [directory.parent] if is_run(directory.parent) else []
+    if directory.is_dir():
+        near += sorted(path for path in directory.iterdir() if path.is_dir() and is_run(path))
+    more = len(near) - SHOWN_RUNS
+    names = ", ".join(map(str, near[:SHOWN_RUNS])) + (f" or one of {more} more" if more > 0 else "")
+    hint = f"name one of {names}." if len(near) > 1 else f"did you mean {names}?" if near else _NAME_ONE
+    return DataError(f"{str(directory)!r} holds no run: {hint}")
 
 
 def output_problem(ckpt: CheckpointConfig) -> str | None:
@@ -63,8 +79,9 @@ def output_problem(ckpt: CheckpointConfig) -> str | None:
     if ckpt.overwrite or continues(ckpt) or not _found(directory, MODELS if ckpt.resume is Resume.AUTO else None):
         return None
     go_on = "continue it with --ckpt.resume, " if has_state(ckpt) else ""
+    steps = last_step(directory)
     return (
-        f"ckpt.output_dir is {ckpt.output_dir!r}, which holds a run of {last_step(directory)} steps: "
+        f"ckpt.output_dir is {ckpt.output_dir!r}, which holds a run of {steps} step{'' if steps == 1 else 's'}: "
         f"{go_on}choose another --ckpt.output_dir, or replace it with --ckpt.overwrite."
     )
 

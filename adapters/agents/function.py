@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
-from rollgrad.application.foreign import foreign_code
+from rollgrad.application.foreign import foreign_code, shown
 from rollgrad.domain.errors import ForeignError
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 
@@ -41,16 +41,17 @@ def agent_result(value: Any) -> AgentResult:
     """Returns what an agent says of its episode.
 
     Raises:
-        TypeError: it says something else than `FunctionAgent` takes.
-        ValueError: a number is not finite, or a mapping has other keys.
+        ForeignError: it says something else than `FunctionAgent` takes, a number is not finite, or a mapping has other
+            keys.
     """
     if isinstance(value, Mapping):
         unknown = value.keys() - {"answer", "reward", "metrics"}
         if unknown:
-            raise ValueError(f"the agent returned {sorted(unknown)}, but a mapping has answer, reward and metrics")
+            names = ", ".join(sorted(map(str, unknown)))
+            raise ForeignError(f"The agent returned a mapping with {names}, but it has answer, reward and metrics.")
         answer, reward = value.get("answer"), value.get("reward")
         if not isinstance(answer, str | None):
-            raise TypeError(f"the agent returned the answer {answer!r}, but answers are texts")
+            raise ForeignError(f"The agent returned the answer {shown(answer)}, but answers are texts.")
         return AgentResult(
             answer=answer,
             reward=None if reward is None else _finite(reward),
@@ -62,7 +63,13 @@ def agent_result(value: Any) -> AgentResult:
 
 
 def _finite(value: Any) -> float:
-    number = float(value)
+    with foreign_code(
+        lambda _: ForeignError(
+            f"The agent returned {shown(value)}, but it returns its answer (a text), its reward (a number), a mapping "
+            "of both, or None."
+        )
+    ):
+        number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"the agent returned {number}, but rewards and metrics are finite numbers")
+        raise ForeignError(f"The agent returned {number}, but rewards and metrics are finite numbers.")
     return number

@@ -119,7 +119,7 @@ class VerifiersAgent(AgentProgram, AsyncClosable):
             raise ForeignError(f"The environment {self._env_id} failed: {said['error']}")
         try:
             return agent_result(said)
-        except ValueError as error:
+        except ForeignError as error:
             raise ForeignError(f"The environment {self._env_id} failed: {error}") from error
 
     async def aclose(self) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -66,6 +66,7 @@ class ChatService:
         self._engine = engine
         self._codec = codec
         self._max_waiting = max_waiting
+        self._ignored: set[str] = set()
         self.max_tokens = max_tokens
         """Largest number of tokens of a conversation outside of sessions; None for no limit."""
         self.unprescribed = unprescribed
@@ -74,7 +75,6 @@ class ChatService:
         """Thread that tokenises conversations: a long one takes seconds, for which the event loop must not block."""
         self._in_flight = 0
         self._sessions: dict[str, RecordedSession] = {}
-        self._ignored: set[str] = set()
 
     @property
     def in_flight(self) -> int:
@@ -96,15 +96,15 @@ class ChatService:
         """Returns the open session with this key."""
         return self._sessions.get(key)
 
+    def tell_ignored(self, names: Collection[str]) -> None:
+        """Warns, once for each name, of settings of clients that have no effect."""
+        if new := sorted({*names} - self._ignored):
+            self._ignored |= {*new}
+            log.warning("client_settings_ignored", names=",".join(new), reason="the trainer decides how to sample")
+
     def forget(self, session: "RecordedSession") -> None:
         """Ends access to a session."""
         self._sessions.pop(session.key, None)
-
-    def tell_ignored(self, names: str) -> None:
-        """Reports settings of a client that a session ignores, once for all sessions: an agent sends them each time."""
-        if names not in self._ignored:
-            self._ignored.add(names)
-            log.warning("client_settings_ignored", names=names, reason="the trainer decides how to sample")
 
     async def reply(
         self, request: ChatRequest, defaults: SamplingParams, *, on_piece: OnPiece | None = None
@@ -358,8 +358,7 @@ class RecordedSession:
             for name, value in request.changes.items()
             if name not in ("max_new_tokens", "seed", "stop_strings", "top_logprobs") and value != getattr(params, name)
         )
-        if ignored:
-            self._service.tell_ignored(",".join(ignored))
+        self._service.tell_ignored(ignored)
         wanted = min(params.max_new_tokens, request.changes.get("max_new_tokens", params.max_new_tokens))
         room = prepared.room(wanted, self._limits.max_tokens)
         if room < 1:

@@ -57,6 +57,24 @@ def export_rollouts(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _run(command: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Returns the directory of a run that comes first, and the other words.
+
+    Raises:
+        ConfigurationError: there are several directories.
+    """
+    words = list(arguments)
+    named: list[str] = []
+    while words and not words[0].startswith("-"):
+        named.append(words.pop(0))
+    if len(named) > 1:
+        raise ConfigurationError(
+            f"{command} takes one run, but there are {', '.join(named)}: name one of them, or see several side by side "
+            "with rollgrad ui."
+        )
+    return next(iter(named), None), words
+
+
 @define(kw_only=True)
 class ReportArguments:
     """Writes the page of a run with a choice of its rollouts into one HTML file: rollgrad report RUN. It opens by a
@@ -72,8 +90,7 @@ def report_of_run(arguments: Sequence[str]) -> int:
     Raises:
         RollgradError: a word is wrong, there is no run, or the file cannot be written.
     """
-    words = list(arguments)
-    named = words.pop(0) if words and not words[0].startswith("-") else None
+    named, words = _run("report", arguments)
     parsed = parse(ReportArguments(), "report", words)
     if named is None:
         raise ConfigurationError("report takes the directory of a run: rollgrad report runs/first.")
@@ -100,8 +117,7 @@ def inspect_run(arguments: Sequence[str]) -> int:
     Raises:
         RollgradError: a word is wrong, or there is no run.
     """
-    words = list(arguments)
-    named = words.pop(0) if words and not words[0].startswith("-") else None
+    named, words = _run("inspect", arguments)
     parsed = parse(InspectArguments(), "inspect", words)
     if named is None:
         raise ConfigurationError("inspect takes the directory of a run: rollgrad inspect runs/first.")

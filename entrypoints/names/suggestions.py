@@ -7,6 +7,7 @@ A suggestion means the same as the given name, or there is none: names of TRL, O
 import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES, openrlhf_name
@@ -60,6 +61,9 @@ MOST_CANDIDATES = 4
 """Largest number of settings with one last name that are listed; of more, none is likelier than the others."""
 
 
+TAKING: Mapping[str, tuple[str, ...]] = {"config": (".yaml", ".yml"), "model": ("",)}
+"""Flags that a file or directory without a flag is likely to belong to, by the end of its name."""
+
 LONGEST_LAUNCHER = 20
 """Words among which the program is looked for that a line starts."""
 
@@ -69,6 +73,9 @@ def unknown_flag(word: str, known: Collection[str], command: str) -> str:
     name, equals, _ = word.lstrip("-+").partition("=")
     plain = name.replace("-", "_")
     if not word.startswith("-") and (not equals or advice(plain, known) is None):
+        flag = next((flag for flag, suffixes in TAKING.items() if flag in known and word.endswith(suffixes)), None)
+        if flag is not None and Path(word).exists():
+            return f"{word!r} belongs to no flag: did you mean --{flag} {word}?"
         return f"{word!r} belongs to no flag: see rollgrad {command} --help."
     if not word.startswith("-"):  # verl's own form
         return f"{word!r} is not a flag, which begins with -- : {_advice_clause(plain, known, '--')}"

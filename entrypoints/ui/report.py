@@ -18,7 +18,7 @@ from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.tracking.browse import trajectory
 from rollgrad.adapters.tracking.browse.index import DEFAULT_SORT, Rollouts
 from rollgrad.domain.errors import CheckpointError, DataError
-from rollgrad.entrypoints.run_directory import is_run
+from rollgrad.entrypoints.run_directory import is_run, no_run
 from rollgrad.entrypoints.ui.inline import inline_page
 from rollgrad.entrypoints.ui.run_view import RunView
 
@@ -48,7 +48,7 @@ def write_run_report(run: Path, output: Path | None = None, *, title: str | None
         CheckpointError: the file cannot be written.
     """
     if not is_run(run):
-        raise DataError(f"{str(run)!r} holds no run: name the directory of one, its --ckpt.output_dir.")
+        raise no_run(run)
     output = output or run / REPORT_FILE
     view = RunView(run, id=run.resolve().name, name=run.resolve().name)
     page = report_page(view, title or view.id)

@@ -397,6 +397,16 @@ async def test_an_agent_that_asks_nothing_fails_and_says_why() -> None:
     assert "did not ask for one" in result.message
 
 
+async def test_settings_that_clients_send_in_vain_are_told_once_for_all_episodes() -> None:
+    service = ChatService(ScriptedEngine(FakeChatCodec(), EOS, lambda prompt: "one"), FakeChatCodec())
+    with structlog.testing.capture_logs() as logs:
+        for changes in ({"temperature": 0.1}, {"temperature": 0.2}, {"temperature": 0.1, "top_k": 3}):
+            session = service.open(PROMPT, PARAMS, SessionLimits(max_turns=9))
+            await session.reply(ask("go", **changes))
+            await session.seal()
+    assert [log["names"] for log in logs] == ["temperature", "top_k"]
+
+
 async def test_an_agent_that_hangs_before_its_first_request_is_told_the_limit() -> None:
     async def hung(session: RecordedSession) -> None:
         await asyncio.sleep(1000)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.run_directory import no_run
 from rollgrad.entrypoints.run_record import SILENT_SECONDS, RunRecord
 from rollgrad.entrypoints.ui.runs import Runs
 from tests.unit.domain.test_sick_runs import SICK, run_of
@@ -112,6 +113,8 @@ def test_a_file_that_was_changed_by_hand_is_no_defect(tmp_path: Path, capsys: py
     [
         (["inspect", "nowhere"], "'nowhere' holds no run"),
         (["inspect"], "rollgrad inspect runs/first"),
+        (["inspect", "nowhere", "other"], "inspect takes one run, but there are nowhere, other"),
+        (["report", "nowhere", "other"], "see several side by side with rollgrad ui"),
         (["inspect", "nowhere", "--json", "--md"], "leave one of them out"),
         (["inspect", "nowhere", "--jsn"], "did you mean --json?"),
     ],
@@ -124,3 +127,16 @@ def test_what_cannot_be_inspected_is_one_sentence(
     printed = capsys.readouterr()
     assert sentence in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_runs_near_a_directory_without_one_are_named(tmp_path: Path) -> None:
+    def run(name: str) -> Path:
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").touch()
+        return tmp_path / name
+
+    first = run("a")
+    assert str(no_run(tmp_path)).endswith(f"did you mean {first}?")
+    assert str(no_run(first / "model")).endswith(f"did you mean {first}?")
+    names = ", ".join(map(str, [first, *(run(name) for name in "bcde")][:3]))
+    assert str(no_run(tmp_path)).endswith(f"name one of {names} or one of 2 more.")

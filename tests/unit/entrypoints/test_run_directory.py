@@ -287,6 +287,8 @@ def test_rollouts_alone_are_a_run_too(tmp_path: Path) -> None:
     problem = output_problem(CheckpointConfig(output_dir=str(tmp_path)))
     assert problem is not None
     assert "holds a run of 7 steps" in problem
+    (tmp_path / "trajectories" / "step-000007.parquet").rename(tmp_path / "trajectories" / "step-000001.parquet")
+    assert "holds a run of 1 step:" in str(output_problem(CheckpointConfig(output_dir=str(tmp_path))))
 
 
 def test_what_cannot_be_changed_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

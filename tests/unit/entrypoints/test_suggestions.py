@@ -9,7 +9,7 @@ from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES
-from rollgrad.entrypoints.names.suggestions import OTHER_COMMANDS, advice, nearest, unknown_command
+from rollgrad.entrypoints.names.suggestions import OTHER_COMMANDS, advice, nearest, unknown_command, unknown_flag
 from tests.dataclass_fields import fields
 
 SETTINGS = list(setting_names())
@@ -223,3 +223,12 @@ def test_the_words_of_a_name_may_be_in_another_order() -> None:
     assert nearest("vllm_enable_is_correction", ["enable_vllm", "enable_vllm_is_correction"]) == (
         "enable_vllm_is_correction"
     )
+
+
+def test_a_path_without_a_flag_is_told_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").touch()
+    assert unknown_flag(f"{tmp_path}/run.yaml", [*SETTINGS, "config"], "train rl").endswith(
+        f"did you mean --config {tmp_path}/run.yaml?"
+    )
+    assert unknown_flag(str(tmp_path), ["model", "prompt"], "chat").endswith(f"did you mean --model {tmp_path}?")
+    assert "did you mean" not in unknown_flag("missing.yaml", ["config"], "train rl")
