@@ -11,6 +11,7 @@ from typing import Any
 from attrs import asdict, fields, frozen
 
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
+from rollgrad.adapters.tracking.console import EVAL_MEAN, PASSED
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
 from rollgrad.domain.control.findings import Finding, finding_lines, watched
 from rollgrad.domain.control.rule import LearningSettings
@@ -19,7 +20,7 @@ from rollgrad.entrypoints.run_directory import is_run, last_step, no_run
 from rollgrad.entrypoints.run_record import read_run
 
 SHOWN = (
-    *("reward/mean", "eval/pass@1", "eval/loss", "eval/nll", "eval/accuracy", "train/loss", "train/accuracy"),
+    *("reward/mean", PASSED, "eval/loss", "eval/nll", "eval/accuracy", "train/loss", "train/accuracy"),
     *("rollout/entropy", "rollout/response_length_mean", "rollout/truncated_share", "rollout/zero_spread_share"),
     *("policy/ref_kl", "policy/mismatch_kl", "policy/grad_norm", "train/grad_norm", "time/step_s"),
 )
@@ -115,9 +116,15 @@ def inspect(run: Path, series: Mapping[str, Series] | None = None) -> Inspection
         of=known.get("steps"),
         started=known.get("started"),
         ended=known.get("ended"),
-        curves={name: _curve(series[name]) for name in SHOWN if series.get(name)},
+        curves={name: _curve(series[name]) for name in _shown(series) if series.get(name)},
         findings=watched(series, _settings(known.get("learning"), steps)).findings(),
     )
+
+
+def _shown(series: Mapping[str, Series]) -> list[str]:
+    """Returns `SHOWN`, with the mean reward of evaluations behind the share that passes where the two differ."""
+    means = [name for name in series if name.startswith(EVAL_MEAN) and series[name] != series.get(PASSED)]
+    return [shown for name in SHOWN for shown in ([name, *means] if name == PASSED else [name])]
 
 
 def _settings(written: Any, steps: int) -> LearningSettings:

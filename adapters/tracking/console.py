@@ -8,9 +8,11 @@ from rollgrad.domain.ports.metric_sink import MetricSink
 if TYPE_CHECKING:
     from rich.console import Console
 
+PASSED = "eval/pass@1"
+"""Share of an evaluation's replies that pass."""
 _SHOWN = {
     "reward/mean": ("reward", ".3f"),
-    "eval/pass@1": ("eval", ".3f"),
+    PASSED: ("eval", ".3f"),
     "train/loss": ("loss", ".4f"),
     "eval/loss": ("held-out loss", ".4f"),
     "eval/accuracy": ("held-out accuracy", ".3f"),
@@ -21,8 +23,10 @@ _SHOWN = {
     "time/step_s": ("s/step", ".1f"),
 }
 """Metrics that are shown, in this order, each with its name and number format."""
-_EVALUATED = {"eval/pass@1", "eval/loss"}
+_EVALUATED = {PASSED, "eval/loss"}
 """Metrics by which an evaluation is known, which is a line of its own in a log file."""
+EVAL_MEAN = "eval/mean@"
+"""Beginning of the name of an evaluation's mean reward."""
 _LINES_PER_RUN = 20
 """Approximate number of lines of a run in a log file."""
 
@@ -69,4 +73,9 @@ class ConsoleSink(MetricSink):
 
 def _summary(metrics: Mapping[str, float], pattern: str) -> str:
     shown = [(name, format(metrics[key], spec)) for key, (name, spec) in _SHOWN.items() if key in metrics]
+    passed = metrics.get(PASSED)
+    means = [value for key, value in metrics.items() if key.startswith(EVAL_MEAN) and value != passed]
+    if passed is not None and means:  # rewards that are not 0 or 1, of which the share that passes says little
+        place = next(place for place, (name, _) in enumerate(shown) if name == _SHOWN[PASSED][0])
+        shown.insert(place + 1, ("eval mean", format(means[0], ".3f")))
     return "  ".join(pattern.format(name, value) for name, value in shown)

@@ -107,6 +107,18 @@ def test_away_from_a_terminal_a_run_leaves_some_lines_and_every_evaluation() -> 
     assert lines[-1] == "step 333/1000  eval 0.250", "a line has no figure of another step"
 
 
+def test_the_mean_of_rewards_is_beside_the_share_that_passes_where_they_differ() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(1000, Console(file=stream))
+    sink.log(0, {"eval/pass@1": 0.0, "eval/mean@1": -0.405, "eval/accuracy": 0.5})
+    sink.log(500, {"eval/pass@1": 0.25, "eval/mean@1": 0.25})
+    sink.close()
+    assert stream.getvalue().splitlines() == [
+        "step 0/1000  eval 0.000  eval mean -0.405  held-out accuracy 0.500",
+        "step 500/1000  eval 0.250",
+    ]
+
+
 def test_on_a_terminal_the_bar_shows_step_and_metrics() -> None:
     stream = io.StringIO()
     sink = ConsoleSink(10, Console(file=stream, force_terminal=True, width=120, color_system=None))

@@ -140,3 +140,11 @@ def test_runs_near_a_directory_without_one_are_named(tmp_path: Path) -> None:
     assert str(no_run(first / "model")).endswith(f"did you mean {first}?")
     names = ", ".join(map(str, [first, *(run(name) for name in "bcde")][:3]))
     assert str(no_run(tmp_path)).endswith(f"name one of {names} or one of 2 more.")
+
+
+def test_the_mean_of_rewards_that_are_not_0_or_1_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logged(tmp_path, [{"reward/mean": 0.5}])
+    rows = [{"step": step, "eval/pass@1": 0.0, "eval/mean@1": step - 0.5} for step in range(2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curve = inspected(tmp_path, capsys)["curves"]["eval/mean@1"]
+    assert (curve["first"], curve["last"]) == (-0.5, 0.5)
