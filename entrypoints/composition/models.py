@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import structlog
 import torch
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
@@ -35,6 +36,8 @@ from rollgrad.application.settings.sections.optimizer import Optim
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sections.train import TrainConfig
 
+log = structlog.get_logger(__name__)
+
 ACTOR_FLAG = "--actor.model_name_or_path"
 
 
@@ -56,7 +59,10 @@ def make_optimizer(
     section: ActorConfig | CriticConfig, total_steps: int, average: Mapping[str, Any] = NO_AVERAGE
 ) -> OptimizerSettings:
     """Returns a model's optimizer settings for a run of `total_steps` optimizer steps; `average` are those of a moving
-    average of its weights."""
+    average of its weights. A learning rate of 0, with which a run learns nothing, is a warning."""
+    if not section.peak_lr and section.optim is not Optim.MUON:
+        name = "critic" if isinstance(section, CriticConfig) else "actor"
+        log.warning("weights stay as they are", why=f"{name}.adam.lr is 0: set --{name}.adam.lr above 0 to learn")
     return OptimizerSettings(
         lr=section.peak_lr,
         betas=section.adam.betas,

@@ -17,6 +17,8 @@ from rollgrad.adapters.models.torch.saving import PROCESSOR_FILES
 from rollgrad.adapters.models.torch.weight_shards import Shard, sharded_loading, whole_layers
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+"""Ends of the names of classes that judge texts."""
 LOADING = threading.RLock()
 """Lock of one load: transformers changes its own classes meanwhile, and two threads would leave them changed."""
 
@@ -77,7 +79,7 @@ def load_causal_lm(
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cudnn.allow_tf32 = False  # float32 is float32, also in the first layer of such a tower
     quantised = four_bits(dtype, device) if load_in_4bit else {}
-    factory = _factory(name_or_path, flag)
+    factory = _factory(name_or_path, flag, headless=headless)
     with sharded_loading(None if load_in_4bit else shard):
         model, info = _from_pretrained(factory, name_or_path, flag, dtype=dtype, output_loading_info=True, **quantised)
     _require_weights(model, info["missing_keys"], name_or_path, flag, headless=headless)
@@ -113,14 +115,25 @@ def load_causal_lm(
     return model
 
 
-def _factory(name_or_path: str, flag: str) -> Any:
-    """Returns the class of transformers that loads a model."""
+def _factory(name_or_path: str, flag: str, *, headless: bool) -> Any:
+    """Returns the class of transformers that loads a model.
+
+    Raises:
+        CheckpointError: it is a reward model, whose output embedding would be that of its inputs where it shares them.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
-        return model_factory(load_model_config(name_or_path, flag=flag))
+        settings = load_model_config(name_or_path, flag=flag)
     except CheckpointError:  # adapters have no settings of their own; others are refused when they are loaded
         return AutoModelForCausalLM
+    kinds: list[str] = settings.architectures or []
+    if not headless and any(kind.endswith(CLASSIFIERS) for kind in kinds):
+        raise CheckpointError(
+            f"{flag} is {name_or_path!r}, a {kinds[0]}, which judges texts and writes none: name a causal language "
+            "model."
+        )
+    return model_factory(settings)
 
 
 def _processor_files(name_or_path: str) -> dict[str, bytes]:

@@ -166,12 +166,14 @@ def test_a_critic_needs_no_output_embedding_but_all_layers(tmp_path: Path) -> No
         load_critic(str(tmp_path / "lacking"), dtype=torch.float32, device=CPU, flag=flag)
 
 
-def test_a_reward_model_is_no_policy_but_a_critic(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True], ids=["no output embedding", "that of its inputs"])
+def test_a_reward_model_is_no_policy_but_a_critic(tmp_path: Path, tied: bool) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(0)
-    LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+    settings = LlamaConfig(**SIZES, num_labels=1, tie_word_embeddings=tied)
+    LlamaForSequenceClassification(settings).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="a LlamaForSequenceClassification, which judges texts and writes none"):
         load(tmp_path)
     _, head = load_critic(str(tmp_path), dtype=torch.float32, device=CPU, flag="--critic.model_name_or_path")
     assert head["weight"].shape == (1, SIZES["hidden_size"])

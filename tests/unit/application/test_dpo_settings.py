@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+import structlog
 from attrs import evolve, fields
 
 from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig, dpo_errors
@@ -97,7 +98,9 @@ def test_adapters_have_a_higher_learning_rate_unless_one_is_set(kind: Any, full:
     actor.lora.rank = 8
     assert make_optimizer(actor, 10).lr == float(adapters)
     actor.adam.lr = 0.0
-    assert make_optimizer(actor, 10).lr == 0.0
+    with structlog.testing.capture_logs() as logs:
+        assert make_optimizer(actor, 10).lr == 0.0
+    assert [log["why"] for log in logs] == ["actor.adam.lr is 0: set --actor.adam.lr above 0 to learn"]
 
 
 def test_samples_of_a_run_that_has_none_are_refused() -> None:
