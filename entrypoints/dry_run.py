@@ -381,7 +381,9 @@ def _check_model(key: str, name: str | None) -> None:
     if path.is_dir():
         if not (path / "config.json").is_file():
             model = path / "model"  # of a run's directory
-            hint = f"did you mean {model}?" if (model / "config.json").is_file() else f"name a model with --{key}."
+            hint = (
+                f"did you mean --{key} {model}?" if (model / "config.json").is_file() else f"name a model with --{key}."
+            )
             raise CheckpointError(f"{key} is {name!r}, a directory without config.json: {hint}")
         if problem := weights_problem(path):  # before rows are prepared, and processes of a cluster started
             raise CheckpointError(f"{key} is {name!r}, {problem}.")

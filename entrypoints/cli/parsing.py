@@ -7,6 +7,7 @@ import contextlib
 import io
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from types import UnionType
@@ -23,6 +24,7 @@ from rollgrad.application.settings.spelling import OTHER_SPELLINGS, choice, choi
 from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.domain.settings import FREE, setting
 from rollgrad.entrypoints.cli.free_settings import take_free_settings
+from rollgrad.entrypoints.cli.wrong_values import wrong_value
 from rollgrad.entrypoints.config_io import (
     EXTENSION,
     PRESET,
@@ -242,7 +244,7 @@ def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Argumen
     of_libraries = [name for name, kind in kinds.items() if kind == FREE and "." not in name]
     arguments, free, unusable = take_free_settings(arguments, dict.fromkeys(of_libraries, FREE))
     words, misspelt = _spelled(arguments, kinds)
-    parsed, wrong = _parse(_with_named_values(default, of_libraries), command, words, list(kinds))
+    parsed, wrong = _parse(_with_named_values(default, of_libraries), command, words, kinds)
     raise_together([*unusable, *misspelt, *wrong])
     for name, value in free.items():
         setattr(parsed, name, value)
@@ -279,7 +281,7 @@ def _set_named(arguments: attrs.AttrsInstance, command: str, words: Sequence[str
     for field, name in named.items():
         kind: Any = Annotated[kinds[name], tyro.conf.arg(name=name)]
         fields[field] = attrs.field(default=attrgetter(name)(arguments), type=kind)
-    parsed, wrong = _parse(attrs.make_class("Named", fields)(), command, words, list(kinds))
+    parsed, wrong = _parse(attrs.make_class("Named", fields)(), command, words, kinds)
     for field, name in named.items():
         section, _, setting = name.rpartition(".")
         setattr(attrgetter(section)(arguments) if section else arguments, setting, getattr(parsed, field))
@@ -287,10 +289,10 @@ def _set_named(arguments: attrs.AttrsInstance, command: str, words: Sequence[str
 
 
 def _parse(
-    default: Arguments, command: str, words: Sequence[str], known: Sequence[str]
+    default: Arguments, command: str, words: Sequence[str], kinds: Mapping[str, Any]
 ) -> tuple[Arguments, list[ConfigurationError]]:
-    """The arguments, with the defaults of flags that are wrong, and a sentence for each of these; `known` are the
-    command's flags."""
+    """The arguments, with the defaults of flags that are wrong, and a sentence for each of these; `kinds` are the types
+    of the command's flags."""
     import tyro
 
     kind = type(default)
@@ -308,13 +310,14 @@ def _parse(
                     use_underscores=True,
                     config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagConversionOff),
                 )
-            return parsed, [*wrong, *_unknown(known, command, unknown)]
+            return parsed, [*wrong, *_unknown(list(kinds), command, unknown)]
         except SystemExit as stop:
             if not stop.code:
                 raise
             # It names one wrong flag at a time: the others are found without it.
-            wrong.append(ConfigurationError(_sentence(box.getvalue())))
-            rest = _without(words, str(wrong[-1]))
+            sentence = _sentence(box.getvalue())
+            rest = _without(words, sentence)
+            wrong.append(ConfigurationError(wrong_value(sentence, words, kinds)))
             if rest == words:
                 return default, wrong
             words = rest
@@ -357,13 +360,18 @@ def _canonical(value: str, annotation: Any) -> str:
 
 
 def _flag_value(flag: str, words: Sequence[str]) -> str | None:
-    """Returns the value of a flag that decides the defaults of others."""
-    for index, word in enumerate(words):
-        if word.startswith(f"{flag}="):
-            return word.removeprefix(f"{flag}=")
-        if word == flag and index + 1 < len(words):
-            return words[index + 1]
-    return None
+    """Returns the value of a flag that decides the defaults of others.
+
+    Raises:
+        ConfigurationError: it is there more than once, where one of them would have no effect.
+    """
+    found = [word.removeprefix(f"{flag}=") for word in words if word.startswith(f"{flag}=")]
+    found += [value for word, value in pairwise(words) if word == flag]
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"{flag} is given {len(found)} times ({', '.join(found)}), but only one counts: keep one."
+        )
+    return next(iter(found), None)
 
 
 def _sentence(box: str) -> str:

@@ -7,6 +7,7 @@ A suggestion means the same as the given name, or there is none: names of TRL, O
 import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,10 @@ def unknown_key(name: str, value: Any, known: Sequence[str]) -> str:
     leaf = next((leaf for leaf in _leaves(name, value) if advice(leaf, known) is not None), None)
     if leaf is None:
         return f"{name} is not a setting; see `rollgrad train rl --help` for all settings."
+    if leaf == name and name in known:  # one key with dots in it
+        *sections, last = name.split(".")
+        nested = reduce(lambda inner, outer: f"{outer}: {{{inner}}}", reversed(sections), f"{last}: VALUE")
+        return f"{name} is one key with dots in it, but a file nests settings: write {nested}."
     return f"{leaf} is not a setting; {_advice_clause(leaf, known, '')}"
 
 

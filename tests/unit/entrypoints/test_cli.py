@@ -150,10 +150,18 @@ NEEDED = ["--actor.model_name_or_path", "org/m", "--data.prompt_dataset", "org/d
         (["train", "rl", "--prnt-config"], "did you mean --print_config?"),
         (["doctor", "--jsn"], "did you mean --json?"),
         (["train", "rl", "rloo"], "'rloo' belongs to no flag"),
-        (["train", "rl", "--rollout.top_p", "much"], "--rollout.top_p: could not convert string to float: 'much'"),
-        (["train", "rl", "--train.max_steps"], "Missing value for argument '--train.max_steps'"),
+        (["train", "rl", "--rollout.top_p", "much"], "--rollout.top_p is 'much', but it takes a number: change"),
+        (["train", "rl", "--train.max_steps"], "--train.max_steps has no value, but it takes an integer, or None"),
+        (["train", "rl", "--train.seed=1.5"], "--train.seed is '1.5', but it takes an integer: change --train.seed."),
+        (["train", "rl", "--actor.adam.betas", "0.9"], "is '0.9', but it takes 2 numbers with spaces between"),
+        (["train", "rl", "--reward.weights", "right"], "is 'right', but it takes pairs of a name and a number"),
         (["train", "rl", "--algo.kl.estimator", "k9"], "invalid choice 'k9' for argument '--algo.kl.estimator'"),
         (["train", "rl", "--config"], "--config"),
+        (["train", "rl", "--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times (b.yaml, a.yaml)"),
+        (
+            ["train", "rl", "--ckpt.output_dir=~/runs"],
+            "is '~/runs', but it must be a directory of this machine, without",
+        ),
     ],
 )
 def test_a_bad_command_line_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,14 @@ from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES
-from rollgrad.entrypoints.names.suggestions import OTHER_COMMANDS, advice, nearest, unknown_command, unknown_flag
+from rollgrad.entrypoints.names.suggestions import (
+    OTHER_COMMANDS,
+    advice,
+    nearest,
+    unknown_command,
+    unknown_flag,
+    unknown_key,
+)
 from tests.dataclass_fields import fields
 
 SETTINGS = list(setting_names())
@@ -232,3 +239,8 @@ def test_a_path_without_a_flag_is_told_its_flag(tmp_path: Path) -> None:
     )
     assert unknown_flag(str(tmp_path), ["model", "prompt"], "chat").endswith(f"did you mean --model {tmp_path}?")
     assert "did you mean" not in unknown_flag("missing.yaml", ["config"], "train rl")
+
+
+def test_a_key_with_dots_is_told_how_a_file_nests() -> None:
+    assert unknown_key("actor.adam.lr", 1e-6, SETTINGS).endswith("write actor: {adam: {lr: VALUE}}.")
+    assert "did you mean" in unknown_key("actor.adam-lr", 1e-6, ["actor.adam_lr"])
