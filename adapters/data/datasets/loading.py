@@ -25,6 +25,8 @@ _HUB_PROBE_SECONDS = 5.0
 """Longest wait for the hub's first answer; without an answer only its local cache is read."""
 _MOST_FILES = 10_000
 """Files and folders below a folder of data at most: all of them are looked at."""
+_EMPTY = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
+"""What `datasets` says of a header or list without rows, and of a Parquet file."""
 DECODED = ("Image", "Audio", "Video")
 """Features whose values are files, which are large when they are decoded."""
 _PROBABILITY_SLACK = 1e-6
@@ -166,6 +168,7 @@ def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
         folder, configuration = split_configuration(name)
         loaded = _read_folder(Path(folder), configuration)
     elif name.startswith((".", "/", "~")):
+        _refuse_other_file(name)
         raise DataError(f"The dataset {name} does not exist: check the path.")
     else:
         loaded = _read_hub(name)
@@ -173,6 +176,20 @@ def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
     if len(rows) == 0:
         raise _no_rows(name)
     return rows
+
+
+def _refuse_other_file(name: str) -> None:
+    """Refuses a file that is there, but of a format that is not read.
+
+    Raises:
+        DataError: it is one.
+    """
+    if Path(name).is_file():
+        formats = ", ".join(FILE_FORMATS)
+        raise DataError(
+            f"The dataset {name} is a file whose name does not end in {formats}: unpack it, or write its rows in one "
+            "of these formats."
+        )
 
 
 def _read_file(path: Path) -> Any:
@@ -189,7 +206,7 @@ def _read_file(path: Path) -> Any:
             return datasets.Dataset.from_file(str(path))
         return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path))
     except Exception as error:  # of pyarrow, pandas, json, by the file's format
-        if "corresponds to no data" in str(_root(error)):  # a header, or an empty list
+        if any(words in str(_root(error)) for words in _EMPTY):
             raise _no_rows(path) from error
         raise DataError(
             f"The dataset file {path} cannot be read as {path.suffix[1:]}: {_one_line(_root(error))}"
@@ -278,6 +295,7 @@ def _read_hub(name: str, *, streaming: bool = False) -> Any:
 
     place, configuration = split_configuration(name)
     hub_name, _, data_dir = place.partition("@")
+    _refuse_other_file(name)
     try:
         with _short_hub_wait():
             return datasets.load_dataset(hub_name, configuration, data_dir=data_dir or None, streaming=streaming)

@@ -117,6 +117,16 @@ def no_list(tmp_path: Path) -> Path:
     return tmp_path / "list.json"
 
 
+def parquet_without_rows(tmp_path: Path) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(
+        pyarrow.table({"input": pyarrow.array([], pyarrow.string())}), tmp_path / "none.parquet"
+    )
+    return tmp_path / "none.parquet"
+
+
 def folder_of_that_name(tmp_path: Path) -> Path:
     (tmp_path / "rows.json").mkdir()
     return tmp_path / "rows.json"
@@ -132,9 +142,15 @@ def text_as_parquet(tmp_path: Path) -> Path:
     return tmp_path / "text.parquet"
 
 
+def packed(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b")
+    return tmp_path / "rows.jsonl.gz"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (packed, r"rows\.jsonl\.gz is a file whose name does not end in \.json, .*: unpack it"),
         (lambda tmp_path: tmp_path / "missing.jsonl", r"missing\.jsonl does not exist"),
         (lambda tmp_path: tmp_path / "missing_folder", "missing_folder does not exist"),
         (broken_json, r"broken\.jsonl cannot be read as json"),
@@ -142,6 +158,7 @@ def text_as_parquet(tmp_path: Path) -> Path:
         (empty_file, r"empty\.jsonl has no rows"),
         (header_only, r"header\.csv has no rows"),
         (no_list, r"list\.json has no rows"),
+        (parquet_without_rows, r"none\.parquet has no rows"),
         (folder_of_that_name, r"rows\.json is no file"),
         (lambda tmp_path: tmp_path / ("x" * 300 + ".csv"), r"x\.csv cannot be read \(File name too long\)"),
         (lambda tmp_path: "x" * 300, r"x cannot be read \(File name too long\)"),
