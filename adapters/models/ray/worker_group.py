@@ -32,6 +32,12 @@ NO_MEMORY = (
     "model more processes; --dry_run says what each of them holds"
 )
 
+LOG = "/tmp/ray/session_*/logs/worker-*-{pid}.err"
+"""File in which Ray keeps what a process writes, unless it was started with another directory for temporary files."""
+
+NAMED = 2
+"""Largest number of logs that an error names."""
+
 PASSES = frozenset(
     {"score", "logprobs", "values", "update", "sleep", "skip_weights", "gather_weights", "gather_adapter"}
 )
@@ -89,13 +95,14 @@ class RankWorker:
         """Returns the id of this process."""
         return os.getpid()
 
-    def join(self, host: str, port: int, timeout: float, start: Callable[..., None]) -> None:
-        """Joins the process group by `start`."""
+    def join(self, host: str, port: int, timeout: float, start: Callable[..., None]) -> int:
+        """Joins the process group by `start`; returns the id of this process."""
         # By default NCCL's watchdog, which a full queue of a GPU that waits for another process may hold up, has eight
         # minutes before torch ends the process.
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(timeout)))
         local = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") else self._rank
         start(rank=self._rank, size=self._size, host=host, port=port, local_rank=local, timeout=timeout)
+        return os.getpid()
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Makes the model that later calls are made on."""
@@ -209,8 +216,10 @@ class WorkerGroup:
         self._workers = [*workers]
         with self._waiting("start"):
             host, port = self._gather({0: self._workers[0].listen.remote()}, "answering")[0]
+        self._pids: list[int] = []
+        """Ids of the processes, by rank."""
         with self._waiting("join one group"):
-            self._call_all("finding each other", lambda worker: worker.join.remote(host, port, timeout, start))
+            self._pids = self._call_all("finding each other", lambda w: w.join.remote(host, port, timeout, start))
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Makes the model, by an importable function, in all processes."""
@@ -385,12 +394,20 @@ class WorkerGroup:
             return type(self._broken)(str(self._broken))
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         self._broken = kind(
-            f"Of the {self.size} training processes of {self.name}, {who} {what} while {doing!r} was under way. Start "
-            "again with --ckpt.resume, which continues from the last training state (--ckpt.state_minutes)."
+            f"Of the {self.size} training processes of {self.name}, {who} {what} while {doing!r} was under way. "
+            f"{self._last_words(ranks)}Start again with --ckpt.resume, which continues from the last training state "
+            "(--ckpt.state_minutes)."
         )
         self._reading, self._participants = None, {}
         self.close()
         return self._broken
+
+    def _last_words(self, ranks: Sequence[int]) -> str:
+        """Returns a sentence about the files of what processes wrote, as NCCL does, which Ray shows nobody; nothing
+        before they have joined."""
+        files = " and ".join(LOG.format(pid=self._pids[rank]) for rank in ranks[:NAMED] if self._pids)
+        where = "its machine" if len(ranks) == 1 else "their machines"
+        return f"What was written there last is in {files} on {where}. " if files else ""
 
 
 def machine() -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -29,7 +30,7 @@ class Thread:
         self._calls = ThreadPoolExecutor(1)
         self.call = SimpleNamespace(remote=lambda method, *own: self._calls.submit(getattr(model, method), *own))
         self.listen = SimpleNamespace(remote=lambda: self._calls.submit(lambda: ("here", 1)))
-        self.join = SimpleNamespace(remote=lambda *own: self._calls.submit(lambda: None))
+        self.join = SimpleNamespace(remote=lambda *own: self._calls.submit(lambda: id(model) % 1000))
 
 
 class Threads:
@@ -146,8 +147,10 @@ def test_the_process_that_died_is_named_and_not_the_one_that_it_left(make: Calla
     assert next(reading) == [2]
     with pytest.raises(WorkerError, match=r"Of the 2 training processes of actor, rank 1 died while 'next'"):
         next(reading)
-    with pytest.raises(WorkerError, match="rank 1 died while 'next'"):
+    with pytest.raises(WorkerError, match="rank 1 died while 'next'") as told_again:
         group.all("score")
+    log = re.escape(f"/logs/worker-*-{group._pids[1]}.err on its machine. Start")
+    assert re.search(log, str(told_again.value))
     group = make(Left(), Dying())
     with pytest.raises(WorkerError, match="rank 1 died while 'score'"):
         group.all("score")
@@ -207,7 +210,7 @@ def test_a_process_that_waits_for_another_has_as_long_as_a_call(
     monkeypatch.setattr(gc, "disable", lambda: None)
     seen: list[str] = []
     worker = RankWorker(0, 1, torch.get_num_threads(), own_gpu=True)
-    worker.join("here", 1, 1800.5, lambda **_: seen.append(os.environ[name]))
+    assert worker.join("here", 1, 1800.5, lambda **_: seen.append(os.environ[name])) == os.getpid()
     assert seen == [found]
 
 
