@@ -14,10 +14,10 @@ READ = ("model_name_or_path", "extension_path", "chat_template")
 def absolute(name: str) -> str:
     """Returns the absolute path of what exists here by this name; any other name, such as that of a model on the hub,
     as it is."""
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         return str(path.absolute()) if path.exists() else name
-    except OSError:  # a chat template itself, which is too long for a name
+    except (OSError, RuntimeError):  # a chat template itself, which is too long for a name, or begins like a home
         return name
 
 
