@@ -95,14 +95,16 @@ def found(make: Any, batches: Any, out: Any, name: str) -> list[Any]:
 def configured(folder: str, settings: dict[str, Any]) -> Any:
     """Settings of a run on the model in a folder."""
     from rollgrad.application.settings.run import RLConfig
+    from rollgrad.application.settings.spelling import canonical_choices
 
     run = RLConfig()
     run.actor.model_name_or_path, run.actor.dtype = folder, "bfloat16"
     run.actor.adam.lr, run.algo.advantage.estimator, run.algo.kl.init_coef = SOON, "group_norm", 0.0
-    run.cluster.timeout = 120.0
+    run.cluster.timeout = 300.0
     for name, value in settings.items():
         section, _, key = name.partition(".")
         setattr(getattr(run, section), key, value)
+    canonical_choices(run)
     return run
 
 
