@@ -160,6 +160,8 @@ def _show_machine(report: Report) -> list[machine.Gpu]:
     report.problem(machine.driver_problem(driver, gpus, torch_build("cuda"), version("torch")))
     if (lacking := machine.compiler_problem(gpus)) is not None:
         report.warning(lacking)
+    if (closed := machine.sharing_problem(machine.compute_modes() if gpus else [])) is not None:
+        report.warning(closed)
     return gpus
 
 

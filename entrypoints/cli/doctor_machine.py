@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from attrs import frozen
@@ -107,6 +108,24 @@ def compiler_problem(gpus: list[Gpu]) -> str | None:
     return (
         f"vLLM, and DeepSpeed's offloaded Adam, compile kernels when they first run on a GPU, for which "
         f"{' and '.join(lacking)} lack here: install them (on Debian: apt-get install gcc g++ python3-dev)."
+    )
+
+
+def compute_modes() -> list[str]:
+    """Returns the compute mode of each GPU of this machine."""
+    return _smi("--query-gpu=compute_mode", "--format=csv,noheader").splitlines()
+
+
+def sharing_problem(modes: Sequence[str]) -> str | None:
+    """Returns which GPUs several processes cannot use together, by the compute mode of each; None if there are none."""
+    closed = {str(number): mode for number, mode in enumerate(modes) if mode.startswith(("Exclusive", "Prohibited"))}
+    if not closed:
+        return None
+    which = f"GPU {', '.join(closed)} is" if len(closed) == 1 else f"GPUs {', '.join(closed)} are"
+    return (
+        f"{which} in the compute mode {' and '.join(sorted(set(closed.values())))}, so that no two processes use one "
+        "together: models and vLLM, which are processes of their own, cannot share it. Set it by nvidia-smi -c DEFAULT "
+        "(under SLURM by its option gpu_cmode=shared)."
     )
 
 

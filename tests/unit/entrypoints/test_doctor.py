@@ -26,6 +26,7 @@ from rollgrad.entrypoints.cli.doctor_machine import (
     model_cache,
     parse_driver,
     parse_gpus,
+    sharing_problem,
 )
 from rollgrad.entrypoints.cli.doctor_packages import Package, Requirements, requirements
 from rollgrad.entrypoints.cli.main import main
@@ -117,6 +118,19 @@ def test_what_kernels_are_compiled_with_has_to_be_there(tmp_path: Path, monkeypa
     assert said is not None
     assert f"a C compiler and Python's headers ({tmp_path}/Python.h) lack here" in said
     assert compiler_problem([]) is None
+
+
+def test_gpus_that_take_one_process_alone_are_told() -> None:
+    assert sharing_problem(["Default", "Default"]) is None
+    assert sharing_problem(["[N/A]"]) is None
+    assert sharing_problem([]) is None
+    one, two = (
+        sharing_problem(modes) for modes in (["Default", "Exclusive_Process"], ["Prohibited", "Exclusive_Process"])
+    )
+    assert one is not None
+    assert one.startswith("GPU 1 is in the compute mode Exclusive_Process, so that no two processes")
+    assert two is not None
+    assert two.startswith("GPUs 0, 1 are in the compute mode Exclusive_Process and Prohibited, so")
 
 
 def test_all_extras_of_the_project_are_known() -> None:
