@@ -64,7 +64,7 @@ FOREIGN = {
     *("no-enable-chunked-prefill", "max-num-batched-tokens", "kv-cache-memory-bytes"),
     *("query-gpu", "format"),  # nvidia-smi
     *("variant", "include"),  # debootstrap
-    *("shots", "seconds", "lora-rank", "smoke", "rows", "longest", "pairs"),  # the benchmarks, by tyro
+    *("shots", "seconds", "lora-rank", "smoke", "only", "rows", "longest", "pairs"),  # the benchmarks, by tyro
     *("ink", "soft", "line", "ground", "card"),  # names of colours in a style sheet
 }
 """Flags of other tools, and of the benchmarks."""
