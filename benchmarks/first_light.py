@@ -7,7 +7,7 @@ holds up the next; those whose answers matter most come first. While one runs, t
 section finds is printed at once, and with --out written to OUT/first_light.json, as is where it failed, or hung; those
 that an error of CUDA's has ended are tried again, where each call is waited for; at the end comes a table. `--smoke` is
 the same code on small shapes, for machines without a GPU too. Model: random weights in the shape of Qwen3-0.6B, so
-nothing has to be downloaded. `divisions` and `fleets` are about two GPUs and more, and take fifteen minutes. `ipc`
+nothing has to be downloaded. `divisions` and `fleets` are about two GPUs and more, and take twenty minutes. `ipc`
 unpacks by vLLM's own file, of the installed vLLM or --vllm-packed; `deepspeed` needs that library, `gpu_tests` what
 tests need. For a machine without a network `scripts/offline.py` gathers what it lacks.
 """
@@ -66,7 +66,7 @@ def installed_packing() -> str:
     return "" if found is None else str(Path(str(found.origin)).parent / "distributed/weight_transfer/packed_tensor.py")
 
 
-LONGEST = 1170 + 900 * (torch.cuda.device_count() > 1)
+LONGEST = 1170 + 1140 * (torch.cuda.device_count() > 1)
 """Seconds of all sections together, at most."""
 
 ARGS = argparse.ArgumentParser()
@@ -98,7 +98,7 @@ SECTIONS = {
     gpu_tests: 120,
     deepspeed: 150,
     divisions: 420,
-    fleets: 480,
+    fleets: 720,
 }
 """Seconds of each on a GPU at most, and what it compiles included."""
 

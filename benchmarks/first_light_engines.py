@@ -162,8 +162,9 @@ def in_a_cluster(out: Any) -> None:
     )
 
 
-def runs_of(out: Any, runs: dict[str, list[str]]) -> None:
-    """Starts runs of a few steps in clusters, each with some flags, one after the other."""
+def runs_of(out: Any, runs: dict[str, list[str]], *, longest: float = LONGEST) -> None:
+    """Starts runs of a few steps in clusters, each with some flags, one after the other; each may take so many
+    seconds."""
     with saved(model()) as folder:
         prompts, reward = Path(folder) / "prompts.jsonl", Path(folder) / "reward.py"
         rows = [{"input": f"What is {a} plus {b}?"} for a in range(20) for b in range(20)]
@@ -181,7 +182,8 @@ def runs_of(out: Any, runs: dict[str, list[str]]) -> None:
                     *("--rollout.batch_size", "32", "--rollout.n_samples_per_prompt", "8"),
                     *("--rollout.max_new_tokens", "256", "--train.max_steps", "3"),
                     *("--ckpt.output_dir", str(path), *words),
-                ]
+                ],
+                longest,
             )
             seconds = round(time.perf_counter() - t, 1)
             if status:
@@ -192,13 +194,13 @@ def runs_of(out: Any, runs: dict[str, list[str]]) -> None:
     assert not any("FAILED" in found for found in out.values())
 
 
-def _run(words: list[str]) -> int | str:
+def _run(words: list[str], longest: float) -> int | str:
     """Runs the command line; returns its exit status, or that it took too long."""
     command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *words]
     try:
-        return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=LONGEST).returncode
+        return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=longest).returncode
     except subprocess.TimeoutExpired:
-        return f"took more than {LONGEST} s"
+        return f"took more than {longest:g} s"
 
 
 def _told(step: dict[str, float]) -> dict[str, float]:

@@ -27,6 +27,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Settings of each way to divide a model."""
 
+SECONDS = 240.0
+"""Seconds of a run at most, in which several engines start, and compile."""
+
 NEAR = 0.25
 """Largest mean difference of log-probs from those of one process, as a share of how far the steps have moved them: sums
 of 16 bits are taken in another order."""
@@ -149,4 +152,5 @@ def fleets(out: Any) -> None:
             "engines apart, fsdp2, asynchronous": [*apart, "--cluster.strategy", "fsdp2", "--train.async_enable"],
             "wide engines on the same GPUs": [*shared, *wide, "--ds.zero_stage", "2"],
         },
+        longest=SECONDS,
     )
