@@ -40,6 +40,8 @@ def start_process_group(*, rank: int, size: int, host: str, port: int, local_ran
     deepspeed.init_distributed(
         backend, auto_mpi_discovery=False, verbose=False, timeout=longest, rank=rank, world_size=size
     )
+    # ZeRO would exchange in a copy of this group, whose buffers of NCCL take as much of a GPU again.
+    deepspeed.utils.groups._WORLD_GROUP = torch.distributed.group.WORLD
 
 
 def deepspeed_library() -> Any:
