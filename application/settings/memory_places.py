@@ -14,6 +14,10 @@ from rollgrad.application.settings.memory_plan_passes import MIB
 CONTEXT_BYTES = 600 * 2**20
 """Memory of a GPU that each process takes for CUDA itself, its libraries and their buffers."""
 
+GROUP_BYTES = 700 * 2**20
+"""Memory of a GPU that each process of a model takes for what NCCL sends to others: 688 MB with three processes or more
+on A100s joined by NVLink (NVIDIA/nccl#964). That of an engine's processes is within the engine's share."""
+
 
 @frozen(kw_only=True)
 class Machine:
@@ -81,7 +85,8 @@ def places(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[Place]:
     for device in dict.fromkeys(row.device for row in rows):
         sharing = [row for row in rows if row.device == device]
         name = f"a GPU of {', '.join(row.role for row in sharing)}"
-        held = _at_once((row, 1) for row in sharing) + len(sharing) * CONTEXT_BYTES
+        groups = sum(row.processes > 1 and row.role != "engines" for row in sharing)
+        held = _at_once((row, 1) for row in sharing) + len(sharing) * CONTEXT_BYTES + groups * GROUP_BYTES
         yield Place(name=name, held=held, available=machine.gpu)
     offloaded = sum(row.on_a_machine * (row.offloaded + row.rests) for row in rows)
     loading = max(row.on_a_machine * row.loading for row in rows)  # models are loaded one after the other
