@@ -9,7 +9,7 @@ import asyncio
 import os
 import shlex
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +22,7 @@ from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtra
 from rollgrad.domain.ports.environment import Tool
 
 if TYPE_CHECKING:
+    import httpx2
     from mcp import Client
 
 TOKEN_VARIABLE = "ROLLGRAD_MCP_TOKEN"
@@ -32,6 +33,9 @@ START_SECONDS = 120.0
 """Longest wait for a server to start and list its tools; some servers are downloaded first."""
 CLOSE_SECONDS = 10.0
 """Longest wait for a server to end; then its process is killed."""
+SESSION_HEADER = "mcp-session-id"
+"""Header of requests within a session, which the protocols before 2026 have; one that the server does not know is
+answered with 404."""
 
 _log = structlog.get_logger()
 
@@ -66,6 +70,7 @@ class McpTool(Tool):
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 self.connection.ended(client)
+            if not self.connection.holds(client):
                 text = f"The server of the tool {self.name!r} ended during the call."
                 return ToolResult(content=text, is_error=True)
             return ToolResult(content=error.message, is_error=True)
@@ -115,6 +120,10 @@ class McpTools:
                     raise EngineError(f"A server of tools has ended and did not come back: {error}") from error
             assert self._client is not None
             return self._client
+
+    def holds(self, client: "Client") -> bool:
+        """Returns whether calls still go to this client: its server has neither ended nor forgotten it."""
+        return client is self._client
 
     def ended(self, client: "Client") -> None:
         """Records that the server of this client has ended."""
@@ -166,7 +175,7 @@ class McpTools:
 
     async def _hold(self, opened: "asyncio.Future[None]") -> None:
         """Opens, holds and closes the connection in one task, to which its cancel scopes belong."""
-        async with _client(self._server, self._timeout) as client:
+        async with _client(self._server, self._timeout, self._notice) as client:
             found, cursor = [], None
             while True:
                 page = await client.list_tools(cursor=cursor)
@@ -187,6 +196,13 @@ class McpTools:
             self._client = client
             opened.set_result(None)
             await self._closing.wait()
+
+    async def _notice(self, response: "httpx2.Response") -> None:
+        """Ends the connection to a server that does not know its session, as one that was started again does not."""
+        asked = response.request
+        forgotten = response.status_code == 404 and asked.method == "POST" and SESSION_HEADER in asked.headers
+        if forgotten and self._client is not None:
+            self.ended(self._client)
 
 
 def check_server(server: str) -> None:
@@ -237,7 +253,10 @@ async def connect(server: str, *, timeout: float = 30.0, start_timeout: float = 
 
 
 @asynccontextmanager
-async def _client(server: str, timeout: float) -> AsyncIterator["Client"]:
+async def _client(
+    server: str, timeout: float, notice: Callable[["httpx2.Response"], Awaitable[None]]
+) -> AsyncIterator["Client"]:
+    """Yields the SDK's client of a server; `notice` is told each answer over HTTP."""
     import httpx2
     from mcp import Client, StdioServerParameters
     from mcp.client.streamable_http import streamable_http_client
@@ -248,6 +267,7 @@ async def _client(server: str, timeout: float) -> AsyncIterator["Client"]:
             http = httpx2.AsyncClient(
                 headers={"Authorization": f"Bearer {token}"} if token else None,
                 timeout=httpx2.Timeout(timeout, read=None),  # a stream of events may pause for long
+                event_hooks={"response": [notice]},
             )
             await stack.enter_async_context(http)
             yield await stack.enter_async_context(Client(streamable_http_client(server, http_client=http)))

@@ -61,10 +61,12 @@ def mcp_command(folder: Path, python: str = sys.executable) -> str:
 
 
 class McpHttpServer:
-    """`MCP_SERVER` over streamable HTTP on the loopback interface; keeps the authorizations it was sent."""
+    """`MCP_SERVER` over streamable HTTP on the loopback interface; keeps the authorizations it was sent. `old`: it
+    knows the protocols before 2026 alone, which have sessions."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, *, old: bool = False) -> None:
         import uvicorn
+        from mcp_types.version import LATEST_MODERN_VERSION
 
         scope: dict[str, Any] = {"__name__": "mcp_http_server"}
         exec(MCP_SERVER, scope)
@@ -75,6 +77,10 @@ class McpHttpServer:
             if asgi["type"] == "http":
                 headers = dict(asgi["headers"])
                 self.authorizations.add(headers[b"authorization"].decode() if b"authorization" in headers else None)
+                if old and headers.get(b"mcp-protocol-version") == LATEST_MODERN_VERSION.encode():
+                    await send({"type": "http.response.start", "status": 400, "headers": []})
+                    await send({"type": "http.response.body"})
+                    return
             await application(asgi, receive, send)
 
         config = uvicorn.Config(record, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=1)

@@ -132,6 +132,17 @@ async def test_a_server_that_comes_back_at_its_address_is_used_again() -> None:
         second.close()
 
 
+async def test_a_server_that_has_forgotten_a_session_is_asked_for_another() -> None:
+    first = McpHttpServer(old=True)
+    async with await connect(first.url) as connection:
+        assert await named(connection, "repeat").call({"text": "x"}) == ToolResult(content="x")
+        first.close()
+        second = McpHttpServer(int(first.url.rpartition(":")[2].partition("/")[0]), old=True)
+        assert (await named(connection, "repeat").call({"text": "x"})).is_error
+        assert await named(connection, "repeat").call({"text": "y"}) == ToolResult(content="y")
+        second.close()
+
+
 async def test_a_process_ends_with_its_connection_and_sees_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
