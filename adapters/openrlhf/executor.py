@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 from attrs import evolve
@@ -128,6 +129,7 @@ class _EngineFacade:
         self._engine = engine
         self._codec = codec
         self._params = params
+        self._seeds = count(params.seed)
         self.calls: list[EngineCall] = []
 
     async def generate(
@@ -142,7 +144,7 @@ class _EngineFacade:
 
     async def _generate(self, prompt_token_ids: Sequence[int], sampling_params: Any) -> RequestOutput:
         params = from_agent(sampling_params, self._params)
-        params = evolve(params, seed=(self._params.seed + len(self.calls)) % 2**63)
+        params = evolve(params, seed=next(self._seeds) % 2**63)
         prompt = tuple(map(int, prompt_token_ids))
         earlier = ((*call.prompt, *call.generation.token_ids) for call in self.calls)
         continues = max((len(tokens) for tokens in earlier if prompt[: len(tokens)] == tokens), default=0)

@@ -90,7 +90,7 @@ def to_trajectories(
     """
     rewards = [segment.reward for segment in segments if segment.reward is not None]
     score = next((segment.score for segment in reversed(segments) if segment.score is not None), sum(rewards))
-    pool = [call.generation for call in calls]
+    pool = list(calls)
     return [_trajectory(segment, calls, pool, request, score) for segment in segments]
 
 
@@ -158,7 +158,7 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], length: int, max_length: in
 def _trajectory(
     segment: EpisodeSegment,
     calls: Sequence[EngineCall],
-    pool: list[Generation],
+    pool: list[EngineCall],
     request: EpisodeRequest,
     score: float,
 ) -> Trajectory:
@@ -167,7 +167,7 @@ def _trajectory(
     builder = TrajectoryBuilder(tokens[:end], group_id=request.group_id, sample_id=request.sample_id)
     for start, stop in segment.ranges:
         builder.add_observation(tokens[end:start])
-        call = _sampled(pool, tokens[start:stop])
+        call = _sampled(pool, tokens[:start], tokens[start:stop])
         if segment.logprobs is None and call is None:
             raise TrajectoryError(
                 f"execute() returned no rollout_log_probs, and the engine never sampled the tokens of the action range "
@@ -198,9 +198,12 @@ def _trajectory(
     )
 
 
-def _sampled(pool: list[Generation], tokens: Sequence[int]) -> Generation | None:
-    """Returns the first sample that begins with `tokens`, which is then used up."""
-    for index, call in enumerate(pool):
-        if list(call.token_ids[: len(tokens)]) == list(tokens):
-            return pool.pop(index)
-    return None
+def _sampled(pool: list[EngineCall], before: Sequence[int], tokens: Sequence[int]) -> Generation | None:
+    """Returns the first sample that begins with `tokens`, preferably one whose prompt was `before`; it is then used
+    up."""
+    found = [call for call in pool if list(call.generation.token_ids[: len(tokens)]) == list(tokens)]
+    if not found:
+        return None
+    chosen = next((call for call in found if list(call.prompt) == list(before)), found[0])
+    pool.remove(chosen)
+    return chosen.generation

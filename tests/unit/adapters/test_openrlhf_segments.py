@@ -1,14 +1,22 @@
 """Trajectories of agents that play whole episodes by themselves."""
 
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
 from rollgrad.adapters.openrlhf.segments import EngineCall, read_segments, to_trajectories
-from rollgrad.domain.episodes.generation import Generation, SamplingParams, StopReason
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.routed import RoutedTokens
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
+from rollgrad.testing.chat_codec import FakeChatCodec
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
 
 NONE = 255
+REQUEST = EpisodeRequest(prompt=Prompt(token_ids=(1, 2), text="a"), params=SamplingParams(), group_id=0, sample_id=0)
 
 
 def call(prompt: tuple[int, ...], tokens: list[int], *, start: int, experts: list[int]) -> EngineCall:
@@ -20,6 +28,40 @@ def call(prompt: tuple[int, ...], tokens: list[int], *, start: int, experts: lis
     return EngineCall(prompt=prompt, generation=generation)
 
 
+def test_sampled_tokens_have_the_log_probs_of_the_request_before_them() -> None:
+    def sampled(prompt: tuple[int, ...], *logprobs: float) -> EngineCall:
+        generation = Generation(token_ids=(7, 0), logprobs=logprobs, versions=[0, 0], stop_reason=StopReason.STOP)
+        return EngineCall(prompt=prompt, generation=generation)
+
+    calls = [
+        sampled((1, 2), -0.25, -0.5),  # an attempt that the agent dropped
+        sampled((1, 2, 3), -4.0, -8.0),
+    ]
+    episode = {"observation_tokens": [1, 2, 3, 7, 0], "action_ranges": [(3, 5)], "reward": 1.0}
+    (trajectory,) = to_trajectories(read_segments(episode, max_length=9), calls, REQUEST)
+    assert trajectory.logprobs_T.tolist()[3:] == [-4.0, -8.0]
+
+
+async def test_requests_at_the_same_time_have_seeds_of_their_own() -> None:
+    class Executor:
+        async def execute(self, sampling_params: Any, llm_engine: Any, **others: Any) -> Any:
+            await asyncio.gather(*(llm_engine.generate([1, 2], sampling_params) for _ in range(3)))
+            await llm_engine.generate([1, 2], sampling_params)
+
+    seeds = list[int]()
+
+    class Engine(FakeRolloutEngine):
+        async def generate(
+            self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
+        ) -> Generation:
+            seeds.append(request.params.seed)
+            await asyncio.sleep(0)
+            return await super().generate(request, on_token=on_token)
+
+    await CustomAgentExecutor(Executor(), Engine(), FakeChatCodec(), None, max_length=9).run(REQUEST)
+    assert sorted(seeds) == [0, 1, 2, 3]
+
+
 def test_tokens_have_the_experts_of_the_requests_that_they_were_part_of() -> None:
     calls = [
         call((1, 2), [3], start=0, experts=[7, 7]),
@@ -27,9 +69,7 @@ def test_tokens_have_the_experts_of_the_requests_that_they_were_part_of() -> Non
         call((1, 2, 3, 4), [5], start=2, experts=[6, 6]),  # whose first tokens the engine had kept
     ]
     whole = {"observation_tokens": [1, 2, 3, 4, 5], "action_ranges": [(2, 3), (4, 5)], "reward": 1.0}
-    prompt = Prompt(token_ids=(1, 2), text="a")
-    request = EpisodeRequest(prompt=prompt, params=SamplingParams(), group_id=0, sample_id=0)
     for most, expected in ((5, [7, 7, 6, 6, NONE]), (3, [7, 7, NONE])):
-        (trajectory,) = to_trajectories(read_segments(whole, max_length=most), calls, request)
+        (trajectory,) = to_trajectories(read_segments(whole, max_length=most), calls, REQUEST)
         assert trajectory.experts_TLK is not None
         assert trajectory.experts_TLK.flatten().tolist() == expected
