@@ -5,6 +5,7 @@ histories); its outcome is one reward, on the last reply.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from attrs import evolve
 
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
 from rollgrad.application.episodes.judging import answer_request, judge_request, judged
-from rollgrad.application.foreign import error_text, foreign_code
+from rollgrad.application.foreign import error_text, foreign_code, shown
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, Reward, RolloutFailure
@@ -73,7 +74,7 @@ class ServedAgentExecutor(AgentExecutor):
         try:
             async with asyncio.timeout(self._max_seconds):
                 with foreign_code(lambda words: ForeignError(f"The agent raised {words}")):
-                    result = await self._program.run(task)
+                    result = _checked(await self._program.run(task))
         except TimeoutError:
             stop_reason = StopReason.TIMEOUT
         except ConfigurationError:
@@ -103,7 +104,12 @@ class ServedAgentExecutor(AgentExecutor):
             sample_id=request.sample_id,
             stop_reason=session.stopped or stop_reason,
             score=reward.score,
-            metrics={"turns": float(ledger.turns), "branches": float(ledger.branches), **reward.metrics},
+            metrics={
+                "turns": float(ledger.turns),
+                "branches": float(ledger.branches),
+                **result.metrics,
+                **reward.metrics,
+            },
             reward_parts=reward.parts,
         )
 
@@ -118,7 +124,7 @@ class ServedAgentExecutor(AgentExecutor):
 
     async def _judge(self, session: RecordedSession, request: EpisodeRequest, result: AgentResult) -> Reward:
         if result.reward is not None:
-            return Reward(value=result.reward, metrics=result.metrics)
+            return Reward(value=result.reward)
         latest = session.ledger.latest()
         if result.answer is not None:
             question = answer_request(self._codec, request.prompt, result.answer, step=latest.version)
@@ -134,6 +140,20 @@ class ServedAgentExecutor(AgentExecutor):
                 images=latest.images,
             )
         return await judged(self._rewards, question)
+
+
+def _checked(result: Any) -> AgentResult:
+    """Returns what a program returned.
+
+    Raises:
+        ForeignError: it is something else, or cannot be learned from.
+    """
+    if not isinstance(result, AgentResult):
+        raise ForeignError(f"The agent returned {shown(result)}, but a program returns an AgentResult.")
+    for name, number in (("reward", result.reward), *result.metrics.items()):
+        if number is not None and not math.isfinite(number):
+            raise ForeignError(f"The agent returned the {name} {shown(number)}, which is not finite.")
+    return result
 
 
 def _for_clients(prompt: Prompt) -> Prompt:

@@ -247,7 +247,7 @@ class Agent(AgentProgram):
         session = self._service.session(task.api_key)
         assert session is not None
         result = await self._behave(session)
-        return result if isinstance(result, AgentResult) else AgentResult()
+        return AgentResult() if result is None else result
 
 
 async def episode(
@@ -386,6 +386,35 @@ async def test_an_agents_own_timeout_is_its_failure() -> None:
     assert isinstance(result, RolloutFailure)
     assert result.kind is FailureKind.ENVIRONMENT
     assert "TimeoutError: the web is slow" in result.message
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (1.0, "returned 1.0, but a program returns an AgentResult"),
+        (AgentResult(reward=float("nan")), "reward nan, which is not finite"),
+        (AgentResult(metrics={"helpers": float("inf")}), "helpers inf, which is not finite"),
+    ],
+)
+async def test_a_result_that_cannot_be_learned_from_is_the_agents_failure(result: Any, message: str) -> None:
+    async def wrong(session: RecordedSession) -> Any:
+        await session.reply(ask("go"))
+        return result
+
+    failure, _ = await episode(wrong)
+    assert isinstance(failure, RolloutFailure)
+    assert failure.kind is FailureKind.ENVIRONMENT
+    assert message in failure.message
+
+
+async def test_what_an_agent_measured_is_kept_also_where_its_answer_is_judged() -> None:
+    async def searching(session: RecordedSession) -> AgentResult:
+        await session.reply(ask("go"))
+        return AgentResult(answer="two", metrics={"searches": 3.0})
+
+    result, _ = await episode(searching)
+    assert isinstance(result, list)
+    assert [(t.score, t.metrics["searches"]) for t in result] == [(1.0, 3.0)]
 
 
 async def test_an_agent_that_asks_nothing_fails_and_says_why() -> None:
