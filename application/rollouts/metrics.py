@@ -15,7 +15,7 @@ def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
 
 def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> dict[str, float]:
     """Returns the metrics of a rollout: rewards and lengths (of all branches; lengths also by outcome), group spread,
-    groups all of whose samples passed or failed, and the reward's own metrics.
+    groups all of whose samples passed or failed, and the reward's own metrics, but for those of the names of others.
 
     `rollout/entropy` is `sampled_entropy`, `rollout/duplicate_share` the share of samples that repeat the tokens of an
     earlier one of their group, `rollout/reward_length_correlation` Pearson's of reward and length over all samples,
@@ -53,7 +53,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
             metrics[f"rollout/response_length_{name}"] = sum(chosen) / len(chosen)
     for key in {key for sample in samples for key in sample[0].metrics}:
         values = [sample[0].metrics[key] for sample in samples if key in sample[0].metrics]
-        metrics[f"reward/{key}"] = sum(values) / len(values)
+        metrics.setdefault(f"reward/{key}", sum(values) / len(values))
     return metrics
 
 

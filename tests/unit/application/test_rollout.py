@@ -229,3 +229,13 @@ def test_the_branches_of_a_sample_count_once() -> None:
     assert metrics["rollout/response_length_mean"] == 6.0
     assert metrics["rollout/response_length_passed"] == 9.0
     assert metrics["reward/branches"] == 2.5
+
+
+def test_a_metric_of_ones_own_does_not_take_the_place_of_the_rewards_mean() -> None:
+    builder = TrajectoryBuilder([1], group_id=0, sample_id=0)
+    builder.add_action(Generation(token_ids=[2], logprobs=[-1.0], versions=[0], stop_reason=StopReason.STOP))
+    builder.set_reward(1.0)
+    trajectory = builder.build(stop_reason=StopReason.STOP, metrics={"mean": 7.0, "max": 8.0, "words": 9.0})
+    group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1,), text="a"), trajectories=(trajectory,))
+    metrics = rollout_metrics([group], pass_threshold=0.5)
+    assert [metrics[f"reward/{name}"] for name in ("mean", "max", "words")] == [1.0, 1.0, 9.0]
