@@ -101,6 +101,8 @@ class FunctionTool(Tool):
                         value = await self._function(**values)
                     else:
                         value = await in_daemon_thread(lambda: self._function(**values), self._name, self._slots.here())
+                        if inspect.isawaitable(value):  # of an asynchronous function in a decorator that is not
+                            value = await value
                     if isinstance(value, ToolResult):
                         return value
                     # Writing an image takes a while, in which the event loop must not stand still.

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import enum
+import functools
 import subprocess
 import sys
 import threading
@@ -155,6 +156,17 @@ async def test_an_argument_without_a_type_takes_anything() -> None:
 )
 async def test_what_is_not_text_becomes_json(value: Any, expected: str) -> None:
     assert await text(lambda_named(lambda: value)) == expected
+
+
+async def test_an_asynchronous_function_in_a_plain_decorator_is_awaited() -> None:
+    async def look(place: str) -> str:
+        return f"seen: {place}"
+
+    @functools.wraps(look)
+    def traced(**arguments: Any) -> Any:
+        return look(**arguments)
+
+    assert await call(traced, place="here") == ToolResult(content="seen: here")
 
 
 async def test_an_image_of_pillow_is_an_image() -> None:
