@@ -3,13 +3,15 @@
     python scripts/vllm_table.py            # all that are examined: about a minute each
     python scripts/vllm_table.py gpt_oss    # these alone; the docs stay as they are
 
-Ends with status 1 where vLLM takes weights and computes something else without an error.
+Ends with status 1 where vLLM takes weights and computes something else without an error. Types for which a package is
+missing here keep their rows.
 """
 
 import os
 import sys
 import tempfile
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import transformers
@@ -20,7 +22,7 @@ from tests.scripts import QUIET, VLLM_MODULES, ScriptHost
 
 os.environ |= QUIET
 from tests.model_sweep import TABLE
-from tests.vllm_sweep import HEAD, TYPES, Finding, examine, table
+from tests.vllm_sweep import HEAD, NEEDS, TYPES, Finding, examine, rows, table
 
 
 def main(names: list[str]) -> int:
@@ -32,7 +34,7 @@ def main(names: list[str]) -> int:
         host = ScriptHost(Path(folder), VLLM_MODULES, QUIET)  # whose forks need not import vLLM
         try:
             with forked_by(host.python()):
-                for name in names or TYPES:
+                for name in names or [each for each in TYPES if each not in NEEDS or find_spec(NEEDS[each])]:
                     found.append(examine(name))
                     gaps = f"before {found[-1].before:.0e}, after {found[-1].after:.0e}, moved {found[-1].moved:.0e}"
                     print(f"{found[-1].row} {found[-1].error or gaps}", flush=True)
@@ -40,7 +42,8 @@ def main(names: list[str]) -> int:
             host.close()
     if not names:
         before, _, rest = TABLE.read_text(encoding="utf-8").partition(HEAD)
-        TABLE.write_text(before + table(found) + "\n" + rest.partition("\n\n")[2], encoding="utf-8")
+        made = table(rows() | {finding.name: finding.row for finding in found})
+        TABLE.write_text(before + made + "\n" + rest.partition("\n\n")[2], encoding="utf-8")
     return 1 if any(not finding.exact and not finding.error for finding in found) else 0
 
 

@@ -9,7 +9,8 @@ then moved and pushed, and vLLM samples again. Each time the trainer's log-probs
 import asyncio
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,19 @@ from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.model_sweep import TABLE
 from tests.tiny_architectures import tiny_model
 from tests.tiny_models import SHARE, make_tiny_tokenizer, saved
 
 HEAD = "| pushed to vLLM | |\n"
 """First line of the table."""
 FLAG = "--actor.model_name_or_path"
-TOLERANCE = 1e-4
-"""Nats, of the mean difference of a log-prob in float32."""
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}
+"""Nats, of the mean difference of a log-prob, by number format."""
 MOVED = 0.05
 """Standard deviation of what is added to all weights before they are pushed."""
+VOCABULARY = 320
+"""Tokens of the tokenizer."""
 PROMPTS = (2, 17, 140)
 """Tokens of prompts; windows and chunks are shorter than the last."""
 REPLY = 24
@@ -50,11 +54,20 @@ SIZES: dict[str, Any] = {
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16}
 """Widths of Mamba 2's states."""
 
+FULL = {"use_sliding_window": False}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64}
+"""Widths of latent attention: vLLM's kernel for CPUs has those of DeepSeek alone, 512 and 64 for keys."""
+LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 4, **FULL}
+"""Widths of linear attention, as vLLM's kernel for CPUs has them."""
+
 TYPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
+    "ministral3": {},
+    "gemma": {},
     "gemma2": {},
     "gemma3_text": {},
+    "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "enable_moe_block": True, "top_k_experts": 2},
     "phi3": {},
     "glm4": {},
     "olmo2": {},
@@ -63,21 +76,58 @@ TYPES: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": LONGEST},  # which in vLLM has a token more
     "starcoder2": {},
     "smollm3": {},
+    "arcee": {},
+    "exaone4": {},
+    "seed_oss": {},
+    "hunyuan_v1_dense": {},
     "ernie4_5": {},
+    "qwen2": FULL,
+    "qwen3": FULL,
     "llama4_text": {"attention_chunk_size": 128, "num_experts_per_tok": 1, "floor_scale": 8192},
     "gpt_oss": {},
     "mixtral": {},
-    "qwen2_moe": {"use_sliding_window": False},
+    "qwen2_moe": FULL,
     "qwen3_moe": {},
     "olmoe": {},
+    "flex_olmo": {},
     "granitemoe": {},
+    "granitemoeshared": {},
     "glm4_moe": {},
+    "dots1": {},
+    "exaone_moe": {},
+    "hunyuan_v1_moe": {},
+    "ernie4_5_moe": {},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": {**LATENT, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "glm4_moe_lite": {**LATENT, "first_k_dense_replace": 1},
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1, "route_scale": 1.0},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True},
     "mamba2": {"intermediate_size": 256, "num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
     "granitemoehybrid": STATES,
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+        "num_hidden_layers": 3,
+        "sliding_window": None,  # which transformers' code does not have
+        "time_step_min": 1e-12,  # which vLLM does not have
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+    },
+    "lfm2": {"conv_dim": 128, "block_dim": 128, "conv_L_cache": 3},
+    "lfm2_moe": {"conv_L_cache": 3},
+    "qwen3_next": LINEAR,
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR,
     "gpt2": {},
 }
-"""Settings of the tiny model of each type that is examined."""
+"""Settings of the tiny model of each type that is examined; vLLM reads some that transformers has no more, but that
+are in files of the type."""
+BFLOAT16 = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+"""Types that vLLM computes on a CPU in bfloat16 alone."""
+NEEDS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "torchvision")
+"""Packages without which vLLM does not import its model of a type."""
 
 
 @frozen(kw_only=True)
@@ -94,20 +144,31 @@ class Finding:
     @property
     def exact(self) -> bool:
         """Whether vLLM computes what the trainer does, with the weights of files and with pushed ones."""
-        return not self.error and max(self.before, self.after) < TOLERANCE < self.moved
+        return not self.error and max(self.before, self.after) < TOLERANCES[number_format(self.name)] < self.moved
 
     @property
     def row(self) -> str:
         """Its row in the table."""
         if self.exact:
-            return f"| {self.name} | exact |"
+            return f"| {self.name} | exact{', in bfloat16' if self.name in BFLOAT16 else ''} |"
         reason = self.error.rpartition("Error: ")[2].splitlines()[0].rstrip(".:") if self.error else "other log-probs"
         return f"| {self.name} | refused: {reason} |"
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """All findings as a table in Markdown."""
-    return HEAD + "|---|---|\n" + "".join(finding.row + "\n" for finding in findings)
+def number_format(name: str) -> torch.dtype:
+    """The number format in which a type is examined."""
+    return torch.bfloat16 if name in BFLOAT16 else torch.float32
+
+
+def rows() -> dict[str, str]:
+    """The rows of the table in the documents, by type."""
+    table = TABLE.read_text(encoding="utf-8").partition(HEAD)[2].partition("\n\n")[0]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[1:]}
+
+
+def table(found: Mapping[str, str]) -> str:
+    """Rows as a table in Markdown."""
+    return HEAD + "|---|---|\n" + "".join(found[name] + "\n" for name in TYPES)
 
 
 def examine(name: str) -> Finding:
@@ -122,43 +183,58 @@ def examine(name: str) -> Finding:
 
 async def _examine(findings: list[Finding]) -> None:
     """Adds a finding before the push, and one after it."""
-    name = findings[0].name
+    async with started(findings[0].name) as (engine, policy):
+        first = await sampled(engine)
+        findings.append(evolve(findings[-1], before=gap(policy, first)))
+        move(policy)
+        await EngineWeights(engine).push(policy, 1)
+        after = gap(policy, await sampled(engine))
+        findings.append(evolve(findings[-1], after=after, moved=gap(policy, first)))
+
+
+@asynccontextmanager
+async def started(name: str, **extra: Any) -> AsyncIterator[tuple[VLLMEngine, TorchPolicy]]:
+    """vLLM with a tiny model of a type, `extra` its engine arguments, and the trainer of the same model."""
+    dtype = number_format(name)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tiny_tokenizer()
-        settings = {"vocab_size": len(tokenizer), **SIZES, **TYPES[name]}
+        assert len(tokenizer) == VOCABULARY
+        settings = {"vocab_size": VOCABULARY, **SIZES, **TYPES[name]}
         path = str(saved(tiny_model(name, **settings), tokenizer, Path(folder)))
-        model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+        model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=FLAG)
         policy = TorchPolicy(model, tokenizer, OptimizerSettings(lr=0.0))
         engine = VLLMEngine(
             path,
             eos_token_ids=(),
-            dtype="float32",
+            dtype=str(dtype).removeprefix("torch."),
             max_tokens=LONGEST,
             max_batch_size=8,
             threads=1,
             memory_fraction=SHARE,
+            extra=extra,
         )
         try:
-            first = await _sampled(engine, len(tokenizer))
-            findings.append(evolve(findings[-1], before=_gap(policy, first)))
-            torch.manual_seed(1)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter += MOVED * torch.randn_like(parameter)
-            await EngineWeights(engine).push(policy, 1)
-            after = _gap(policy, await _sampled(engine, len(tokenizer)))
-            findings.append(evolve(findings[-1], after=after, moved=_gap(policy, first)))
+            yield engine, policy
         finally:
             engine.close()
+
+
+def move(policy: TorchPolicy, seed: int = 1) -> None:
+    """Moves all weights."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter += MOVED * torch.randn_like(parameter)
 
 
 Reply = tuple[tuple[int, ...], Sequence[int], Sequence[float]]
 """A prompt, the reply's tokens and their log-probs."""
 
 
-async def _sampled(engine: VLLMEngine, vocabulary: int) -> list[Reply]:
+async def sampled(engine: VLLMEngine) -> list[Reply]:
+    """Replies to prompts of random tokens."""
     draw = torch.Generator().manual_seed(0)
-    prompts = [tuple(torch.randint(3, vocabulary, (count,), generator=draw).tolist()) for count in PROMPTS]
+    prompts = [tuple(torch.randint(3, VOCABULARY, (count,), generator=draw).tolist()) for count in PROMPTS]
 
     async def reply(prompt: tuple[int, ...], seed: int) -> Reply:
         params = SamplingParams(max_new_tokens=REPLY, seed=seed)
@@ -168,7 +244,8 @@ async def _sampled(engine: VLLMEngine, vocabulary: int) -> list[Reply]:
     return await asyncio.gather(*(reply(prompt, seed) for seed, prompt in enumerate(prompts)))
 
 
-def _gap(policy: TorchPolicy, replies: Sequence[Reply]) -> float:
+def gap(policy: TorchPolicy, replies: Sequence[Reply]) -> float:
+    """The mean difference of the trainer's log-probs from those in replies."""
     batch = pack([make_trajectory(prompt, tokens) for prompt, tokens, _ in replies])
     found_A = policy.score(batch).logprobs_N[batch.action_mask_N]
     expected_A = torch.tensor([logprob for *_, logprobs in replies for logprob in logprobs])

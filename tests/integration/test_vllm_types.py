@@ -5,21 +5,22 @@
 
 import pytest
 
-from tests.model_sweep import TABLE
-from tests.vllm_sweep import HEAD, TYPES, examine
+from tests.vllm_sweep import TYPES, examine, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def rows() -> dict[str, str]:
-    table = TABLE.read_text(encoding="utf-8").partition(HEAD)[2].partition("\n\n")[0]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[1:]}
-
-
 @pytest.mark.usefixtures("vllm_host")
-@pytest.mark.parametrize("name", ["gpt_oss", "falcon_h1", pytest.param("glm4_moe", marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt_oss", "falcon_h1", "minimax_m2", "deepseek_v3"),
+        *(pytest.param(each, marks=pytest.mark.wide) for each in ("glm4_moe", "lfm2_moe", "qwen3_next")),
+    ],
+)
 def test_a_type_takes_weights_as_the_table_says(name: str) -> None:
-    """A loader that turns matrices, one that computes, and numbers that are no parameters; layers with states."""
+    """A loader that turns matrices, one that computes, one without a name, and numbers that are no parameters; layers
+    with states of three kinds; matrices that are taken out of weights; what is repaired on a CPU."""
     finding = examine(name)
     assert finding.exact, finding
     assert finding.row == rows()[name], "run scripts/vllm_table.py"

@@ -13,8 +13,9 @@ from attrs import define
 from torch import Tensor, nn
 
 from rollgrad.adapters.engines.vllm.layer_loading import LayerLoading
+from rollgrad.adapters.engines.vllm.loaders import complete_loaders
 from rollgrad.adapters.engines.vllm.weight_receiver import FullBucket, ReceiverSettings, receiver_class
-from rollgrad.adapters.models.torch.sent_names import sent_name, sent_weights
+from rollgrad.adapters.models.torch.sent_names import sent_buffers, sent_name, sent_weights
 from rollgrad.adapters.weights.delta import changes
 from rollgrad.adapters.weights.disk import write
 from rollgrad.adapters.weights.shared_buckets import Run, SharedMemory, fill, fill_part_at
@@ -32,10 +33,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "hidden_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     ),
     "renamed": ("MixtralForCausalLM", {"head_dim": 32, "hidden_size": 64, "num_local_experts": 4}),
+    "latent": (
+        "DeepseekV3ForCausalLM",
+        {
+            **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64),
+            **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"), 32),
+            **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+            **dict.fromkeys(("num_key_value_heads", "n_routed_experts"), 4),
+            "qk_rope_head_dim": 16,
+            "num_experts_per_tok": 2,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
+    ),
 }
 """One class of transformers and its settings; a vocabulary of 301 is padded, the matrices of GPT-2 are turned, the
 experts of a mixture are packed for their kernel, those of gpt-oss are turned by its loader, which takes their biases
-for the first rank alone, and in memory those of Mixtral have other names than in files."""
+for the first rank alone, in memory those of Mixtral have other names than in files, and those of DeepSeek are loaded
+one by one, beside latent attention, which takes matrices out of its weights."""
 
 CPU = torch.device("cpu")
 SHARES = [(0, 1), (0, 2), (1, 2)]
@@ -54,7 +69,8 @@ def trained(directory: Path, seed: int) -> dict[str, Tensor]:
 
     model = AutoModelForCausalLM.from_pretrained(directory)
     sent, generator = sent_name(model), torch.Generator().manual_seed(seed)
-    return {sent(name): torch.randn(p.shape, generator=generator) * 0.1 for name, p in model.named_parameters()}
+    all_sent = {sent(name): tensor for name, tensor in model.named_parameters()} | sent_buffers(model)
+    return {name: torch.randn(tensor.shape, generator=generator) * 0.1 for name, tensor in all_sent.items()}
 
 
 @define
@@ -117,9 +133,13 @@ def worker(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Any:
         monkeypatch.setattr(parallel_state, "_TP", group)
         for name in ("_PP", "_DP", "_EP", "_PCP"):
             monkeypatch.setattr(parallel_state, name, lone)
-        config = EngineArgs(model=str(directory), dtype="float32", enforce_eager=True).create_engine_config()
+        config = EngineArgs(
+            model=str(directory), dtype="float32", enforce_eager=True, attention_backend="CPU_MLA"
+        ).create_engine_config()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
-            return Worker(config, initialize_model(config))
+            model = initialize_model(config)
+        complete_loaders(model)
+        return Worker(config, model)
 
     return made
 
@@ -130,6 +150,7 @@ def test_vllm_reads_what_is_sent_as_it_reads_files(worker: Any, directory: Path)
 
     model = AutoModelForCausalLM.from_pretrained(directory)
     sent = {weight.name: weight.value(lambda parameter: parameter.detach()) for weight in sent_weights(model)}
+    sent |= sent_buffers(model)
     expected = worker(0, 1).load(load_file(directory / "model.safetensors")).computed()
     found = worker(0, 1).load(sent).computed()
     assert found.keys() == expected.keys()
@@ -204,7 +225,7 @@ def test_a_rank_reads_what_its_share_of_a_model_has(directory: Path, worker: Any
         assert copies is not None, name
         read = sum(torch.Size(copy.source.shape).numel() for copy in copies if copy.source is not None)
         gates = ("mlp.gate.", "moe.gate.", "mlp.router.")
-        whole = any(part in name for part in ("norm", "ln_", "wpe", "o_proj.bias", "c_proj.bias", *gates))
+        whole = any(part in name for part in ("norm", "ln_", "wpe", "o_proj.bias", "c_proj.bias", "_a_proj", *gates))
         if "embed_tokens" in name or "lm_head" in name or "wte" in name:  # padded vocabularies are divided unequally
             assert read < 0.7 * tensor.numel(), name
         elif "down_proj_bias" in name:  # is added once, by the first rank

@@ -112,8 +112,11 @@ def start(
                 return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if arguments.max_num_seqs is None:
             arguments.max_num_seqs = SEQUENCES_AT_ONCE
-        if model.has_inner_state:  # states are kept for later prompts only where prompts are computed in parts
-            choose(enable_prefix_caching=False)
+        if model.has_inner_state or model.is_hybrid:
+            choose(enable_prefix_caching=False)  # states are kept for later prompts only where prompts come in parts
+        if model.use_mla and not (extra.keys() & {"attention_backend", "attention_config"}):
+            # With AMX vLLM would take another, which has bfloat16 alone, and gives up the weights it is to load anew.
+            choose(attention_backend="CPU_MLA")
         choose(
             max_num_batched_tokens=max(model.max_model_len, PREFILL_TOKENS),
             kv_cache_memory_bytes=_cache_bytes(model, arguments.max_num_seqs),

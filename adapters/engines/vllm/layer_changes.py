@@ -94,6 +94,8 @@ class LayerChanges(LayerLoading):
 
     def _complete(self, layer: Any, info: Any) -> None:
         """Repacks a layer that is loaded, and keeps it as it is before."""
+        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+
         if not self.keeps:
             self._kept.pop(layer, None)
         elif not self._open[layer] and not self._changing:
@@ -101,7 +103,7 @@ class LayerChanges(LayerLoading):
             self._kept[layer] = {
                 name: tensor.detach().to("cpu", copy=True)
                 for name, tensor in loaded.items()
-                if tensor is not None and not tensor.is_meta
+                if tensor is not None and not tensor.is_meta and name not in SKIP_LOAD_TENSORS
             }
         super()._complete(layer, info)
 
@@ -127,8 +129,12 @@ class LayerChanges(LayerLoading):
     def _changeable(self, copy: Copy) -> Tensor:
         """Returns the tensor of a layer that a copy goes to, where it can be changed."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
         layer, name = copy.place
+        if name in SKIP_LOAD_TENSORS:  # which vLLM leaves where kernels read them
+            unmoved: Tensor = getattr(layer, name).data
+            return unmoved
         if layer not in self._open:
             info = get_layerwise_info(layer)
             in_place = stays_as_loaded(layer, info)

@@ -54,8 +54,9 @@ class LayerLoading:
 
     def __attrs_post_init__(self) -> None:
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
+        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
-        self._plan = LoadingPlan(self.model, is_deferred_attention_layer)
+        self._plan = LoadingPlan(self.model, is_deferred_attention_layer, SKIP_LOAD_TENSORS)
         self._assembler = Assembler(self.device)
         if self.device.type == "cpu":
             _repack_experts(self.model)
@@ -106,7 +107,7 @@ class LayerLoading:
         joined: Mapping[str, Sequence[str]] = getattr(self.model, "packed_modules_mapping", {})
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
-            if not info.can_load() or not 0 < info.load_numel < info.load_numel_total:
+            if not info.can_load() or not 0 < info.load_numel < info.load_numel_total - _made_here(layer):
                 continue
             if isinstance(layer, VocabParallelEmbedding) or is_deferred_attention_layer(layer):
                 continue
@@ -157,9 +158,10 @@ class LayerLoading:
         for copy, parts in self._wanted(memory, piece, loading):
             layer, name = copy.place
             info = get_layerwise_info(layer)
-            if not info.can_load():  # vLLM, too, leaves out what comes after all of a layer has come
+            counts = name not in SKIP_LOAD_TENSORS  # those that vLLM leaves where kernels read them
+            if counts and not info.can_load():  # vLLM, too, leaves out what comes after all of a layer has come
                 continue
-            if layer not in self._open:
+            if counts and layer not in self._open:
                 self._open[layer] = self._prepare(layer, info)
             tensor = getattr(layer, name).data
             for source, target in parts:
@@ -167,10 +169,10 @@ class LayerLoading:
                     target.view(tensor).fill_(copy.value)
                 else:
                     target.view(tensor).copy_(source)
-            if name not in SKIP_LOAD_TENSORS:
+            if counts:
                 info.load_numel += sum(prod(target.shape) for _, target in parts)
-            if info.load_numel >= info.load_numel_total:
-                self._complete(layer, info)
+                if info.load_numel >= info.load_numel_total:
+                    self._complete(layer, info)
 
     def _wanted(
         self, memory: Tensor, piece: Piece, loading: Loading
@@ -288,6 +290,14 @@ def stays_as_loaded(layer: Any, info: Any) -> bool:
         return False
     kernel = {**kept, **kept_buffers}
     return all(_alike(tensor, kernel[name]) for name, tensor in {**loaded, **buffers}.items())
+
+
+def _made_here(layer: Any) -> int:
+    """Returns how many numbers of a layer vLLM's reloading counts that no checkpoint has."""
+    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+
+    own = layer._non_persistent_buffers_set - SKIP_LOAD_TENSORS
+    return sum(tensor.numel() for name, tensor in _filled(layer._buffers).items() if name in own)
 
 
 def _filled(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

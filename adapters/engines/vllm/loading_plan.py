@@ -9,7 +9,7 @@ Does not own: what happens to a layer before and after it is loaded (`weight_rec
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,10 +75,12 @@ class LoadingPlan:
     Args:
         model: vLLM's; `load_weights` loads tensors by name.
         deferred: whether a layer is one that vLLM loads only at the end, by itself.
+        common: names of tensors that layers may have in common, and are loaded with any of them.
     """
 
     model: Any
     deferred: Callable[[Any], bool] = lambda layer: False
+    common: Collection[str] = ()
     _known: dict[tuple[str, tuple[int, ...]], Loading] = field(factory=dict, init=False)
 
     def loading(self, name: str, shape: Iterable[int]) -> Loading:
@@ -108,7 +110,7 @@ class LoadingPlan:
     def _noted(self, kinds: Sequence[Kind]) -> dict[str, Loading] | None:
         """Returns what the model's loaders do with tensors; None if that cannot be told."""
         try:
-            with (notes := _Notes(self.model, kinds, self.deferred)):
+            with (notes := _Notes(self.model, kinds, self.deferred, self.common)):
                 loaded = self.model.load_weights(notes.stand_ins())
         except Exception:  # of any kind: a loader that reads values finds none; nor has every tensor a storage
             return None
@@ -118,7 +120,9 @@ class LoadingPlan:
 class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes of all copies from stand-ins to tensors of a model's layers; none of them is made."""
 
-    def __init__(self, model: Any, kinds: Sequence[Kind], deferred: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, model: Any, kinds: Sequence[Kind], deferred: Callable[[Any], bool], common: Collection[str]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stand_ins = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in kinds}
         self._names = {memory_of(tensor): name for name, tensor in self._stand_ins.items()}
@@ -126,7 +130,7 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owned: dict[int, _Owned | None] = {}
         for path, layer in model.named_modules():
             for name, tensor in {**layer._parameters, **layer._buffers}.items():
-                if tensor is not None:
+                if tensor is not None and not (name in common and memory_of(tensor) in self._owned):
                     own = _Owned((layer, name), f"{path}.{name}".removeprefix("."), tensor.storage_offset())
                     shared = memory_of(tensor) in self._owned
                     self._owned[memory_of(tensor)] = None if shared or deferred(layer) else own

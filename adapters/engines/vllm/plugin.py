@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from typing import Any
 
 from rollgrad.application.settings.sections.vllm import SyncBackend
 
@@ -55,8 +56,21 @@ def register() -> None:
     # attention never: in a process of small products alone it would end with SIGILL. Without AMX nothing happens.
     torch.cpu._init_amx()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
+    from rollgrad.adapters.engines.vllm import cpu_repairs
+    from rollgrad.adapters.engines.vllm.loaders import complete_loaders
     from rollgrad.adapters.engines.vllm.weight_receiver import receiver_class
 
     WeightTransferEngineFactory.register_engine(BACKEND, receiver_class())
+    create = WeightTransferEngineFactory.create_engine
+
+    def created(*arguments: Any, **named: Any) -> Any:
+        end_of_channel = create(*arguments, **named)  # of any backend, in a worker
+        complete_loaders(end_of_channel.model)
+        return end_of_channel
+
+    WeightTransferEngineFactory.create_engine = created
+    if current_platform.is_cpu():
+        cpu_repairs.repair()
     _registered = True

@@ -75,9 +75,11 @@ def receiver_class() -> type:
                 # Quantised layers are made from whole tensors; balanced experts move, and a plan would not know.
                 planned = self.model_config.quantization is None and not self.parallel_config.enable_eplb
                 self._loading = LayerChanges(self.model, self.device, planned=planned)
-            self._lacking = {name for name, _ in self.model.named_parameters()}
             self._begun, self._complete, self._changing, self._comes = True, False, False, None
+            kept = {name for name, _ in self.model.named_parameters()}
             self._loading.begin()
+            # Of these, checkpoints have no matrices that latent attention takes out of its weights.
+            self._lacking = kept & {name for name, _ in self.model.named_parameters()}
 
         def receive_weights(self, update_info: FullBucket) -> None:
             """Loads the contents of a bucket or a file.

@@ -137,6 +137,19 @@ def test_tensors_that_a_loader_makes_of_another_are_followed() -> None:
     assert plan.loading("emptied", (3, 2)).copies == [Copy(place, whole, None, 0.0)]
 
 
+@pytest.mark.parametrize("common", [False, True])
+def test_a_tensor_of_several_layers_has_a_plan_where_it_may_be_common(common: bool) -> None:
+    """Of tied embeddings each layer has to be repacked; a router and its experts read the same corrections."""
+    model = Loaded()
+    model.other = nn.Linear(2, 3, bias=False, device="meta")
+    model.other.weight = model.narrow.weight
+    plan = LoadingPlan(model, common=("weight",) if common else ())
+    plan.learn(kinds("wide"))
+    copies = plan.loading("wide", SHAPES["wide"]).copies
+    assert (copies is not None) == common
+    assert all(copy.place == (model.narrow, "weight") for copy in copies or ())
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -1,0 +1,55 @@
+"""Repairs of vLLM 0.32 where it computes other numbers on a CPU than on a GPU."""
+
+from typing import Any
+
+
+def repair() -> None:
+    """Makes vLLM's models of this process that are made from now on compute on a CPU what they do on a GPU."""
+    _route_as_one_group()
+    _rotate_heads_apart()
+    _convolve_single_tokens()
+
+
+def _route_as_one_group() -> None:
+    """Lets experts be chosen where they are in no groups. The router of a CPU forgets the corrections there (ERNIE
+    4.5), and knows no sigmoid (MiniMax-M2); of groups it computes both, and one group of all experts is none."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    make = CPURouter.__init__
+
+    def made(router: Any, *arguments: Any, **settings: Any) -> None:
+        make(router, *arguments, **settings)
+        other = router.scoring_func == "sigmoid" or router.e_score_correction_bias is not None
+        known = router.use_grouped_topk or router.custom_routing_function or router.scoring_func == "sqrtsoftplus"
+        if other and not known:
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+    CPURouter.__init__ = made
+
+
+def _rotate_heads_apart() -> None:
+    """Lets queries have a dimension for their heads (LFM2, latent attention). The kernel of a CPU takes them for one
+    head, whatever their number, and rotates the first tokens' alone; torch rotates all."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate = RotaryEmbedding.forward_cpu
+
+    def rotated(layer: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        if query.dim() > positions.dim() + 1:
+            return layer.forward_native(positions, query, key)
+        return rotate(layer, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotated
+
+
+def _convolve_single_tokens() -> None:
+    """Lets a prompt of one token, computed alone, begin linear attention (Qwen3-Next, Qwen3.5). The kernel wants tokens
+    one after the other in memory, and ends vLLM where the only one is a part of a wider row."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    convolve = gdn_attention._causal_conv1d_fwd_cpu
+
+    def convolved(*, x: Any, **named: Any) -> Any:
+        return convolve(x=x if x.shape[1] > 1 else x[:, 0].clone()[None].transpose(0, 1), **named)
+
+    gdn_attention._causal_conv1d_fwd_cpu = convolved
