@@ -4,8 +4,12 @@
 """
 
 import pytest
+import torch
 
-from tests.vllm_sweep import TYPES, examine, rows
+from rollgrad.adapters.weights.channel import EngineWeights
+from rollgrad.adapters.weights.receiver_port import WeightsDifferError
+from tests.stale_matrices import STALE_WORKER
+from tests.vllm_sweep import TOLERANCES, TYPES, examine, gap, move, rows, sampled, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -14,16 +18,30 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     "name",
     [
-        *("gpt_oss", "falcon_h1", "minimax_m2", "deepseek_v3"),
+        *("gpt_oss", "falcon_h1", "minimax_m2"),
         *(pytest.param(each, marks=pytest.mark.wide) for each in ("glm4_moe", "lfm2_moe", "qwen3_next")),
     ],
 )
 def test_a_type_takes_weights_as_the_table_says(name: str) -> None:
     """A loader that turns matrices, one that computes, one without a name, and numbers that are no parameters; layers
-    with states of three kinds; matrices that are taken out of weights; what is repaired on a CPU."""
+    with states of three kinds; what is repaired on a CPU."""
     finding = examine(name)
     assert finding.exact, finding
     assert finding.row == rows()[name], "run scripts/vllm_table.py"
+
+
+@pytest.mark.usefixtures("vllm_host")
+async def test_matrices_of_latent_attention_are_made_anew_and_stale_ones_noticed() -> None:
+    """vLLM computes replies, and no prompts, with matrices that it takes out of weights when it loads them."""
+    async with started("deepseek_v3", worker_extension_cls=STALE_WORKER) as (engine, policy):
+        before = gap(policy, await sampled(engine))
+        move(policy)
+        await EngineWeights(engine).push(policy, 1)
+        assert max(before, gap(policy, await sampled(engine))) < TOLERANCES[torch.float32]
+        await engine.llm.collective_rpc("keep_matrices")
+        move(policy, seed=2)
+        with pytest.raises(WeightsDifferError, match="it samples with other weights than it was given"):
+            await EngineWeights(engine).push(policy, 2)
 
 
 def test_the_table_has_every_type_that_is_examined() -> None:
