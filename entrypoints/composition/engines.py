@@ -23,7 +23,8 @@ from rollgrad.adapters.engines.vllm.builds import cpu_builds
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.models.torch.allocator import FreedGPUMemory
-from rollgrad.adapters.models.torch.loading import load_generation_settings
+from rollgrad.adapters.models.torch.images import leaves_tower_out
+from rollgrad.adapters.models.torch.loading import load_generation_settings, load_model_config
 from rollgrad.adapters.models.torch.router_replay import install_router_replay
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
@@ -137,8 +138,16 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool, 
         "lora": lora,
         "sleep_level": sleep_level(config),
         "records_experts": config.actor.router_replay is RouterReplay.ENGINE,
-        "extra": config.vllm.extra or {},
+        "extra": {**_without_tower(name), **(config.vllm.extra or {})},
     }
+
+
+def _without_tower(name: str) -> dict[str, Any]:
+    """Returns the engine argument by which vLLM makes no tower for images where the trainer has none, of whose weights
+    it would get none in a push."""
+    if not leaves_tower_out(load_model_config(name, flag="--actor.model_name_or_path")):
+        return {}
+    return {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 
 
 def check_experts_are_recorded(config: RLConfig, *, gpus: bool) -> None:

@@ -139,6 +139,16 @@ def model_factory(config: Any) -> Any:
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
+def leaves_tower_out(config: Any) -> bool:
+    """Returns whether the files of a model have a tower for images that the class which loads it here has not: that of
+    Qwen3.5 as a language model."""
+    import transformers
+
+    text, whole = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = type(config)
+    return kind in text and kind in whole and text[kind] is not whole[kind]
+
+
 def freeze_tower(model: Any) -> None:
     """Freezes what makes a language model's input of images: all of the model but its decoder and its embeddings."""
     if getattr(model.config, "vision_config", None) is None:

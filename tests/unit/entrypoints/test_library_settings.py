@@ -24,6 +24,7 @@ from rollgrad.entrypoints.cli.parsing import TrainArguments, parse_run
 from rollgrad.entrypoints.composition.engines import vllm_settings
 from rollgrad.entrypoints.config_io import dump_config, structure_config
 from rollgrad.entrypoints.dry_run import file_problems
+from tests.tiny_vision import save_tiny_vlm
 
 NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM's own list is in vLLM")
 
@@ -113,6 +114,16 @@ def test_what_is_set_reaches_the_engine(tiny_model_dir: Path) -> None:
     config, _ = read("--vllm.extra.block_size", "16", "--actor.model_name_or_path", str(tiny_model_dir))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     assert vllm_settings(config, tokenizer, gpus=False, plays=False)["extra"] == {"block_size": 16}
+
+
+@pytest.mark.parametrize(("family", "without"), [("qwen3_5", True), ("gemma3", False)])
+def test_vllm_makes_no_tower_that_the_trainer_has_not(family: str, without: bool, tmp_path: Path) -> None:
+    """transformers loads Qwen3.5 as a language model alone, and Gemma 3 whole."""
+    from transformers import AutoTokenizer
+
+    config, _ = read("--actor.model_name_or_path", save_tiny_vlm(family, tmp_path))
+    extra = vllm_settings(config, AutoTokenizer.from_pretrained(tmp_path), gpus=False, plays=False)["extra"]
+    assert extra == ({"limit_mm_per_prompt": {"image": 0, "video": 0}} if without else {})
 
 
 @pytest.mark.parametrize(
