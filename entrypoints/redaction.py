@@ -37,6 +37,7 @@ COLUMNS = frozenset(
         "chosen",
         "rejected",
         "messages",
+        "rubric",
         "fn",
         "metric",
     }

@@ -5,12 +5,15 @@ is the last number in the judge's answer. Does not own: the choice of the server
 """
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 from rollgrad.adapters.rewards.posting import QUOTED, JudgeServers
+from rollgrad.adapters.rewards.rubric import Criterion, criteria, weighed
 from rollgrad.adapters.rewards.verifiers import last_number
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt
@@ -38,12 +41,13 @@ class JudgePrompt:
     Args:
         text: of the file.
         path: its name, for errors.
+        rubric: whether it asks about one `{criterion}` at a time.
 
     Raises:
-        ConfigurationError: it has no placeholder of the reply.
+        ConfigurationError: it has no placeholder of the reply, or none of the criterion that it should ask about.
     """
 
-    def __init__(self, text: str, path: str) -> None:
+    def __init__(self, text: str, path: str, *, rubric: bool = False) -> None:
         self._text = text
         self._path = path
         if not places(text) & {"response", "query"}:
@@ -52,20 +56,22 @@ class JudgePrompt:
                 "reply: write {response} where the reply belongs."
             )
 
-    @classmethod
-    def read(cls, path: str) -> "JudgePrompt":
-        """Returns the question in a file.
+        if rubric and "criterion" not in places(text):
+            raise ConfigurationError(
+                f"--reward.judge_prompt {path} has no {{criterion}}, but each criterion of --reward.judge_rubric_key "
+                "is asked about by itself: write {criterion} where it belongs."
+            )
 
-        Raises:
-            ConfigurationError: the file cannot be read, or has no placeholder of the reply.
-        """
+    @classmethod
+    def read(cls, path: str, *, rubric: bool = False) -> "JudgePrompt":
+        """Returns the question in a file; raises as the class does, and where the file cannot be read."""
         try:
-            return cls(Path(path).read_text(encoding="utf-8"), path)
+            return cls(Path(path).read_text(encoding="utf-8"), path, rubric=rubric)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"--reward.judge_prompt is {path!r}, which cannot be read: {error}.") from error
 
-    def filled(self, request: RewardRequest) -> str:
-        """Returns the question about a reply.
+    def filled(self, request: RewardRequest, **more: str) -> str:
+        """Returns the question about a reply; `more` are further places.
 
         Raises:
             ConfigurationError: a placeholder is neither known nor a column of the row.
@@ -77,6 +83,7 @@ class JudgePrompt:
             "response": request.response,
             "query": request.query,
             "label": request.label,
+            **more,
         }
 
         def value(name: str) -> str:
@@ -101,6 +108,8 @@ class LLMJudge(RewardSource):
         prompt: the question.
         timeout: seconds for one judgement, all attempts together.
         bounds: lowest and highest number that counts as a judgement; None: any does.
+        rubric_key: column of a row's criteria (`rubric.py`), each of which the judge is asked about by itself; a
+            judgement of `bounds` is from 0 to 1 then. None asks about the reply as a whole.
 
     Raises:
         ConfigurationError: a URL has no http or https scheme.
@@ -114,6 +123,7 @@ class LLMJudge(RewardSource):
         prompt: JudgePrompt,
         timeout: float,
         bounds: tuple[float, float] | None = None,
+        rubric_key: str | None = None,
     ) -> None:
         self._servers = JudgeServers(
             [f"{url.rstrip('/')}/chat/completions" if url else url for url in urls],
@@ -125,6 +135,7 @@ class LLMJudge(RewardSource):
         self._model = model
         self._prompt = prompt
         self._bounds = bounds
+        self._rubric_key = rubric_key
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -135,17 +146,30 @@ class LLMJudge(RewardSource):
             RewardError: the judge did not answer in time, or its answer has no number within the bounds.
             ConfigurationError: the question has an unknown placeholder.
         """
-        questions = [self._prompt.filled(request) for request in requests]
+        rubrics = [self._rubric(request) for request in requests]
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # a semaphore belongs to the loop that waited for it
             self._loop, self._slots = loop, asyncio.Semaphore(MAX_IN_FLIGHT)
-        return list(await asyncio.gather(*map(self._judge, questions)))
+        return list(await asyncio.gather(*starmap(self._judge, zip(requests, rubrics, strict=True))))
 
     async def aclose(self) -> None:
         """Closes the connections; call it in the event loop that scored."""
         await self._servers.aclose()
 
-    async def _judge(self, question: str) -> Reward:
+    def _rubric(self, request: RewardRequest) -> list[Criterion]:
+        return [] if self._rubric_key is None else criteria(request.prompt.metadata, self._rubric_key)
+
+    async def _judge(self, request: RewardRequest, rubric: Sequence[Criterion]) -> Reward:
+        """Returns the judgement of a reply, or what those of each criterion come to."""
+        if not rubric:
+            return Reward(value=await self._number(self._prompt.filled(request)))
+        questions = [self._prompt.filled(request, criterion=criterion.text) for criterion in rubric]
+        numbers = await asyncio.gather(*map(self._number, questions))
+        low, high = self._bounds or (0.0, 1.0)
+        met = [(number - low) / (high - low) for number in numbers]
+        return Reward(value=weighed(met, rubric), metrics={"rubric_met": math.fsum(met) / len(met)})
+
+    async def _number(self, question: str) -> float:
         body = {"model": self._model, "messages": [{"role": "user", "content": question}], "temperature": 0.0}
         async with self._slots:
             url, answer = await self._servers.ask(body, about="1 reply")
@@ -170,7 +194,7 @@ class LLMJudge(RewardSource):
                 f"The judge {url} answered {text[-QUOTED:]!r}, whose last number {value:g} is not from {low:g} to "
                 f"{high:g}: let --reward.judge_prompt ask for such a number, or change --reward.judge_range."
             )
-        return Reward(value=value)
+        return value
 
 
 def readable(prompt: Prompt) -> str:

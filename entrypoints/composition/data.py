@@ -11,6 +11,7 @@ from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.models.torch.loading import load_positions
+from rollgrad.adapters.rewards.rubric import criteria
 from rollgrad.adapters.rewards.verifiers import label_problem
 from rollgrad.application.settings.rules.inputs import REASONING_GYM
 from rollgrad.application.settings.run import RLConfig
@@ -144,6 +145,7 @@ def _teacher(config: RLConfig) -> TeacherTemplate | None:
 
 def _builder(config: RLConfig, codec: TemplateCodec, teacher: TeacherTemplate | None = None) -> PromptBuilder:
     verifier, fetched = config.reward.verifier, make_fetched_images(config.data)
+    rubric = config.reward.judge_rubric_key
     if verifier is None:
         # A reward model reads the reply alone; functions, servers, environments and agents are given the label.
         return PromptBuilder(
@@ -152,6 +154,7 @@ def _builder(config: RLConfig, codec: TemplateCodec, teacher: TeacherTemplate | 
             labels_are_read=config.reward.model_name_or_path is None,
             fetched=fetched,
             teacher=teacher,
+            check=(lambda row: None) if rubric is None else partial(criteria, key=rubric),
         )
     return PromptBuilder(
         codec,

@@ -66,9 +66,10 @@ def make_judge(config: RLConfig) -> LLMJudge:
     return LLMJudge(
         _addresses(reward.judge_url),
         model=reward.judge_model,
-        prompt=JudgePrompt.read(reward.judge_prompt),
+        prompt=JudgePrompt.read(reward.judge_prompt, rubric=reward.judge_rubric_key is not None),
         timeout=reward.timeout,
         bounds=reward.judge_range,
+        rubric_key=reward.judge_rubric_key,
     )
 
 

@@ -67,7 +67,8 @@ class PromptBuilder:
 
     Columns that `data` does not name are found in the first row (`find_columns`), and logged. `labels_are_read`:
     several possible columns of labels are an error. `label_problem`: refuses labels. `fetched`: fetches images that are
-    URLs. `teacher`: what a teacher reads in the place of prompts.
+    URLs. `teacher`: what a teacher reads in the place of prompts. `check`: refuses rows
+    that something else cannot use, by a `DataError`.
 
     Raises:
         ConfigurationError: settings of the chat template and of plain text are mixed.
@@ -82,6 +83,7 @@ class PromptBuilder:
         label_problem: LabelProblem = lambda label, key: None,
         fetched: FetchedImages | None = None,
         teacher: TeacherTemplate | None = None,
+        check: Callable[[Mapping[str, Any]], object] = lambda row: None,
     ) -> None:
         if data.apply_chat_template and data.input_template is not None:
             raise ConfigurationError(
@@ -104,6 +106,7 @@ class PromptBuilder:
         self._label_problem = label_problem
         self._fetched = fetched
         self._teacher = teacher
+        self._check = check
         self._columns: Columns | None = None
 
     def columns(self, row: Mapping[str, Any], datasource: str) -> Columns:
@@ -167,6 +170,7 @@ class PromptBuilder:
         problem = self._label_problem(label, columns.label)
         if problem is not None:
             raise DataError(problem)
+        self._check(row)
         if self.data.apply_chat_template:
             messages = self._with_images(self._messages(value, datasource), row, datasource)
             told = None

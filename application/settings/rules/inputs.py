@@ -159,6 +159,11 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
                 f"reward.judge_url is {reward.judge_url!r}, but reward.{key} is not set: give {meaning} to "
                 f"--reward.{key}."
             )
+    if reward.judge_rubric_key is not None and reward.judge_range is None:
+        yield (
+            f"reward.judge_rubric_key is {reward.judge_rubric_key!r}, whose criteria are met from 0 to 1, but between "
+            "which numbers the judge answers is not set: set --reward.judge_range LOWEST HIGHEST, such as 0 1."
+        )
     if reward.verifier is Verifier.FORMAT and reward.format_pattern is None:
         yield "reward.verifier is format, which needs a regular expression: set --reward.format_pattern."
     if reward.format_pattern is not None:

@@ -131,6 +131,13 @@ class RewardConfig(ShapingSettings):
         INTERVAL,
         only_if=BY_JUDGE,
     )
+    judge_rubric_key: str | None = setting(
+        None,
+        "Column with the criteria of a row, each of which the judge is asked about by itself ({criterion} in the "
+        "question): texts, or mappings with criterion and weight. The reward is the sum of weight x judgement, which "
+        "judge_range makes 0 to 1, over that of the positive weights.",
+        only_if=BY_JUDGE,
+    )
     verifier: Verifier | None = setting(
         None, "Built-in reward: last_number, exact_match, math (math-verify) or format."
     )

@@ -4,16 +4,22 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.rewards.judge import MAX_IN_FLIGHT, TOKEN_VARIABLE, JudgePrompt, LLMJudge
+from rollgrad.adapters.rewards.rubric import criteria
+from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
-from rollgrad.domain.errors import ConfigurationError, RewardError
+from rollgrad.domain.errors import ConfigurationError, DataError, RewardError
 from tests.fakes.reward_server import JsonServer
 
 PROMPT = "Task: {prompt}\nReply: {response}\nReference: {label}\nLevel: {level}\nGrade it from 0 to 10."
@@ -201,3 +207,85 @@ def test_a_prompt_that_shows_no_reply_is_refused(text: str, tmp_path: Path) -> N
         JudgePrompt.read(str(tmp_path / "judge.txt"))
     with pytest.raises(ConfigurationError, match=r"--reward\.judge_prompt is .*missing.*cannot be read"):
         JudgePrompt.read(str(tmp_path / "missing"))
+
+
+RUBRIC = [
+    {"criterion": "adds up", "weight": 3},
+    {"description": "is brief", "points": 1.5, "tags": ["style"]},
+    "is polite",
+    {"text": "insults", "weight": -2},
+]
+QUESTION = "Reply: {response}\nDoes it hold that it {criterion}? {level}"
+
+
+def answering(marks: dict[str, str]) -> JsonServer:
+    """A judge that answers by the criterion in the question."""
+
+    def answer(path: str, question: Any) -> tuple[int, Any]:
+        asked = question["messages"][0]["content"]
+        (mark,) = [mark for text, mark in marks.items() if f"it {text}?" in asked]
+        return 200, {"choices": [{"message": {"role": "assistant", "content": mark}}]}
+
+    return JsonServer(answer)
+
+
+async def test_each_criterion_is_asked_about_by_itself_and_weighed() -> None:
+    """A reply gets 3 x 1, 1.5 x 0.5 and 1 x 0 of 3 + 1.5 + 1 points, and loses 2 x 0.25."""
+    server = answering({"adds up": "so: 10", "is brief": "6", "is polite": "2", "insults": "4 of 10: 4"})
+    prompt = JudgePrompt(QUESTION, "judge.txt", rubric=True)
+    judge = LLMJudge(
+        [f"{server.url}/v1"], model="judge", prompt=prompt, timeout=60.0, bounds=(2.0, 10.0), rubric_key="marks"
+    )
+    try:
+        first, second = await judge.score([ask(marks=RUBRIC), ask("8", marks=["is brief"])])
+    finally:
+        await judge.aclose()
+        server.close()
+    assert first.value == pytest.approx((3 * 1 + 1.5 * 0.5 + 0 - 2 * 0.25) / 5.5)
+    assert first.metrics == {"rubric_met": pytest.approx((1 + 0.5 + 0 + 0.25) / 4)}
+    assert second.value == 0.5
+    asked = [body["messages"][0]["content"] for body in server.bodies]
+    wanted = [f"Reply: 7\nDoes it hold that it {text}? 2" for text in ("adds up", "is brief", "is polite", "insults")]
+    assert sorted(asked) == sorted([*wanted, "Reply: 8\nDoes it hold that it is brief? 2"])
+
+
+async def test_a_criterion_without_a_judgement_fails_the_reply() -> None:
+    server = answering({"adds up": "1", "is brief": "perhaps"})
+    prompt = JudgePrompt(QUESTION, "judge.txt", rubric=True)
+    judge = LLMJudge(
+        [f"{server.url}/v1"], model="judge", prompt=prompt, timeout=60.0, bounds=(0.0, 1.0), rubric_key="marks"
+    )
+    try:
+        with pytest.raises(RewardError, match=r"'perhaps', which has no number"):
+            await judge.score([ask(marks=["adds up", "is brief"])])
+    finally:
+        await judge.aclose()
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "holds None, which is no list of criteria"),
+        ({"marks": "be brief"}, "no list of criteria"),
+        ({"marks": []}, "no list of criteria"),
+        ({"marks": [""]}, "write a text, or a mapping"),
+        ({"marks": [{"weight": 1}]}, "write a text, or a mapping"),
+        ({"marks": [{"criterion": "a", "weight": "2"}]}, "a number as its weight"),
+        ({"marks": [{"criterion": "a", "weight": float("nan")}]}, "a number as its weight"),
+        ({"marks": [{"criterion": "a", "weight": -1}, {"criterion": "b", "weight": 0}]}, "none of the 2 criteria"),
+    ],
+)
+def test_rows_without_criteria_are_refused_before_the_first_step(
+    tiny_tokenizer: Any, row: dict[str, Any], message: str
+) -> None:
+    builder = PromptBuilder(TemplateCodec(tiny_tokenizer), DataConfig(), check=partial(criteria, key="marks"))
+    rows = [{"input": "a", "marks": RUBRIC}, {"input": "b", **row}]
+    with pytest.raises(DataError, match=f"Row 2 of data.prompt_dataset cannot be used: .*{message}"):
+        DatasetPromptSource(rows, builder, seed=0)
+
+
+def test_a_question_about_criteria_has_a_place_for_them() -> None:
+    assert JudgePrompt("{response}", "judge.txt")
+    with pytest.raises(ConfigurationError, match=r"no \{criterion\}, but each criterion of --reward.judge_rubric_key"):
+        JudgePrompt("{response}", "judge.txt", rubric=True)
