@@ -228,7 +228,7 @@ class RecordedSession:
         self.refused: dict[str, int] = {}
         """Requests refused, by kind."""
         self.refusal = ""
-        """What the last one of them was told."""
+        """Sentence that the last one of them was told."""
         self._service = service
         self._context = contextvars.copy_context()  # of the episode, to which belongs what is recorded of its replies
         self._params = params

@@ -50,7 +50,7 @@ LAUNCHED: Mapping[str, str] = {
     "trl": "write rollgrad trl before it, which translates it.",
     "verl": _VERL,
 }
-"""What to do with a line that starts a program of another tool, by its package."""
+"""Advice on a line that starts a program of another tool, by its package."""
 
 ALIKE = 0.82
 """Least similarity of a misspelt name: `lr_warmup_ration` is one, `learning_rate` (of anything here) is not."""

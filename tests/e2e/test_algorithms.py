@@ -150,7 +150,7 @@ def test_a_teacher_reads_what_the_policy_does_not(workspace: Path, tiny_model_di
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
 
     def logprobs(question: str, reply: list[int]) -> Tensor:
-        """Of the whole vocabulary at each token of the reply."""
+        """Returns those of the whole vocabulary at each token of the reply."""
         messages = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text, add_special_tokens=False).input_ids

@@ -464,7 +464,7 @@ def test_a_self_taught_model_is_told_what_sdft_tells_it(opening: list[dict[str, 
 
 
 def test_a_self_taught_model_has_sdfts_gradient(case: Case) -> None:
-    """Of sampled tokens: the advantage is the log-ratio to the teacher, whatever that has read."""
+    """The advantage of a sampled token is the log-ratio to the teacher, whatever that has read."""
     from trl.experimental.sdft.loss_utils import compute_sampled_token_self_distillation_loss
 
     generator = torch.Generator().manual_seed(9)

@@ -26,7 +26,7 @@ _HUB_PROBE_SECONDS = 5.0
 _MOST_FILES = 10_000
 """Files and folders below a folder of data at most: all of them are looked at."""
 _EMPTY = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
-"""What `datasets` says of a header or list without rows, and of a Parquet file."""
+"""Sentences of `datasets` about a header or list without rows, and about a Parquet file."""
 DECODED = ("Image", "Audio", "Video")
 """Features whose values are files, which are large when they are decoded."""
 _PROBABILITY_SLACK = 1e-6

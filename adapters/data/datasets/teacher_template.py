@@ -1,5 +1,5 @@
-"""What a teacher reads in the place of a prompt: the prompt's own text, with columns of its row that the policy is not
-shown, such as a solution."""
+"""The text that a teacher reads in the place of a prompt: the prompt's own, with columns of its row that the policy is
+not shown, such as a solution."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

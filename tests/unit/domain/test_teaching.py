@@ -16,7 +16,7 @@ GROUPS = st.lists(
     min_size=1,
     max_size=4,
 )
-"""Of each group: tokens of its prompt and of what the teacher reads in its place, and those of each reply."""
+"""Tokens of each group's prompt, of what the teacher reads in its place, and of each reply."""
 
 
 def told_batch(groups: list[tuple[int, int, list[int]]]) -> RolloutBatch:
@@ -60,7 +60,7 @@ def test_the_teacher_reads_its_prompt_and_then_the_same_reply(groups: list[tuple
 @settings(max_examples=60, deadline=None)
 @given(GROUPS, st.integers(2, 30), st.integers(1, 3))
 def test_any_division_reads_the_same(groups: list[tuple[int, int, list[int]]], budget: int, shares: int) -> None:
-    """Of the policy's passes, each turned into the teacher's, and of the teacher's own."""
+    """The policy's passes are turned into the teacher's one by one, or the teacher's batch is divided itself."""
     batch = told_batch(groups)
     wanted = histories(as_taught(batch))
 
