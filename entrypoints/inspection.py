@@ -13,7 +13,7 @@ from attrs import asdict, fields, frozen
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.tracking.console import EVAL_MEAN, PASSED
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
-from rollgrad.domain.control.findings import Finding, finding_lines, watched
+from rollgrad.domain.control.findings import Finding, LearningWatch, finding_lines
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.run_directory import is_run, last_step, no_run
@@ -117,7 +117,7 @@ def inspect(run: Path, series: Mapping[str, Series] | None = None) -> Inspection
         started=known.get("started"),
         ended=known.get("ended"),
         curves={name: _curve(series[name]) for name in _shown(series) if series.get(name)},
-        findings=watched(series, _settings(known.get("learning"), steps)).findings(),
+        findings=LearningWatch(learning_settings(known, steps)).after(series).findings(),
     )
 
 
@@ -127,8 +127,10 @@ def _shown(series: Mapping[str, Series]) -> list[str]:
     return [shown for name in SHOWN for shown in ([name, *means] if name == PASSED else [name])]
 
 
-def _settings(written: Any, steps: int) -> LearningSettings:
-    """Returns the settings that findings depend on; the default ones of a run that wrote none, or something else."""
+def learning_settings(facts: Mapping[str, Any], steps: int) -> LearningSettings:
+    """Returns the settings that findings depend on, from `run.json`; the default ones of a run that wrote none, or
+    something else."""
+    written = facts.get("learning")
     known = {field.name for field in fields(LearningSettings)}
     given = written if isinstance(written, dict) else {}
     numbers: dict[str, Any] = {

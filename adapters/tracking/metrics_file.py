@@ -22,10 +22,12 @@ MOST_NAMED = 3
 @frozen(kw_only=True)
 class LoggedMetrics:
     """Values of each metric by step, ascending; null where a number was not finite. A step that was logged twice, by a
-    continued run, has its last values. `broken`: numbers of lines, from 1, that cannot be read."""
+    continued run, has its last values. `broken`: numbers of lines, from 1, that cannot be read. `replaced`: how often
+    the reader has found another file in the place of the one before, whose values are not here."""
 
     series: Mapping[str, dict[int, float | None]]
     broken: tuple[int, ...]
+    replaced: int = 0
 
     @property
     def last_step(self) -> int:
@@ -60,6 +62,7 @@ class MetricsReader:
         self._end = b""  # the last bytes before that place
         self._series: dict[str, dict[int, float | None]] = {}
         self._broken: list[int] = []
+        self._replaced = 0
 
     def read(self) -> LoggedMetrics:
         """Returns all metrics. A last line without an end is being written, and no broken one.
@@ -72,6 +75,7 @@ class MetricsReader:
             if file.read(len(self._end)) != self._end:  # another file, such as that of a run that was set back
                 self._place, self._lines, self._end = 0, 0, b""
                 self._series, self._broken = {}, []
+                self._replaced += 1
                 file.seek(0)
             added = file.read()
         *lines, rest = added.split(b"\n")
@@ -90,7 +94,9 @@ class MetricsReader:
         if last is not None:
             _add(series, last)
         return LoggedMetrics(
-            series={name: _by_step(values) for name, values in series.items()}, broken=tuple(self._broken)
+            series={name: _by_step(values) for name, values in series.items()},
+            broken=tuple(self._broken),
+            replaced=self._replaced,
         )
 
 

@@ -21,7 +21,7 @@ from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.application.pipelines.step_source import StepReport, StepSource, uninterrupted
 from rollgrad.domain.control.best_model import BestModel
-from rollgrad.domain.control.findings import LearningWatch, watched
+from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.errors import (
     CheckpointError,
@@ -331,7 +331,7 @@ class Run(Generic[Sample]):
     def watch_on(self, logged: Mapping[str, Mapping[int, float]]) -> None:
         """Watches on after the steps whose metrics are `logged`, by name and step, so that a run which continues is
         compared with its beginning. A finding that holds is reported again."""
-        self._watch = watched(logged, self._watch.run)
+        self._watch = LearningWatch(self._watch.run).after(logged)
         for finding in self._watch.holding:
             log.warning(str(finding), finding=finding.name, since_step=finding.since, step=self._done)
 

@@ -90,6 +90,21 @@ class LearningWatch:
         )
         return watch, tuple(new)
 
+    def after(self, logged: Mapping[str, Mapping[int, float | None]], step: int = 0) -> "LearningWatch":
+        """Returns the watch after the steps later than `step` whose metrics were logged, each by step, ascending; of
+        evaluations nothing is watched."""
+        rows: dict[int, dict[str, float]] = {}
+        for name, values in logged.items():
+            for at in reversed(list(values)):
+                if at <= step or name.startswith("eval/"):
+                    break
+                if (value := values[at]) is not None:
+                    rows.setdefault(at, {})[name] = value
+        watch = self
+        for at in sorted(rows):
+            watch, _ = watch.observe(at, rows[at])
+        return watch
+
     @property
     def holding(self) -> tuple[Finding, ...]:
         """Findings that have not ended."""
@@ -108,19 +123,6 @@ class LearningWatch:
         elif any(f.name == "constant_reward" and (f.since, f.until) == (1, self.run.steps) for f in self.findings()):
             lines.insert(0, "Nothing was learned from the reward: every reply of the run had the same.")
         return tuple(lines)
-
-
-def watched(series: Mapping[str, Mapping[int, float]], run: LearningSettings) -> LearningWatch:
-    """Returns the watch after the steps whose metrics were logged, each by step; evaluations are left out."""
-    rows: dict[int, dict[str, float]] = {}
-    for name, values in series.items():
-        if not name.startswith("eval/"):
-            for step, value in values.items():
-                rows.setdefault(step, {})[name] = value
-    watch = LearningWatch(run)
-    for step in sorted(rows):
-        watch, _ = watch.observe(step, rows[step])
-    return watch
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:

@@ -18,9 +18,9 @@ from rollgrad.adapters.tracking.browse.notes import NOTES_FILE, read_notes, writ
 from rollgrad.adapters.tracking.browse.rescored import RESCORED, read_rescored, rescored_files, rewards_of
 from rollgrad.adapters.tracking.browse.summaries import TEXTS, names_in
 from rollgrad.adapters.tracking.metrics_file import LoggedMetrics, MetricsReader, read_logged, thinned
-from rollgrad.domain.control.findings import Finding
+from rollgrad.domain.control.findings import Finding, LearningWatch
 from rollgrad.domain.errors import DataError
-from rollgrad.entrypoints.inspection import inspect
+from rollgrad.entrypoints.inspection import learning_settings
 from rollgrad.entrypoints.run_directory import OTHER_CONFIG_FILE
 from rollgrad.entrypoints.run_record import RunStatus, read_run
 from rollgrad.entrypoints.ui.in_short import in_short
@@ -71,6 +71,8 @@ class RunView:
         self._metrics = MetricsReader(directory / METRICS_FILE)
         self._kept: dict[str, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
+        self._watch: tuple[Any, LearningWatch, int] | None = None  # what it began with, and the last step it has seen
+        self._watching = threading.Lock()
 
     def row(self) -> dict[str, Any]:
         """Returns the run as the list of runs has it, which keeps no series in memory: there may be many runs."""
@@ -141,7 +143,7 @@ class RunView:
         """Returns what keeps the run from learning, with the metric and the rollouts that show it; `before`: how often
         the same was found before the first that is listed."""
         logged = self._logged()
-        found = inspect(self.directory, logged.known).findings if logged.series else ()
+        found = self._watched(logged).findings()
         last = logged.last_step
         times: dict[str, list[Finding]] = {}
         for finding in found:
@@ -317,6 +319,17 @@ class RunView:
     def _logged(self) -> LoggedMetrics:
         path = self.directory / METRICS_FILE
         return self._keep(METRICS_FILE, _stamp(path), lambda: _read(self._metrics))
+
+    def _watched(self, logged: LoggedMetrics) -> LearningWatch:
+        """Returns the watch after all that was logged: of a run that goes on only the newest steps are looked at."""
+        begun = learning_settings(read_run(self.directory) or {}, logged.last_step), logged.replaced
+        with self._watching:
+            known, watch, step = self._watch or (None, None, 0)
+            if known != begun or watch is None or step > logged.last_step:
+                watch, step = LearningWatch(begun[0]), 0
+            watch = watch.after(logged.series, step)
+            self._watch = begun, watch, logged.last_step
+            return watch
 
     def _keep(self, name: str, stamp: Any, make: Callable[[], Made]) -> Made:
         """Returns what was made of a file, which is made again if the file changed."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.domain.control.findings import Finding, LearningWatch, watched
+from rollgrad.domain.control.findings import Finding, LearningWatch
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.control.signs import COLLAPSED_ENTROPY, WINDOW
 
@@ -199,8 +199,11 @@ def test_a_watch_goes_on_from_what_was_logged() -> None:
     for step, metrics in enumerate(steps, start=1):
         for metric, value in (HEALTHY | metrics).items():
             logged.setdefault(metric, {})[step] = value
-    again = watched(logged, whole.run)
+    again = LearningWatch(whole.run).after(logged)
     assert again == whole
+    for step in range(len(steps) + 1):
+        begun = {name: {at: value for at, value in values.items() if at <= step} for name, values in logged.items()}
+        assert LearningWatch(whole.run).after(begun).after(logged, step) == whole
     assert [finding.name for finding in again.holding] == ["truncated"]
 
 

@@ -17,6 +17,7 @@ from rollgrad.adapters.servers.server import Server
 from rollgrad.adapters.servers.ui import create_ui_app, needs_token
 from rollgrad.adapters.tracking.metrics_file import LoggedMetrics
 from rollgrad.adapters.tracking.trajectory_files import trajectory_files
+from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.ui import tunnel
@@ -258,6 +259,39 @@ def test_of_a_finding_that_comes_and_goes_the_newest_times_are_listed(tmp_path: 
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     listed = Runs(tmp_path).view(tmp_path.name).findings()["findings"]
     assert [(found["since"], found["before"]) for found in listed] == [(282, 46), (288, 0), (294, 0)]
+
+
+def test_findings_of_a_run_that_goes_on_or_is_set_back_are_those_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed: list[int] = []
+    observe = LearningWatch.observe
+
+    def counted(self: LearningWatch, step: int, metrics: Any) -> Any:
+        observed.append(step)
+        return observe(self, step, metrics)
+
+    def lines(*shares: float) -> str:
+        rows = enumerate(shares, start=1)
+        return "".join(
+            json.dumps({"step": n, "rollout/truncated_share": share, "rollout/response_length_mean": 9.0}) + "\n"
+            for n, share in rows
+        )
+
+    log = tmp_path / "metrics.jsonl"
+    facts = {"status": "running", "heartbeat": "2026-01-01T10:00:00+00:00", "learning": {"steps": 100}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    log.write_text(lines(1.0, 1.0))
+    view = Runs(tmp_path).view(tmp_path.name)
+    monkeypatch.setattr(LearningWatch, "observe", counted)
+    assert view.findings() == {"findings": []}
+    with log.open("a") as file:
+        file.write(lines(1.0, 1.0, 1.0).splitlines(keepends=True)[-1])
+    (found,) = view.findings()["findings"]
+    assert (found["since"], found["until"], found["holds"]) == (1, 3, True)
+    assert observed == [1, 2, 3], "each step once"
+    log.write_text(lines(0.0, 0.0, 0.0, 0.0))
+    assert view.findings() == {"findings": []}
 
 
 async def test_a_data_source_for_each_prompt_makes_no_longer_answer(tmp_path: Path) -> None:
