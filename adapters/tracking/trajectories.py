@@ -41,7 +41,7 @@ class ParquetTrajectories(TrajectoryLog):
     be written, the run goes on without it; the first is named at once, their number at the end.
 
     Args:
-        directory: where the files are; it is made with the first one.
+        directory: where the files are; it is made with the first one, and again if it was removed.
         codec: has the text of tokens; a copy of it is made at once, before others use it, because a tokenizer serves
             one thread at a time.
         max_gib: size of all files above which the oldest are removed, those of updates before those of evaluations; 0
@@ -121,8 +121,8 @@ class ParquetTrajectories(TrajectoryLog):
                 kind, step, groups, batch, text=self._text, plain=self._codec.decode, secrets=self._secrets
             )
             content = _parquet(table)
+            self._directory.mkdir(parents=True, exist_ok=True)  # also where it was removed meanwhile
             if self._sizes is None:
-                self._directory.mkdir(parents=True, exist_ok=True)
                 self._sizes = _sizes(self._directory.parent)
                 self._limit = max(self._limit, sum(self._sizes.values()))
             try:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,16 @@ def test_a_disk_that_others_have_filled_takes_trajectories_as_soon_as_there_is_r
         made.close()
     assert [step_of(path) for path in trajectory_files(tmp_path)] == [2]
     assert "could not be written" in events[0]["event"]
+
+
+def test_a_directory_that_was_removed_meanwhile_is_made_again(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    for step in (1, 2):
+        made.update(step, [group(0, "yes")], learned(group(0, "yes")))
+        made.flush()
+        assert [step_of(path) for path in trajectory_files(tmp_path)] == [step]
+        shutil.rmtree(tmp_path / "trajectories")
+    made.close()
 
 
 def test_room_is_made_by_the_oldest_updates(tmp_path: Path) -> None:
