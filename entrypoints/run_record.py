@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -48,6 +49,7 @@ class RunStatus(StrEnum):
 
 class RunRecord:
     """Keeps `run.json` in `directory` up to date while its block runs: `status`, `reason`, `started`, `heartbeat`,
+    `boot` (which start of the machine it is, and the heartbeat in seconds since then, whatever its clock says),
     `ended`, `steps` (of the whole run), `continued_from` (finished steps of the run before), `learning` (settings that
     findings depend on, `steps` among them), `process`, `host`, `versions`. A file that cannot be written is reported
     once, and does not stop the run."""
@@ -59,6 +61,7 @@ class RunRecord:
             "reason": None,
             "started": _now(),
             "heartbeat": None,
+            "boot": None,
             "ended": None,
             "steps": learning["steps"],
             "continued_from": continued_from,
@@ -104,7 +107,7 @@ class RunRecord:
             self._write()
 
     def _write(self) -> None:
-        self._facts["heartbeat"] = _now()
+        self._facts |= {"heartbeat": _now(), "boot": _boot()}
         try:
             replace_file(self._path, (json.dumps(self._facts, indent=2) + "\n").encode(errors="replace"))
         except OSError as error:  # a full disk; the next heartbeat may find room
@@ -119,12 +122,34 @@ def read_run(directory: Path) -> Mapping[str, Any] | None:
     try:
         facts = json.loads((directory / RUN_FILE).read_bytes())
         facts["status"] = RunStatus(facts["status"])
-        age = (datetime.now(UTC) - datetime.fromisoformat(facts["heartbeat"])).total_seconds()
+        age = heartbeat_age(facts)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     if facts["status"] is RunStatus.RUNNING and age > SILENT_SECONDS:
         facts |= {"status": RunStatus.DIED, "reason": f"no heartbeat for {age:.0f} seconds"}
     return dict(facts)
+
+
+def heartbeat_age(facts: Mapping[str, Any]) -> float:
+    """Returns the seconds since the heartbeat of a run.
+
+    Raises:
+        ValueError, TypeError, KeyError: there is none, or not as a run writes it.
+    """
+    age = (datetime.now(UTC) - datetime.fromisoformat(facts["heartbeat"])).total_seconds()
+    then, now = facts.get("boot"), _boot()
+    if age < 0 and then and now and then["id"] == now["id"]:  # the clock of this machine was set back
+        return float(now["seconds"]) - float(then["seconds"])
+    return age
+
+
+def _boot() -> dict[str, Any] | None:
+    """Returns which start of this machine it was, and the seconds since; None where the system does not say."""
+    try:
+        id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return {"id": id, "seconds": round(time.clock_gettime(time.CLOCK_BOOTTIME), 1)}
 
 
 def _now() -> str:

@@ -22,7 +22,7 @@ from rollgrad.domain.control.findings import Finding, LearningWatch
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.inspection import learning_settings
 from rollgrad.entrypoints.run_directory import OTHER_CONFIG_FILE
-from rollgrad.entrypoints.run_record import RunStatus, read_run
+from rollgrad.entrypoints.run_record import RunStatus, heartbeat_age, read_run
 from rollgrad.entrypoints.ui.in_short import in_short
 from rollgrad.entrypoints.ui.run_settings import read_settings, trainer_of
 
@@ -312,7 +312,7 @@ class RunView:
         status = "crashed" if found["status"] is RunStatus.DIED else str(found["status"])
         age = None
         if found.get("heartbeat"):
-            age = (datetime.now(UTC) - datetime.fromisoformat(found["heartbeat"])).total_seconds()
+            age = heartbeat_age(found)
         names = ("reason", "started", "ended", "steps", "host", "heartbeat")
         return {"status": status, "heartbeat_age": age, **{name: found.get(name) for name in names}}
 

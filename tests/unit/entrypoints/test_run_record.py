@@ -60,6 +60,22 @@ def test_a_run_whose_heart_stopped_has_died(tmp_path: Path) -> None:
     assert status(tmp_path)[0] is RunStatus.FINISHED
 
 
+def test_a_clock_that_was_set_back_hides_no_death(tmp_path: Path) -> None:
+    with RunRecord(tmp_path, learning={"steps": 1}):
+        pass
+    facts = json.loads((tmp_path / "run.json").read_text())
+    ahead = {"status": "running", "heartbeat": (datetime.now(UTC) + timedelta(hours=1)).isoformat()}
+    boot = facts["boot"]
+    for then, expected in (
+        (boot, RunStatus.RUNNING),
+        (boot | {"seconds": boot["seconds"] - 2 * SILENT_SECONDS}, RunStatus.DIED),
+        (boot | {"id": "another machine's", "seconds": 0.0}, RunStatus.RUNNING),
+        (None, RunStatus.RUNNING),
+    ):
+        (tmp_path / "run.json").write_text(json.dumps(facts | ahead | {"boot": then}))
+        assert status(tmp_path)[0] is expected
+
+
 def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_record, "HEARTBEAT_SECONDS", 0.001)
     with RunRecord(tmp_path, learning={"steps": 1}):
