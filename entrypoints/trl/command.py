@@ -364,7 +364,7 @@ def _finish_kto(draft: Draft) -> None:
 
 def _finish_reward(draft: Draft) -> None:
     _rows(draft, cut=False)
-    draft.set("rm.margin", True)  # TRL reads the column margin where there is one
+    draft.changed.append("a column margin of the rows counts with rm.margin True alone, in TRL wherever there is one")
 
 
 def _choice(draft: Draft, name: str, known: Sequence[str]) -> None:

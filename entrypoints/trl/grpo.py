@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rollgrad.domain.errors import ConfigurationError
@@ -158,8 +159,23 @@ def _rewards(draft: Draft) -> None:
     if known and len(functions) == 1 and "reward_model_name_or_path" not in draft.options:
         draft.set("reward.verifier", known[0])
         draft.change("reward_funcs", "the verifier math compares with the column of data.label_key")
+    elif len(functions) == 1 and (place := _function_path(functions[0])) is not None:
+        draft.set("reward.function_path", place)
+    elif len(functions) == 1:
+        draft.lose("reward_funcs", "write reward.function_path FILE.py:NAME, with the function's own file and name")
     else:
-        draft.lose("reward_funcs", "write a file with the function that adds them up, and set reward.function_path")
+        draft.lose(
+            "reward_funcs",
+            "write a file with one function that returns their rewards by name, and set reward.function_path "
+            "(docs/migration.md, Scripts of TRL)",
+        )
+
+
+def _function_path(dotted: str) -> str | None:
+    """Returns the file and name of a function in a module of the working directory, such as `my_lib.rewards.length`."""
+    module, _, name = dotted.rpartition(".")
+    file = Path(*module.split(".")).with_suffix(".py") if module else None
+    return f"{file}:{name}" if file is not None and file.is_file() else None
 
 
 def _kl(draft: Draft) -> None:

@@ -149,4 +149,6 @@ def test_a_real_process_says_the_same(workspace: Path, rollgrad_command: list[st
     assert result.stdout == ""
     error = result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
-    assert re.fullmatch(r"error: \d episodes failed \(\d reward\), and 1 may .*KeyError: 'answer'", error)
+    assert re.fullmatch(
+        r"error: \d episodes failed \(\d reward\), and 1 may .*KeyError: 'answer' \(reward\.py, line 2\)", error
+    )

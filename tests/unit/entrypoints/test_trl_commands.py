@@ -11,6 +11,7 @@ import attrs
 import pytest
 import yaml
 
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.translated import problems
@@ -528,7 +529,7 @@ def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "run.yaml"
     path.write_text(output.out)
     assert main(["train", "rm", "--config", str(path), "--print_config"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["rm"]["margin"] is True
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["dataset"] == "d.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -597,3 +598,20 @@ def test_lengths_of_earlier_releases() -> None:
 def test_commas_between_quoted_words_are_no_part_of_them() -> None:
     found = settings("sft", "--use_peft", "--lora_target_modules", "q_proj,", "v_proj")
     assert tuple(found["actor.lora.target_modules"]) == ("q_proj", "v_proj")
+
+
+def test_rows_without_a_margin_are_compared_as_in_trl() -> None:
+    assert settings("reward")["rm.margin"] is False  # with it rows without margins would be refused
+    assert any("a column margin" in note for note in translated("reward").notes)
+
+
+def test_a_reward_function_of_a_module_is_found_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_lib").mkdir()
+    (tmp_path / "my_lib" / "rewards.py").touch()
+    words = ["grpo", *LEAST, "--reward_funcs", "my_lib.rewards.length"]
+    run = translate_command(words).run
+    assert isinstance(run, RLConfig)
+    assert run.reward.function_path == "my_lib/rewards.py:length"
+    assert any("docs/migration.md" in note for note in translate_command([*words, "accuracy_reward"]).notes)
+    assert any("FILE.py:NAME" in note for note in translate_command([*words[:-1], "elsewhere.length"]).notes)
