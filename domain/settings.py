@@ -33,6 +33,8 @@ DIRECTORY = Range(
     "a directory of this machine, without a ~ that only a shell replaces (mount a store there, or copy the run when it "
     "has ended)",
 )
+SEED = Range(lambda value: 0 <= value < 2**42, "from 0 to 4398046511103")
+"""A seed that can be multiplied by the stride of epochs within 64 bits."""
 INTERVAL = Range(lambda value: value[0] < value[1], "two numbers, the lower one first")
 
 

@@ -22,7 +22,7 @@ def read_chat_template(value: str) -> str:
         where = f"data.chat_template {value}"
         try:
             text = Path(value).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # such as bytes that are no text, or a name with a zero
             reason = getattr(error, "strerror", None) or "it is not text"
             raise ConfigurationError(
                 f"data.chat_template is {value!r}, which is no Jinja template and no file that can be read ({reason}): "

@@ -18,6 +18,7 @@ from rollgrad.domain.settings import (
     DIRECTORY,
     NOT_NEGATIVE,
     PERIOD,
+    SEED,
     SHARE,
     Condition,
     Range,
@@ -282,7 +283,7 @@ class ExampleTrainConfig:
     num_epochs: int = setting(1, "Passes over the examples when max_steps is not set.", COUNT)
     max_steps: int | None = setting(None, "Optimizer steps; default: num_epochs passes over the examples.", COUNT)
     max_tokens_per_micro_batch: int = setting(16384, "Token budget of one forward and backward pass.", COUNT)
-    seed: int = setting(42, "Seeds the order of the examples.", NOT_NEGATIVE)
+    seed: int = setting(42, "Seeds the order of the examples.", SEED)
     profile_steps: int = setting(
         0,
         "Steps of which a Chrome trace of this process and of each process of a model is written to profile/ in "

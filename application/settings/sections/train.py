@@ -6,7 +6,7 @@ from attrs import define
 
 from rollgrad.application.settings.sections.cluster import IN_CLUSTER
 from rollgrad.domain.control.staleness import StalenessUnit, StalePolicy
-from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, Condition, setting
+from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, SEED, Condition, setting
 
 
 class PartialRollout(StrEnum):
@@ -64,7 +64,7 @@ class TrainConfig:
         "critic; default: max_tokens_per_micro_batch.",
         COUNT,
     )
-    seed: int = setting(42, "Seeds prompt order, sampling and shuffling.", NOT_NEGATIVE)
+    seed: int = setting(42, "Seeds prompt order, sampling and shuffling.", SEED)
     profile_steps: int = setting(
         0,
         "Steps of which a Chrome trace of this process and of each process of a model or of vLLM is written to "

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.chat.template_file import read_chat_template
 from rollgrad.domain.episodes.messages import Message
-from rollgrad.domain.errors import DataError
+from rollgrad.domain.errors import ConfigurationError, DataError
 from tests.fakes.chat_templates import TEMPLATES, special_ids, tokenizer_with
 
 TOOL = {
@@ -249,3 +250,9 @@ def test_variables_reach_the_template_in_prompts_and_in_later_turns(thinks: bool
     following = codec.extend(history, [{"role": "user", "content": "2+2?"}], reply_token_ids=reply)
     assert following is not None
     assert codec.decode(following, special_tokens=True).endswith("</think>\n\n") is not thinks
+
+
+@pytest.mark.parametrize("value", ["missing.jinja", "a\0b", "x" * 300, "."])
+def test_what_is_no_template_and_no_file_is_refused(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="which is no Jinja template and no file that can be read"):
+        read_chat_template(value)
