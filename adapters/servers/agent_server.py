@@ -169,7 +169,7 @@ class AgentServer:
         session = self._session(request)
         body = await read_json(request)
         call = wire.decode(body)
-        self._check_template(read(body, "chat_template_kwargs", dict, {}))
+        self._check_template({**read(body, "chat_template_kwargs", dict, {}), **_thinking(body)})
         call = evolve(call, model=call.model or self._model)
         return _Asked(call=call, session=session, origin=_origin(request, body))
 
@@ -264,6 +264,11 @@ class AgentServer:
 def _teller(pieces: "Pieces | None", choice: int) -> OnPiece | None:
     """Returns the function that puts the pieces of one reply into the queue."""
     return None if pieces is None else lambda field, text: pieces.put_nowait((field, text, choice))
+
+
+def _thinking(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the variable of the chat template that clients of Qwen's own service set beside the others."""
+    return {} if body.get("enable_thinking") is None else {"enable_thinking": body["enable_thinking"]}
 
 
 def _origin(request: Request, body: Mapping[str, Any]) -> Origin:

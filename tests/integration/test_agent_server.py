@@ -340,6 +340,8 @@ async def test_variables_of_the_template_are_those_of_the_server(tiny_tokenizer:
             refused = await http.post(path(served, wire), json=asked(**variables))
             assert refused.status_code == 400
             assert "chat_template_kwargs sets" in refused.json()["error"]["message"]
+        aside = await http.post(path(served, wire), json=body("go", max_tokens=9, enable_thinking=True))
+        assert (aside.status_code, "'enable_thinking' to true" in aside.text) == (400, True)
         assert not engine.requests
         assert (await http.post(path(served, wire), json=asked(enable_thinking=False))).status_code == 200
 
