@@ -29,7 +29,7 @@ SOME_SHARE = Range(lambda value: 0 < value <= 1, "greater than 0 and at most 1")
 BELOW_ONE = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 PERIOD = Range(lambda value: value == -1 or value >= 1, "-1 or at least 1")
 DIRECTORY = Range(
-    lambda place: bool(place) and "://" not in place and not place.startswith("~"),
+    lambda place: bool(place) and not place.startswith("~") and "://" not in place and "\0" not in place,
     "a directory of this machine, without a ~ that only a shell replaces (mount a store there, or copy the run when it "
     "has ended)",
 )

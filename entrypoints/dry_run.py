@@ -9,17 +9,13 @@ import os
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from rollgrad.adapters.checkpoints.hub import find_model
-from rollgrad.adapters.checkpoints.weight_files import weights_problem
-from rollgrad.adapters.data.datasets.loading import check_address
+from rollgrad.adapters.checkpoints.hub import check_upload
 from rollgrad.application.settings.correction import correction_summary
 from rollgrad.application.settings.derived import longest_sample, optimizer_steps_per_rollout
-from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.application.settings.memory_places import Machine, RoleMemory, places, shortages
 from rollgrad.application.settings.memory_plan import memory_plan
 from rollgrad.application.settings.memory_plan_passes import MIB
@@ -27,14 +23,14 @@ from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import AdapterConfig, RouterReplay
-from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.time_floor import least_seconds, step_work
 from rollgrad.application.settings.unit_ratio import idle_sentence, uncorrected_sentence
 from rollgrad.application.settings.way_out import way_out
 from rollgrad.application.settings.weight_backend import sync_backend
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
+from rollgrad.domain.errors import ConfigurationError, DataError, RollgradError, raise_together
+from rollgrad.entrypoints.named_paths import check_dataset, check_model, check_reward_file, check_written
 from rollgrad.entrypoints.run_directory import check_output
 
 if TYPE_CHECKING:
@@ -73,11 +69,22 @@ def file_problems(config: RLConfig) -> dict[str, RollgradError]:
     """Returns the settings of a training run that name a wrong path, each with its error."""
     problems = eval_file_problems(config)
     for key in ("critic.model_name_or_path", "ref.model_name_or_path"):
-        _note(problems, key, _check_model, key, attrgetter(key)(config))
+        _note(problems, key, check_model, key, attrgetter(key)(config))
     for name in dataset_names(config.data.prompt_dataset):
-        _note(problems, "data.prompt_dataset", _check_dataset, "data.prompt_dataset", name)
-    _note(problems, "ckpt.output_dir", _check_output_dir, config.ckpt)
+        _note(problems, "data.prompt_dataset", check_dataset, "data.prompt_dataset", name)
+    problems |= _written_problems(config)
     problems |= _ds_problems(config)
+    return problems
+
+
+def _written_problems(run: Any) -> dict[str, RollgradError]:
+    """Returns what is wrong with the places that a training run writes to."""
+    problems: dict[str, RollgradError] = {}
+    _note(problems, "ckpt.output_dir", check_output, run.ckpt)
+    for key in ("ckpt.output_dir", "ckpt.state_dir", "logger.tensorboard_dir"):
+        _note(problems, key, check_written, key, attrgetter(key)(run))
+    if run.ckpt.push_to_hub is not None:
+        _note(problems, "ckpt.push_to_hub", check_upload, run.ckpt.push_to_hub)
     return problems
 
 
@@ -85,10 +92,10 @@ def eval_file_problems(config: RLConfig) -> dict[str, RollgradError]:
     """Returns the settings of an evaluation that name a wrong path, each with its error."""
     problems: dict[str, RollgradError] = {}
     for key in ("actor.model_name_or_path", "reward.model_name_or_path"):
-        _note(problems, key, _check_model, key, attrgetter(key)(config))
+        _note(problems, key, check_model, key, attrgetter(key)(config))
     for name in dataset_names(config.eval.dataset or ""):
-        _note(problems, "eval.dataset", _check_dataset, "eval.dataset", name)
-    _note(problems, "reward.function_path", _check_reward_file, config)
+        _note(problems, "eval.dataset", check_dataset, "eval.dataset", name)
+    _note(problems, "reward.function_path", check_reward_file, config)
     problems |= _vllm_problems(config)
     return problems
 
@@ -97,10 +104,10 @@ def generation_file_problems(config: RLConfig) -> list[RollgradError]:
     """Returns what is wrong with the paths that sampling reads."""
     problems: dict[str, RollgradError] = {}
     _note(
-        problems, "actor.model_name_or_path", _check_model, "actor.model_name_or_path", config.actor.model_name_or_path
+        problems, "actor.model_name_or_path", check_model, "actor.model_name_or_path", config.actor.model_name_or_path
     )
     for name in dataset_names(config.data.prompt_dataset):
-        _note(problems, "data.prompt_dataset", _check_dataset, "data.prompt_dataset", name)
+        _note(problems, "data.prompt_dataset", check_dataset, "data.prompt_dataset", name)
     problems |= _vllm_problems(config)
     return list(problems.values())
 
@@ -118,9 +125,10 @@ def example_file_problems(run: Any) -> list[RollgradError]:
     for name in ("actor", "ref", "teacher"):
         if hasattr(run, name):
             key = f"{name}.model_name_or_path"
-            _note(problems, key, _check_model, key, getattr(run, name).model_name_or_path)
+            _note(problems, key, check_model, key, getattr(run, name).model_name_or_path)
     for name in dataset_names(run.eval.dataset or ""):
-        _note(problems, "eval.dataset", _check_dataset, "eval.dataset", name)
+        _note(problems, "eval.dataset", check_dataset, "eval.dataset", name)
+    problems |= _written_problems(run)
     problems |= _ds_problems(run)
     return list(problems.values())
 
@@ -368,53 +376,3 @@ def count_table(config: RLConfig, prompts: int) -> "Table":
     ):
         table.add_row(name, f"{count:,}")
     return table
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~"))
-
-
-def _check_model(key: str, name: str | None) -> None:
-    if not name:
-        return
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            model = path / "model"  # of a run's directory
-            hint = (
-                f"did you mean --{key} {model}?" if (model / "config.json").is_file() else f"name a model with --{key}."
-            )
-            raise CheckpointError(f"{key} is {name!r}, a directory without config.json: {hint}")
-        if problem := weights_problem(path):  # before rows are prepared, and processes of a cluster started
-            raise CheckpointError(f"{key} is {name!r}, {problem}.")
-    elif path.exists() or _is_path(name):
-        raise CheckpointError(f"{key} is {name!r}, which is no directory: name a model with --{key}.")
-    else:
-        find_model(name, flag=f"--{key}")
-
-
-def _check_dataset(key: str, name: str) -> None:
-    check_address(name)
-    is_file_name = Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".arrow")
-    folder = name.rpartition(":")[0]  # with a configuration
-    if (is_file_name or _is_path(name)) and not Path(name).exists() and not (folder and Path(folder).is_dir()):
-        raise DataError(f"{key} is {name!r}, which does not exist: check --{key}.")
-
-
-def _check_reward_file(config: RLConfig) -> None:
-    function, judge = config.reward.function_path, config.reward.judge_prompt
-    files = {"function_path": function and FunctionPath.parse(function).file, "judge_prompt": judge}
-    for key, file in files.items():
-        if file is not None and not Path(file).is_file():
-            raise ConfigurationError(f"reward.{key} is {file!r}, which is no file: check --reward.{key}.")
-
-
-def _check_output_dir(ckpt: CheckpointConfig) -> None:
-    name = ckpt.output_dir
-    path = Path(name).absolute()
-    existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise CheckpointError(
-            f"ckpt.output_dir is {name!r}, but {existing} is no directory that can be written: set --ckpt.output_dir."
-        )
-    check_output(ckpt)

@@ -216,6 +216,11 @@ def best_metric_problems(ckpt: CheckpointConfig, held_out: str | None, every: in
             f"ckpt.early_stopping_patience is {patience}, but with eval.steps {every} there is no evaluation before "
             "the end: set --eval.steps, or leave --ckpt.early_stopping_patience out."
         )
+    if metric is not None and not metric.startswith("eval/"):
+        yield (
+            f"ckpt.best_metric is {metric!r}, but the metrics of evaluations begin with eval/, such as eval/pass@1 or "
+            "eval/loss: set --ckpt.best_metric to one of them, or leave it out."
+        )
     if metric is not None and not held_out:
         yield (
             f"ckpt.best_metric is {metric!r}, but there is nothing to evaluate on: set --eval.dataset, or leave "

@@ -227,6 +227,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "--algo.kl.estimator to k2, k3, k3_unbiased or full"),
     ({"ckpt.output_dir": "s3://bucket/run"}, "a directory of this machine"),
     ({"ckpt.state_dir": "gs://bucket/run"}, "change --ckpt.state_dir"),
+    ({"ckpt.state_dir": "a\0b"}, "change --ckpt.state_dir"),
+    ({"ckpt.best_metric": "pass@1", "eval.dataset": "rows.jsonl"}, "begin with eval/"),
     ({"ckpt.early_stopping_patience": 2}, "set --ckpt.best_metric"),
     (
         {"ckpt.early_stopping_patience": 2, "ckpt.best_metric": "eval/loss", "eval.dataset": "rows.jsonl"},

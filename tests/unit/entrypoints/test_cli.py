@@ -227,6 +227,9 @@ def test_hub_names_and_generated_data_pass(tmp_path: Path) -> None:
         ("eval.dataset", "./missing", DataError),
         ("reward.function_path", "{}/missing.py", ConfigurationError),
         ("ckpt.output_dir", "{}/reward.py/run", CheckpointError),
+        ("ckpt.state_dir", "{}/reward.py/states", CheckpointError),
+        ("logger.tensorboard_dir", "{}/reward.py", CheckpointError),
+        ("ckpt.push_to_hub", "me/model", ConfigurationError),  # HF_HUB_OFFLINE is set in tests
     ],
 )
 def test_a_wrong_path_names_its_flag(tmp_path: Path, key: str, value: str, kind: type[Exception]) -> None:
@@ -243,6 +246,7 @@ def test_weights_that_are_not_whole_are_told_before_anything_is_prepared(tmp_pat
     (tmp_path / "model" / "model.safetensors").write_bytes(b"cut")
     run = SFTRun()
     run.actor.model_name_or_path = str(tmp_path / "model")
+    run.ckpt.output_dir = str(tmp_path / "run")
     (problem,) = example_file_problems(run)
     assert str(problem).startswith("actor.model_name_or_path is ")
     assert "model.safetensors is cut off" in str(problem)

@@ -1,0 +1,82 @@
+"""Checks that the models, data sets, files and directories that settings name are there, before anything is loaded.
+
+Does not own: what is in them. Importable without torch.
+"""
+
+import os
+from pathlib import Path
+
+from rollgrad.adapters.checkpoints.hub import find_model
+from rollgrad.adapters.checkpoints.weight_files import weights_problem
+from rollgrad.adapters.data.datasets.loading import check_address
+from rollgrad.application.settings.function_path import FunctionPath
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~"))
+
+
+def check_model(key: str, name: str | None) -> None:
+    """Checks a model.
+
+    Raises:
+        CheckpointError: there is none of this name.
+    """
+    if not name:
+        return
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            model = path / "model"  # of a run's directory
+            hint = (
+                f"did you mean --{key} {model}?" if (model / "config.json").is_file() else f"name a model with --{key}."
+            )
+            raise CheckpointError(f"{key} is {name!r}, a directory without config.json: {hint}")
+        if problem := weights_problem(path):  # before rows are prepared, and processes of a cluster started
+            raise CheckpointError(f"{key} is {name!r}, {problem}.")
+    elif path.exists() or _is_path(name):
+        raise CheckpointError(f"{key} is {name!r}, which is no directory: name a model with --{key}.")
+    else:
+        find_model(name, flag=f"--{key}")
+
+
+def check_dataset(key: str, name: str) -> None:
+    """Checks a data set.
+
+    Raises:
+        DataError: there is no such file or folder.
+    """
+    check_address(name)
+    is_file_name = Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+    folder = name.rpartition(":")[0]  # with a configuration
+    if (is_file_name or _is_path(name)) and not Path(name).exists() and not (folder and Path(folder).is_dir()):
+        raise DataError(f"{key} is {name!r}, which does not exist: check --{key}.")
+
+
+def check_reward_file(config: RLConfig) -> None:
+    """Checks the files of a reward.
+
+    Raises:
+        ConfigurationError: one is missing.
+    """
+    function, judge = config.reward.function_path, config.reward.judge_prompt
+    files = {"function_path": function and FunctionPath.parse(function).file, "judge_prompt": judge}
+    for key, file in files.items():
+        if file is not None and not Path(file).is_file():
+            raise ConfigurationError(f"reward.{key} is {file!r}, which is no file: check --reward.{key}.")
+
+
+def check_written(key: str, name: str | None) -> None:
+    """Checks a directory that is to be written, and may have to be made.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    if not name:
+        return
+    path = Path(name).absolute()
+    existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise CheckpointError(f"{key} is {name!r}, but {existing} is no directory that can be written: set --{key}.")
