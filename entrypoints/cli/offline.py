@@ -113,13 +113,11 @@ def rehearse_offline(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
     from rollgrad.entrypoints.data_show import show_held_out, show_rows
     from rollgrad.entrypoints.dry_run import example_file_problems
     from rollgrad.entrypoints.example_plan import show_example_plan
-    from rollgrad.entrypoints.run_directory import check_output
 
     sys.stdout.write(dump_config(run))
     if run.actor.adam.lr is None:
         sys.stdout.write(f"# actor.adam.lr: {run.actor.peak_lr:g} by default\n")
     raise_together([*errors, *example_file_problems(run)])
-    check_output(run.ckpt)
     check_packages(run)
     problems: list[RollgradError] = []
     examples = show_rows(run, count=1)
