@@ -119,15 +119,16 @@ def scoring_file_problems(config: RLConfig) -> list[RollgradError]:
 
 
 def example_file_problems(run: Any) -> list[RollgradError]:
-    """Returns what is wrong with the paths of a run over examples that it reads after its rows: those of its models,
-    and of its held-out examples."""
+    """Returns what is wrong with the paths of a run over examples: those of its models, of its rows, and of what it
+    writes."""
     problems: dict[str, RollgradError] = {}
     for name in ("actor", "ref", "teacher"):
         if hasattr(run, name):
             key = f"{name}.model_name_or_path"
             _note(problems, key, check_model, key, getattr(run, name).model_name_or_path)
-    for name in dataset_names(run.eval.dataset or ""):
-        _note(problems, "eval.dataset", check_dataset, "eval.dataset", name)
+    for key in ("data.dataset", "eval.dataset"):
+        for name in dataset_names(attrgetter(key)(run) or ""):
+            _note(problems, key, check_dataset, key, name)
     problems |= _written_problems(run)
     problems |= _ds_problems(run)
     return list(problems.values())

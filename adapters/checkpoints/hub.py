@@ -8,7 +8,7 @@ import structlog
 
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
-HUB_SECONDS = 5.0
+HUB_SECONDS = 10.0
 """Time for the hub's first answer. Without one, each file of a model would be asked for again and again, half a minute
 long, those in the local cache too."""
 

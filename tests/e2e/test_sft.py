@@ -259,7 +259,7 @@ def test_data_that_cannot_be_read_are_one_sentence(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "both.jsonl").write_text('{"text": "a", "messages": []}\n')
-    for name, sentence in (("none.jsonl", "cannot be read"), ("both.jsonl", "can be read as messages")):
+    for name, sentence in (("none.jsonl", "which does not exist"), ("both.jsonl", "can be read as messages")):
         assert main(["train", "sft", *words(tiny_model_dir, tmp_path / name, tmp_path / "run")]) == 2
         error = capsys.readouterr().err
         assert sentence in error

@@ -246,8 +246,9 @@ def test_weights_that_are_not_whole_are_told_before_anything_is_prepared(tmp_pat
     (tmp_path / "model" / "model.safetensors").write_bytes(b"cut")
     run = SFTRun()
     run.actor.model_name_or_path = str(tmp_path / "model")
-    run.ckpt.output_dir = str(tmp_path / "run")
-    (problem,) = example_file_problems(run)
+    run.ckpt.output_dir, run.data.dataset = str(tmp_path / "run"), "nowhere.jsonl"
+    problem, rows = example_file_problems(run)
+    assert "data.dataset is 'nowhere.jsonl', which does not exist" in str(rows)
     assert str(problem).startswith("actor.model_name_or_path is ")
     assert "model.safetensors is cut off" in str(problem)
 
