@@ -136,6 +136,8 @@ def row_log(
     """
     if path.is_dir():
         raise CheckpointError(f"{flag} is {str(path)!r}, a directory: name a file in it.")
+    if path.exists() and not path.is_file():  # a device, which would take all and keep nothing
+        raise CheckpointError(f"{flag} is {str(path)!r}, which is no file: name one that may be written.")
     with locked(path.parent, flag, file=f".{path.name}.lock"):
         try:
             holds = path.exists() and path.stat().st_size > 0
@@ -146,6 +148,8 @@ def row_log(
                 done, failed = set(), 0
             replace_file(description_path(path), (json.dumps(description, indent=2) + "\n").encode())
             rows = RowLog(path, done, failed)
+        except CheckpointError:  # an OSError too
+            raise
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be written ({error.strerror or error}): choose another {flag}."
