@@ -70,9 +70,9 @@ class EngineWeights(WeightChannel):
             ConfigurationError: the backend has no room.
         """
         transfer = Transfer([self._engine], [(0, 0)], self._backend)
-        await transfer.send(policy, version)
-        if transfer.receivers:
-            await transfer.prove(await transfer.probe(policy, self._temperature))
+        probe = await transfer.send(policy, version, self._temperature)
+        if probe is not None:
+            await transfer.prove(probe)
         for error in transfer.failed.values():
             raise error
         return {"seconds": transfer.seconds, "bytes": float(transfer.bytes)}
@@ -124,13 +124,12 @@ class FleetWeights(WeightChannel):
                 takers = await self._fleet.takers()
                 transfer = self._transfer_to(takers)
                 steps = policy.steps
-                await transfer.send(policy, version)
-                if transfer.receivers:
-                    probe = await transfer.probe(policy, self._temperature)
+                probe = await transfer.send(policy, version, self._temperature)
+                if probe is not None:
                     await transfer.prove(probe)
                 for index, error in transfer.failed.items():
                     self._fleet.lost(takers[index], str(error))
-                if transfer.receivers:
+                if probe is not None and transfer.receivers:
                     self._fleet.took([takers[index] for index in transfer.receivers], version)
                     self._last = _Pushed(policy=policy, version=version, steps=steps, probe=probe)
                     return {"seconds": transfer.seconds, "bytes": float(transfer.bytes)}
@@ -174,7 +173,7 @@ class Transfer:
     failed: dict[int, EngineError] = field(factory=dict, init=False)
     """Errors of the engines that dropped out, by index."""
     seconds: float = field(default=0.0, init=False)
-    """Seconds that `send` took."""
+    """Seconds that `send` took without the probe."""
     bytes: int = field(default=0, init=False)
     dtype: torch.dtype = field(default=torch.float32, init=False)
     """The coarsest format of the trainer's weights."""
@@ -183,17 +182,25 @@ class Transfer:
     def __attrs_post_init__(self) -> None:
         self.receivers = dict(enumerate(self.engines))
 
-    async def send(self, policy: PolicyModel, version: int) -> None:
-        """Brings the policy's weights to the engines.
+    async def send(self, policy: PolicyModel, version: int, temperature: float | None = None) -> Probe | None:
+        """Brings the policy's weights to the engines; returns its `probe` at a `temperature`, None without one, or if
+        no engine is left.
+
+        It is computed before engines that have slept take memory for keys and values on GPUs that they share with the
+        policy.
 
         Raises:
             ConfigurationError: the backend has no room. Errors of the policy pass unchanged.
         """
         started = time.perf_counter()
         stream = self.backend(policy, self.lives, version)
-        well = False
+        well, probe = False, None
         try:
             await self._updates(stream)
+            self.seconds = time.perf_counter() - started
+            if self.receivers and temperature is not None:
+                probe = await self.probe(policy, temperature)
+            started = time.perf_counter()
             await self._each("finish", lambda receiver: receiver.finish_weights(version))
             well = len(self.receivers) == len(self.engines)
         except BaseException:
@@ -203,16 +210,13 @@ class Transfer:
             with suppress(ValueError):  # after a cancelled push its thread still runs the generator
                 await asyncio.to_thread(stream.updates.close)
             stream.close(well)
-        self.seconds = time.perf_counter() - started
+        self.seconds += time.perf_counter() - started
+        return probe if self.receivers else None
 
     async def probe(self, policy: PolicyModel, temperature: float) -> Probe:
         """Returns the policy's log-probs of tokens that are in the vocabulary of all engines."""
         tokens = [PROBE_STRIDE * index % self._vocabulary for index in range(1, PROBE_TOKENS + 1)]
-        try:
-            expected = await asyncio.to_thread(lambda: policy.score(_batch(tokens)).logprobs_N[1:].tolist())
-        except BaseException:
-            await self.abandon(BROKE_OFF)
-            raise
+        expected = await asyncio.to_thread(lambda: policy.score(_batch(tokens)).logprobs_N[1:].tolist())
         return Probe(tokens=tokens, expected=expected, temperature=temperature, dtype=self.dtype)
 
     async def prove(self, probe: Probe) -> None:

@@ -520,3 +520,28 @@ async def test_an_engine_that_lost_its_weights_unnoticed_refuses_changes_and_get
     assert has_all(member, policy)
     assert member.restarts == 1
     await fleet.aclose()
+
+
+async def test_the_trainer_computes_before_engines_take_the_rest_of_their_memory() -> None:
+    """On GPUs that they share its pass needs some that the engines' keys and values will have."""
+    told: list[str] = []
+
+    class Engine(FakeWeightReceiver):
+        async def finish_weights(self, version: int) -> None:
+            told.append("finish")
+            await super().finish_weights(version)
+
+    class Policy(FakePolicy):
+        def score(self, batch: PackedBatch) -> TokenScores:
+            told.append("score")
+            return super().score(batch)
+
+    fleet = EngineFleet([Engine(), Engine()])
+    try:
+        await FleetWeights(fleet).push(Policy(), 1)
+        assert told == ["score", "finish", "finish"]
+        told.clear()
+        await EngineWeights(Engine()).push(Policy(), 1)
+        assert told == ["score", "finish"]
+    finally:
+        await fleet.aclose()
