@@ -29,7 +29,7 @@ from rollgrad.application.settings.time_floor import least_seconds, step_work
 from rollgrad.application.settings.unit_ratio import idle_sentence, uncorrected_sentence
 from rollgrad.application.settings.way_out import way_out
 from rollgrad.application.settings.weight_backend import sync_backend
-from rollgrad.domain.errors import ConfigurationError, DataError, RollgradError, raise_together
+from rollgrad.domain.errors import ConfigurationError, DataError, RollgradError
 from rollgrad.entrypoints.named_paths import check_dataset, check_model, check_reward_file, check_written
 from rollgrad.entrypoints.run_directory import check_output
 
@@ -45,28 +45,9 @@ SECTIONS = {"actor": "actor", "critic": "critic", "reference": "ref", "reward": 
 """The section of settings of each role that has a model."""
 
 
-def check_files(config: RLConfig) -> None:
-    """Checks that local paths in the settings exist, and that the output directory can be written.
-
-    Names of the hub pass, because only the hub knows them.
-
-    Raises:
-        ConfigurationError, CheckpointError, DataError: paths are wrong.
-    """
-    raise_together(list(file_problems(config).values()))
-
-
-def check_eval_files(config: RLConfig) -> None:
-    """Checks the files that evaluation reads, like `check_files`.
-
-    Raises:
-        ConfigurationError, CheckpointError, DataError: paths are wrong.
-    """
-    raise_together(list(eval_file_problems(config).values()))
-
-
 def file_problems(config: RLConfig) -> dict[str, RollgradError]:
-    """Returns the settings of a training run that name a wrong path, each with its error."""
+    """Returns the settings of a training run that name a wrong local path, each with its error: one that does not
+    exist, or an output directory that cannot be written. Names of the hub pass, because only the hub knows them."""
     problems = eval_file_problems(config)
     for key in ("critic.model_name_or_path", "ref.model_name_or_path"):
         _note(problems, key, check_model, key, attrgetter(key)(config))

@@ -14,7 +14,7 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataErro
 from rollgrad.entrypoints.cli.commands import COMMANDS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import dump_config, setting_names, structure_config
-from rollgrad.entrypoints.dry_run import check_eval_files, check_files, example_file_problems
+from rollgrad.entrypoints.dry_run import example_file_problems, file_problems
 
 
 def printed_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> RLConfig:
@@ -203,8 +203,7 @@ def files_config(tmp_path: Path) -> RLConfig:
 
 def test_files_that_are_there_pass(tmp_path: Path) -> None:
     config = files_config(tmp_path)
-    check_files(config)
-    check_eval_files(config)
+    assert not file_problems(config)
     assert not (tmp_path / "new").exists()
 
 
@@ -212,7 +211,7 @@ def test_hub_names_and_generated_data_pass(tmp_path: Path) -> None:
     config = files_config(tmp_path)
     config.actor.model_name_or_path = "organisation/model"
     config.data.prompt_dataset = "organisation/dataset,reasoning_gym:basic_arithmetic"
-    check_files(config)
+    assert not file_problems(config)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +235,10 @@ def test_a_wrong_path_names_its_flag(tmp_path: Path, key: str, value: str, kind:
     config = files_config(tmp_path)
     section, name = key.split(".")
     setattr(getattr(config, section), name, value.format(tmp_path))
-    with pytest.raises(kind, match=f"--{key}"):
-        check_files(config)
+    ((setting, problem),) = file_problems(config).items()
+    assert setting == key
+    assert isinstance(problem, kind)
+    assert f"--{key}" in str(problem)
 
 
 def test_weights_that_are_not_whole_are_told_before_anything_is_prepared(tmp_path: Path) -> None:
@@ -259,12 +260,9 @@ def test_all_wrong_paths_are_told_at_once(tmp_path: Path) -> None:
     config.data.prompt_dataset = "nowhere.jsonl"
     config.eval.dataset = "./nothing"
     config.ckpt.output_dir = str(tmp_path / "reward.py" / "run")
-    with pytest.raises(ConfigurationError) as error:
-        check_files(config)
-    lines = str(error.value).splitlines()
-    assert len(lines) == 4
-    for key in ("actor.model_name_or_path", "data.prompt_dataset", "eval.dataset", "ckpt.output_dir"):
-        assert any(f"--{key}" in line for line in lines)
+    problems = file_problems(config)
+    assert problems.keys() == {"actor.model_name_or_path", "data.prompt_dataset", "eval.dataset", "ckpt.output_dir"}
+    assert all(f"--{key}" in str(problem) for key, problem in problems.items())
 
 
 def test_mistakes_of_every_kind_are_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
