@@ -185,11 +185,14 @@ class LocalCheckpointStore(CheckpointStore):
 
 
 def _rescued(fill: Callable[[Path], None]) -> Path | None:
-    """Writes a model to a fresh directory for temporary files; returns None if it cannot be."""
+    """Writes a model to a fresh directory for temporary files; returns None if it cannot be, or lies on the machine of
+    another process."""
     place = None
     try:
         place = Path(tempfile.mkdtemp(prefix="rollgrad-"))
         fill(place / FINAL_MODEL)
+        if not (place / FINAL_MODEL).is_dir():
+            raise CheckpointError("The process that writes it is on another machine.")
     except Exception as error:  # of any kind: the one before is the one to tell
         log.warning("the model cannot be written elsewhere either", place=str(place), reason=str(error))
         if place is not None:

@@ -116,6 +116,17 @@ def test_the_model_of_a_runs_end_is_written_elsewhere_rather_than_lost(tmp_path:
     assert [path.parent for path in temporary.glob("*/model")] == [written.parent], "no half of one"
 
 
+def test_a_model_that_a_process_elsewhere_wrote_is_not_said_to_be_here(tmp_path: Path, temporary: Path) -> None:
+    class OfAnotherMachine(Policy):
+        def save(self, path: Path) -> None:
+            if path.is_relative_to(tmp_path):
+                raise CheckpointError("The model cannot be written to /run (Read-only file system).")
+
+    with pytest.raises(CheckpointError, match=r"Read-only file system\)\.$"):
+        save(LocalCheckpointStore(tmp_path), OfAnotherMachine("a", tmp_path / "model"))
+    assert list(temporary.iterdir()) == []
+
+
 def test_other_errors_make_no_room(tmp_path: Path) -> None:
     store = LocalCheckpointStore(tmp_path, spare=lambda share: pytest.fail("something was removed"))
     with pytest.raises(CheckpointError):
