@@ -19,7 +19,7 @@ def plain_parameters(request: GenerationRequest, eos_token_ids: frozenset[int]) 
         "top_p": params.top_p,
         "top_k": params.top_k,
         "max_tokens": params.max_new_tokens,
-        "min_tokens": params.min_new_tokens,
+        "min_tokens": min(params.min_new_tokens, params.max_new_tokens),  # vLLM takes no more
         "ignore_eos": True,  # ends are the ids named here and no others
         "stop_token_ids": sorted(eos_token_ids.union(params.stop_token_ids)),
         "stop": list(params.stop_strings),

@@ -8,7 +8,9 @@ import torch
 
 from rollgrad.adapters.engines.vllm.images import engine_input
 from rollgrad.adapters.engines.vllm.lora import lora_settings
+from rollgrad.adapters.engines.vllm.sampling_params import plain_parameters
 from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.errors import ConfigurationError
 from tests.tiny_vision import picture
@@ -20,6 +22,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_vllm_gets_the_least_rank_that_it_has_room_for(rank: int, room: int) -> None:
     settings = lora_settings(LoraConfig(rank=rank), torch.float32, CPU)
     assert settings == {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+
+
+def test_a_least_length_above_the_room_of_a_turn_is_the_room() -> None:
+    """vLLM refuses such a request, in which an episode has less room left than an agent asks for."""
+    params = SamplingParams(max_new_tokens=4, min_new_tokens=9)
+    fields = plain_parameters(GenerationRequest(prompt_token_ids=(1,), params=params), frozenset({2}))
+    assert (fields["min_tokens"], fields["max_tokens"]) == (4, 4)
 
 
 def test_float32_on_a_gpu_is_refused() -> None:
