@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.domain.algorithms.equality import differ
 from rollgrad.domain.episodes.trajectory import Trajectory
 
 
@@ -37,7 +38,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         "rollout/response_length_mean": sum(lengths) / count,
         "rollout/response_length_max": float(max(lengths)),
         "rollout/truncated_share": sum(sample[0].stop_reason.truncated for sample in samples) / count,
-        "rollout/zero_spread_share": sum(min(s) == max(s) for s in scored) / len(scored),
+        "rollout/zero_spread_share": sum(not differ(s) for s in scored) / len(scored),
         "rollout/group_std_mean": sum(statistics.pstdev(s) for s in scored) / len(scored),
         "rollout/all_passed_share": sum(min(s) >= pass_threshold for s in scored) / len(scored),
         "rollout/all_failed_share": sum(max(s) < pass_threshold for s in scored) / len(scored),

@@ -239,3 +239,12 @@ def test_a_metric_of_ones_own_does_not_take_the_place_of_the_rewards_mean() -> N
     group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1,), text="a"), trajectories=(trajectory,))
     metrics = rollout_metrics([group], pass_threshold=0.5)
     assert [metrics[f"reward/{name}"] for name in ("mean", "max", "words")] == [1.0, 1.0, 9.0]
+
+
+def test_scores_that_differ_by_rounding_alone_are_no_spread() -> None:
+    """Else a run whose estimator finds no difference would not be told that it cannot learn."""
+    played = tuple(
+        make_trajectory([1], [2], sample_id=place, rewards=[reward]) for place, reward in enumerate((0.3, 0.1 + 0.2))
+    )
+    group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1,), text="a"), trajectories=played)
+    assert rollout_metrics([group], pass_threshold=0.5)["rollout/zero_spread_share"] == 1.0
