@@ -4,6 +4,7 @@ Invariant: token ids are not changed; a contradiction is a `TrajectoryError` tha
 and the cost of a failed episode.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ def to_trajectories(
         TrajectoryError: neither the segment nor the engine has log-probs of sampled tokens.
     """
     rewards = [segment.reward for segment in segments if segment.reward is not None]
-    score = next((segment.score for segment in reversed(segments) if segment.score is not None), sum(rewards))
+    score = next((segment.score for segment in reversed(segments) if segment.score is not None), math.fsum(rewards))
     pool = list(calls)
     return [_trajectory(segment, calls, pool, request, score) for segment in segments]
 

@@ -6,6 +6,7 @@ branch; every sampled token is an action in exactly one trajectory. Does not own
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -266,7 +267,7 @@ class TokenLedger:
         leaves = self._leaves()
         if not leaves:
             raise TrajectoryError("The episode has no sampled token: there is nothing to learn from.")
-        outcome = sum(turn.reward for turn in self._turns if not turn.dropped) if score is None else score
+        outcome = math.fsum(turn.reward for turn in self._turns if not turn.dropped) if score is None else score
         trained: set[int] = set()
         result = []
         for leaf in leaves:

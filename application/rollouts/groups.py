@@ -73,7 +73,7 @@ class RolloutGroup:
     @property
     def rewards(self) -> list[float]:
         """Reward of each sample, summed over its branches."""
-        return [sum(trajectory.reward for trajectory in sample) for sample in self.samples]
+        return [math.fsum(trajectory.reward for trajectory in sample) for sample in self.samples]
 
 
 class FailureBudget:
@@ -242,7 +242,7 @@ class RolloutService:
             raise
         failures = tuple(result for result in results if isinstance(result, RolloutFailure))
         played = [result for result in results[:samples] if isinstance(result, list)]
-        baselines = [sum(t.reward for t in result) for result in results[samples:] if isinstance(result, list)]
+        baselines = [math.fsum(t.reward for t in result) for result in results[samples:] if isinstance(result, list)]
         if len(baselines) < len(greedy):
             played = []  # nothing to compare the samples with
         return RolloutGroup(

@@ -25,7 +25,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
     samples = [sample for group in groups for sample in group.samples]
     trajectories = [trajectory for sample in samples for trajectory in sample]
     count = len(samples)
-    rewards = [sum(t.reward for t in sample) for sample in samples]
+    rewards = [reward for group in groups for reward in group.rewards]
     lengths = [sum(t.action_length for t in sample) for sample in samples]
     scored = [group.scores for group in groups if group.trajectories]
     metrics = {

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from rollgrad.application.episodes.ledger import TokenLedger
 from rollgrad.application.learning.experience import ExperienceService
 from rollgrad.application.learning.update import UpdateService
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.application.rollouts.metrics import rollout_metrics
 from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
@@ -33,6 +35,7 @@ from rollgrad.domain.algorithms.settings import (
 )
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Message
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
 from rollgrad.testing.chat_codec import FakeChatCodec
 from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
@@ -182,19 +185,25 @@ def test_a_rewritten_history_changes_nothing(estimator: str, data: st.DataObject
         assert found[token] == pytest.approx(values, rel=1e-4, abs=1e-5), token
 
 
-@pytest.mark.parametrize("estimator", ["gae", "turn_gae", "reinforce"])
-@pytest.mark.parametrize("forgetful", [False, True])
-def test_every_turn_of_a_won_episode_is_praised(estimator: str, forgetful: bool) -> None:
-    """Three turns, success 1 at the end, and a critic that expects nothing."""
+def talk(turns: int, *, forgetful: bool, reward: float = 0.0) -> TokenLedger:
+    """One episode whose turns have a reward each."""
     ledger, messages = TokenLedger(codec := FakeChatCodec(forgetful=forgetful)), [{"role": "user", "content": "?"}]
-    for turn in range(3):
+    for turn in range(turns):
         tokens = codec.encode(said := f"(hm){turn}")
         generation = Generation(
             token_ids=tokens, logprobs=[-1.0] * len(tokens), versions=[0] * len(tokens), stop_reason=StopReason.STOP
         )
         message = codec.parse(said, "").message
-        ledger.commit(ledger.prepare(messages), generation, message)
+        ledger.set_reward(ledger.commit(ledger.prepare(messages), generation, message), reward)
         messages = [*messages, message, {"role": "user", "content": "And?"}]
+    return ledger
+
+
+@pytest.mark.parametrize("estimator", ["gae", "turn_gae", "reinforce"])
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_every_turn_of_a_won_episode_is_praised(estimator: str, forgetful: bool) -> None:
+    """Three turns, success 1 at the end, and a critic that expects nothing."""
+    ledger = talk(3, forgetful=forgetful)
     ledger.reward_last(1.0)
     won = ledger.trajectories(group_id=0, sample_id=0, stop_reason=StopReason.STOP)
     assert len(won) == (3 if forgetful else 1)
@@ -211,3 +220,14 @@ def test_every_turn_of_a_won_episode_is_praised(estimator: str, forgetful: bool)
     batch = service.make(won, 0.0).batch
     for column_N in (batch.filled("advantages_N"), batch.filled("returns_N")):
         assert (column_N[batch.action_mask_N] == 1.0).all()
+
+
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_ten_tenths_are_a_whole(forgetful: bool) -> None:
+    """Added one after the other they are 0.9999999999999999, which does not pass where 1 does."""
+    played = talk(10, forgetful=forgetful, reward=0.1).trajectories(
+        group_id=0, sample_id=0, stop_reason=StopReason.STOP
+    )
+    group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1,), text="?"), trajectories=tuple(played))
+    assert (group.scores, group.rewards) == ([1.0], [1.0])
+    assert rollout_metrics([group], pass_threshold=1.0)["reward/mean"] == 1.0
