@@ -72,10 +72,10 @@ class EvaluationService:
         if len(scores) > 1 and self._one_by_one:
             for source, source_scores in scores.items():
                 metrics |= self._summary(f"eval/{source}", source_scores)
-        played = [t for group in groups for t in group.trajectories]
+        samples = [sample for group in groups for sample in group.samples]
         metrics["eval/failed"] = float(len(failures))
-        metrics["eval/response_length_mean"] = sum(t.action_length for t in played) / len(played)
-        metrics["eval/truncated_share"] = sum(t.stop_reason.truncated for t in played) / len(played)
+        metrics["eval/response_length_mean"] = sum(t.action_length for s in samples for t in s) / len(samples)
+        metrics["eval/truncated_share"] = sum(any(t.stop_reason.truncated for t in s) for s in samples) / len(samples)
         return metrics
 
     def _summary(self, prefix: str, scores: list[list[float]]) -> dict[str, float]:

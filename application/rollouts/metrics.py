@@ -37,7 +37,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         "rollout/entropy": sampled_entropy(trajectories),
         "rollout/response_length_mean": sum(lengths) / count,
         "rollout/response_length_max": float(max(lengths)),
-        "rollout/truncated_share": sum(sample[0].stop_reason.truncated for sample in samples) / count,
+        "rollout/truncated_share": sum(any(t.stop_reason.truncated for t in s) for s in samples) / count,
         "rollout/zero_spread_share": sum(not differ(s) for s in scored) / len(scored),
         "rollout/group_std_mean": sum(statistics.pstdev(s) for s in scored) / len(scored),
         "rollout/all_passed_share": sum(min(s) >= pass_threshold for s in scored) / len(scored),

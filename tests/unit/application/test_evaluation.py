@@ -60,6 +60,19 @@ async def test_passes_means_lengths_and_truncation() -> None:
     )
 
 
+async def test_the_branches_of_an_episode_count_once() -> None:
+    """As in a rollout's metrics: an episode that opens many branches is one, as long as all of them together."""
+
+    def branching(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        branches = play(request)
+        assert isinstance(branches, list)
+        return branches * (1 + 3 * (request.sample_id % 2))
+
+    metrics = await evaluate({"a": "x"}, FakeAgentExecutor(branching))
+    assert metrics["eval/response_length_mean"] == (1 + 4) / 2
+    assert metrics["eval/truncated_share"] == 0.5
+
+
 async def test_the_threshold_decides_what_passes() -> None:
     metrics = await evaluate({"c": "x"}, FakeAgentExecutor(play), threshold=0.5)
     assert metrics["eval/pass@1"] == 0.5

@@ -248,3 +248,10 @@ def test_scores_that_differ_by_rounding_alone_are_no_spread() -> None:
     )
     group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1,), text="a"), trajectories=played)
     assert rollout_metrics([group], pass_threshold=0.5)["rollout/zero_spread_share"] == 1.0
+
+
+def test_an_episode_is_truncated_if_one_of_its_branches_is() -> None:
+    """OpenRLHF's executors say it of each."""
+    played = tuple(make_trajectory([1], [2], stop_reason=reason) for reason in (StopReason.STOP, StopReason.LENGTH))
+    group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1,), text="a"), trajectories=played)
+    assert rollout_metrics([group], pass_threshold=0.5)["rollout/truncated_share"] == 1.0
