@@ -79,7 +79,8 @@ def to_trajectories(
 ) -> list[Trajectory]:
     """Returns one trajectory for each segment of an episode.
 
-    Rewards of several segments add up; the score is the last one given, or else the sum of the rewards.
+    Rewards of several segments add up; the score is the last one given, or else the sum of the rewards. Metrics are
+    the episode's: of those of one name the last.
 
     Args:
         segments: at least one with a reward.
@@ -91,8 +92,9 @@ def to_trajectories(
     """
     rewards = [segment.reward for segment in segments if segment.reward is not None]
     score = next((segment.score for segment in reversed(segments) if segment.score is not None), math.fsum(rewards))
+    measured = {name: value for segment in segments for name, value in segment.metrics.items()}
     pool = list(calls)
-    return [_trajectory(segment, calls, pool, request, score) for segment in segments]
+    return [_trajectory(evolve(segment, metrics=measured), calls, pool, request, score) for segment in segments]
 
 
 def version_of(calls: Sequence[EngineCall]) -> int:

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
-from rollgrad.adapters.openrlhf.segments import EngineCall, read_segments, to_trajectories
+from rollgrad.adapters.openrlhf.segments import EngineCall, read_segments, rewarded, to_trajectories
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.application.rollouts.metrics import rollout_metrics
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import Reward
 from rollgrad.domain.episodes.routed import RoutedTokens
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.testing.chat_codec import FakeChatCodec
@@ -40,6 +43,17 @@ def test_sampled_tokens_have_the_log_probs_of_the_request_before_them() -> None:
     episode = {"observation_tokens": [1, 2, 3, 7, 0], "action_ranges": [(3, 5)], "reward": 1.0}
     (trajectory,) = to_trajectories(read_segments(episode, max_length=9), calls, REQUEST)
     assert trajectory.logprobs_T.tolist()[3:] == [-4.0, -8.0]
+
+
+def test_what_any_part_of_an_episode_measured_is_the_episodes() -> None:
+    """Metrics of a rollout are those of the first branch of each sample."""
+    first = {"observation_tokens": [1, 2, 3], "action_ranges": [(2, 3)], "rollout_log_probs": [0.0, 0.0, -1.0]}
+    parts = [first | {"extra_logs": {"calls": 2.0}}, first | {"extra_logs": {"calls": 3.0, "found": 1.0}}]
+    segments = rewarded(read_segments(parts, max_length=9), Reward(value=1.0, metrics={"words": 4.0}))
+    played = to_trajectories(segments, [], REQUEST)
+    group = RolloutGroup(group_id=0, prompt=REQUEST.prompt, trajectories=tuple(played))
+    metrics = rollout_metrics([group], pass_threshold=1.0)
+    assert [metrics[f"reward/{name}"] for name in ("calls", "found", "words")] == [3.0, 1.0, 4.0]
 
 
 async def test_requests_at_the_same_time_have_seeds_of_their_own() -> None:
