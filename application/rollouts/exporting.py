@@ -110,6 +110,8 @@ def _usable(replies: Sequence[Reply], chosen: Chosen) -> Iterator[Reply]:
     for reply in replies:
         if reply.turns != 1 or (reply.group_id, reply.sample_id) in branched:
             chosen.left_out["rollouts of several turns or branches"] += 1
+        elif reply.stop_reason == StopReason.ENVIRONMENT.value:  # it may answer more than the prompt
+            chosen.left_out["rollouts of environments or agents"] += 1
         elif reply.stop_reason != StopReason.STOP.value:
             chosen.left_out["replies that were cut off"] += 1
         elif reply.hidden:

@@ -22,6 +22,7 @@ REPLY = Reply(
 )
 UNUSABLE: dict[str, dict[str, Any]] = {
     "rollouts of several turns or branches": {"turns": 2},
+    "rollouts of environments or agents": {"stop_reason": "environment"},
     "replies that were cut off": {"stop_reason": "length"},
     "replies with a hidden secret": {"hidden": True},
     "empty replies": {"response": " \n"},
