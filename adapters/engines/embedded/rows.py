@@ -143,6 +143,7 @@ def check_request(request: GenerationRequest, most: int | None, vocabulary: int)
             f"{total} tokens, but the model has {most} positions: shorten the prompt, or lower "
             "--rollout.max_new_tokens."
         )
-    largest = max(*request.prompt_token_ids, *request.params.stop_token_ids, 0)
-    if largest >= vocabulary:
-        raise DataError(f"The request has the token id {largest}, but those of the model end at {vocabulary - 1}.")
+    token_ids = (*request.prompt_token_ids, *request.params.stop_token_ids)
+    for token in (min(token_ids), max(token_ids)):
+        if not 0 <= token < vocabulary:
+            raise DataError(f"The request has the token id {token}, but those of the model are 0 to {vocabulary - 1}.")

@@ -24,7 +24,7 @@ from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.composition.engines import make_engine
 from rollgrad.testing.models import FakePolicy
@@ -338,6 +338,15 @@ async def test_a_gpu_samples_from_the_same_distribution(
 async def test_a_request_without_tokens_is_refused(model: Any) -> None:
     with pytest.raises(EngineError, match="no prompt tokens"):
         await engine(model).generate(request([]))
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+async def test_a_token_that_the_model_lacks_is_refused_and_other_replies_go_on(model: Any, token: int) -> None:
+    rollout = engine(model)
+    good = asyncio.create_task(rollout.generate(request(max_new_tokens=20)))
+    with pytest.raises(DataError, match=f"the token id {token}, but those of the model are 0 to "):
+        await rollout.generate(request([5, token]))
+    assert len((await good).token_ids) == 20
 
 
 async def test_keep_freezes_and_continues_under_the_new_version(model: Any, passes: list[int]) -> None:
