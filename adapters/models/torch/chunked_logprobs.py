@@ -140,6 +140,7 @@ def token_logprobs(
     mean: bool = True,
     collision: bool = False,
     allowed: AllowedTokens | None = None,
+    also_AK: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the log-prob of each target and the entropy (nats) of softmax(logits / temperature).
 
@@ -156,11 +157,12 @@ def token_logprobs(
         collision: with `correct`, also finds the collision entropy, -log sum_v p_v^2 (nats), without a gradient; one
             more pass.
         allowed: the tokens that are possible in some rows, where all others have the logit minus infinity.
+        also_AK: int64 ids of further tokens whose log-probs are found.
 
     Returns:
         (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias; with `correct` also correct_A,
         float32, 1 where no token is more likely than the target, else 0; then with `mean` mean_A, differentiable as
-        well, and with `collision` collision_A.
+        well, and with `collision` collision_A; last with `also_AK` their log-probs [A, K], differentiable as well.
     """
     result: tuple[Tensor, ...] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_AH.to(weight_VH.dtype),
@@ -174,6 +176,7 @@ def token_logprobs(
         mean,
         collision,
         allowed,
+        also_AK,
     )
     return result
 
@@ -200,30 +203,35 @@ class _ChunkedLogprobs(torch.autograd.Function):
         mean: bool,
         collision: bool,
         allowed: AllowedTokens | None,
+        also: Tensor | None,
     ) -> tuple[Tensor, ...]:
         mean, collision = correct and mean, correct and collision
         rows = max(1, chunk_bytes(hidden.device) // (4 * weight.shape[0]))
-        index, mine = vocabulary.rows(targets, len(weight))
-        columns = torch.empty(
-            3 + correct + 2 * mean + collision, len(hidden), dtype=torch.float32, device=hidden.device
-        )
+        # The targets are the first of the tokens that are asked for.
+        asked = targets[:, None] if also is None else torch.cat([targets[:, None], also], 1)
+        index, mine = vocabulary.rows(asked, len(weight))
+        found = 2 + correct + 2 * mean + collision
+        columns = torch.empty(found + index.shape[1], len(hidden), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             restrict = _restriction(allowed, start, vocabulary.first)
             of = (temperature, index[part], mine[part], (correct, mean, collision))
             columns[:, part] = _of_logits(_columns, hidden[part], weight, bias, form, restrict, *of)
-        lse, target, own, *more = vocabulary.gathered(columns).unbind(1)
+        gathered = vocabulary.gathered(columns)
+        lse, own, *more = gathered[:, :found].unbind(1)
         normaliser = torch.logsumexp(lse, dim=0)
-        logprobs = target.sum(0) - normaliser
+        logits = gathered[:, found:].sum(0)
+        logprobs = logits[0] - normaliser
+        further = [] if also is None else [(logits[1:] - normaliser).t()]
         entropy = ((lse - normaliser).exp() * (own + normaliser - lse.clamp(min=NO_MASS))).sum(0)
         ctx.save_for_backward(hidden, weight, bias, index, mine, normaliser, entropy)
         ctx.temperature, ctx.rows, ctx.vocabulary, ctx.form = temperature, rows, vocabulary, form
-        ctx.allowed = allowed
+        ctx.allowed, ctx.mean, ctx.further = allowed, mean, bool(further)
         ctx.set_materialize_grads(False)
         if not correct:
-            return logprobs, entropy
+            return logprobs, entropy, *further
         best, *more = more
-        correct_A = (target.sum(0) >= best.amax(0)).float()
+        correct_A = (logits[0] >= best.amax(0)).float()
         means: list[Tensor] = []
         if mean:
             totals, counts, *more = more
@@ -232,18 +240,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
             ctx.size = counts.sum(0)
         collisions = [-((2 * (lse - normaliser)).exp() * square).sum(0).log() for square in more]
         ctx.mark_non_differentiable(correct_A, *collisions)
-        return logprobs, entropy, correct_A, *means, *collisions
+        return logprobs, entropy, correct_A, *means, *collisions, *further
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-        _: Tensor | None = None,
-        grad_mean: Tensor | None = None,
-        __: Tensor | None = None,
-    ) -> Any:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *others: Tensor | None) -> Any:
         hidden, weight, bias, index, mine, normaliser, entropy = ctx.saved_tensors
+        grad_mean = others[1] if ctx.mean else None
+        pulls = grad_logprobs if grad_logprobs is None else grad_logprobs[:, None]
+        if ctx.further and others[-1] is not None:
+            first = torch.zeros_like(normaliser) if grad_logprobs is None else grad_logprobs
+            pulls = torch.cat([first[:, None], others[-1]], 1)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
@@ -251,8 +257,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
             restrict = _restriction(ctx.allowed, start, ctx.vocabulary.first)
-            columns = (normaliser, index, mine, grad_logprobs, grad_entropy, entropy, grad_mean, mean_share)
-            of = [None if column is None else column[part, None] for column in columns]
+            asked = [None] * 3 if pulls is None else [c[part, : pulls.shape[1]] for c in (index, mine, pulls)]
+            columns = (normaliser, grad_entropy, entropy, grad_mean, mean_share)
+            of = [*asked, *(None if column is None else column[part, None] for column in columns)]
             form, dtype, temperature = ctx.form, weight.dtype, ctx.temperature
             grad = _of_logits(_logit_gradient, hidden[part], weight, bias, form, restrict, temperature, dtype, *of)
             torch.mm(grad, weight, out=grad_hidden[part])
@@ -265,7 +272,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         ctx.vocabulary.sum(grad_hidden)
         cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 8
+        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 9
 
 
 def _restriction(allowed: AllowedTokens | None, start: int, first: int) -> Restrict | None:
@@ -299,20 +306,20 @@ def _columns(
     form: LogitForm,
     restrict: Restrict | None,
     temperature: float,
-    index_A: Tensor,
-    mine_A: Tensor,
+    index_AJ: Tensor,
+    mine_AJ: Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> Tensor:
-    """Returns what is to be known of rows of logits [K, A]: their logsumexp, the target's logit, and minus the mean of
-    the log-softmax; then, if `wanted`, the largest logit, the sum of the log-softmax and the number of logits, and the
-    probability of meeting a token twice. It overwrites the logits."""
+    """Returns what is to be known of rows of logits [K, A]: their logsumexp, and minus the mean of the log-softmax;
+    then, if `wanted`, the largest logit, the sum of the log-softmax and the number of logits, and the probability of
+    meeting a token twice; last the logits of the J tokens of `index_AJ`. It overwrites the logits."""
     correct, mean, collision = wanted
     if temperature != 1.0:
         logits.div_(temperature)
     if restrict is not None:
         restrict(logits)
     lse, best = _logsumexp(logits)
-    target = torch.where(mine_A, logits.gather(1, index_A[:, None])[:, 0], 0.0)
+    asked = torch.where(mine_AJ, logits.gather(1, index_AJ), 0.0)
     found = [best] if correct else []
     log_probs = logits.sub_(lse.clamp(min=NO_MASS)[:, None]).clamp_(min=NO_CHANCE, max=0.0)
     if mean:
@@ -321,7 +328,7 @@ def _columns(
     if collision:
         found.append(_dot(probs, probs))
     # Entropy as lse minus the mean logit would cancel badly for logits beyond 100; this form does not.
-    return torch.stack([lse, target, -_dot(probs, log_probs), *found])
+    return torch.cat([torch.stack([lse, -_dot(probs, log_probs), *found]), asked.t()])
 
 
 def _dot(one_AV: Tensor, other_AV: Tensor) -> Tensor:
@@ -342,10 +349,10 @@ def _logit_gradient(
     restrict: Restrict | None,
     temperature: float,
     dtype: torch.dtype,
+    index: Tensor | None,
+    mine: Tensor | None,
+    pulls: Tensor | None,
     normaliser: Tensor,
-    index: Tensor,
-    mine: Tensor,
-    grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     entropy: Tensor,
     grad_mean: Tensor | None,
@@ -353,12 +360,13 @@ def _logit_gradient(
 ) -> Tensor:
     """Returns the gradient at hidden @ weight.T + bias, in the format `dtype`: the slope of the logits times
     g_l (onehot - p) - g_H p (log p + H) + g_M (1 / V - p), the gradient at the scaled logits; `mean_share` is g_M / V.
-    It overwrites the logits; the other tensors are columns [A, 1]."""
+    `pulls` [A, J] are the g_l of the tokens `index` [A, J]. It overwrites the logits; the other tensors are columns
+    [A, 1]."""
     slope = form.slope(logits)
     if restrict is not None:
         restrict(logits)
     log_softmax = logits.div_(temperature).sub_(normaliser).clamp_(min=NO_CHANCE, max=0.0)
-    coefficient: Tensor | float = 0.0 if grad_logprobs is None else grad_logprobs
+    coefficient: Tensor | float = 0.0 if pulls is None else pulls.sum(1, keepdim=True)
     if grad_mean is not None:
         coefficient = coefficient + grad_mean
     if grad_entropy is None:
@@ -367,11 +375,12 @@ def _logit_gradient(
         factor = (log_softmax + entropy).mul_(grad_entropy).add_(coefficient)
         grad = log_softmax.exp_().mul_(factor).neg_()
         del factor  # which is as large as the logits
-    if grad_logprobs is not None and torch.compiler.is_compiling():  # a scatter would need the gradient in memory
-        is_target = (torch.arange(grad.shape[1], device=grad.device) == index) & mine
-        grad = grad + torch.where(is_target, grad_logprobs, 0.0)
-    elif grad_logprobs is not None:
-        grad.scatter_add_(1, index, torch.where(mine, grad_logprobs, 0.0))
+    if pulls is not None and index is not None and mine is not None:
+        if pulls.shape[1] == 1 and torch.compiler.is_compiling():  # a scatter would need the gradient in memory
+            is_target = (torch.arange(grad.shape[1], device=grad.device) == index) & mine
+            grad = grad + torch.where(is_target, pulls, 0.0)
+        else:
+            grad.scatter_add_(1, index, torch.where(mine, pulls, 0.0))
     if mean_share is not None:
         grad.add_(mean_share)
     return grad.mul_(slope / temperature).to(dtype)

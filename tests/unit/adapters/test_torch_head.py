@@ -306,6 +306,50 @@ def test_what_nobody_asks_for_is_left_out(chunk_rows: int) -> None:
     torch.testing.assert_close(logprobs, log_softmax.gather(1, targets.clamp(min=3)[:, None])[:, 0])
 
 
+def further(rows: int, count: int = 5) -> Tensor:
+    """Ids of other tokens, the target among them, some twice, as fillers are."""
+    return torch.randint(0, VOCABULARY, (rows, count), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("form", [LogitForm(), LogitForm(scale=3.0, cap=5.0)], ids=["plain", "capped"])
+@pytest.mark.parametrize("used", [(0, 1, 2), (2,), (1, 2)], ids=str)
+def test_further_tokens_have_log_probs_and_gradients(chunk_rows: int, form: LogitForm, used: tuple[int, ...]) -> None:
+    hidden, weight, offset, targets = leaves(7, bias=True)
+    also, inputs = further(7), [x for x in (hidden, weight, offset) if x is not None]
+    raw = torch.nn.functional.linear(*(x.double() for x in inputs))
+    logits = form.scale * raw
+    if form.cap is not None:
+        logits = form.cap * torch.tanh(logits / form.cap)
+    table = (logits / 0.7).log_softmax(-1)
+    entropy = -(table.exp() * table).sum(-1)
+    expected = table.gather(1, targets[:, None])[:, 0], entropy, table.gather(1, also)
+    found = token_logprobs(hidden, weight, offset, targets, 0.7, form=form, also_AK=also)
+    generator = torch.Generator().manual_seed(1)
+    pulls = [torch.randn(each.shape, generator=generator) for each in expected]
+
+    def gradients(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(torch.stack([(pulls[i] * results[i]).sum() for i in used]).sum(), inputs)
+
+    for mine, theirs in zip((*found, *gradients(found)), (*expected, *gradients(expected)), strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=5e-5)
+
+
+def test_further_tokens_change_no_other_result(chunk_rows: int) -> None:
+    hidden, weight, offset, targets = leaves(9, bias=True)
+    arguments = (hidden, weight, offset, targets, 0.7)
+    plainly = token_logprobs(*arguments, correct=True, collision=True)
+    *found, also = token_logprobs(*arguments, correct=True, collision=True, also_AK=further(9))
+    assert also.shape == (9, 5)
+    assert all(map(torch.equal, found, plainly))
+    for one, other in zip(
+        torch.autograd.grad(torch.stack([*found[:2], found[3]]).sum(), [hidden, weight]),
+        torch.autograd.grad(torch.stack([*plainly[:2], plainly[3]]).sum(), [hidden, weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("masked", [0, 19])
 @pytest.mark.parametrize("bounds", [(0, 19, 37), (0, 1, 30, 37)])
 def test_shares_of_the_vocabulary_give_what_the_whole_gives(
@@ -320,12 +364,14 @@ def test_shares_of_the_vocabulary_give_what_the_whole_gives(
     targets[::2] = torch.nn.functional.linear(hidden, weight, offset).argmax(-1)[::2]
     compared = slice(None) if masked == 0 else slice(2)  # no mean over a vocabulary of which a part is masked out
     pull = pull[compared]
-    logprobs, entropy, correct, mean, collision = token_logprobs(
-        hidden, weight, offset, targets, 0.7, correct=True, collision=True
+    also = further(9).clamp(min=masked)
+    logprobs, entropy, correct, mean, collision, others = token_logprobs(
+        hidden, weight, offset, targets, 0.7, correct=True, collision=True, also_AK=also
     )
     expected = [logprobs, entropy, mean][compared]
     assert correct[::2].tolist() == [1.0] * 5
-    expected_gradients = torch.autograd.grad((pull * torch.stack(expected)).sum(), [hidden, weight, offset])
+    pulled = (pull * torch.stack(expected)).sum() + (others * others.detach()).sum()
+    expected_gradients = torch.autograd.grad(pulled, [hidden, weight, offset])
     count = len(bounds) - 1
     table = Table(barrier=threading.Barrier(count), tensors={})
 
@@ -336,13 +382,15 @@ def test_shares_of_the_vocabulary_give_what_the_whole_gives(
             for x, part in zip((hidden, weight, offset), (slice(None), rows, rows), strict=True)
         ]
         share = ThreadShare(first=bounds[rank], rank=rank, table=table)
-        logprobs, entropy, shared, mean, squares = token_logprobs(
-            *inputs, targets, 0.7, share, correct=True, collision=True
+        logprobs, entropy, shared, mean, squares, mine = token_logprobs(
+            *inputs, targets, 0.7, share, correct=True, collision=True, also_AK=also
         )
         assert torch.equal(shared, correct)
+        torch.testing.assert_close(mine, others, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(squares, collision, rtol=1e-5, atol=1e-5)
         found = [logprobs, entropy, mean][compared]
-        return found, torch.autograd.grad((pull * torch.stack(found)).sum(), inputs)
+        pulled = (pull * torch.stack(found)).sum() + (mine * mine.detach()).sum()
+        return found, torch.autograd.grad(pulled, inputs)
 
     with ThreadPoolExecutor(count) as threads:
         results = list(threads.map(computed, range(count)))
