@@ -25,6 +25,7 @@ from rollgrad.application.episodes.reply import ChatReply, OnPiece, sample_reply
 from rollgrad.application.episodes.stop_text import StopText
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
+from rollgrad.domain.episodes.likeliest import LikeliestTokens
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, ForeignError
@@ -331,7 +332,7 @@ class RecordedSession:
             raise
         if sum(self.refused.values()) == refused:
             self.stopped = None  # the agent has shortened its conversation, and goes on
-        return reply
+        return _as_asked(reply, request.changes.get("top_logprobs", 0))
 
     def _check_length(self, request: ChatRequest) -> None:
         if self._limits.max_tokens is None:
@@ -370,7 +371,7 @@ class RecordedSession:
             max_new_tokens=room,
             stop_strings=(*params.stop_strings, *request.stops),
             seed=(params.seed + number) % 2**63,
-            top_logprobs=request.changes.get("top_logprobs", 0),
+            top_logprobs=max(params.top_logprobs, request.changes.get("top_logprobs", 0)),
         )
 
     def _refuse(self, message: str, kind: str) -> NoReturn:
@@ -382,6 +383,12 @@ class RecordedSession:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # marks the error as seen, because no caller may be left
+
+
+def _as_asked(reply: ChatReply, count: int) -> ChatReply:
+    """Returns a reply with as many likely tokens at each place as its client asked for: the trainer may want more."""
+    told = LikeliestTokens.of(reply.generation.top_logprobs).narrowed(count) if count else ()
+    return evolve(reply, generation=evolve(reply.generation, top_logprobs=told))
 
 
 def _no_room(prepared: Prepared, limit: str) -> str:

@@ -200,8 +200,9 @@ class UpdateService:
                 metrics |= self._update_policy(step_batch, listening, len(learned) / batch.unit_count)
                 self.under_way = True
             if self._critic is not None and value_objective is not None:
-                unrouted = evolve(step_batch, experts_NLK=None)  # which the critic's own routers choose
-                parts = split(unrouted, self._max_tokens, self._shares, padded=self._critic.padded())
+                parts = split(
+                    step_batch.for_other_models(), self._max_tokens, self._shares, padded=self._critic.padded()
+                )
                 metrics |= {f"critic/{k}": v for k, v in self._critic.update(parts, value_objective).items()}
                 self.under_way = True
             steps.append(metrics)

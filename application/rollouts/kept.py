@@ -11,6 +11,7 @@ from torch import Tensor
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.images import Image, PlacedImage
+from rollgrad.domain.episodes.likeliest import LikeliestTokens
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.trajectory import Segment, SegmentKind, Trajectory
 
@@ -67,6 +68,11 @@ def _trajectory(state: Mapping[str, Any], images: Mapping[str, Image]) -> Trajec
         PlacedImage(image=images[digest], start=start, stop=stop) for digest, start, stop in state.get("images", ())
     )
     known = {name: value for name, value in state.items() if name != FORMER}
-    return Trajectory(
-        **{**known, "segments": segments, "stop_reason": StopReason(state["stop_reason"]), "images": placed}
-    )
+    told = state.get("likeliest")
+    rebuilt = {
+        "segments": segments,
+        "stop_reason": StopReason(state["stop_reason"]),
+        "images": placed,
+        "likeliest": None if told is None else LikeliestTokens(**told),
+    }
+    return Trajectory(**{**known, **rebuilt})

@@ -14,6 +14,7 @@ from attrs import Factory, evolve, field, fields, frozen
 from torch import Tensor
 
 from rollgrad.domain.episodes.images import PlacedImages
+from rollgrad.domain.episodes.likeliest import end_to_end, unsaid
 from rollgrad.domain.episodes.routed import laid_end_to_end
 from rollgrad.domain.episodes.trajectory import Segment, SegmentKind, Trajectory
 from rollgrad.domain.errors import TrajectoryError
@@ -47,6 +48,9 @@ class PackedBatch:
     `experts_NLK` small integers: the experts of a mixture that each token is sent to (`episodes/routed.py`) by a model
     that replays them; None where its routers choose.
 
+    `sampler_ids_NK` int32 and `sampler_logprobs_NK` float32: the tokens that were likeliest under the policy that
+    sampled an action token (`episodes/likeliest.py`); None where nobody said.
+
     A subclass adds columns. The last part of a column's name is its shape, by which `select` knows it: N has an entry a
     token, S one a sequence, SK a row of K, NLK K entries for each of L layers.
     """
@@ -68,6 +72,8 @@ class PackedBatch:
     prescribed_S: tuple[tuple[Segment, ...], ...] = ()
     teacher_prompts_S: tuple[tuple[int, ...], ...] = ()
     experts_NLK: Tensor | None = None
+    sampler_ids_NK: Tensor | None = None
+    sampler_logprobs_NK: Tensor | None = None
 
     @property
     def predicted_N(self) -> Tensor:
@@ -120,6 +126,11 @@ class PackedBatch:
         if column is None:
             raise ValueError(f"The batch has no {name}: fill it in before computing the loss.")
         return column
+
+    def for_other_models(self) -> Self:
+        """Returns what other models than the policy that sampled compute with: their own routers choose experts, and
+        none of them learns from likely tokens."""
+        return evolve(self, experts_NLK=None, sampler_ids_NK=None, sampler_logprobs_NK=None)
 
     def __len__(self) -> int:
         return len(self.lengths_S)
@@ -298,6 +309,7 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
             rewards[start + segment.stop - 1] = segment.reward
         start += len(trajectory)
     part_names = _part_names(trajectories)
+    sampler_ids_NK, sampler_logprobs_NK = _likeliest(trajectories, action_mask_N)
     group_ids_S = torch.tensor([t.group_id for t in trajectories])
     sample_ids_S = torch.tensor([t.sample_id for t in trajectories])
     return RolloutBatch(
@@ -315,6 +327,8 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
         images_S=tuple(t.images for t in trajectories) if any(t.images for t in trajectories) else (),
         prescribed_S=tuple(t.prescribed for t in trajectories) if any(t.prescribed for t in trajectories) else (),
         experts_NLK=laid_end_to_end([t.experts_TLK for t in trajectories], lengths_S.tolist()),
+        sampler_ids_NK=sampler_ids_NK,
+        sampler_logprobs_NK=sampler_logprobs_NK,
         scores_S=torch.tensor([t.score for t in trajectories], dtype=torch.float32),
         truncated_S=torch.tensor([t.stop_reason.truncated for t in trajectories]),
         part_names=part_names,
@@ -322,6 +336,18 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
         if part_names
         else None,
     )
+
+
+def _likeliest(trajectories: Sequence[Trajectory], action_mask_N: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the most likely tokens at the place of each token, 0 outside actions, and their log-probs; None and None
+    where no engine was asked."""
+    if all(trajectory.likeliest is None for trajectory in trajectories):
+        return None, None
+    told = end_to_end([unsaid(t.action_length) if t.likeliest is None else t.likeliest for t in trajectories])
+    shape = len(action_mask_N), told.ids_RK.shape[1]
+    ids_NK, logprobs_NK = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape)
+    ids_NK[action_mask_N], logprobs_NK[action_mask_N] = told.ids_RK, told.logprobs_RK
+    return ids_NK, logprobs_NK
 
 
 def _part_names(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:

@@ -86,7 +86,14 @@ class FakeRolloutEngine(RolloutEngine):
                 reason = StopReason.STOP
                 break
         logprobs = [-math.log(VOCABULARY)] * len(tokens)
-        return Generation(token_ids=tokens, logprobs=logprobs, versions=versions, stop_reason=reason)
+        likeliest = [(token, logprobs[0]) for token in range(params.top_logprobs)] if tokens else []
+        return Generation(
+            token_ids=tokens,
+            logprobs=logprobs,
+            versions=versions,
+            stop_reason=reason,
+            top_logprobs=[likeliest] * len(tokens) if likeliest else (),
+        )
 
     async def pause(self, mode: PauseMode) -> None:
         """Stops drawing: after all requests (WAIT), at once (KEEP), or ending them (ABORT)."""

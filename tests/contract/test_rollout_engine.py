@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,25 @@ async def test_each_token_has_logprob_and_version(make: Callable[[], Any]) -> No
     assert len(generation.token_ids) == len(generation.logprobs) == len(generation.versions) == 8
     assert set(generation.versions) == {3}
     assert all(logprob <= 0 for logprob in generation.logprobs)
+
+
+async def test_the_likeliest_tokens_are_those_of_the_distribution_that_is_sampled(make: Callable[[], Any]) -> None:
+    """Also where a request beside it asks for none, and of replies that are heard as they come."""
+    asked = ask(top_logprobs=40, temperature=0.7)
+    engine = make()
+    reply, none = await asyncio.gather(engine.generate(asked), engine.generate(ask(seed=1)))
+    assert not none.top_logprobs
+    assert len(reply.top_logprobs) == len(reply.token_ids)
+    for token, logprob, told in zip(reply.token_ids, reply.logprobs, reply.top_logprobs, strict=True):
+        ranked = [likely for _, likely in told]
+        assert len({one for one, _ in told}) == 40
+        assert ranked == sorted(ranked, reverse=True)
+        assert sum(map(math.exp, ranked)) <= 1 + 1e-5
+        assert dict(told).get(token, logprob) == pytest.approx(logprob, abs=1e-4)
+        assert token in dict(told) or logprob <= ranked[-1] + 1e-4
+    heard = await make().generate(asked, on_token=lambda token: None)
+    for whole, parts in zip(reply.top_logprobs, heard.top_logprobs, strict=True):
+        assert [likely for _, likely in parts] == pytest.approx([likely for _, likely in whole], abs=1e-4)
 
 
 async def test_a_request_depends_on_itself_alone(make: Callable[[], Any]) -> None:

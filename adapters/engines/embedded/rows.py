@@ -12,6 +12,7 @@ from rollgrad.application.foreign import harmless
 from rollgrad.domain.control.request_flow import ArrivedRequest
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.episodes.images import PlacedImages
+from rollgrad.domain.episodes.likeliest import LikeliestTokens, end_to_end
 from rollgrad.domain.episodes.routed import RoutedTokens
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RollgradError
 
@@ -34,7 +35,7 @@ class Row:
     tokens: list[int] = field(factory=list)
     logprobs: list[float] = field(factory=list)
     versions: list[int] = field(factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(factory=list)
+    top_logprobs: list[LikeliestTokens] = field(factory=list)
     experts: list[torch.Tensor] = field(factory=list)
     """Experts [R, L, K] of the tokens that were computed for it, pass by pass, where they are recorded."""
     kept: int = 0
@@ -122,7 +123,7 @@ class Row:
                 logprobs=self.logprobs,
                 versions=self.versions,
                 stop_reason=reason,
-                top_logprobs=self.top_logprobs,
+                top_logprobs=end_to_end(self.top_logprobs),
                 routed=(RoutedTokens(start=self.kept, experts_RLK=torch.cat(self.experts)),) if self.experts else (),
             )
         )

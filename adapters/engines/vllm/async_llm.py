@@ -16,6 +16,7 @@ from rollgrad.adapters.engines.vllm.sampling_params import parameters
 from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.episodes.images import PlacedImages
+from rollgrad.domain.episodes.likeliest import LikeliestTokens, end_to_end
 from rollgrad.domain.episodes.routed import RoutedTokens, experts_type
 from rollgrad.domain.errors import EngineError, RollgradError
 from rollgrad.domain.ports.rollout_engine import tell
@@ -73,7 +74,7 @@ class LocalCore(Core):
         """Implements `Core.sample`."""
         tokens: list[int] = []
         logprobs: list[float] = []
-        likeliest: list[list[tuple[int, float]]] = []
+        likeliest: list[LikeliestTokens] = []
 
         def take(output: Any) -> None:
             part = output.outputs[0]
@@ -81,15 +82,15 @@ class LocalCore(Core):
             drawn = [given.logprobs[start] for start in given.start_indices]  # the sampled token comes first
             tokens.extend(part.token_ids)
             logprobs.extend(drawn)
-            if request.params.top_logprobs:
-                likeliest.extend(_likeliest(given, request.params.top_logprobs))
+            if request.params.top_logprobs and drawn:
+                likeliest.append(_likeliest(given))
             if on_token is None:
                 return
             for place, (token, logprob) in enumerate(zip(part.token_ids, drawn, strict=True), start=1):
                 last = part.finish_reason is not None and place == len(drawn)
                 tell(on_token, token, logprob, self._version, last=last)
 
-        params = parameters(request, eos_token_ids, streamed=on_token is not None)
+        params = parameters(request, eos_token_ids, self.model.vocabulary, streamed=on_token is not None)
         output = await self._last_output(name, request.prompt_token_ids, params, take, request.images)
         last = output.outputs[0]
         if last.finish_reason not in STOP_REASONS:
@@ -100,7 +101,7 @@ class LocalCore(Core):
             logprobs=logprobs,
             versions=versions,
             stop_reason=STOP_REASONS[last.finish_reason],
-            top_logprobs=likeliest,
+            top_logprobs=end_to_end(likeliest),
             routed=() if last.routed_experts is None else (self._routed(request.known_experts, last.routed_experts),),
             kept=output.num_cached_tokens if self._keeps else None,
         )
@@ -256,11 +257,9 @@ class LocalCore(Core):
         return last
 
 
-def _likeliest(given: Any, count: int) -> list[list[tuple[int, float]]]:
-    """Returns the `count` most likely tokens at each place of vLLM's flat log-probs, without impossible ones; they
-    follow the sampled token."""
-    places = [slice(start + 1, start + 1 + count) for start in given.start_indices]
-    return [
-        [pair for pair in zip(given.token_ids[place], given.logprobs[place], strict=True) if pair[1] > float("-inf")]
-        for place in places
-    ]
+def _likeliest(given: Any) -> LikeliestTokens:
+    """Returns the most likely tokens at each place of vLLM's flat log-probs; they follow the sampled token, as many at
+    each."""
+    shape = len(given.start_indices), -1
+    ids, logprobs = np.array(given.token_ids, np.int32), np.array(given.logprobs, np.float32)
+    return LikeliestTokens(*(torch.from_numpy(each.reshape(shape)[:, 1:].copy()) for each in (ids, logprobs)))

@@ -36,6 +36,7 @@ def start(
     threads: int | None = None,
     sleeps: bool = True,
     records_experts: bool = False,
+    likeliest: int = 0,
     extra: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> Any:
@@ -44,7 +45,8 @@ def start(
     from; prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
     `threads` of the processes that share a model on a CPU; None leaves it to OMP_NUM_THREADS how many each has.
     `sleeps`: whether it can give its memory to others, which it then allocates in a way of its own. `records_experts`:
-    whether it says to which experts of a mixture it sent tokens. `extra`: further engine arguments, which count more
+    whether it says to which experts of a mixture it sent tokens. `likeliest`: number of most likely tokens that
+    requests may ask for, where they are more than vLLM's own bound. `extra`: further engine arguments, which count more
     than what is chosen for them here.
 
     Raises:
@@ -84,6 +86,7 @@ def start(
             "generation_config": "vllm",
             "limit_mm_per_prompt": {"video": 0},  # no prompt has one, for which it would set memory aside
             "logprobs_mode": "processed_logprobs",
+            "max_logprobs": max(likeliest, AsyncEngineArgs.max_logprobs),
             "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),  # whose grammars ours are
             "weight_transfer_config": WeightTransferConfig(backend=VLLM_BACKENDS[sync_backend]),
             "worker_extension_cls": WORKER,

@@ -28,8 +28,9 @@ def plain_parameters(request: GenerationRequest, eos_token_ids: frozenset[int]) 
     }
 
 
-def parameters(request: GenerationRequest, eos_token_ids: frozenset[int], *, streamed: bool) -> Any:
-    """Returns vLLM's `SamplingParams`; outputs are whole replies, or, if `streamed`, their parts as they come."""
+def parameters(request: GenerationRequest, eos_token_ids: frozenset[int], vocabulary: int, *, streamed: bool) -> Any:
+    """Returns vLLM's `SamplingParams` for a model with so many tokens, more of which it would not look for; outputs are
+    whole replies, or, if `streamed`, their parts as they come."""
     from vllm import SamplingParams as Params
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -37,7 +38,7 @@ def parameters(request: GenerationRequest, eos_token_ids: frozenset[int], *, str
     return Params(
         **plain_parameters(request, eos_token_ids),
         detokenize=bool(request.params.stop_strings),
-        logprobs=request.params.top_logprobs,
+        logprobs=min(request.params.top_logprobs, vocabulary),
         structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
         flat_logprobs=True,
         routed_experts_prompt_start=request.known_experts,

@@ -37,6 +37,9 @@ SMALL = (torch.bool, torch.uint8, torch.int16, torch.float16)
 EXPERTS = "experts_NLK"
 """Column of results with an entry for each token, not for action tokens alone."""
 
+OF_ACTIONS = ("sampler_ids_NK", "sampler_logprobs_NK")
+"""Columns that mean something at action tokens alone, besides those of floats."""
+
 ONLY_HERE = "places_S"
 """Column that does not travel: it means something in the process of the whole batch alone."""
 
@@ -118,7 +121,7 @@ class SentBatch:
         for name, column in self.columns.items():
             if isinstance(column, AtActions):
                 values = self.actions[column.source]
-                whole = np.zeros(total, values.dtype)
+                whole = np.zeros((total, *values.shape[1:]), values.dtype)
                 whole[mask] = values
             elif isinstance(column, Stretches):
                 whole = column.column(total)
@@ -191,7 +194,7 @@ class _Whole:
                 columns[name] = _joined(column, runs, np.int32)
             elif (changes := self._changes.get(name)) is not None:
                 columns[name] = _stretches(column, changes, runs)
-            elif column.dtype.kind != "f" or column.ndim > 1:
+            elif name not in OF_ACTIONS and (column.dtype.kind != "f" or column.ndim > 1):
                 columns[name] = _joined(column, runs)
             else:
                 columns[name] = _at_actions(name, _joined(column, runs)[mask], actions)

@@ -66,6 +66,8 @@ def rollouts(groups: Sequence[Sequence[int]], prompt: int = 5) -> RolloutBatch:
         reward_parts_SK=torch.ones(len(batch), 1),
         experts_NLK=torch.randint(255, (batch.token_count, 2, 3), generator=generator).to(torch.uint8),
         teacher_prompts_S=tuple((place, 150_000) for place in range(len(trajectories))),
+        sampler_ids_NK=torch.where(batch.action_mask_N[:, None], torch.arange(4), 0).int(),
+        sampler_logprobs_NK=torch.where(batch.action_mask_N[:, None], draw_N[:, None] * torch.arange(4), 0.0),
         prescribed_S=tuple(trajectory.segments[1:2] * (place % 2) for place, trajectory in enumerate(trajectories)),
     )
 
@@ -274,10 +276,12 @@ def test_a_process_without_a_share_computes_one_branch(processes: int) -> None:
 
 
 def test_a_token_costs_few_bytes() -> None:
-    """Ids and the sampler's log-probs are what a loss of whole replies needs: 8 bytes, and 4 for a critic's values."""
-    batch = evolve(rollouts([[400] * 4] * 4, prompt=100), experts_NLK=None)
+    """Ids and the sampler's log-probs are what a loss of whole replies needs: 8 bytes, and 4 for a critic's values;
+    each likely token is 8 more."""
+    told = evolve(rollouts([[400] * 4] * 4, prompt=100), experts_NLK=None)
+    batch = evolve(told, sampler_ids_NK=None, sampler_logprobs_NK=None)
     plain = evolve(batch, selected_N=None, kept_N=None, values_N=None)
-    for whole, limit in ((plain, 10.0), (batch, 15.0)):
+    for whole, limit in ((plain, 10.0), (batch, 15.0), (told, 15.0 + 4 * 8)):
         buffers: list[pickle.PickleBuffer] = []
         data = pickle.dumps(divided(split(whole, 10**6, 2), 2), protocol=5, buffer_callback=buffers.append)
         size = len(data) + sum(len(bytes(buffer)) for buffer in buffers)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import structlog
+from attrs import evolve
 
 from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
@@ -26,6 +27,7 @@ from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 from rollgrad.testing.chat_codec import EOS, FakeChatCodec
 from rollgrad.testing.reward_source import FakeRewardSource
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
 from tests.fakes.scripted_engine import Script, ScriptedEngine, assert_recorded
 
 PROMPT = Prompt(token_ids=(1,), text="go", label="two", messages=({"role": "user", "content": "go"},))
@@ -52,6 +54,20 @@ async def play(
 
 def content(reply: ChatReply) -> str:
     return str(reply.parsed.message["content"])
+
+
+async def test_clients_are_told_the_likely_tokens_they_ask_for_and_the_trainer_its_own() -> None:
+    service = ChatService(FakeRolloutEngine(), FakeChatCodec(), max_waiting=10)
+    session = service.open(PROMPT, evolve(PARAMS, top_logprobs=30), SessionLimits(max_turns=10))
+    unasked = await session.reply(ask("go"))
+    asked = await session.reply(ask("go", content(unasked), "more", top_logprobs=2))
+    assert not unasked.generation.top_logprobs
+    assert {len(told) for told in asked.generation.top_logprobs} == {2}
+    await session.seal()
+    recorded = session.ledger.trajectories(group_id=0, sample_id=0, stop_reason=StopReason.STOP)
+    told = [each for trajectory in recorded for each in trajectory.likeliest or ()]
+    assert {len(each) for each in told} == {30}
+    assert len(told) == sum(trajectory.action_length for trajectory in recorded)
 
 
 async def test_each_turn_has_a_seed_of_its_own() -> None:

@@ -15,7 +15,9 @@ from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParam
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.testing.rollout_engine import FakeRolloutEngine
 
-REQUEST = GenerationRequest(prompt_token_ids=(65, 66, 67), params=SamplingParams(max_new_tokens=60, seed=3))
+REQUEST = GenerationRequest(
+    prompt_token_ids=(65, 66, 67), params=SamplingParams(max_new_tokens=60, seed=3, top_logprobs=3)
+)
 
 
 @pytest.fixture(params=["fake", "embedded"])
@@ -51,6 +53,8 @@ async def test_a_reply_survives_any_number_of_aborts(inner: Any) -> None:
     assert list(reply.logprobs) == pytest.approx(list(whole.logprobs), abs=1e-4)
     assert sorted(reply.versions) == list(reply.versions)
     assert set(reply.versions) == {0, 1, 2, 3}
+    for mine, theirs in zip(reply.top_logprobs, whole.top_logprobs, strict=True):
+        assert [logprob for _, logprob in mine] == pytest.approx([logprob for _, logprob in theirs], abs=1e-4)
 
 
 async def test_a_request_that_was_aborted_before_its_first_token_is_asked_again(inner: Any) -> None:

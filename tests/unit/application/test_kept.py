@@ -10,6 +10,7 @@ from attrs import evolve
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.kept import group_of_state, group_state
 from rollgrad.domain.episodes.images import Image, PlacedImage
+from rollgrad.domain.episodes.likeliest import LikeliestTokens
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.testing.agent_executor import make_trajectory
 
@@ -54,6 +55,18 @@ def test_grammars_of_replies_are_kept() -> None:
     group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1, 2), text="a"), trajectories=(followed,))
     read = group_of_state(group_state(group), group.prompt)
     assert [segment.grammar for segment in read.trajectories[0].prescribed] == ["start: /[a-z]+/"]
+
+
+def test_likely_tokens_are_kept() -> None:
+    likeliest = LikeliestTokens.of([[(3, -0.5), (5, -1.0)], [(4, -0.25)]])
+    told = evolve(make_trajectory([1, 2], [3, 4]), likeliest=likeliest)
+    group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1, 2), text="a"), trajectories=(told,))
+    file = io.BytesIO()
+    torch.save(group_state(group), file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    read = group_of_state(state, group.prompt).trajectories[0].likeliest
+    assert read is not None
+    assert [*read] == [*likeliest]
 
 
 def test_experts_of_tokens_are_kept() -> None:
