@@ -1,4 +1,4 @@
-"""What loaders of some models of vLLM 0.32 lack to load what a trainer sends.
+"""Additions to loaders of some models of vLLM 0.32, with which they load what a trainer sends.
 
 The trainer sends the experts of a layer as it has them: one tensor of all. Most models of vLLM take it as it is; the
 loaders of some know names in files alone, and get its parts, which are views.
@@ -31,7 +31,7 @@ PARTS = {
     **{name: (name,) for name in ("up_proj", "down_proj", "w2")},
     "w13": ("w1", "w3"),
 }
-"""What joined experts are made of, by their names: matrices of one expert, one above the other."""
+"""Parts of joined experts, by their names: matrices of one expert, one above the other."""
 JOINED = re.compile(rf"(?P<experts>.*\.experts)\.(?P<joined>{'|'.join(PARTS)})")
 """Names of joined experts."""
 

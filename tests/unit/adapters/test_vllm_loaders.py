@@ -1,5 +1,4 @@
-"""What models of vLLM that load experts one by one get of joined experts is what they find in files; loaders have
-names."""
+"""Models of vLLM that load experts one by one get of joined experts what they find in files; loaders have names."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -41,7 +40,7 @@ class Loaded(nn.Module):
 
 
 def loaded(kind: str, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """What a model of vLLM gets, whose class has the name `kind`, in another model."""
+    """Tensors that a model of vLLM gets, whose class has the name `kind`, in another model."""
     model = Loaded()
     model.part = type(kind, (nn.Module,), {})()
     complete_loaders(model)

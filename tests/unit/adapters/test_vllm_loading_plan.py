@@ -139,7 +139,7 @@ def test_tensors_that_a_loader_makes_of_another_are_followed() -> None:
 
 @pytest.mark.parametrize("common", [False, True])
 def test_a_tensor_of_several_layers_has_a_plan_where_it_may_be_common(common: bool) -> None:
-    """Of tied embeddings each layer has to be repacked; a router and its experts read the same corrections."""
+    """Each layer of tied embeddings has to be repacked; a router and its experts read the same corrections."""
     model = Loaded()
     model.other = nn.Linear(2, 3, bias=False, device="meta")
     model.other.weight = model.narrow.weight
