@@ -62,7 +62,8 @@ def _written_problems(run: Any) -> dict[str, RollgradError]:
     """Returns what is wrong with the places that a training run writes to."""
     problems: dict[str, RollgradError] = {}
     _note(problems, "ckpt.output_dir", check_output, run.ckpt)
-    for key in ("ckpt.output_dir", "ckpt.state_dir", "logger.tensorboard_dir"):
+    cache = ("data.cache_dir",) if hasattr(run.data, "cache_dir") else ()
+    for key in ("ckpt.output_dir", "ckpt.state_dir", "logger.tensorboard_dir", *cache):
         _note(problems, key, check_written, key, attrgetter(key)(run))
     if run.ckpt.push_to_hub is not None:
         _note(problems, "ckpt.push_to_hub", check_upload, run.ckpt.push_to_hub)

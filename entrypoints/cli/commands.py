@@ -122,7 +122,7 @@ def _translate(
 ) -> int:
     """Prints what another tool's command becomes here, or with --run runs it."""
     words = [word for word in arguments if word != "--run"]
-    if not words or words[0] in HELP_FLAGS:
+    if not words or {words[0], words[-1]} & {*HELP_FLAGS}:
         sys.stdout.write(usage)
         return 0
     translated = translate(words)

@@ -6,7 +6,7 @@ from attrs import define
 
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
-from rollgrad.domain.errors import raise_together
+from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.domain.settings import NOT_NEGATIVE, setting
 from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
 from rollgrad.entrypoints.config_io import dump_config
@@ -30,6 +30,8 @@ def show_data(arguments: Sequence[str]) -> None:
     parsed, run, unread = parse_run(DataShowArguments, SFTRun, "data show", arguments)
     if parsed.print_config:
         print_settings(dump_config(run))
+    if parsed.n < 0:
+        unread.append(ConfigurationError(f"n is {parsed.n}, but it must be at least 0: change --n."))
     raise_together([*unread, *sft_errors(run)])
     if parsed.print_config:
         return

@@ -4,11 +4,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 from attrs import define
 
 from rollgrad.application.rollouts.exporting import KINDS
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.cli.parsing import parse
+from rollgrad.entrypoints.cli.parsing import flag_kinds, parse
+from rollgrad.entrypoints.cli.places import take_places
 
 
 @define(kw_only=True)
@@ -33,12 +35,9 @@ def export_rollouts(arguments: Sequence[str]) -> int:
     Raises:
         RollgradError: a word is wrong, the run has nothing to export, or the file cannot be written.
     """
-    words = list(arguments)
-    named: list[str] = []
-    while words and len(named) < 2 and not words[0].startswith("-"):
-        named.append(words.pop(0))
+    named, words = take_places(arguments, flag_kinds(ExportArguments))
     parsed = parse(ExportArguments(), "export", words)
-    if len(named) < 2 or named[0] not in KINDS:
+    if len(named) != 2 or named[0] not in KINDS:
         raise ConfigurationError(
             f"export takes the kind of rows and the directory of a run: rollgrad export {'|'.join(KINDS)} runs/first."
         )
@@ -57,16 +56,13 @@ def export_rollouts(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run(command: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Returns the directory of a run that comes first, and the other words.
+def _run(command: str, kind: type[attrs.AttrsInstance], arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Returns the directory of a run that a command line names, and the other words; `kind`: the command's arguments.
 
     Raises:
         ConfigurationError: there are several directories.
     """
-    words = list(arguments)
-    named: list[str] = []
-    while words and not words[0].startswith("-"):
-        named.append(words.pop(0))
+    named, words = take_places(arguments, flag_kinds(kind))
     if len(named) > 1:
         raise ConfigurationError(
             f"{command} takes one run, but there are {', '.join(named)}: name one of them, or see several side by side "
@@ -90,7 +86,7 @@ def report_of_run(arguments: Sequence[str]) -> int:
     Raises:
         RollgradError: a word is wrong, there is no run, or the file cannot be written.
     """
-    named, words = _run("report", arguments)
+    named, words = _run("report", ReportArguments, arguments)
     parsed = parse(ReportArguments(), "report", words)
     if named is None:
         raise ConfigurationError("report takes the directory of a run: rollgrad report runs/first.")
@@ -117,7 +113,7 @@ def inspect_run(arguments: Sequence[str]) -> int:
     Raises:
         RollgradError: a word is wrong, or there is no run.
     """
-    named, words = _run("inspect", arguments)
+    named, words = _run("inspect", InspectArguments, arguments)
     parsed = parse(InspectArguments(), "inspect", words)
     if named is None:
         raise ConfigurationError("inspect takes the directory of a run: rollgrad inspect runs/first.")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from attrs import define
 
-from rollgrad.domain.errors import DataError
-from rollgrad.entrypoints.cli.parsing import parse
+from rollgrad.domain.errors import ConfigurationError, DataError
+from rollgrad.entrypoints.cli.parsing import flag_kinds, parse
+from rollgrad.entrypoints.cli.places import take_places
 
 
 @define(kw_only=True)
@@ -51,9 +52,13 @@ def serve_runs(arguments: Sequence[str]) -> None:
         KeyboardInterrupt: SIGINT.
         RollgradError: a word is wrong, there is no run, or the address cannot be served.
     """
-    words = list(arguments)
-    named = words.pop(0) if words and not words[0].startswith("-") else None
+    places, words = take_places(arguments, flag_kinds(UIArguments))
     parsed = parse(UIArguments(), "ui", words)
+    if len(places) > 1:
+        raise ConfigurationError(
+            f"ui takes one directory, but there are {', '.join(places)}: name the one that holds these runs."
+        )
+    named = next(iter(places), None)
     from rollgrad.adapters.servers.ui import serve_ui
     from rollgrad.entrypoints.ui.runs import Runs, newest_run
 

@@ -149,6 +149,10 @@ NEEDED = ["--actor.model_name_or_path", "org/m", "--data.prompt_dataset", "org/d
         (["train", "rl", "--n_samples_per_prompt", "4"], "did you mean --rollout.n_samples_per_prompt?"),
         (["train", "rl", "--prnt-config"], "did you mean --print_config?"),
         (["doctor", "--jsn"], "did you mean --json?"),
+        (
+            ["data", "show", "--n", "-1", *("--actor.model_name_or_path", "m", "--data.dataset", "d.jsonl")],
+            "n is -1, but it must be at least 0: change --n.",
+        ),
         (["train", "rl", "rloo"], "'rloo' belongs to no flag"),
         (["train", "rl", "--rollout.top_p", "much"], "--rollout.top_p is 'much', but it takes a number: change"),
         (["train", "rl", "--train.max_steps"], "--train.max_steps has no value, but it takes an integer, or None"),

@@ -551,8 +551,9 @@ def test_errors_are_sentences(words: list[str], message: str, capsys: pytest.Cap
 
 
 def test_help_comes_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trl", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: rollgrad trl")
+    for words in (["--help"], ["sft", "--help"]):
+        assert main(["trl", *words]) == 0
+        assert capsys.readouterr().out.startswith("usage: rollgrad trl")
     code = "import sys, rollgrad.entrypoints.trl.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
