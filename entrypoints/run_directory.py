@@ -168,12 +168,13 @@ def keep_steps(log: Path, *, until: int) -> None:
     if not log.exists():
         return
     with _changing(log.parent):
-        steps = ((line, _step(line)) for line in log.read_bytes().split(b"\n"))
-        kept = [line for line, step in steps if step is not None and step <= until]
-        if kept:
-            replace_file(log, b"".join(line + b"\n" for line in kept))
-        else:
+        content = log.read_bytes()
+        steps = ((line, _step(line)) for line in content.split(b"\n"))
+        kept = b"".join(line + b"\n" for line, step in steps if step is not None and step <= until)
+        if not kept:
             log.unlink()
+        elif kept != content:  # else a full disk, which has no room for another file, would keep a run from going on
+            replace_file(log, kept)
 
 
 def keep_trajectories(directory: Path, *, until: int) -> None:

@@ -181,6 +181,16 @@ def test_logs_are_continued_whatever_they_hold(tmp_path: Path) -> None:
         assert not log.exists()
 
 
+def test_a_log_that_has_nothing_to_remove_is_left_alone(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 1}\n{"step": 2}\n')
+    before = log.stat()
+    keep_steps(log, until=2)
+    assert log.stat() == before
+    keep_steps(log, until=1)
+    assert log.read_text() == '{"step": 1}\n'
+
+
 def group(prompt: Prompt) -> RolloutGroup:
     from tests.fakes.pipeline import make_run
 
@@ -292,7 +302,7 @@ def test_rollouts_alone_are_a_run_too(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_changed_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 4}\n')
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
