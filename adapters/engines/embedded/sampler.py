@@ -19,6 +19,9 @@ BLOCK = 256
 """Vocabulary entries summed together before the search for the drawn token: two short searches instead of a
 cumulative sum over the whole vocabulary."""
 
+COLDEST = 1e-30
+"""Least temperature above 0 that logits are divided by, so that float32 holds the quotients."""
+
 
 def sample(logits_AV: Tensor, params: Sequence[SamplingParams], uniforms_A: Tensor) -> tuple[Tensor, Tensor]:
     """Samples one token for each row.
@@ -33,7 +36,7 @@ def sample(logits_AV: Tensor, params: Sequence[SamplingParams], uniforms_A: Tens
         (after temperature, top-k and top-p; greedy rows: at temperature 1).
     """
     device = logits_AV.device
-    temperatures = [p.temperature or 1.0 for p in params]
+    temperatures = [max(p.temperature, COLDEST) if p.temperature else 1.0 for p in params]
     if any(t != 1.0 for t in temperatures):
         logits_AV.div_(to_device(torch.tensor(temperatures), device)[:, None])
     limited = [row for row, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0)]

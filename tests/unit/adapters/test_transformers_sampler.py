@@ -120,6 +120,13 @@ def test_greedy_takes_the_most_likely_and_reports_temperature_one() -> None:
     assert float(logprobs) == pytest.approx(float(logits.log_softmax(-1).max()), rel=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-300])
+def test_the_coldest_temperatures_take_the_most_likely_token(temperature: float) -> None:
+    logits = logits_of(300, seed=3, spread=1e4)
+    tokens, logprobs = sample(logits[None].clone(), [SamplingParams(temperature=temperature)], torch.tensor([0.5]))
+    assert (tokens.item(), logprobs.item()) == (logits.argmax().item(), 0.0)
+
+
 def test_neighbours_change_nothing() -> None:
     logits = torch.stack([logits_of(300, seed) for seed in range(len(SETTINGS) + 1)])
     params = [*SETTINGS, SamplingParams(temperature=0.0)]
