@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rollgrad.adapters.servers.guard import HttpError
+from rollgrad.adapters.servers.tinker import wire
 from rollgrad.adapters.servers.tinker.results import CANCELLED
 from rollgrad.adapters.servers.tinker.service import Run, TinkerService
 from rollgrad.application.learning.requested import RequestedTraining
@@ -51,6 +52,12 @@ async def test_samples_without_a_number_are_refused() -> None:
     with pytest.raises(HttpError, match="seq_id is not set"):
         service.sample(SimpleNamespace(sampling_session_id="session:sample:0", seq_id=None))
     service.close()
+
+
+def test_an_empty_stop_text_would_end_every_reply_at_once() -> None:
+    given = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=1, stop=["END", ""])
+    with pytest.raises(HttpError, match="an empty text in stop is not supported"):
+        wire.read_sampling(SimpleNamespace(sampling_params=given), 0, None)
 
 
 class Policy:
