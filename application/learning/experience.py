@@ -21,7 +21,7 @@ from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.batches.teaching import as_taught
 from rollgrad.domain.control.signs import PART
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import RewardError
+from rollgrad.domain.errors import EngineError, RewardError
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, ValueModel
 
 log = structlog.get_logger(__name__)
@@ -109,18 +109,19 @@ class ExperienceService:
                 "they go where the routers send them now"
             )
             self._replays = False
+        batch = self._with_sampler(batch)
         batch = evolve(batch, baselines_S=self._baselines(batch, baselines or {}))
         batch = self._with_old_logprobs(batch)
         reference_kl: float | None = None
         token_rewards_N = torch.zeros(1).expand(batch.token_count)  # no memory
-        unrouted = evolve(batch, experts_NLK=None)  # other models send tokens where their own routers do
+        others = batch.for_other_models()
         if self._reference is not None:
-            batch = evolve(batch, ref_logprobs_N=self._ref_logprobs(unrouted, self._reference), teacher_prompts_S=())
+            batch = evolve(batch, ref_logprobs_N=self._ref_logprobs(others, self._reference), teacher_prompts_S=())
             if not self._algo.kl.use_loss:
                 token_rewards_N, reference_kl = self._kl_penalty(batch, kl_coef)
                 metrics["policy/ref_kl"] = reference_kl
         if self._critic is not None:
-            batch = evolve(batch, values_N=self._critic.all_values(self._passes(unrouted, self._critic)))
+            batch = evolve(batch, values_N=self._critic.all_values(self._passes(others, self._critic)))
         batch = self._with_advantages(batch, token_rewards_N, metrics)
         return Experience(batch=batch, metrics=metrics, reference_kl=reference_kl)
 
@@ -174,6 +175,21 @@ class ExperienceService:
         metrics["reward/shaped_mean"] = float(shaping.outcomes(batch).mean())
         return batch
 
+    def _with_sampler(self, batch: RolloutBatch) -> RolloutBatch:
+        """Leaves out what score centering would read, where it is off: a client may have asked for likely tokens.
+
+        Raises:
+            EngineError: it is on, but of no token of the rollout is known which were the likeliest.
+        """
+        top_k = self._algo.score_centering_top_k
+        if top_k and batch.sampler_ids_NK is None:
+            raise EngineError(
+                f"algo.score_centering_top_k is {top_k}, but of no token of this rollout is known which ones were "
+                "likely in its place: an engine or agent of your own gives them as `top_logprobs` of a `Generation`; "
+                "else set --algo.score_centering_top_k 0."
+            )
+        return batch if top_k else evolve(batch, sampler_ids_NK=None, sampler_logprobs_NK=None)
+
     def _baselines(self, batch: RolloutBatch, baselines: Mapping[int, float]) -> Tensor | None:
         if not baselines:
             return None
@@ -192,7 +208,8 @@ class ExperienceService:
         penalised = self._reference is not None and not self._algo.kl.use_loss
         if not penalised and (source is OldLogprobs.INTERPOLATE or self._ratio_is_one):
             return batch
-        logprobs_N, experts_NLK = self._policy.logprobs_and_experts(self._passes(batch, self._policy))
+        scored = evolve(batch, sampler_ids_NK=None, sampler_logprobs_NK=None)  # which updates alone read
+        logprobs_N, experts_NLK = self._policy.logprobs_and_experts(self._passes(scored, self._policy))
         return evolve(
             batch,
             old_logprobs_N=logprobs_N,

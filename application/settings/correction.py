@@ -50,11 +50,18 @@ def off_policy(config: RLConfig) -> bool:
     return correction_level(config) is not CorrectionLevel.OFF or config.algo.old_logprobs is not OldLogprobs.RECOMPUTE
 
 
+def learns_from_stale(config: RLConfig) -> bool:
+    """Whether the loss accounts for samples of older policies, or what these have in common is taken out of it."""
+    return off_policy(config) or config.algo.score_centering_top_k > 0
+
+
 def correction_summary(config: RLConfig) -> dict[str, Any]:
-    """The correction that acts, between which log-probs, within which bounds, and why, in words."""
-    level = correction_level(config)
+    """The correction that acts, between which log-probs, within which bounds, and why, in words; also what is taken
+    out."""
+    level, top_k = correction_level(config), config.algo.score_centering_top_k
+    centred = {"score_centering": f"by the sampler's {top_k} likeliest tokens"} if top_k else {}
     if level is CorrectionLevel.OFF:
-        return {"weights": "none", "why": _why(config)}
+        return {"weights": "none", **centred, "why": _why(config)}
     correction = config.algo.correction
     bounds = {
         CorrectionMode.TRUNCATE: f"at most {correction.high}",
@@ -70,13 +77,14 @@ def correction_summary(config: RLConfig) -> dict[str, Any]:
         "weights": f"{level} importance ratio, {correction.mode}",
         "between": f"{_proximal(config)} and the log-probs recorded when sampling",
         "bounds": bounds,
+        **centred,
         "why": _why(config),
     }
 
 
 def log_correction(config: RLConfig) -> None:
     """Says at the start of a run which correction acts; a warning if stale samples have none."""
-    uncorrected = may_be_stale(config) and not off_policy(config)
+    uncorrected = may_be_stale(config) and not learns_from_stale(config)
     (log.warning if uncorrected else log.info)("off-policy correction", **correction_summary(config))
 
 

@@ -55,6 +55,11 @@ with both output embeddings: the most that torch's graphs allocated, of a diverg
 temperature of its own, of logits with a cap."""
 
 
+CENTRED_BYTES = 48
+"""Bytes of a likely token at an action token in an update with score centering: its id and its log-prob under both
+policies, and what is made of them; 33 were measured of the passes, and 12 are of the sampler."""
+
+
 def pass_tokens(config: RLConfig, parts: float, budget: int | None = None) -> int:
     """Returns the tokens that one process passes over at a time: one of so many `parts` of a micro-batch of `budget`
     tokens, whose size goes by the actor's processes, or groups of those that share layers, and at least its part of the
@@ -124,7 +129,8 @@ def head_bytes(
     float32 logits, its softmax and their product, or `FUSED_LOGITS`, and of its gradient a float32 sum, a product and,
     in another format, the sum in it (`adapters.models.torch.chunked_logprobs`, whose slices these are). Where agents
     may prescribe the form of replies, also a bit for each action token and token of the vocabulary, twice on a CPU, and
-    what a slice makes of its own (`adapters.models.torch.allowed_tokens`).
+    what a slice makes of its own (`adapters.models.torch.allowed_tokens`). With score centering an update also holds
+    `CENTRED_BYTES` of each likely token.
 
     Where two rows of it alone are read (`adapters.models.torch.forward.OutcomeScorer`), these are the hidden states in
     float32, their gradient, and that of all rows. Processes that divide the vocabulary compute all rows there, too.
@@ -134,7 +140,8 @@ def head_bytes(
     clients = config.train.agent_func_path is not None or config.agent.command is not None
     # An agent's replies may be nearly all of its tokens.
     share = 1.0 if clients or config.agent.plays else config.rollout.max_new_tokens / longest_sample(config)
-    choices = math.ceil(min(1.0, share) * tokens) * shape.embedding // shape.hidden
+    actions = math.ceil(min(1.0, share) * tokens)
+    choices = actions * shape.embedding // shape.hidden
     logits = choices * FLOAT32_BYTES
     masks = math.ceil(choices / 8) * (1 if gpu else 2) if clients else 0
     of_gradient = FLOAT32_BYTES + (2 * compute_bytes if compute_bytes < FLOAT32_BYTES else 0)
@@ -148,7 +155,8 @@ def head_bytes(
         if fused and not clients:
             in_slice = FUSED_LOGITS if config.actor.float32_head else FUSED_LOGITS * compute_bytes / FLOAT32_BYTES
         slices = math.ceil(in_slice * min(logits // size, at_once))
-    return masks + slices + (shape.embedding // size * of_gradient if gradients and not shape.adapters else 0)
+    centred = actions * config.algo.score_centering_top_k * CENTRED_BYTES if gradients else 0
+    return masks + centred + slices + (shape.embedding // size * of_gradient if gradients and not shape.adapters else 0)
 
 
 def embedded_bytes(config: RLConfig, shape: ModelShape, compute_bytes: int) -> int:

@@ -54,7 +54,9 @@ class PolicyLossTraits(_AlgorithmTraits):
     `clip`: default (lower, upper) clip range, None if it clips nothing. `aggregation`: default way from token losses to
     one number. `uses`: settings of `actor` that it reads besides the clip range. `proportional`: whether a token with
     advantage 0 has no gradient, so that samples without advantages may be left out. `on_policy`: whether it takes every
-    sample for one of the current policy: it has no ratio, so that only a correction accounts for others.
+    sample for one of the current policy: it has no ratio, so that only a correction accounts for others. `by_token`:
+    whether its gradient at each token, where the ratio is 1, is minus the advantage times that of the token's own
+    log-prob, so that score centering can take its mean out.
     """
 
     clip: tuple[float, float] | None = (0.2, 0.2)
@@ -62,6 +64,7 @@ class PolicyLossTraits(_AlgorithmTraits):
     uses: tuple[str, ...] = ()
     proportional: bool = False
     on_policy: bool = False
+    by_token: bool = False
 
 
 @frozen(kw_only=True)
@@ -102,20 +105,22 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
 """The names that `--algo.advantage.estimator` takes."""
 
 POLICY_LOSSES: dict[str, PolicyLossTraits] = {
-    "ppo": PolicyLossTraits(proportional=True, uses=("dual_clip",)),
+    "ppo": PolicyLossTraits(proportional=True, by_token=True, uses=("dual_clip",)),
     "sequence_ppo": PolicyLossTraits(proportional=True, aggregation="sequence_mean"),
     "gspo": PolicyLossTraits(proportional=True, clip=(3e-4, 4e-4), aggregation="sequence_mean"),
     "gspo_token": PolicyLossTraits(proportional=True, clip=(3e-4, 4e-4), aggregation="sequence_mean"),
     "gmpo": PolicyLossTraits(proportional=True, clip=(0.4, 0.4), aggregation="sequence_mean"),
-    "cispo": PolicyLossTraits(proportional=True, clip=(1.0, 4.0)),
-    "sapo": PolicyLossTraits(proportional=True, clip=None, aggregation="sequence_mean", uses=("sapo_tau",)),
+    "cispo": PolicyLossTraits(proportional=True, by_token=True, clip=(1.0, 4.0)),
+    "sapo": PolicyLossTraits(
+        proportional=True, by_token=True, clip=None, aggregation="sequence_mean", uses=("sapo_tau",)
+    ),
     "vespo": PolicyLossTraits(proportional=True, clip=None, uses=("vespo_k", "vespo_lambda")),
     "clip_cov": PolicyLossTraits(proportional=True, uses=("cov_share", "cov_range")),
     "kl_cov": PolicyLossTraits(clip=None, uses=("cov_share", "cov_kl_coef")),
-    "dppo_tv": PolicyLossTraits(proportional=True, clip=(0.15, 0.15)),
-    "dppo_kl": PolicyLossTraits(proportional=True, clip=(0.05, 0.05)),
-    "policy_gradient": PolicyLossTraits(proportional=True, clip=None, on_policy=True),
-    "dro": PolicyLossTraits(clip=None, uses=("dro_beta",)),
+    "dppo_tv": PolicyLossTraits(proportional=True, by_token=True, clip=(0.15, 0.15)),
+    "dppo_kl": PolicyLossTraits(proportional=True, by_token=True, clip=(0.05, 0.05)),
+    "policy_gradient": PolicyLossTraits(proportional=True, by_token=True, clip=None, on_policy=True),
+    "dro": PolicyLossTraits(clip=None, by_token=True, uses=("dro_beta",)),
 }
 """The names that `--actor.policy_loss_type` takes."""
 

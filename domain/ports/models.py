@@ -25,6 +25,9 @@ class TokenScores:
     the second.
     `experts_NLK` are the experts of a mixture that each token of the batch went to, as a batch has them; None unless
     the model was made to keep them.
+    `mean_score_N`, `policy_mass_N` and `residual_N` float32 are the columns of `CentredScores` (score centering), of
+    which the first alone has a gradient; None unless the model was made to find them and the batch has what they are
+    made of.
     """
 
     logprobs_N: Tensor
@@ -35,6 +38,9 @@ class TokenScores:
     divergence_N: Tensor | None = None
     odds_N: Tensor | None = None
     experts_NLK: Tensor | None = None
+    mean_score_N: Tensor | None = None
+    policy_mass_N: Tensor | None = None
+    residual_N: Tensor | None = None
 
 
 @frozen(kw_only=True, eq=False)

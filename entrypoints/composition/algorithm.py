@@ -12,10 +12,18 @@ from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.domain.algorithms.catalogue import estimator_traits, policy_loss_traits
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import GroupFilter
+from rollgrad.domain.algorithms.losses.centering import ScoreCentering
 from rollgrad.domain.algorithms.losses.contract import TOKEN_SELECTIONS
 from rollgrad.domain.algorithms.losses.corrections import within_second_moment
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
-from rollgrad.domain.algorithms.settings import CorrectionGate, CorrectionLevel, KLAgainst, KLEstimator, OldLogprobs
+from rollgrad.domain.algorithms.settings import (
+    CorrectionGate,
+    CorrectionLevel,
+    CorrectionSettings,
+    KLAgainst,
+    KLEstimator,
+    OldLogprobs,
+)
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.control.entropy_weight import EntropyController
 from rollgrad.domain.control.findings import LearningWatch
@@ -36,12 +44,11 @@ def make_objective(
     config: RLConfig, *, kl_coef: float, entropy_coef: float, version: int
 ) -> PolicyObjective[RolloutBatch]:
     """Returns the policy's loss for the current weights of its terms."""
-    level = correction_level(config)
     return PolicyLossObjective(
         loss=config.actor.policy_loss_type,
         params=config.actor,
         settings=getattr(config.algo.losses, config.actor.policy_loss_type, None),
-        correction=None if level is CorrectionLevel.OFF else evolve(config.algo.correction, level=level),
+        correction=make_correction(config),
         bypass=config.algo.old_logprobs is OldLogprobs.ROLLOUT,
         kl_coef=kl_coef if config.algo.kl.use_loss else 0.0,
         kl_estimator=config.algo.kl.estimator,
@@ -49,7 +56,19 @@ def make_objective(
         entropy_coef=entropy_coef,
         positive_nll_coef=config.actor.positive_nll_coef,
         version=version if config.algo.old_logprobs is OldLogprobs.INTERPOLATE else None,
+        centred=config.algo.score_centering_top_k > 0,
     )
+
+
+def make_correction(config: RLConfig) -> CorrectionSettings | None:
+    """Returns the off-policy correction, whose level is not auto; None without one."""
+    level = correction_level(config)
+    return None if level is CorrectionLevel.OFF else evolve(config.algo.correction, level=level)
+
+
+def make_centering(config: RLConfig) -> ScoreCentering | None:
+    """Returns what finds the mean score that is taken out of the policy's; None without score centering."""
+    return ScoreCentering(make_correction(config)) if config.algo.score_centering_top_k else None
 
 
 def make_token_selection(config: RLConfig) -> Callable[[RolloutBatch], Tensor] | None:
@@ -196,6 +215,7 @@ def make_sampling(config: RLConfig) -> SamplingParams:
         top_k=rollout.top_k,
         max_new_tokens=rollout.max_new_tokens,
         stop_strings=rollout.stop_strings,
+        top_logprobs=config.algo.score_centering_top_k,
     )
 
 

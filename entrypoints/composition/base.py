@@ -64,6 +64,8 @@ class BaseContainer(containers.DeclarativeContainer):
     """Two tokens that the policy's scores compare as what follows a token; None compares none."""
     teacher: providers.Provider[Any] = providers.Object(None)
     """The model that the policy's scores give the divergence from."""
+    centering: providers.Provider[Any] = providers.Object(None)
+    """Finder of the mean score that is taken out of the policy's (score centering)."""
     masks: providers.Provider[Any] = providers.Object(None)
     """Follower of the forms of replies, for log-probs of the tokens that they allow; None where none is prescribed."""
     on_step: providers.Provider[Any] = providers.Object(None)
@@ -108,6 +110,7 @@ class BaseContainer(containers.DeclarativeContainer):
         neftune_alpha=neftune_alpha,
         teacher=teacher,
         outcomes=outcomes,
+        centering=centering,
     )
     local_critic = providers.Singleton(
         make_critic,

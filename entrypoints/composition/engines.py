@@ -138,6 +138,7 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool, 
         "lora": lora,
         "sleep_level": sleep_level(config),
         "records_experts": config.actor.router_replay is RouterReplay.ENGINE,
+        "likeliest": config.algo.score_centering_top_k,
         "extra": {**_without_tower(name), **(config.vllm.extra or {})},
     }
 

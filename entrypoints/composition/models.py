@@ -35,6 +35,7 @@ from rollgrad.application.settings.sections.examples import ExampleModelConfig
 from rollgrad.application.settings.sections.optimizer import Optim
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sections.train import TrainConfig
+from rollgrad.domain.algorithms.losses.centering import ScoreCentering
 
 log = structlog.get_logger(__name__)
 
@@ -159,11 +160,12 @@ def make_policy(
     neftune_alpha: float,
     teacher: Teacher | KeptTeacher | None,
     outcomes: tuple[int, int] | None,
+    centering: ScoreCentering | None,
 ) -> TorchPolicy:
     """Returns `model` under an optimizer; its log-probs are those of sampling at `temperature`. With `correct` its
     scores say which tokens are the most likely ones, with `mean` also the mean log-prob over the vocabulary, with
     `collision` the collision entropy, with a `teacher` how far it is from that; `outcomes` are two tokens that they
-    compare."""
+    compare, and with `centering` they have, in updates, what it takes out."""
     return TorchPolicy(
         model,
         tokenizer,
@@ -180,6 +182,7 @@ def make_policy(
         teacher=teacher,
         outcomes=outcomes,
         keeps_experts=getattr(actor, "router_replay", None) is RouterReplay.TRAINER,
+        centering=centering,
         optimize=optimize,
     )
 

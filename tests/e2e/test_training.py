@@ -231,6 +231,21 @@ def test_updates_of_a_mixture_replay_its_experts(workspace: Path, tiny_mixture_d
     assert moved(tiny_mixture_dir, Path("out/model")) > 0
 
 
+def test_asynchronous_runs_take_out_the_mean_score(workspace: Path, tiny_model_dir: Path) -> None:
+    """Score centering of replies that go on under new weights, resumed from a state with some of them in it."""
+    flags = ("--algo.score_centering_top_k", "16", "--algo.correction.level", "off", "--train.max_staleness", "2")
+    flags += ("--train.async_enable", "--train.partial_rollout", "recompute")
+    assert train(*flags, "--ckpt.state_steps", "1", "--train.max_steps", "1") == 0
+    assert train(*flags, "--ckpt.resume", "--train.max_steps", "3") == 0
+    first, *later = metrics()
+    assert first["policy/centering_residual"] == pytest.approx(0.0, abs=1e-4), "the sampler is the policy itself"
+    for row in (first, *later):
+        masses = row["policy/centering_sampler_mass"], row["policy/centering_policy_mass"]
+        assert 16 / 1000 < min(masses) <= max(masses) <= 1
+    assert max(row["policy/centering_residual"] for row in later) > 1e-3
+    assert moved(tiny_model_dir, workspace / "out" / "model") > 1e-4
+
+
 def test_resuming_from_nothing_or_something_else_is_refused(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from rollgrad.adapters.models.deepspeed import tensor_parallel
 from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
@@ -16,6 +17,7 @@ from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchRe
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.adapters.models.torch.weight_shards import shard_rows
+from rollgrad.domain.algorithms.losses.centering import ScoreCentering
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes import cluster
@@ -59,7 +61,26 @@ def following_policy(path: str, optimize: Optimize = MasterOptimizer, **loading:
     return TorchPolicy(model, load_tokenizer(path, flag=cluster.FLAG), cluster.SETTINGS, optimize=optimize)
 
 
-POLICIES = {"taught": taught_policy, "judging": judging_policy, "following": following_policy}
+def centred_policy(path: str, optimize: Optimize = MasterOptimizer, **loading: Any) -> TorchPolicy:
+    """It finds the mean score over the tokens that were likely to a sampler."""
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=cluster.FLAG, **loading)
+    tokenizer = load_tokenizer(path, flag=cluster.FLAG)
+    return TorchPolicy(model, tokenizer, cluster.SETTINGS, centering=ScoreCentering(), optimize=optimize)
+
+
+def told(batch: PackedBatch, vocabulary: int, top_k: int = 8) -> PackedBatch:
+    """The batch with the most likely tokens of a policy that sampled it."""
+    generator = torch.Generator().manual_seed(5)
+    top = (3 * torch.randn(batch.token_count, vocabulary, generator=generator)).log_softmax(1).topk(top_k, dim=1)
+    return evolve(batch, sampler_ids_NK=top.indices.int(), sampler_logprobs_NK=top.values)
+
+
+POLICIES = {
+    "taught": taught_policy,
+    "judging": judging_policy,
+    "following": following_policy,
+    "centred": centred_policy,
+}
 
 
 def rank_own_policy(name: str, path: str, stage: int) -> RankPolicy:
@@ -67,8 +88,9 @@ def rank_own_policy(name: str, path: str, stage: int) -> RankPolicy:
 
 
 def by_divergence(scores: TokenScores, part: PackedBatch) -> LossOutput:
-    """The divergence from a teacher, or the log-prob of the first of two tokens."""
+    """The divergence from a teacher, or the log-prob of the first of two tokens, with the mean score taken out."""
     values_N = -scores.logprobs_N if scores.divergence_N is None else scores.divergence_N
+    values_N = values_N if scores.mean_score_N is None else values_N + scores.mean_score_N
     mean = (part.filled("loss_weights_N") * values_N).sum()
     return LossOutput(loss=mean, metrics={"mean": mean.detach()})
 

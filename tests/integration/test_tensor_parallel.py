@@ -47,7 +47,7 @@ everywhere = pytest.mark.parametrize(
     indirect=["group", "model_dir"],
     scope="module",  # tests that share processes then follow each other
 )
-OWN_COLUMNS = {"taught": ["divergence_N"], "judging": ["odds_N"], "following": []}
+OWN_COLUMNS = {"taught": ["divergence_N"], "judging": ["odds_N"], "following": [], "centred": []}
 """Columns that scores of a policy have besides log-probs and entropies."""
 in_two_pairs = pytest.mark.parametrize(
     ("group", "model_dir"),
@@ -141,17 +141,24 @@ def test_in_bfloat16_too(group: WorkerGroup, stage: int, model_dir: str) -> None
 
 @pytest.mark.parametrize(
     ("group", "model_dir", "stage", "kind"),
-    [(TWO_PAIRS, "Qwen2", 2, "taught"), (TWO_PAIRS, "Qwen3", 2, "judging"), (TWO_PAIRS, "Qwen2", 3, "following")],
+    [
+        (TWO_PAIRS, "Qwen2", 2, "taught"),
+        (TWO_PAIRS, "Qwen3", 2, "judging"),
+        (TWO_PAIRS, "Qwen2", 3, "following"),
+        (TWO_PAIRS, "Qwen3", 3, "centred"),
+    ],
     indirect=["group", "model_dir"],
 )
 def test_other_columns_of_the_vocabulary_train_as_one_process(
     group: WorkerGroup, stage: int, model_dir: str, kind: str
 ) -> None:
-    """A policy with a teacher, or with a whole KL divergence from its reference; a process reward model; and replies
-    that were sampled in a prescribed form."""
+    """A policy with a teacher, or with a whole KL divergence from its reference; a process reward model; replies that
+    were sampled in a prescribed form; and score centering, of which the processes know some of the tokens each."""
     group.build(tensor_parallel.rank_own_policy, kind, model_dir, stage)
     policy, lone = ShardedPolicy(group, width=tensor_parallel.SIZE), tensor_parallel.POLICIES[kind](model_dir)
     batch, before = prescribed(cluster.batch()) if kind == "following" else cluster.batch(), cluster.weights(lone)
+    if kind == "centred":
+        batch = tensor_parallel.told(batch, lone.module.config.vocab_size)
     scores, expected = policy.score(batch), lone.score(batch)
     for column in ("logprobs_N", "entropy_N", *OWN_COLUMNS[kind]):
         assert getattr(expected, column).abs().max() > 1e-4

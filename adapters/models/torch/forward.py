@@ -35,6 +35,7 @@ from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import is_padded, padded_layout, padded_outputs
 from rollgrad.adapters.models.torch.router_replay import router_replay
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, SequenceShare, sequence_group
+from rollgrad.domain.algorithms.losses.centering import SamplerHead, ScoreCentering
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.teaching import as_taught
 
@@ -152,7 +153,9 @@ class PackedLM(nn.Module):
     squares) of its routers, as `expert_balance.routed` computes them. With `correct` there are more columns of action
     tokens: 1 where the token is the most likely one, else 0; with `mean` beside it the mean log-prob over the
     vocabulary, and with `collision` the collision entropy. With a `teacher` the columns are those of
-    `distilled_logprobs`. With `outcomes`, two token ids, they are those of `OutcomeScorer` after each action token.
+    `distilled_logprobs`. With `outcomes`, two token ids, they are those of `OutcomeScorer` after each action token. The
+    last are, with `centering`, those of `CentredScores`, where they are learned from and the batch has the sampler's
+    most likely tokens.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
@@ -167,6 +170,7 @@ class PackedLM(nn.Module):
         collision: bool = False,
         teacher: Teacher | KeptTeacher | None = None,
         outcomes: tuple[int, int] | None = None,
+        centering: ScoreCentering | None = None,
     ) -> None:
         super().__init__()
         self._back = 1 if outcomes is None else 0
@@ -175,7 +179,7 @@ class PackedLM(nn.Module):
         self.group = sequence_group(model, *([teacher.model] if isinstance(teacher, Teacher) else []))
         head, form = model.get_output_embeddings(), logit_form(model)
         self.scorer = (
-            Scorer(head, temperature, form, correct=correct, mean=mean, collision=collision)
+            Scorer(head, temperature, form, correct=correct, mean=mean, collision=collision, centering=centering)
             if outcomes is None
             else OutcomeScorer(head, outcomes, form)
         )
@@ -185,7 +189,8 @@ class PackedLM(nn.Module):
         rows = action_hidden(self.model, batch, self.group, routing=routing, back=self._back)
         taught = () if self._teacher is None else (self._targets(batch, rows, self._teacher), self._teacher.settings)
         allowed = allowed_tokens(self.model, batch, rows.actions_B)
-        columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught, allowed=allowed)
+        centred = sampler_head(batch, rows.actions_B) if torch.is_grad_enabled() else None
+        columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught, allowed=allowed, sampler=centred)
         return *self.group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
 
     def _targets(self, batch: PackedBatch, rows: ActionRows, teacher: Teacher | KeptTeacher) -> Targets:
@@ -193,6 +198,18 @@ class PackedLM(nn.Module):
         if isinstance(teacher, KeptTeacher):
             return teacher.targets(batch, rows.actions_B)
         return live_logits(teacher, batch, self.group, self.model.config.get_text_config().vocab_size)
+
+
+def sampler_head(batch: PackedBatch, actions_B: Tensor) -> SamplerHead | None:
+    """Returns the sampler's most likely tokens at those action tokens of a batch that have the indices `actions_B`, on
+    its device; None where the batch has none."""
+    if batch.sampler_ids_NK is None:
+        return None
+    places_B = batch.action_mask_N.nonzero()[:, 0][actions_B.to(batch.tokens_N.device)]
+    return SamplerHead(
+        ids_AK=batch.sampler_ids_NK[places_B].to(actions_B.device, torch.int64),
+        logprobs_AK=batch.filled("sampler_logprobs_NK")[places_B].to(actions_B.device),
+    )
 
 
 @torch.no_grad()
@@ -215,9 +232,11 @@ class Scorer(nn.Module):
         correct: bool = False,
         mean: bool = True,
         collision: bool = False,
+        centering: ScoreCentering | None = None,
     ) -> None:
         super().__init__()
         self._correct, self._mean, self._collision = correct, mean, collision
+        self._centering = centering
         self._head = (head,)
         self._form = form
         self._temperature = temperature
@@ -237,10 +256,11 @@ class Scorer(nn.Module):
         settings: DistillationSettings | None = None,
         *,
         allowed: AllowedTokens | None = None,
+        sampler: SamplerHead | None = None,
     ) -> tuple[Tensor, ...]:
         """Returns (logprobs_A, entropy_A), and correct_A, mean_A and collision_A if they were asked for; with a
         `teacher` the columns of `distilled_logprobs`. Where only some tokens were `allowed`, the first two are of
-        these."""
+        these. The last ones are those of `CentredScores`, if the scores are centred and the `sampler` is known."""
         head = self.head
         if teacher is not None and settings is not None:
             return distilled_logprobs(
@@ -254,7 +274,8 @@ class Scorer(nn.Module):
                 self._temperature,
                 self.vocabulary,
             )
-        return token_logprobs(
+        centering = None if sampler is None else self._centering
+        columns = token_logprobs(
             hidden_AH,
             head.weight,
             head.bias,
@@ -266,7 +287,13 @@ class Scorer(nn.Module):
             mean=self._mean,
             collision=self._collision,
             allowed=allowed,
+            also_AK=None if centering is None or sampler is None else sampler.ids_AK,
         )
+        if centering is None or sampler is None:
+            return columns
+        *columns_A, also_AK = columns
+        centred = centering(also_AK, sampler)
+        return *columns_A, centred.term_A, centred.policy_mass_A, centred.residual_A
 
 
 class OutcomeScorer(Scorer):

@@ -46,6 +46,7 @@ from rollgrad.adapters.models.torch.weight_parts import weight_parts
 from rollgrad.adapters.models.torch.weight_shards import whole_layers
 from rollgrad.adapters.weights.shared_buckets import Run
 from rollgrad.application.settings.sections.actor import Checkpointing
+from rollgrad.domain.algorithms.losses.centering import ScoreCentering
 from rollgrad.domain.batches.metrics import Total
 from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.ports.models import (
@@ -143,6 +144,10 @@ def _token_scores(scored: Sequence[Tensor], batch: PackedBatch, *, mean: bool = 
     return TokenScores(**dict(zip(names, scattered(scored, batch), strict=False)))
 
 
+CENTRED = ("logprobs_N", "entropy_N", "mean_score_N", "policy_mass_N", "residual_N")
+"""Columns of scores that are centred; those without a gradient, which are not learned from, have the first two."""
+
+
 class TorchPolicy(CopiesState, PolicyModel):
     """A causal language model under an optimizer. `model` must have packed attention installed (`loading.py`).
 
@@ -165,6 +170,8 @@ class TorchPolicy(CopiesState, PolicyModel):
         teacher: gives scores the divergence from it, in place of that mean; None gives none.
         outcomes: two tokens that scores compare as what follows each action token; None compares none.
         keeps_experts: whether scores say which experts each token went to, of a model with `install_router_replay`.
+        centering: finds in updates what score centering takes out; none of `correct`, `teacher` and `outcomes` is given
+            with it.
         optimize: puts the model under an optimizer.
 
     Raises:
@@ -189,6 +196,7 @@ class TorchPolicy(CopiesState, PolicyModel):
         teacher: Teacher | KeptTeacher | None = None,
         outcomes: tuple[int, int] | None = None,
         keeps_experts: bool = False,
+        centering: ScoreCentering | None = None,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
         coefs = {"aux_loss": aux_loss_coef, "router_z_loss": router_z_loss_coef}
@@ -210,12 +218,14 @@ class TorchPolicy(CopiesState, PolicyModel):
             collision=collision,
             teacher=teacher,
             outcomes=outcomes,
+            centering=centering,
         )
         self._dropout.of(packed, packed.group)
         self._noise = EmbeddingNoise(packed, model, neftune_alpha) if neftune_alpha else None
         self._trained = optimize(packed, settings)
         self._taught = teacher is not None
         self._compares = outcomes is not None
+        self._centred = centering is not None
         self.steps = 0
 
     def padded(self) -> bool:
@@ -229,6 +239,8 @@ class TorchPolicy(CopiesState, PolicyModel):
         if self._compares:
             logprobs_N, entropy_N, odds_N = scattered(scored, batch)
             return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, odds_N=odds_N)
+        if self._centred:
+            return TokenScores(**dict(zip(CENTRED, scattered(scored, batch), strict=False)))
         if not self._taught:
             return _token_scores(scored, batch, mean=self._mean)
         logprobs_N, entropy_N, correct_N, divergence_N = scattered(scored, batch)

@@ -16,6 +16,7 @@ from rollgrad.application.settings.rules.algorithm import (
     teacher_problems,
 )
 from rollgrad.application.settings.rules.asynchrony import async_problems
+from rollgrad.application.settings.rules.centering import centering_problems
 from rollgrad.application.settings.rules.cluster import cluster_problems, engine_length_problems, server_problems
 from rollgrad.application.settings.rules.images import image_problems
 from rollgrad.application.settings.rules.inputs import (
@@ -81,6 +82,7 @@ def setting_errors(
         yield kl_problems(config)
         yield teacher_problems(config, has_environment=plays)
         yield correction_problems(config)
+        yield centering_problems(config)
         yield async_problems(config)
         yield cluster_problems(config)
         yield server_problems(config)

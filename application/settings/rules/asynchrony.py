@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rollgrad.application.settings.correction import off_policy, truncated_sampling
+from rollgrad.application.settings.correction import learns_from_stale, truncated_sampling
 from rollgrad.application.settings.run import RLConfig
 
 FREE_STALENESS = 1
@@ -22,7 +22,7 @@ def async_problems(config: RLConfig) -> Iterator[str]:
     train = config.train
     if not train.async_enable:
         return
-    if train.max_staleness > FREE_STALENESS and not off_policy(config):
+    if train.max_staleness > FREE_STALENESS and not learns_from_stale(config):
         yield (
             f"train.max_staleness is {train.max_staleness}, and samples of policies more than {FREE_STALENESS} update "
             f"old need a correction: {correction_fix(config)}, or --train.max_staleness to 1."

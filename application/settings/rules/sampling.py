@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rollgrad.application.settings.correction import correction_level, may_be_stale, off_policy
+from rollgrad.application.settings.correction import correction_level, learns_from_stale, may_be_stale, off_policy
 from rollgrad.application.settings.derived import longest_reply, samples_per_rollout
 from rollgrad.application.settings.presets import traits_of
 from rollgrad.application.settings.rules.asynchrony import correction_fix
@@ -37,7 +37,7 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
         )
     overlaps = config.train.async_enable
     over_sampling = groups is not None and groups > rollout.batch_size and not overlaps
-    if over_sampling and not off_policy(config):
+    if over_sampling and not learns_from_stale(config):
         yield (
             f"rollout.generate_batch_size is {groups} with rollout.batch_size {rollout.batch_size}, so some samples "
             f"are one update old when they are trained on, which needs a correction: {correction_fix(config)}."

@@ -4,7 +4,7 @@ from attrs import define
 
 from rollgrad.domain.algorithms.catalogue import estimator_settings, policy_loss_settings
 from rollgrad.domain.algorithms.settings import AdvantageSettings, CorrectionSettings, KLSettings, OldLogprobs
-from rollgrad.domain.settings import COUNT, INTERVAL, Condition, OwnSettings, section, setting
+from rollgrad.domain.settings import COUNT, INTERVAL, NOT_NEGATIVE, Condition, OwnSettings, section, setting
 
 FILTERS_SCORES = Condition(
     lambda here, run: here.dynamic_filtering_enable,
@@ -50,6 +50,12 @@ class AlgoConfig:
         "single step on fresh samples needs none of them: the ratio is 1.",
     )
     correction: CorrectionSettings = section(CorrectionSettings, "Off-policy correction.")
+    score_centering_top_k: int = setting(
+        0,
+        "Take out of each token's gradient its mean over what the sampler might have drawn there, known by its most "
+        "likely tokens, so many (score centering; 128 is usual); 0 turns it off.",
+        NOT_NEGATIVE,
+    )
     mask_truncated: bool = setting(
         False,
         "Learn nothing from replies that were cut off: they are left out of the loss of policy and critic, so that a "

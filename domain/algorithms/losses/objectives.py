@@ -38,7 +38,8 @@ class PolicyLossObjective:
     none. `bypass`: see `correction_weights`. `kl_estimator`: as for `kl_estimate`, or `full` for the divergence of the
     scores, which is exact. `kl_against`: `reference`, or `rollout` for the policy that sampled.
     `version`: the version of the policy under training; if given, the proximal log-probs are interpolated between those
-    of the sampling and of the current policy.
+    of the sampling and of the current policy. `centred`: whether each token's gradient is centred (score centering,
+    `centering.py`), by scores that have the mean.
     """
 
     loss: str = "ppo"
@@ -52,13 +53,14 @@ class PolicyLossObjective:
     entropy_coef: float = 0.0
     positive_nll_coef: float = 0.0
     version: int | None = None
+    centred: bool = False
 
     def __call__(self, scores: TokenScores, batch: RolloutBatch) -> LossOutput:
         """Returns the micro-batch's share; a missing `old_logprobs_N` means a ratio of exactly 1.
 
         Raises:
             ValueError: the batch lacks weights, advantages, or (for a KL term) reference log-probs; or the scores lack
-                the divergence.
+                the divergence, or the mean score.
         """
         weights_N, mask_N = _column(batch, "loss_weights_N"), batch.action_mask_N
         sequence_N = batch.sequence_ids_N
@@ -117,6 +119,14 @@ class PolicyLossObjective:
             "mismatch_weight_squared": mean(mismatch_N.square()),
         }
         loss = policy_loss
+        if self.centred:
+            mean_score_N, residual_N, masses = _centering(scores, batch)
+            # The loss of the token that was drawn is -A w log pi: the mean of that over all tokens goes out again.
+            loss = loss + mean(advantages_N * mean_score_N)
+            metrics |= {
+                "centering_residual": mean(residual_N),
+                **{name: mean(mass_N) for name, mass_N in masses.items()},
+            }
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy
         if self.kl_coef:
@@ -142,6 +152,23 @@ class PolicyLossObjective:
         if self.version is not None:
             return interpolated_proximal(current_N, rollout_N, batch.versions_N, self.version)
         return current_N if batch.old_logprobs_N is None else _column(batch, "old_logprobs_N")
+
+
+def _centering(scores: TokenScores, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Returns the mean score, the size of its coefficients, and the mass of the sampler's most likely tokens under both
+    policies, by the names of their metrics.
+
+    Raises:
+        ValueError: the scores or the batch lack them.
+    """
+    mask_N = batch.action_mask_N
+    if scores.mean_score_N is None or scores.residual_N is None or scores.policy_mass_N is None:
+        raise ValueError("The scores have no mean score: the model was made without score centering.")
+    masses = {
+        "centering_sampler_mass": _masked(batch.filled("sampler_logprobs_NK").exp().sum(1), mask_N),
+        "centering_policy_mass": _masked(scores.policy_mass_N, mask_N),
+    }
+    return _masked(scores.mean_score_N, mask_N), _masked(scores.residual_N, mask_N), masses
 
 
 @frozen(kw_only=True)

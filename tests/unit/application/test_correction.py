@@ -177,3 +177,15 @@ def test_runs_on_fresh_samples_have_the_loss_they_had() -> None:
     plain = configured(algo__correction__level=OFF)
     for settings in ({}, OVERLAPPING | {"train__max_staleness": 0}):
         assert torch.equal(gradient(configured(**settings), NEAR, old=False), gradient(plain, NEAR, old=False))
+
+
+@pytest.mark.parametrize(("level", "top_k", "said"), [(OFF, 0, "warning"), (OFF, 128, "info"), (TOKEN, 128, "info")])
+def test_score_centering_is_told_and_stale_samples_may_do_with_it_alone(
+    level: CorrectionLevel, top_k: int, said: str
+) -> None:
+    config = configured(**OVERLAPPING, algo__correction__level=level, algo__score_centering_top_k=top_k)
+    with capture_logs() as logs:
+        log_correction(config)
+    (log,) = logs
+    assert log["log_level"] == said
+    assert log.get("score_centering") == ("by the sampler's 128 likeliest tokens" if top_k else None)

@@ -14,8 +14,9 @@ from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, KLSettings, OldLogprobs
 from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.episodes.likeliest import LikeliestTokens
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import RewardError
+from rollgrad.domain.errors import EngineError, RewardError
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
@@ -72,6 +73,22 @@ def by_sequence(batch: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         list(batch.advantages_N.split(lengths)),  # type: ignore[attr-defined]
         list(batch.action_mask_N.split(lengths)),  # type: ignore[attr-defined]
     )
+
+
+def test_likely_tokens_are_for_score_centering_alone() -> None:
+    """A client may have asked for some where it is off."""
+    told = LikeliestTokens(torch.ones(2, 3, dtype=torch.int32), torch.full((2, 3), -1.0))
+    trajectories = [evolve(TRAJECTORIES[0], likeliest=told), *TRAJECTORIES[1:]]
+    assert make(algo(), trajectories=trajectories).batch.sampler_ids_NK is None
+    centred = algo()
+    centred.score_centering_top_k = 3
+    policy, reference = FakePolicy(TILT), FakeReference(TILT)
+    batch = make(centred, trajectories=trajectories, policy=policy, reference=reference, steps=2).batch
+    assert batch.sampler_ids_NK is not None
+    assert batch.sampler_ids_NK.shape == (batch.token_count, 3)
+    assert batch.for_other_models().sampler_ids_NK is None
+    with pytest.raises(EngineError, match="top_k is 3, but of no token"):
+        make(centred)
 
 
 def test_rollouts_without_the_experts_that_should_be_replayed_are_named_once() -> None:

@@ -17,6 +17,7 @@ from rollgrad.application.settings.memory_places import (
 from rollgrad.application.settings.memory_plan import GATHERED_NUMBERS, memory_plan
 from rollgrad.application.settings.memory_plan_passes import (
     ACTIVATIONS_PER_HIDDEN,
+    CENTRED_BYTES,
     DISTILLED_LOGITS,
     DISTILLED_SLICES,
     FUSED_DISTILLED_LOGITS,
@@ -707,6 +708,14 @@ def test_masks_of_prescribed_replies_are_a_bit_a_token_of_the_vocabulary() -> No
     assert found == expected
     config.agent.command = None
     assert head_bytes(config, shape, 32, 2, 0) < 3 * logits, "prompts are not all replies"
+
+
+def test_likely_tokens_are_held_in_updates_alone() -> None:
+    config = small_config()
+    without = [head_bytes(config, SHAPE, 32, 2, 0, gradients=gradients) for gradients in (False, True)]
+    config.algo.score_centering_top_k = 128
+    scoring, update = (head_bytes(config, SHAPE, 32, 2, 0, gradients=gradients) for gradients in (False, True))
+    assert (scoring, update) == (without[0], without[1] + 12 * 128 * CENTRED_BYTES), "of the replies"
 
 
 @pytest.mark.parametrize("size", [1, 4])

@@ -44,6 +44,7 @@ VALID: dict[str, Any] = {
 }
 GROUPS: dict[str, Any] = {"rollout.n_samples_per_prompt": 2}
 FILTER: dict[str, Any] = {"algo.dynamic_filtering_enable": True}
+CENTRED: dict[str, Any] = {"algo.score_centering_top_k": 128}
 TIS: dict[str, Any] = {"algo.correction.level": CorrectionLevel.TOKEN}
 NO_CORRECTION: dict[str, Any] = {"algo.correction.level": CorrectionLevel.OFF}
 ASYNC: dict[str, Any] = {"train.async_enable": True}
@@ -141,6 +142,9 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"actor.policy_loss_type": "sapo", "actor.sapo_tau": (1.0, 2.0)},
         {"actor.policy_loss_type": "vespo", "actor.vespo_k": (0.0, 2.0), "actor.vespo_lambda": (0.5, 1.0)},
         {"actor.policy_loss_type": "dro", "actor.dro_beta": 1.0},
+        CENTRED,
+        CENTRED | TIS | {"rollout.engine": Engine.VLLM, "actor.policy_loss_type": "policy_gradient"},
+        CENTRED | ASYNC | NO_CORRECTION | {"train.max_staleness": 2},
         TIS | {"algo.correction.gate": CorrectionGate.SECOND_MOMENT, "algo.correction.threshold": 0.04},
         {"actor.policy_loss_type": "clip_cov", "actor.cov_range": (1.0, 2.0), "actor.cov_share": 0.1},
         {"actor.entropy_target": 0.3, "actor.entropy_coef_step": 0.01},
@@ -385,6 +389,34 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "--algo.correction.level to token",
     ),
     (
+        CENTRED | {"actor.policy_loss_type": "gspo"},
+        "to one of ppo, cispo, sapo, dppo_tv, dppo_kl, policy_gradient, dro",
+    ),
+    (
+        CENTRED | TIS | {"algo.correction.level": CorrectionLevel.GEOMETRIC},
+        "set --algo.correction.level to token or off",
+    ),
+    (
+        CENTRED
+        | TIS
+        | {
+            "algo.correction.mode": CorrectionMode.MASK,
+            "algo.correction.gate": CorrectionGate.TV,
+        },
+        "set --algo.correction.gate to ratio",
+    ),
+    (CENTRED | {"algo.old_logprobs": OldLogprobs.ROLLOUT}, "set --algo.old_logprobs to recompute"),
+    (CENTRED | {"rollout.top_p": 0.9}, "set --rollout.top_p 1 and --rollout.top_k 0"),
+    (CENTRED | {"algo.kl.init_coef": 0.1, **WHOLE_KL}, "set --algo.kl.estimator to k2 or k3"),
+    (
+        CENTRED | {"rollout.engine": Engine.SERVER, "rollout.server_urls": ("http://127.0.0.1:8000",)},
+        "set --algo.score_centering_top_k to 19 or less",
+    ),
+    (
+        CENTRED | {"rollout.engine": Engine.VLLM, "vllm.extra": {"max_logprobs": 20}},
+        "leave --vllm.extra.max_logprobs out",
+    ),
+    (
         TIS | {"algo.correction.gate": CorrectionGate.SECOND_MOMENT, "algo.old_logprobs": OldLogprobs.ROLLOUT},
         "--algo.old_logprobs to recompute",
     ),
@@ -548,6 +580,7 @@ OUT_OF_RANGE = {
     "pass_k": 0,
     "group_length_coef": -0.1,
     "kl.beta": 1.5,
+    "score_centering_top_k": -1,
     "cov_range": (5.0, 1.0),
     "cov_kl_coef": -1.0,
     "positive_nll_coef": -0.1,
