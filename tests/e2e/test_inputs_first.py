@@ -222,8 +222,9 @@ def test_weights_that_need_gpus_are_refused_without(refused: Refused) -> None:
 
 @pytest.mark.parametrize("words", [[*TRAIN, *VERIFIED], [*SFT, "--data.input_key", "question"]])
 def test_metrics_that_cannot_be_written_are_refused(refused: Refused, words: list[str]) -> None:
-    (error,) = refused([*words, "--logger.tensorboard_dir", "empty.py/curves"])
-    assert re.match(r"--logger.tensorboard_dir is '.*/empty.py/curves', where nothing can be written", error)
+    for flags in ([], ["--dry_run"]):
+        (error,) = refused([*words, "--logger.tensorboard_dir", "empty.py/curves", *flags])
+        assert re.match(r"logger.tensorboard_dir is 'empty.py/curves', but .*/empty.py is no directory", error)
 
 
 def test_models_of_other_vocabularies_are_refused(refused: Refused, tiny_tokenizer: Any) -> None:
