@@ -4,6 +4,8 @@ import math
 from functools import partial
 from typing import Any, TypeVar
 
+import structlog
+
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.loading import load_dataset
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
@@ -23,6 +25,7 @@ from rollgrad.domain.ports.prompt_source import PromptSource
 from rollgrad.entrypoints.composition.executors import executor_kind
 from rollgrad.entrypoints.composition.fetching import make_fetched_images
 
+log = structlog.get_logger(__name__)
 Source = TypeVar("Source", DatasetPromptSource, ReasoningGymPromptSource)
 
 
@@ -34,7 +37,14 @@ def dataset_kind(spec: str | None) -> str:
 
 
 def make_rollouts(config: RLConfig, prompts: PromptSource) -> int:
-    """Returns the number of rollouts of the whole run."""
+    """Returns the number of rollouts of the whole run. One of more prompts than there are is a warning."""
+    if config.rollout.batch_size > len(prompts):
+        log.warning(
+            "prompts repeat within a rollout",
+            prompts=len(prompts),
+            batch_size=config.rollout.batch_size,
+            flag="--rollout.batch_size",
+        )
     if config.train.max_steps is not None:
         return config.train.max_steps
     return math.ceil(len(prompts) * config.train.num_episodes / config.rollout.batch_size)

@@ -199,7 +199,11 @@ def make_total_steps(
     train: ExampleTrainConfig, examples: Sized, ckpt: CheckpointConfig, budget: TokenBudget | None = None
 ) -> int:
     """Returns the optimizer steps of the whole run: of a run that continues those that it took, and those that the rest
-    of its epochs takes."""
+    of its epochs takes. A step of more examples than there are rows is a warning."""
+    if budget is None and isinstance(examples, PreparedExamples) and train.batch_size > len(examples):
+        log.warning(
+            "rows repeat within a step", rows=len(examples), batch_size=train.batch_size, flag="--train.batch_size"
+        )
     if train.max_steps is not None:
         return train.max_steps
     size = len(examples)

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from attrs import evolve
 from dependency_injector import providers
 
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.checkpoints.states import save_state
+from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig
 from rollgrad.application.settings.kto import KTORun, UnpairedModelConfig
 from rollgrad.application.settings.prm import PRMRun, StepModelConfig
@@ -32,6 +34,7 @@ from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
 from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.entrypoints.composition.cluster import Cluster, Role, neighbours
+from rollgrad.entrypoints.composition.data import make_rollouts
 from rollgrad.entrypoints.composition.dpo import dpo_container, make_dpo_roles
 from rollgrad.entrypoints.composition.examples import cache_directory, make_total_steps, reference_directory
 from rollgrad.entrypoints.composition.kto import kto_container
@@ -170,3 +173,30 @@ def test_a_cluster_ends_the_processes_of_one_role() -> None:
     cluster.end("reference")
     cluster.end("reference")
     assert (actor.closed, reference.closed, cluster._groups) == (0, 1, [actor])
+
+
+class Few(PreparedExamples):
+    """Two rows, of which nothing but their number is asked."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_step_of_more_examples_than_rows_is_told() -> None:
+    with structlog.testing.capture_logs() as logs:
+        make_total_steps(ExampleTrainConfig(batch_size=2, max_steps=1), Few(), CheckpointConfig())
+        assert logs == []
+        make_total_steps(ExampleTrainConfig(batch_size=3, max_steps=1), Few(), CheckpointConfig())
+    assert [(log["event"], log["rows"]) for log in logs] == [("rows repeat within a step", 2)]
+
+
+def test_a_rollout_of_more_prompts_than_there_are_is_told() -> None:
+    config = RLConfig()
+    config.rollout.batch_size, config.train.max_steps = 3, 1
+    prompts: Any = [1, 2]
+    with structlog.testing.capture_logs() as logs:
+        assert make_rollouts(config, prompts) == 1
+    assert [(log["event"], log["prompts"]) for log in logs] == [("prompts repeat within a rollout", 2)]
