@@ -8,10 +8,13 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from rollgrad.adapters.models.torch import chunked_logprobs
 from rollgrad.adapters.models.torch.attention import install_attention
+from rollgrad.adapters.models.torch.chunked_logprobs import token_logprobs
 from rollgrad.adapters.models.torch.forward import PackedLM, scattered
 from rollgrad.adapters.models.torch.models import CENTRED
-from rollgrad.domain.algorithms.losses.centering import ScoreCentering
+from rollgrad.application.settings.memory_plan_passes import CENTRED_BYTES
+from rollgrad.domain.algorithms.losses.centering import SamplerHead, ScoreCentering
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionLevel, CorrectionMode, CorrectionSettings
 from rollgrad.domain.batches.packed import RolloutBatch
@@ -114,3 +117,25 @@ def test_metrics_say_how_much_the_head_holds_and_how_much_is_taken_out() -> None
     assert float(metrics["centering_sampler_mass"]) == pytest.approx(float(top.values.exp().sum(1)[mask_N].mean()))
     assert 0 < float(metrics["centering_policy_mass"]) < float(metrics["centering_sampler_mass"])
     assert 0 < float(metrics["centering_residual"]) < 2
+
+
+def test_an_update_holds_of_each_likely_token_what_the_memory_plan_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the 12 bytes of the sampler's ids and log-probs, which come before it."""
+    from benchmarks.memory_plan import peak
+
+    tokens, top_k, vocabulary = 512, 64, 128
+    monkeypatch.setattr(chunked_logprobs, "CHUNK_BYTES", 4 * vocabulary * 8)
+    hidden, weight = (torch.randn(rows, 16).requires_grad_() for rows in (tokens, vocabulary))
+    ids = torch.randint(0, vocabulary, (tokens, top_k))
+    head = SamplerHead(ids_AK=ids, logprobs_AK=torch.full((tokens, top_k), -5.0))
+
+    def plain() -> None:
+        token_logprobs(hidden, weight, None, ids[:, 0], 1.0)[0].sum().backward()
+
+    def centred() -> None:
+        logprobs, _, also = token_logprobs(hidden, weight, None, ids[:, 0], 1.0, also_AK=ids)
+        (logprobs.sum() + ScoreCentering()(also, head).term_A.sum()).backward()
+
+    plain()  # gradients have their memory then
+    held = (peak(centred) - peak(plain)) / (tokens * top_k)
+    assert CENTRED_BYTES - 12 - 6 < held < CENTRED_BYTES - 12
