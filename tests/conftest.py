@@ -243,12 +243,7 @@ def _vllm(wide_headed_model_dir: Path, vllm_host: ScriptHost) -> Iterator[Any]:
     from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(
-        str(wide_headed_model_dir),
-        eos_token_ids=(),
-        dtype="float32",
-        max_batch_size=64,
-        memory_fraction=SHARE,
-        likeliest=40,
+        str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=64, memory_fraction=SHARE
     )
     yield engine
     engine.close()

@@ -234,6 +234,7 @@ async def test_the_server_teaches_what_the_model_itself_teaches(
 
 
 ASYNC = {"train.async_enable": "True"}
+CENTRED = {"algo.score_centering_top_k": "19", "algo.correction.level": "off"}
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ ASYNC = {"train.async_enable": "True"}
         {},
         ASYNC,
         {**ASYNC, "train.partial_rollout": "keep"},
-        {**ASYNC, "train.partial_rollout": "recompute"},
+        {**ASYNC, **CENTRED, "train.partial_rollout": "recompute"},
         {"rollout.server_sync": "disk", "rollout.server_sync_delta": "True"},
     ],
     ids=["sync", "none", "keep", "recompute", "files"],
@@ -257,6 +258,7 @@ def test_a_run_trains_on_what_the_server_samples(
     exact = steps[:1] if settings.keys() >= ASYNC.keys() else steps  # the others' samples may be of an older policy
     for step in exact:  # the ratio is of the trainer's probability to the server's
         assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=TOLERANCE)
+        assert step.get("policy/centering_residual", 0.0) < 1e-3
     asked = ("actor.model_name_or_path", "rollout.engine", "rollout.server_urls", "reward.function_path")
     held_out = {"eval.dataset": "prompts.jsonl", "data.label_key": "label", "eval.max_new_tokens": "8"}
     assert main(["eval", *words({flag: flags[flag] for flag in asked} | held_out)]) == 0
