@@ -4,7 +4,8 @@
 value of the wrong type, is one sentence that names the key. Importable without torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
@@ -50,6 +51,8 @@ def load_config(path: Path | str | None = None, *, preset: str | None = None) ->
     """
     config, problems = read_config(path, preset=preset, run=RLConfig)
     raise_together(problems)
+    if path is not None and preset is not None:
+        tell_overridden(preset, config, path)
     return config
 
 
@@ -134,6 +137,27 @@ def forget_preset(config: attrs.AttrsInstance) -> None:
     """Unsets the preset of a run, where it has one."""
     if PRESET in setting_names(type(config)):
         attrgetter("algo")(config).preset = None
+
+
+def tell_overridden(names: str, config: attrs.AttrsInstance, path: Path | str, flags: Collection[str] = ()) -> None:
+    """Warns where a file's settings take the place of those of presets that were named beside it; `flags` are settings
+    that were named, too, in which nobody is surprised."""
+    with contextlib.suppress(ConfigurationError):  # no such preset, which is told elsewhere
+        asked, _ = _structured(type(config), None, names, None)
+        differ = [
+            f"{name} {attrgetter(name)(config)}, not {attrgetter(name)(asked)}"
+            for name in preset_settings(names)
+            if name not in flags and attrgetter(name)(config) != attrgetter(name)(asked)
+        ]
+        if differ:
+            import structlog
+
+            structlog.get_logger(__name__).warning(
+                "the file's settings take the place of the preset's: name those that you want as flags",
+                preset=names,
+                file=str(path),
+                settings="; ".join(differ),
+            )
 
 
 def _structured(

@@ -21,7 +21,7 @@ from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.batches.teaching import as_taught
 from rollgrad.domain.control.signs import PART
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import EngineError, RewardError
+from rollgrad.domain.errors import DataError, EngineError, RewardError
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, ValueModel
 
 log = structlog.get_logger(__name__)
@@ -97,12 +97,22 @@ class ExperienceService:
         """Packs and scores trajectories, and estimates advantages. `kl_coef` is the controller's current weight,
         `baselines` are the rewards of greedy rollouts by group id, which are normalised and clipped like the others.
         `teacher_prompts` are the tokens that the reference reads in the place of prompts, by group id; without any it
-        reads what the policy reads."""
+        reads what the policy reads.
+
+        Raises:
+            DataError: there are none, though the reference is to be told more.
+            EngineError: score centering lacks what it reads of the sampler.
+        """
         metrics: dict[str, float] = {}
         batch = self._shaped(pack(trajectories), metrics)
         if teacher_prompts:
             told_S = tuple(teacher_prompts[group] for group in batch.group_ids_S.tolist())
             batch = evolve(batch, teacher_prompts_S=told_S)
+        elif self._algo.kl.teacher_template is not None:
+            raise DataError(
+                "algo.kl.teacher_template is set, but no prompt of this rollout says what the reference reads: prompts "
+                "of your own have it as `teacher_token_ids`; else leave --algo.kl.teacher_template out."
+            )
         if self._replays and batch.experts_NLK is None:
             log.warning(
                 "actor.router_replay is engine, but of no token of this rollout is known to which experts it was sent: "

@@ -33,6 +33,7 @@ from rollgrad.entrypoints.config_io import (
     load_extension_file,
     merged,
     read_config,
+    tell_overridden,
 )
 from rollgrad.entrypoints.names.suggestions import unknown_flag
 
@@ -208,13 +209,16 @@ def parse_run(
     words, _ = _spelled(arguments, flag_kinds(kind))
     path = _flag_value("--config", words)
     extension = _flag_value(f"--{EXTENSION}", words)
-    config, unread = read_config(path, preset=_flag_value(f"--{PRESET}", words), extension=extension, run=run)
+    preset = _flag_value(f"--{PRESET}", words)
+    config, unread = read_config(path, preset=preset, extension=extension, run=run)
     for name, value in free.items():
         section, _, key = name.rpartition(".")
         here = attrgetter(section)(config)
         setattr(here, key, merged(getattr(here, key) or {}, value))
     kind = with_brought(kind)
     words, misspelt = _spelled(arguments, flag_kinds(kind))  # flags of the extension are known by now
+    if path is not None and preset is not None:
+        tell_overridden(preset, config, path, [word.removeprefix("--").partition("=")[0] for word in words])
     sections = {name: getattr(config, name) for name in attrs.fields_dict(run)}
     parsed = kind(config=None if path is None else Path(path), **sections)
     wrong = _set_named(parsed, command, words)

@@ -24,6 +24,7 @@ def train_rl(arguments: Sequence[str]) -> int:
     """`rollgrad train rl`."""
     if asks_for_help(arguments):
         return show_help("train rl", TrainArguments, arguments)
+    configure_logging()
     parsed, config, unread = parse_run(TrainArguments, RLConfig, "train rl", arguments)
     if parsed.print_config:
         return _print_config(config, [*unread, *spelling_errors(config), *setting_errors(config)])
@@ -88,6 +89,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     """`rollgrad eval`."""
     if asks_for_help(arguments):
         return show_help("eval", EvalArguments, arguments)
+    configure_logging()
     parsed, config, unread = parse_run(EvalArguments, RLConfig, "eval", arguments)
     errors = [*unread, *spelling_errors(config), *evaluation_errors(config)]
     if parsed.print_config:
@@ -98,7 +100,6 @@ def evaluate(arguments: Sequence[str]) -> int:
     with results_only_on_stdout():
         from rollgrad.entrypoints.library import evaluate as evaluate_model
 
-        configure_logging()
         metrics = evaluate_model(config)
     if parsed.json:
         sys.stdout.write(json.dumps(metrics, indent=2) + "\n")

@@ -16,7 +16,7 @@ from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, 
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.likeliest import LikeliestTokens
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import EngineError, RewardError
+from rollgrad.domain.errors import DataError, EngineError, RewardError
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
@@ -89,6 +89,12 @@ def test_likely_tokens_are_for_score_centering_alone() -> None:
     assert batch.for_other_models().sampler_ids_NK is None
     with pytest.raises(EngineError, match="top_k is 3, but of no token"):
         make(centred)
+
+
+def test_prompts_that_do_not_say_what_the_reference_reads_are_refused() -> None:
+    told = algo("on_policy_distill", kl=KLSettings(init_coef=0.5, teacher_template="{label}"))
+    with pytest.raises(DataError, match="no prompt of this rollout says what the reference reads"):
+        make(told, reference=FakeReference(TILT))
 
 
 def test_rollouts_without_the_experts_that_should_be_replayed_are_named_once() -> None:

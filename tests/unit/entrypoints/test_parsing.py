@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 import pytest
+import structlog
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -230,6 +231,20 @@ def test_a_users_own_estimator_comes_before_another_name(tmp_path: Path, algorit
 def test_presets_in_other_spellings(given: str, tmp_path: Path) -> None:
     canonical = {"Dr.GRPO": "dr_grpo", "reinforce++": "reinforce_pp"}.get(given, given.lower())
     assert load_config(preset=given) == load_config(preset=canonical)
+
+
+@pytest.mark.parametrize(
+    ("flags", "differ"),
+    [([], "algo.advantage.estimator group_norm, not rloo"), (["--algo.advantage.estimator", "rloo"], None)],
+)
+def test_a_preset_whose_settings_a_file_overrides_is_told(flags: list[str], differ: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("algo:\n  advantage:\n    estimator: group_norm\n")
+    with structlog.testing.capture_logs() as lines:
+        parse_run(TrainArguments, RLConfig, "train rl", ["--config", str(path), "--algo.preset", "rloo", *flags])
+        if not flags:
+            load_config(path, preset="rloo")
+    assert [line["settings"] for line in lines] == ([differ] * 2 if differ else [])
 
 
 @pytest.mark.parametrize(
