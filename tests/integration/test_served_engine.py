@@ -234,7 +234,7 @@ async def test_the_server_teaches_what_the_model_itself_teaches(
 
 
 ASYNC = {"train.async_enable": "True"}
-CENTRED = {"algo.score_centering_top_k": "19", "algo.correction.level": "off"}
+CENTRED = {"algo.score_centering_top_k": "19", "algo.correction.level": "off", "algo.old_logprobs": "recompute"}
 
 
 @pytest.mark.parametrize(
