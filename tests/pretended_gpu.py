@@ -543,6 +543,7 @@ def pretended_gpu() -> Iterator[Counter[str]]:
             "get_device_properties": SimpleNamespace(total_memory=MEMORY),
             "mem_get_info": (MEMORY, MEMORY),
             "empty_cache": None,
+            "ipc_collect": None,
             "synchronize": None,
         }.items():
             patch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)

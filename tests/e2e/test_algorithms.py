@@ -93,6 +93,7 @@ def train(*flags: str) -> list[dict[str, float]]:
 
 EXTRA = {
     "vapo": "--critic.freezing_steps 1",
+    "pass_at_k": "--algo.advantage.pass_k 2",
     "on_policy_distill": "--ref.model_name_or_path {model}",
     "iw_opd": "--ref.model_name_or_path {model}",
     "tis": "--algo.preset grpo,tis",
