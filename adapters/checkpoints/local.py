@@ -14,8 +14,6 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-import structlog
-
 from rollgrad.adapters.checkpoints.files import (
     is_full,
     make_writable,
@@ -40,8 +38,6 @@ from rollgrad.application.pipelines.run import FINAL_MODEL
 from rollgrad.domain.errors import CheckpointError, RollgradError
 from rollgrad.domain.ports.checkpoint_store import CRITIC_DIRECTORY, CheckpointStore, TrainingState
 from rollgrad.domain.ports.models import PolicyModel, ValueModel
-
-log = structlog.get_logger(__name__)
 
 REPLACED = ("model", "best", f"{MODEL_OF_STEP}*", "*.state.json", METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, RUN_FILE)
 """Patterns of the files and directories of `output_dir` that are replaced whole."""
@@ -193,8 +189,7 @@ def _rescued(fill: Callable[[Path], None]) -> Path | None:
         fill(place / FINAL_MODEL)
         if not (place / FINAL_MODEL).is_dir():
             raise CheckpointError("The process that writes it is on another machine.")
-    except Exception as error:  # of any kind: the one before is the one to tell
-        log.warning("the model cannot be written elsewhere either", place=str(place), reason=str(error))
+    except Exception:  # of any kind: the one before is the one to tell
         if place is not None:
             shutil.rmtree(place, ignore_errors=True)
         return None

@@ -110,7 +110,7 @@ def test_rewards_until_a_judge_failed_are_kept(run: Path, capsys: pytest.Capture
     Path("down.py").write_text(f"{lasts}    return [1 / (answered < 6)] * len(completions)\n")
     assert main(["rescore", "out", "--reward.function_path", "down.py"]) == 2
     said = capsys.readouterr().err
-    assert "ZeroDivisionError: division by zero. What was judged" in said
+    assert "ZeroDivisionError: division by zero (down.py, line 5). What was judged" in said
     assert "--retry_failed" not in said
     (path,) = (run / "rescored").iterdir()
     assert str(path) in said.replace("\n", "")

@@ -308,7 +308,7 @@ CRASH = "import sys\nsys.exit('the disk is full')"
         ("def run_agent(task):\n    raise ValueError('no such door')", "ValueError: no such door"),
         ("import sys\nasync def run_agent(task):\n    sys.exit(3)", "SystemExit: 3"),
         ("def run_agent(task):\n    return 1.0", "without a reply"),
-        ("def run_agent(task):\n    return [1.0]", "TypeError"),
+        ("def run_agent(task):\n    return [1.0]", r"The agent returned \[1.0\], but it returns its answer"),
     ],
     ids=["raises", "exits", "silent", "wrong"],
 )

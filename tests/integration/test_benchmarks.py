@@ -43,7 +43,7 @@ RESULTS = {
     r"the same$.*^on the clock .*: undecided$.*^directly: .* of a step: (under|over) 1%$)",
     "sequence_parallel.py": r"^copies over queries: 3\.0 times the bytes$",
     "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
-    "streaming.py": r"embedded, 2 at once: first token \d+\.\d+ s; .*: [+-]\d+ us a token$",
+    "streaming.py": r"embedded, 2 at once: first token \d+\.\d+ s; .*: [+-]\d+ us a token",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",
     "states.py": r"^packed \d+\.\d times, kept \d+\.\d times$",
     "state_save.py": r"^│ \d+\.\d\d GB .*│ \d+\.\d+%",
