@@ -278,7 +278,7 @@ def test_keys(page: Page) -> None:
     keys.press("Escape")
     keys.press("/")
     page.page.wait_for_function("() => location.hash.startsWith('#/r/sums/t')")
-    page.page.locator(".expression").wait_for()
+    page.page.locator(".row").first.wait_for()  # as above
     keys.press("/")
     keys.type("reward = 1")
     page.page.wait_for_function("() => location.hash.includes('reward')")
