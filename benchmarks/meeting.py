@@ -2,10 +2,12 @@
 
 import inspect
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
+from queue import Empty
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +30,7 @@ def found_together(share: Callable[[int], Found], processes: int) -> list[Found]
     for process in started:
         process.start()
     try:
-        results = [found.get(timeout=SECONDS) for _ in started]
+        results = [_next(found, started) for _ in started]
         for process in started:
             process.join(SECONDS)
     finally:
@@ -36,6 +38,17 @@ def found_together(share: Callable[[int], Found], processes: int) -> list[Found]
             process.kill()
             process.join()
     return results
+
+
+def _next(found: "Queue[Found]", processes: Sequence[BaseProcess]) -> Found:
+    """Returns what the next process finds; one that ends without a result ends the benchmark."""
+    for _ in range(round(SECONDS)):
+        try:
+            return found.get(timeout=1.0)
+        except Empty:
+            if any(process.exitcode for process in processes):
+                break
+    raise RuntimeError("a process ended, or took too long; what it said is above")
 
 
 def _find(share: Callable[[int], Found], processes: int, port: int, found: "Queue[Found]", rank: int) -> None:

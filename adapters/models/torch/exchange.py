@@ -84,7 +84,8 @@ class HeadExchange:
 
     def _by_process(self, x_CGW: Tensor) -> Tensor:
         """Returns the numbers for each process of the team, end to end."""
-        return x_CGW.reshape(len(x_CGW), self._heads, -1).transpose(0, 1).flatten()
+        by_process = x_CGW.reshape(len(x_CGW), self._heads, -1).transpose(0, 1).flatten()
+        return by_process.contiguous()  # the gradient of a sum is one number with strides of 0
 
     @property
     def _mine(self) -> list[int]:
