@@ -5,6 +5,7 @@ Only `AsyncLLM.generate` notices dead processes, so all other calls are watched.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -83,7 +84,7 @@ class LocalCore(Core):
             tokens.extend(part.token_ids)
             logprobs.extend(drawn)
             if request.params.top_logprobs and drawn:
-                likeliest.append(_likeliest(given))
+                likeliest.append(_likeliest(given, min(request.params.top_logprobs, self.model.vocabulary)))
             if on_token is None:
                 return
             for place, (token, logprob) in enumerate(zip(part.token_ids, drawn, strict=True), start=1):
@@ -257,9 +258,13 @@ class LocalCore(Core):
         return last
 
 
-def _likeliest(given: Any) -> LikeliestTokens:
-    """Returns the most likely tokens at each place of vLLM's flat log-probs; they follow the sampled token, as many at
-    each."""
-    shape = len(given.start_indices), -1
+def _likeliest(given: Any, count: int) -> LikeliestTokens:
+    """Returns the `count` most likely tokens at each place of vLLM's flat log-probs. They follow the sampled token; but
+    where vLLM has put several outputs together, for nobody had taken the first yet, one of them that was sampled is
+    there once, in front."""
     ids, logprobs = np.array(given.token_ids, np.int32), np.array(given.logprobs, np.float32)
-    return LikeliestTokens(*(torch.from_numpy(each.reshape(shape)[:, 1:].copy()) for each in (ids, logprobs)))
+    rows = []
+    for begin, end in pairwise((*given.start_indices, len(ids))):
+        row = np.arange(begin, end)
+        rows.append(row[1:] if len(row) > count else row[np.argsort(-logprobs[row], kind="stable")])
+    return LikeliestTokens(*(torch.from_numpy(each[np.stack(rows)]) for each in (ids, logprobs)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollgrad.adapters.engines.vllm import async_llm
-from rollgrad.adapters.engines.vllm.async_llm import LocalCore
+from rollgrad.adapters.engines.vllm.async_llm import LocalCore, _likeliest
 from rollgrad.adapters.engines.vllm.comparison import STEPS
 from rollgrad.adapters.engines.vllm.core import Core
 from rollgrad.adapters.engines.vllm.engine import CoreEngine
@@ -301,3 +301,14 @@ def test_a_process_leaves_what_it_has_freed_to_the_engine_on_its_gpu(
     assert [type(memory) for memory in resting(config, object(), None)] == [FreedGPUMemory] * given_back
     config.train.optimizer_sleeps = True
     assert len(resting(config, object(), None)) == 1 + given_back
+
+
+def test_likely_tokens_of_outputs_that_vllm_put_together_are_the_most_likely_in_order() -> None:
+    """Together each token is there once: the second place's sampled one, the likeliest but one, stands in front."""
+    apart = SimpleNamespace(token_ids=[9, 3, 5, 5, 3, 5], logprobs=[-4.0, -1.0, -2.0, -2.0, -1.0, -2.0])
+    together = SimpleNamespace(token_ids=[9, 3, 5, 5, 3], logprobs=[-4.0, -1.0, -2.0, -2.0, -1.0])
+    for given in (apart, together):
+        given.start_indices = [0, 3]
+        found = _likeliest(given, 2)
+        assert found.ids_RK.tolist() == [[3, 5], [3, 5]]
+        assert found.logprobs_RK.tolist() == [[-1.0, -2.0], [-1.0, -2.0]]
