@@ -9,6 +9,7 @@ the template is applied; afterwards the placeholders' text is tokenised as plain
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from attrs import frozen
@@ -61,13 +62,13 @@ def guard(
 ) -> Guarded:
     """Returns `messages` and `tools` with placeholders for `special_tokens` in all their texts, and for
     `template_tokens` in all but the assistant's: by those templates find the assistant's thinking."""
-    every = _pattern([*special_tokens, *template_tokens])
+    every = _pattern((*special_tokens, *template_tokens))
     messages = [_with_whole_tokens(message, every) for message in messages]
     written = "\n".join(all_texts([messages, tools]))
     if not any(token in written for token in (*special_tokens, *template_tokens)):
         return Guarded(list(messages), list(tools))
     mark = unused_character([messages, tools])
-    own, others = _pattern(special_tokens), every
+    own, others = _pattern(tuple(special_tokens)), every
     texts: dict[str, int] = {}
 
     def placeholder(match: re.Match[str]) -> str:
@@ -109,7 +110,8 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:
+@lru_cache  # conversations of a run have the same tokens
+def _pattern(tokens: tuple[str, ...]) -> re.Pattern[str]:
     """Returns a pattern of any of `tokens`, the longest first; without tokens it matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 

@@ -99,18 +99,16 @@ class LocalCheckpointStore(CheckpointStore):
 
         try:
             self._with_room(lambda: replace_directory(target, fill), self._root)
-        except (CheckpointError, OSError) as error:
-            place = _rescued(fill) if name == FINAL_MODEL else None
-            if place is None and isinstance(error, CheckpointError):
-                raise
-            message = str(error)
-            if not isinstance(error, CheckpointError):
-                message = (
-                    f"The model {name!r} cannot be written to {self._root} ({error.strerror or error}): "
-                    "make room there, or choose another --ckpt.output_dir."
-                )
-            where = "" if place is None else f" What was trained is in {place}: move it from there."
-            raise CheckpointError(message + where) from error
+        except OSError as error:
+            message = (
+                str(error)
+                if isinstance(error, CheckpointError)
+                else f"The model {name!r} cannot be written to {self._root} ({error.strerror or error}): "
+                "make room there, or choose another --ckpt.output_dir."
+            )
+            if name == FINAL_MODEL and (place := _rescued(fill)) is not None:
+                message += f" What was trained is in {place}: move it from there."
+            raise CheckpointError(message) from error
         number = name.removeprefix(MODEL_OF_STEP)
         if number.isdecimal():
             self._prune(target, [path for step, path in numbered(self._root, MODEL_OF_STEP) if step < int(number)])

@@ -146,9 +146,8 @@ class FunctionReward(RewardSource):
 
     async def _run(self, calls: Sequence[Call], refusal: Callable[[str], RewardError]) -> list[Any]:
         async def one(call: Call) -> Any:
-            with foreign_code(
-                refusal, located=True
-            ):  # inside gather's task, where a SystemExit would end the event loop
+            # Inside gather's task, where a SystemExit would end the event loop.
+            with foreign_code(refusal, located=True):
                 return await self._func(*call.positional, **call.keywords)
 
         if self._is_async:

@@ -55,7 +55,6 @@ class JudgePrompt:
                 f"--reward.judge_prompt {path} has neither {{response}} nor {{query}}, so that the judge would see no "
                 "reply: write {response} where the reply belongs."
             )
-
         if rubric and "criterion" not in places(text):
             raise ConfigurationError(
                 f"--reward.judge_prompt {path} has no {{criterion}}, but each criterion of --reward.judge_rubric_key "

@@ -198,7 +198,7 @@ class ExperienceService:
                 "likely in its place: an engine or agent of your own gives them as `top_logprobs` of a `Generation`; "
                 "else set --algo.score_centering_top_k 0."
             )
-        return batch if top_k else evolve(batch, sampler_ids_NK=None, sampler_logprobs_NK=None)
+        return batch if top_k else batch.without_sampler()
 
     def _baselines(self, batch: RolloutBatch, baselines: Mapping[int, float]) -> Tensor | None:
         if not baselines:
@@ -218,8 +218,8 @@ class ExperienceService:
         penalised = self._reference is not None and not self._algo.kl.use_loss
         if not penalised and (source is OldLogprobs.INTERPOLATE or self._ratio_is_one):
             return batch
-        scored = evolve(batch, sampler_ids_NK=None, sampler_logprobs_NK=None)  # which updates alone read
-        logprobs_N, experts_NLK = self._policy.logprobs_and_experts(self._passes(scored, self._policy))
+        passes = self._passes(batch.without_sampler(), self._policy)
+        logprobs_N, experts_NLK = self._policy.logprobs_and_experts(passes)
         return evolve(
             batch,
             old_logprobs_N=logprobs_N,

@@ -64,9 +64,8 @@ class GroupStream:
         self.gate = StalenessGate(bound)
         """State of every group; read only."""
         self._slots = rollout.slots()
-        self._deals: dict[
-            int, Deal
-        ] = {}  # deals of the groups in flight, and of those whose episodes ended by an error
+        # Deals of the groups in flight, and of those whose episodes ended by an error.
+        self._deals: dict[int, Deal] = {}
         self._again: deque[Deal] = deque()  # groups that an interrupted run had in flight
         self._tasks: dict[int, asyncio.Task[RolloutGroup]] = {}
         self._ready: dict[int, RolloutGroup] = {}

@@ -130,7 +130,11 @@ class PackedBatch:
     def for_other_models(self) -> Self:
         """Returns what other models than the policy that sampled compute with: their own routers choose experts, and
         none of them learns from likely tokens."""
-        return evolve(self, experts_NLK=None, sampler_ids_NK=None, sampler_logprobs_NK=None)
+        return evolve(self.without_sampler(), experts_NLK=None)
+
+    def without_sampler(self) -> Self:
+        """Returns the batch without the sampler's likely tokens, which updates with score centering alone read."""
+        return evolve(self, sampler_ids_NK=None, sampler_logprobs_NK=None)
 
     def __len__(self) -> int:
         return len(self.lengths_S)

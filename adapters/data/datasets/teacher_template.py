@@ -32,7 +32,7 @@ class TeacherTemplate:
         if not places(given):
             try:
                 text = Path(given).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError, ValueError) as error:
+            except (OSError, ValueError) as error:
                 raise ConfigurationError(
                     f"{SETTING} is {given!r}, which has no place for anything ({{prompt}} is one), and cannot be read "
                     f"as a file either ({error}): write a text with {{prompt}}, or name a file with one."

@@ -1,10 +1,7 @@
 """A model that cannot be written is one sentence, whichever library writes the file for which there is no room."""
 
 import json
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +18,10 @@ from rollgrad.adapters.models.torch.trained_reward import TorchReward
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError
+from tests.full_disk import room_for_files_of
 from tests.tiny_models import saved, tiny_model
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-
-
-@contextmanager
-def room_for_files_of(size: int) -> Iterator[None]:
-    """Inside, no file of this process can become larger, as on a disk that is nearly full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def policy(path: Path, tokenizer: Any, *, rank: int = 0, ema: bool = False) -> TorchPolicy:

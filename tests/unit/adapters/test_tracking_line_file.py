@@ -1,8 +1,5 @@
 """Files that lines are appended to while their disk is full for a while."""
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,17 +7,7 @@ import structlog
 
 from rollgrad.adapters.tracking import line_file
 from rollgrad.adapters.tracking.line_file import LineFile
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Lets no file of this process grow beyond `size` bytes, which is written up to them."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+from tests.full_disk import room_for_files_of
 
 
 def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path: Path) -> None:
@@ -28,7 +15,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path: Path) 
     file = LineFile(path)
     with structlog.testing.capture_logs() as events:
         file.append("one")
-        with largest_file(6):
+        with room_for_files_of(6):
             file.append("two", "three")
             assert path.read_text() == "one\n", "no part of a line"
             file.append("four")
