@@ -320,7 +320,10 @@ def _memory_table(rows: list[RoleMemory], machine: Machine) -> "Table":
 
     title = "Memory plan: MiB of one process"
     table = Table(
-        "role", "processes", "where", "weights", "gradients", "optimizer", "activations", "total", title=title
+        *("role", "processes", "where", "weights", "gradients", "optimizer", "activations", "total"),
+        title=title,
+        collapse_padding=True,  # so that the headings fit into 80 columns
+        pad_edge=False,
     )
     for row in rows:
         sharing = [other.role for other in rows if other.device == row.device and other is not row]

@@ -12,15 +12,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from attrs import evolve
 from rich.console import Console
 from rich.text import Text
 
 from rollgrad.adapters.data.datasets.survey import Surveyed
 from rollgrad.application.episodes.judging import answer_request
+from rollgrad.application.settings.derived import longest_sample, longest_sequence
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.validation import range_problems, with_defaults
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
+from rollgrad.domain.ports.prompt_source import PromptSource
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rewards import check_reward_model, reward_kind
@@ -89,9 +92,9 @@ class _Trial:
             if isinstance(self.errors[-1], CheckpointError):
                 self._broken.add("actor.model_name_or_path")
         self._attempt(container.suits, *(f"{section}.model_name_or_path" for section in ("actor", "ref", "critic")))
-        self._plan()
         prompts = self._attempt(container.prompts, "actor.model_name_or_path", "data.prompt_dataset")
         held_out = self._attempt(container.eval_prompts, "actor.model_name_or_path", "eval.dataset")
+        self._plan(_longest_prompt(prompts, held_out or ()))
         if prompts is not None:
             self._console.print(count_table(config, len(prompts)))
         self._attempt(container.tool_box)
@@ -120,8 +123,12 @@ class _Trial:
                 self._say(container.codec().decode(told, special_tokens=True))
         self._judge([*shown, *(held_out or [])[:1]])
 
-    def _plan(self) -> None:
+    def _plan(self, longest_prompt: int | None) -> None:
+        """Shows the memory plan, by the longest prompt that there is, where an episode is a prompt and a reply."""
         config = self._config
+        plays = self.container.plays()
+        if longest_prompt is not None and not plays:
+            config = evolve(config, data=evolve(config.data, max_prompt_tokens=longest_prompt))
         keys = ("actor", "critic", "ref", "reward")
         shortages = self._attempt(
             lambda: show_plan(config, self._console), *(f"{key}.model_name_or_path" for key in keys)
@@ -131,6 +138,11 @@ class _Trial:
                 self.errors.append(ConfigurationError(sentence))
             else:  # the cluster's machines are not this one
                 self._say(sentence)
+        if plays and longest_sequence(config, plays=True) is None:
+            self._say(
+                f"No setting bounds an episode of several turns: the plan takes {longest_sample(config):,} tokens for "
+                "the longest, and a longer one takes more memory. Bound them by --rollout.max_episode_tokens."
+            )
 
     def _judge(self, prompts: Sequence[Prompt]) -> None:
         """Calls the reward with a made-up reply to each prompt."""
@@ -179,3 +191,10 @@ class _Trial:
 
     def _say(self, text: str) -> None:
         self._console.print(Text(text))
+
+
+def _longest_prompt(prompts: PromptSource | None, held_out: Sequence[Prompt]) -> int | None:
+    """Returns the tokens of the longest prompt of a run; None where it is not known before they are drawn."""
+    if not isinstance(prompts, Surveyed):
+        return None
+    return max([prompts.survey.longest, *(len(prompt.token_ids) for prompt in held_out)])

@@ -57,8 +57,11 @@ def longest_sequence(config: RLConfig, *, plays: bool) -> int | None:
 
 
 def longest_sample(config: RLConfig) -> int:
-    """Tokens of a prompt and its reply at most, of those that are trained on."""
-    return _with_reply(config, config.rollout.max_new_tokens)
+    """Tokens of a prompt and its reply, or of an episode of several turns, at most, of those that are trained on. An
+    episode that no setting bounds is taken for a prompt and a reply."""
+    plays = config.agent.plays or config.train.agent_func_path is not None
+    bound = longest_sequence(config, plays=True) if plays else None
+    return bound or _with_reply(config, config.rollout.max_new_tokens)
 
 
 def _with_reply(config: RLConfig, reply: int) -> int:

@@ -111,8 +111,8 @@ def make_file_executor(
     if file.instance is not None:
         make = file.instance
         return _turns(config, engine, codec, tracing, lambda params: AgentInstanceEnvironment(make(), params), rewards)
-    limit = config.rollout.max_episode_tokens or longest_sample(config)
-    return CustomAgentExecutor(file.executor, engine, codec, tokenizer, max_length=limit, rewards=rewards)
+    longest = longest_sample(config)
+    return CustomAgentExecutor(file.executor, engine, codec, tokenizer, max_length=longest, rewards=rewards)
 
 
 def _served(

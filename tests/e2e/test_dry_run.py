@@ -86,6 +86,27 @@ def test_rows_of_other_systems_are_shown_and_trained_on_without_naming_columns(r
     assert metrics["rollout/samples"] == 4.0
 
 
+def test_memory_is_that_of_the_prompts_there_are(run: Any) -> None:
+    def activations() -> int:
+        status, output, errors, _ = run("--dry_run", "--rollout.batch_size", "64")
+        assert (status, errors) == (0, [])
+        (row,) = re.findall("│actor.*", output)
+        assert "activations" in output  # headings are whole where there are 80 columns
+        return int(row.split("│")[7].replace(",", ""))
+
+    short = activations()
+    write("prompts.jsonl", [*GSM8K, {"question": "1+" * 200 + "1?", "answer": "201"}])
+    assert activations() > short
+
+
+def test_episodes_that_nothing_bounds_are_told(run: Any) -> None:
+    turns = ("--dry_run", "--agent.attempts", "2")
+    status, output, errors, _ = run(*turns)
+    assert (status, errors) == (0, [])
+    assert "No setting bounds an episode of several turns: the plan takes 1,028 tokens" in output
+    assert "No setting bounds" not in run(*turns, "--rollout.max_episode_tokens", "300")[1]
+
+
 def test_everything_that_is_wrong_is_told_at_once(run: Any) -> None:
     """Settings, files, data, reward and memory; what is right is shown all the same."""
     write("prompts.jsonl", [*GSM8K, {"question": "", "answer": "1"}])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from attrs import evolve, fields
 
-from rollgrad.application.settings.derived import longest_sequence, optimizer_steps_per_rollout
+from rollgrad.application.settings.derived import longest_sample, longest_sequence, optimizer_steps_per_rollout
 from rollgrad.application.settings.rules import validate, validate_evaluation
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
@@ -792,3 +792,11 @@ def test_the_longest_sequence_follows_from_the_limits(
     settings: dict[str, Any], plays: bool, longest: int | None
 ) -> None:
     assert longest_sequence(configured(settings), plays=plays) == longest
+
+
+@pytest.mark.parametrize("plays", [{"agent.attempts": 2}, {"train.agent_func_path": "agent.py"}])
+def test_an_episode_of_several_turns_is_as_long_as_it_may_be(plays: dict[str, Any]) -> None:
+    limits = {**plays, "data.max_prompt_tokens": 100, "rollout.max_new_tokens": 28}
+    assert longest_sample(configured(limits)) == 128
+    assert longest_sample(configured({**limits, "rollout.max_episode_tokens": 500})) == 500
+    assert longest_sample(configured({**limits, "data.max_len": 700})) == 700
