@@ -1,5 +1,6 @@
 """Fixtures that many tests share. Tests never reach the network."""
 
+import asyncio
 import atexit
 import gc
 import os
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -136,6 +138,21 @@ def _plain_tracebacks() -> None:
     import structlog
 
     structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _servers_wait_little() -> Iterator[None]:
+    """Servers of this process: uvicorn looks every tenth of a second whether it is to stop and whether all is closed,
+    and clients that are refused while they send are made to wait."""
+    import uvicorn.server
+
+    from rollgrad.adapters.servers import connections
+
+    often = SimpleNamespace(**{**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 20)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", often)
+        patch.setattr(connections, "DISCARD_SECONDS", 0.0)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

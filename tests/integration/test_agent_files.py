@@ -166,7 +166,7 @@ def test_limits_end_episodes(tiny_model_dir: Path, tmp_path: Path) -> None:
 def test_slow_environments_are_cut_off(tiny_model_dir: Path, tmp_path: Path) -> None:
     slow = NATIVE.replace("self.turns += 1\n", "self.turns += 1\n        import asyncio; await asyncio.sleep(1000)\n")
     made = config(tiny_model_dir, tmp_path, slow)
-    made.rollout.max_episode_seconds = 15
+    made.rollout.max_episode_seconds = 5
     rollgrad.train(made)
     assert metrics(tmp_path)["rollout/truncated_share"] == 1.0
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.servers import agent_server, openai_wire
+from rollgrad.adapters.servers import agent_server, openai_wire, streamed_answer
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.ports.chat_codec import ChatCodec
@@ -230,7 +230,8 @@ async def test_sealing_ends_what_is_in_flight() -> None:
 
 
 async def test_a_streamed_failure_behind_the_beginning_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.05)
+    for module in (agent_server, streamed_answer):
+        monkeypatch.setattr(module, "KEEP_ALIVE_SECONDS", 0.05)
 
     async def scenario(served: Served, engine: ScriptedEngine, http: Http) -> None:
         for wire in (CHAT, MESSAGES):

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 import structlog
 
-from rollgrad.adapters.servers import operation
+from rollgrad.adapters.servers import agent_server, operation
 from rollgrad.adapters.servers.agent_server import AgentServer
 from rollgrad.adapters.servers.operation import Operation, needs_token
 from rollgrad.adapters.servers.server import Server
@@ -37,6 +37,12 @@ WIRES: dict[str, tuple[dict[str, Any], Callable[[str], str]]] = {
 }
 """A body for each wire, and the error that ends its stream."""
 SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _streams_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those whose engine has said nothing yet."""
+    monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.05)
 
 
 class Operated:

@@ -13,6 +13,7 @@ import pytest
 import rollgrad
 from rollgrad.adapters.environments.nemo_gym import NemoGymEnvironment
 from rollgrad.adapters.environments.openenv import OpenEnvEnvironment
+from rollgrad.adapters.rewards import posting
 from rollgrad.adapters.rewards.http import HttpReward
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
@@ -65,6 +66,11 @@ def make(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., RLConfig]:
         return made
 
     return config
+
+
+@pytest.fixture(autouse=True)
+def _servers_are_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posting, "BACKOFF", 0.01)
 
 
 @pytest.fixture
