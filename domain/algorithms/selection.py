@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from attrs import field, frozen
 
-from rollgrad.domain.algorithms.equality import differ
+from rollgrad.domain.algorithms.equality import are_apart, differ, reaches
 
 MIN_STD = 1e-8
 """Least standard deviation that rewards are divided by: equal ones become 0."""
@@ -83,12 +83,12 @@ def best(
     dropped = Counter(first.dropped)
     for group in _groups(first.kept):
         ranked = _ranked(group)
-        if _margin(ranked) < min_margin:
+        if not are_apart(_reward(ranked[-1]), _reward(ranked[0]), min_margin):
             dropped["prompts below min_margin"] += 1
             continue
         different = list({reply.text: reply for reply in reversed(ranked)}.values())[::-1]
         dropped["repeated"] += len(ranked) - len(different)
-        good = [reply for reply in different if min_reward is None or _reward(reply) >= min_reward]
+        good = [reply for reply in different if min_reward is None or reaches(_reward(reply), min_reward)]
         dropped["below min_reward"] += len(different) - len(good)
         dropped["not among the best"] += max(0, len(good) - top_k)
         kept += good[:top_k]
@@ -117,7 +117,7 @@ def best_against_worst(replies: Iterable[Judged], *, min_margin: float = 0.0) ->
         chosen, rejected = ranked[0], ranked[-1]
         if not differ([_reward(chosen), _reward(rejected)]):
             dropped["prompts without spread"] += 1
-        elif _margin(ranked) < min_margin:
+        elif not are_apart(_reward(rejected), _reward(chosen), min_margin):
             dropped["prompts below min_margin"] += 1
         elif chosen.text == rejected.text:
             dropped["prompts whose pair is equal"] += 1
@@ -148,10 +148,6 @@ def _groups(replies: Iterable[Judged]) -> list[list[Judged]]:
 
 def _ranked(group: Iterable[Judged]) -> list[Judged]:
     return sorted(group, key=lambda reply: (-_reward(reply), reply.sample))
-
-
-def _margin(ranked: Sequence[Judged]) -> float:
-    return _reward(ranked[0]) - _reward(ranked[-1])
 
 
 def _reward(reply: Judged) -> float:

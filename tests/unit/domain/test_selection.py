@@ -69,6 +69,15 @@ def test_groups_without_spread_are_counted() -> None:
     assert best_against_worst(judged(1.0, 0.0, text="same")).dropped == {"prompts whose pair is equal": 1}
 
 
+def test_bounds_are_reached_whatever_rounding_leaves_of_rewards() -> None:
+    assert 0.7 - 0.2 < 0.5
+    assert 0.1 + 0.7 < 0.8
+    assert len(best_against_worst(judged(0.7, 0.2), min_margin=0.5).kept) == 1
+    assert len(best(judged(0.7, 0.2), min_margin=0.5).kept) == 1
+    assert len(best(judged(0.1 + 0.7), min_reward=0.8).kept) == 1
+    assert best(judged(0.7, 0.2001), min_margin=0.5).dropped == {"prompts below min_margin": 1}
+
+
 def test_equally_good_replies_keep_their_order() -> None:
     assert [reply.sample for reply in best(judged(0.0, 1.0, 1.0), top_k=2).kept] == [1, 2]
     assert best(judged(0.0, 1.0, 1.0), min_reward=2.0).dropped == {"below min_reward": 3}
