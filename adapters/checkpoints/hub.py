@@ -9,8 +9,8 @@ import structlog
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 HUB_SECONDS = 10.0
-"""Time for the hub's first answer. Without one, each file of a model would be asked for again and again, half a minute
-long, those in the local cache too."""
+"""Time for the hub's first answer. Without one, each file of a model or a dataset would be asked for again and again,
+half a minute long, those in the local cache too."""
 
 log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ def find_model(name: str, *, flag: str) -> None:
         cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
     except HFValidationError:  # no name of the hub, which loading reports
         return
-    if _hub_answers():
+    if hub_answers():
         return
     if not cached:
         raise CheckpointError(
@@ -44,7 +44,7 @@ def find_model(name: str, *, flag: str) -> None:
 
 
 @cache
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
     """Returns whether the hub answers, which is asked once."""
     from huggingface_hub import constants, get_session
 

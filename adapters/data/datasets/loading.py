@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollgrad.adapters.checkpoints.hub import hub_answers
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import DataError
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """Readers by the suffixes of files."""
-_HUB_PROBE_SECONDS = 5.0
-"""Longest wait for the hub's first answer; without an answer only its local cache is read."""
 _MOST_FILES = 10_000
 """Files and folders below a folder of data at most: all of them are looked at."""
 _EMPTY = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
@@ -329,14 +328,9 @@ def _refuse_configuration(name: str, configuration: str | None, error: Exception
 def _short_hub_wait() -> Iterator[None]:
     """Reads only the local cache inside the block if the hub does not answer, instead of half a minute of retries."""
     import datasets
-    import huggingface_hub
 
     before = datasets.config.HF_HUB_OFFLINE
-    if not before:
-        try:
-            huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_HUB_PROBE_SECONDS)
-        except Exception:  # whatever the error is, the hub cannot be reached
-            datasets.config.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = before or not hub_answers()
     try:
         yield
     finally:

@@ -9,8 +9,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from rollgrad.adapters.checkpoints.hub import _hub_answers, check_upload, find_model, upload_model
-from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.adapters.checkpoints.hub import check_upload, find_model, hub_answers, upload_model
+from rollgrad.adapters.data.datasets.loading import load_dataset
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.training import upload
 from tests.fakes.hub import Hub, hub_double
 
@@ -85,9 +86,9 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    _hub_answers.cache_clear()
+    hub_answers.cache_clear()
     yield tmp_path
-    _hub_answers.cache_clear()
+    hub_answers.cache_clear()
 
 
 def test_a_model_that_is_nowhere_is_said_at_once_without_the_hub(silent_hub: Path) -> None:
@@ -105,6 +106,29 @@ def test_a_model_in_the_cache_is_read_there_without_the_hub(silent_hub: Path) ->
     (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
     find_model("me/model", flag="--actor.x")
     assert (huggingface_hub.constants.is_offline_mode(), os.environ["HF_HUB_OFFLINE"]) == (True, "1")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_for_models_and_data(
+    silent_hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked = []
+
+    class Session:
+        def head(self, url: str, **settings: object) -> None:
+            asked.append(url)
+            raise OSError("closed")
+
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    with pytest.raises(CheckpointError, match="'me/typo'"):
+        find_model("me/typo", flag="--actor.x")
+    for _ in range(2):
+        with pytest.raises(DataError, match="the Hugging Face hub cannot be reached"):
+            load_dataset("me/rows", split="train", probs=None, seed=0, max_samples=None)
+    assert asked == ["http://127.0.0.1:9"]
+    assert not datasets.config.HF_HUB_OFFLINE
 
 
 def test_what_is_no_name_of_the_hub_is_left_to_loading(silent_hub: Path) -> None:

@@ -9,7 +9,6 @@ from attrs import evolve
 from rollgrad.adapters.chat.image_files import opened
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.row_error import Reason, RowError
-from rollgrad.adapters.data.datasets import loading
 from rollgrad.adapters.data.examples.preparation import prepare_examples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
@@ -172,7 +171,6 @@ def test_a_broken_picture_of_a_table_is_a_row_that_cannot_be_used(
     def from_the_hub(name: str, configuration: str | None, **settings: Any) -> Any:
         return load("parquet", data_files=path, streaming=settings["streaming"])
 
-    monkeypatch.setattr(loading, "_HUB_PROBE_SECONDS", 0.01)
     for name in (path, "owner/name"):
         if name != path:
             monkeypatch.setattr(datasets, "load_dataset", from_the_hub)

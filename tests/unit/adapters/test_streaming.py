@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from rollgrad.adapters.data.datasets import loading
 from rollgrad.adapters.data.examples import streaming
 from rollgrad.adapters.data.examples.preparation import prepare_examples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
@@ -145,7 +144,6 @@ def test_other_files_and_the_hub_give_their_rows(data: Path, tmp_path: Path, mon
         return load("json", data_files=str(data), streaming=settings["streaming"])
 
     monkeypatch.setattr(datasets, "load_dataset", from_the_hub)
-    monkeypatch.setattr(loading, "_HUB_PROBE_SECONDS", 0.01)
     assert not any(map(is_local, ("owner/name:config", "owner/name-v1.5", "owner/name-v1.5:config")))
     assert all(map(is_local, ("missing.csv", "./missing", str(tmp_path))))
     with pytest.raises(DataError, match=r"x cannot be read \(File name too long\): check the path\."):
