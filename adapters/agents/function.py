@@ -1,11 +1,11 @@
 """An agent that is a Python function."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
+from rollgrad.application.episodes.numbers import returned_number
 from rollgrad.application.foreign import foreign_code, shown
 from rollgrad.domain.errors import ForeignError
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
@@ -54,15 +54,14 @@ def agent_result(value: Any) -> AgentResult:
             raise ForeignError(f"The agent returned the answer {shown(answer)}, but answers are texts.")
         return AgentResult(
             answer=answer,
-            reward=None if reward is None else _finite(reward),
-            metrics={str(name): _finite(number) for name, number in (value.get("metrics") or {}).items()},
+            reward=None if reward is None else returned_number("The agent", "reward", reward),
+            metrics={
+                str(name): returned_number("The agent", f"metric {name}", number)
+                for name, number in (value.get("metrics") or {}).items()
+            },
         )
     if value is None or isinstance(value, str):
         return AgentResult(answer=value)
-    return AgentResult(reward=_finite(value))
-
-
-def _finite(value: Any) -> float:
     with foreign_code(
         lambda _: ForeignError(
             f"The agent returned {shown(value)}, but it returns its answer (a text), its reward (a number), a mapping "
@@ -70,6 +69,4 @@ def _finite(value: Any) -> float:
         )
     ):
         number = float(value)
-    if not math.isfinite(number):
-        raise ForeignError(f"The agent returned {number}, but rewards and metrics are finite numbers.")
-    return number
+    return AgentResult(reward=returned_number("The agent", "reward", number))

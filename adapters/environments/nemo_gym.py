@@ -202,7 +202,11 @@ class NemoGymEnvironment(ToolEnvironment):
         if verdict.get("mask_sample"):
             why = verdict.get("failure_reason") or verdict.get("failure_kind") or "it gives no reason"
             raise RuntimeError(f"The NeMo Gym server {self._server.url} could not verify the episode: {why}.")
-        numbers = {key: float(value) for key, value in verdict.items() if isinstance(value, Real) and key != "reward"}
+        numbers = {
+            key: float(value)
+            for key, value in verdict.items()
+            if isinstance(value, Real) and math.isfinite(value) and key != "reward"
+        }
         return StepResult(
             reward=float(reward), metrics={key: value for key, value in numbers.items() if key not in self._task}
         )

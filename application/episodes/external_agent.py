@@ -5,7 +5,6 @@ histories); its outcome is one reward, on the last reply.
 """
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from attrs import evolve
 
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
 from rollgrad.application.episodes.judging import answer_request, judge_request, judged
+from rollgrad.application.episodes.numbers import returned_number
 from rollgrad.application.foreign import error_text, foreign_code, shown
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
@@ -150,9 +150,10 @@ def _checked(result: Any) -> AgentResult:
     """
     if not isinstance(result, AgentResult):
         raise ForeignError(f"The agent returned {shown(result)}, but a program returns an AgentResult.")
-    for name, number in (("reward", result.reward), *result.metrics.items()):
-        if number is not None and not math.isfinite(number):
-            raise ForeignError(f"The agent returned the {name} {shown(number)}, which is not finite.")
+    if result.reward is not None:
+        returned_number("The agent", "reward", result.reward)
+    for name, value in result.metrics.items():
+        returned_number("The agent", f"metric {name}", value)
     return result
 
 

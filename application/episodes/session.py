@@ -3,14 +3,12 @@
 It has messages, tools and rewards. Does not own: tokens (`TokenLedger`), and sampling.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
-from rollgrad.application.foreign import shown
+from rollgrad.application.episodes.numbers import returned_number
 from rollgrad.domain.episodes.messages import Action, Message
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.errors import DataError, ForeignError
+from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.chat_codec import ToolSchema
 from rollgrad.domain.ports.environment import Environment, OffersTools, StepResult, tool_schema
 
@@ -99,19 +97,10 @@ class AgentSession:
 def _check_numbers(result: StepResult) -> None:
     """Refuses what would end the whole run where it is learned from."""
     worth = {"reward": result.reward, "score": result.score}
-    parts = {f"reward part {name}": part for name, part in result.reward_parts.items()}
-    for what, value in ({name: value for name, value in worth.items() if value is not None} | parts).items():
-        if not math.isfinite(_number(what, value)):
-            raise ForeignError(f"The environment returned the {what} {shown(value)}: it must be a finite number.")
-    for name, value in result.metrics.items():
-        _number(f"metric {name}", value)
-
-
-def _number(what: str, value: Any) -> float:
-    """Returns a number; NumPy's and torch's are numbers, texts that spell one are not."""
-    try:
-        if not isinstance(value, str):
-            return float(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise ForeignError(f"The environment returned the {what} {shown(value)}: it must be a number.")
+    numbers = {
+        **{what: value for what, value in worth.items() if value is not None},
+        **{f"reward part {name}": value for name, value in result.reward_parts.items()},
+        **{f"metric {name}": value for name, value in result.metrics.items()},
+    }
+    for what, value in numbers.items():
+        returned_number("The environment", what, value)

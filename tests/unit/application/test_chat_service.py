@@ -408,8 +408,12 @@ async def test_an_agents_own_timeout_is_its_failure() -> None:
     ("result", "message"),
     [
         (1.0, "returned 1.0, but a program returns an AgentResult"),
-        (AgentResult(reward=float("nan")), "reward nan, which is not finite"),
-        (AgentResult(metrics={"helpers": float("inf")}), "helpers inf, which is not finite"),
+        (AgentResult(reward=float("nan")), "returned the reward nan: it must be a finite number."),
+        (AgentResult(reward="0.5"), "returned the reward '0.5': it must be a finite number."),  # type: ignore[arg-type]
+        (
+            AgentResult(metrics={"helpers": float("inf")}),
+            "returned the metric helpers inf: it must be a finite number.",
+        ),
     ],
 )
 async def test_a_result_that_cannot_be_learned_from_is_the_agents_failure(result: Any, message: str) -> None:

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.rewards.function import FunctionReward
@@ -166,8 +167,10 @@ async def test_an_environment_that_rewards_is_not_judged(tiny_tokenizer: Any) ->
         ({"reward": math.nan}, "The environment returned the reward nan: it must be a finite number."),
         ({"score": math.inf}, "The environment returned the score inf: it must be a finite number."),
         ({"reward_parts": {"style": "good"}}, "The environment returned the reward part style 'good'"),
-        ({"metrics": {"path": "left"}}, "The environment returned the metric path 'left': it must be a number."),
-        ({"metrics": {"steps": None}}, "The environment returned the metric steps None: it must be a number."),
+        ({"metrics": {"length": math.nan}}, "The environment returned the metric length nan: it must be a finite"),
+        ({"reward": torch.zeros(2)}, "The environment returned the reward tensor([0., 0.]): it must be a finite"),
+        ({"metrics": {"path": "left"}}, "The environment returned the metric path 'left': it must be a finite number."),
+        ({"metrics": {"steps": None}}, "The environment returned the metric steps None: it must be a finite number."),
     ],
 )
 async def test_what_cannot_be_learned_from_fails_its_own_episode(
