@@ -1,5 +1,6 @@
 """Loads a Python file that a user names."""
 
+import hashlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from rollgrad.domain.errors import ConfigurationError
 
 USER_MODULE = "rollgrad_user_"
 """Begins the names of modules that are made of users' files, which no import finds."""
+DIGITS = 8
+"""Digits of the hash of a file's place that tell its module from those of other files of its name."""
 
 
 def load_python_file(path: str, *, flag: str) -> ModuleType:
@@ -25,7 +28,8 @@ def load_python_file(path: str, *, flag: str) -> ModuleType:
         there = False
     if not there:
         raise ConfigurationError(f"{flag} is {path!r}, but there is no such file.")
-    name = f"{USER_MODULE}{file.stem}"
+    # Files of one name in two folders are two modules: classes find their own module by its name.
+    name = f"{USER_MODULE}{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:DIGITS]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{flag} is {path!r}: it must be a Python file (.py).")

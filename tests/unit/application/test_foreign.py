@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import pickle
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -98,7 +100,20 @@ def test_a_file_that_cannot_be_imported(name: str, tmp_path: Path) -> None:
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigurationError, match=r"^--flag \S+ cannot be imported: [^\n]+$"):
         load_python_file(str(file), flag="--flag")
-    assert "rollgrad_user_user" not in sys.modules
+    assert not [name for name in sys.modules if name.startswith("rollgrad_user_user")]
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
+    loaded = []
+    for folder in ("agents", "rewards"):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "mine.py"
+        file.write_text(f"class Part:\n    of: 'Whole'\n\nclass Whole:\n    place = {folder!r}\n")
+        loaded.append(load_python_file(str(file), flag="--flag"))
+    for module, folder in zip(loaded, ("agents", "rewards"), strict=True):
+        assert sys.modules[module.Part.__module__] is module
+        assert get_type_hints(module.Part)["of"].place == folder
+        assert pickle.loads(pickle.dumps(module.Whole)) is module.Whole
 
 
 REQUEST = RewardRequest(prompt=Prompt(token_ids=(1,), text="go"), response="x", stop_reason=StopReason.STOP)
