@@ -7,12 +7,13 @@ import structlog
 
 from rollgrad.adapters.tracking.trajectory_table import Spans, without_secrets
 from rollgrad.domain.ports.metric_sink import MetricSink
+from rollgrad.domain.ports.progress import ShowsProgress
 from rollgrad.domain.ports.run_tracker import RunTracker
 
 _log = structlog.get_logger()
 
 
-class MultiSink(RunTracker):
+class MultiSink(RunTracker, ShowsProgress):
     """Passes everything to each of `sinks` that takes it; one that raises is reported once and from then on left out.
 
     `secrets` returns the parts (start, stop) of a text that no sink is told. `reports` are told of every
@@ -42,6 +43,10 @@ class MultiSink(RunTracker):
         self._each(
             lambda sink: sink.samples(step, samples) if isinstance(sink, RunTracker) and self._due(sink, step) else None
         )
+
+    def progress(self, doing: str, done: int, of: int) -> None:
+        """Passes on how far the step is."""
+        self._each(lambda sink: sink.progress(doing, done, of) if isinstance(sink, ShowsProgress) else None)
 
     def _due(self, sink: MetricSink, step: int) -> bool:
         return step % self._every == 0 or id(sink) not in self._reports

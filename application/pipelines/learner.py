@@ -16,6 +16,7 @@ from rollgrad.application.learning.update import UpdateService
 from rollgrad.application.pipelines.step_source import uninterrupted
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.metrics import rollout_metrics, sampled_entropy
+from rollgrad.application.rollouts.progress import Progress
 from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.control.entropy_weight import EntropyController
@@ -49,6 +50,7 @@ class RLLearner:
         freezing_steps: updates at the beginning that train the critic alone.
         pass_threshold: score from which a sample passes.
         trajectories: keeps the rollouts of each update; None keeps none.
+        progress: is told when learning begins.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class RLLearner:
         freezing_steps: int = 0,
         pass_threshold: float = 1.0,
         trajectories: TrajectoryLog | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._experience = experience
         self._update = update
@@ -79,6 +82,7 @@ class RLLearner:
         self._freezing_steps = freezing_steps
         self._pass_threshold = pass_threshold
         self._trajectories = trajectories
+        self._progress = progress or Progress()
 
     async def learn_beside(self, groups: Sequence[RolloutGroup], done: int) -> tuple[dict[str, float], bool]:
         """Learns as `learn` does, in a worker thread, so that the event loop serves programs, signals and progress
@@ -106,6 +110,7 @@ class RLLearner:
         clock = self._clock
         started = clock.monotonic()
         trajectories = [t for group in groups for t in group.trajectories]
+        self._progress.progress("learning", 0, 0)
         baselines = {g.group_id: g.baseline for g in groups if g.baseline is not None}
         told = {g.group_id: g.prompt.teacher_token_ids or g.prompt.token_ids for g in groups}
         more = any(g.prompt.teacher_token_ids for g in groups)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import structlog
 from attrs import evolve, field, frozen
 
+from rollgrad.application.rollouts.progress import Progress
 from rollgrad.application.rollouts.slots import EpisodeSlots
 from rollgrad.domain.control.admission import Admission
 from rollgrad.domain.episodes.generation import SamplingParams
@@ -115,6 +116,7 @@ class RolloutService:
         max_failures: failed episodes tolerated in one `stream`; one more raises. None tolerates `FAILURE_SHARE` of its
             episodes.
         seed: run seed, from which each sample's seed is computed.
+        progress: is told of each episode that ends.
     """
 
     def __init__(
@@ -124,12 +126,15 @@ class RolloutService:
         max_concurrent: int | Admission,
         max_failures: int | None = None,
         seed: int = 0,
+        progress: Progress | None = None,
     ) -> None:
         self._executor = executor
         self.admission = max_concurrent if isinstance(max_concurrent, Admission) else Admission(max_concurrent)
         """Bound on the episodes in flight."""
         self._max_failures = max_failures
         self._seed = seed
+        self.progress = progress or Progress()
+        """Shows how far a rollout is."""
 
     async def stream(
         self,
@@ -141,6 +146,7 @@ class RolloutService:
         refill: Callable[[RolloutGroup], bool] = lambda group: False,
         first_group_id: int = 0,
         greedy_baseline: bool = False,
+        doing: str = "sampling",
     ) -> AsyncIterator[RolloutGroup]:
         """Yields groups in the order in which they finish, until all that were started have.
 
@@ -152,6 +158,7 @@ class RolloutService:
             refill: whether another group is started after this finished one.
             first_group_id: id of the first group; ids of the others follow in the order of their prompts.
             greedy_baseline: also play each prompt greedily, for `RolloutGroup.baseline`.
+            doing: what it is for, for people who wait.
 
         Raises:
             RewardError, EngineError: more than `max_failures` episodes failed; the message ends with the last one's.
@@ -159,8 +166,16 @@ class RolloutService:
         slots = self.slots()
         budget = self.failure_budget(groups * samples)
         numbers = itertools.count(first_group_id)
+        begun = ended = 0
+
+        def tell() -> None:
+            nonlocal ended
+            ended += 1
+            self.progress.progress(doing, ended, begun)
 
         def start() -> asyncio.Task[RolloutGroup]:
+            nonlocal begun
+            begun += samples + greedy_baseline
             return asyncio.create_task(
                 self.play(
                     next(prompts),
@@ -169,6 +184,7 @@ class RolloutService:
                     group_id=next(numbers),
                     slots=slots,
                     greedy_baseline=greedy_baseline,
+                    on_end=tell,
                 )
             )
 
@@ -191,8 +207,15 @@ class RolloutService:
     async def collect(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, samples: int, first_group_id: int = 0
     ) -> list[RolloutGroup]:
-        """Returns all groups, in the order of `prompts`."""
-        stream = self.stream(iter(prompts), params, samples=samples, groups=len(prompts), first_group_id=first_group_id)
+        """Returns all groups of an evaluation, in the order of `prompts`."""
+        stream = self.stream(
+            iter(prompts),
+            params,
+            samples=samples,
+            groups=len(prompts),
+            first_group_id=first_group_id,
+            doing="evaluating",
+        )
         groups = [group async for group in stream]
         return sorted(groups, key=lambda group: group.group_id)
 
@@ -213,8 +236,9 @@ class RolloutService:
         group_id: int,
         slots: EpisodeSlots,
         greedy_baseline: bool = False,
+        on_end: Callable[[], None] = lambda: None,
     ) -> RolloutGroup:
-        """Plays one group; the arguments are as for `stream`."""
+        """Plays one group; the arguments are as for `stream`, and `on_end` is called after each episode."""
 
         clock = asyncio.get_running_loop().time
         seconds: dict[int, float] = {}
@@ -228,6 +252,7 @@ class RolloutService:
                 )
                 if settings is params:  # the greedy baseline is no sample
                     seconds[sample_id] = clock() - started
+                on_end()
                 return result
 
         greedy = [evolve(params, temperature=0.0, top_p=1.0, top_k=0)] if greedy_baseline else []

@@ -190,6 +190,8 @@ class GroupStream:
             self._error = self._error or error
         except BaseException as error:
             self._error = self._error or EngineError(f"The episodes of group {group_id} ended by {error_text(error)}.")
+        ready, wanted = min(len(self._ready), self._plan.groups), self._plan.groups
+        self._rollout.progress.progress("sampling", ready * self._plan.samples, wanted * self._plan.samples)
         self._changed.set()
 
     def _receive(self, group: RolloutGroup) -> None:

@@ -27,6 +27,7 @@ from rollgrad.application.pipelines.run import Run
 from rollgrad.application.pipelines.schedule import Schedule
 from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutService
+from rollgrad.application.rollouts.progress import Progress
 from rollgrad.application.rollouts.sampler import GroupSampler
 from rollgrad.application.rollouts.stream import GroupStream
 from rollgrad.application.settings.derived import (
@@ -256,12 +257,14 @@ class RLContainer(EngineContainer):
         ),
     )
     traced_executor = providers.Singleton(Tracing.executor, tracing, executor)
+    progress = providers.Singleton(Progress)
     rollout = providers.Singleton(
         RolloutService,
         traced_executor,
         max_concurrent=admission,
         max_failures=base.config.provided.rollout.max_failures,
         seed=base.config.provided.train.seed,
+        progress=progress,
     )
     trajectories = providers.Resource(closed_at_end, make_trajectories, base.config, base.codec)
     evaluation = providers.Singleton(
@@ -351,6 +354,7 @@ class RLContainer(EngineContainer):
         freezing_steps=base.config.provided.critic.freezing_steps,
         pass_threshold=base.config.provided.reward.pass_threshold,
         trajectories=trajectories,
+        progress=progress,
     )
     steps = providers.Selector(
         providers.Callable(pipeline_kind, base.config),
@@ -383,7 +387,7 @@ class RLContainer(EngineContainer):
             reasoning_gym=evaluation,
             none=providers.Object(None),
         ),
-        sink=base.sink,
+        sink=providers.Callable(Progress.to, progress, base.sink),
         sample_log=sample_log,
         on_step=base.on_step,
         checkpoints=base.checkpoints,

@@ -130,6 +130,30 @@ def test_on_a_terminal_the_bar_shows_step_and_metrics() -> None:
     assert "kl 0.0123" in shown
 
 
+def test_what_a_step_is_at_is_behind_the_bar_until_it_ends() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(10, Console(file=stream, force_terminal=True, width=120, color_system=None))
+    sink.log(4, {"reward/mean": 0.75})
+    MultiSink([FakeMetricSink(), sink]).progress("sampling", 3, 64)
+    sink.close()
+    assert "reward 0.750  sampling 3/64" in stream.getvalue()
+
+
+def test_away_from_a_terminal_a_long_first_step_says_where_it_is() -> None:
+    stream, now = io.StringIO(), 0.0
+    sink = ConsoleSink(10, Console(file=stream), clock=lambda: now)
+    for done in range(1, 9):
+        now += 4
+        sink.progress("sampling", done, 8)
+    now += 20
+    sink.progress("learning", 0, 0)
+    sink.log(1, {"reward/mean": 0.75})
+    now += 1000
+    sink.progress("sampling", 1, 8)
+    sink.close()
+    assert stream.getvalue().splitlines() == ["sampling 3/8", "sampling 6/8", "learning", "step 1/10  reward 0.750"]
+
+
 def test_the_default_is_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     sink = ConsoleSink(1)
     sink.log(1, {"reward/mean": 0.5})

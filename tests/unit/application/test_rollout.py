@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 from rollgrad.application.rollouts import groups as groups_module
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService, sample_seed
 from rollgrad.application.rollouts.metrics import rollout_metrics
+from rollgrad.application.rollouts.progress import Progress
 from rollgrad.domain.episodes.generation import Generation, SamplingParams, StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError, EngineError, RewardError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
+from rollgrad.domain.ports.progress import ShowsProgress
 from rollgrad.testing.agent_executor import FakeAgentExecutor, make_trajectory, reply_with_sample_id
+from rollgrad.testing.metric_sink import FakeMetricSink
 
 PARAMS = SamplingParams(max_new_tokens=4)
 
@@ -73,6 +76,33 @@ async def test_groups_stream_as_they_finish() -> None:
             async for group in service.stream(iter(prompts(4)), PARAMS, samples=2, groups=4)
         ]
     ) == [(3, 6), (2, 4), (1, 2), (0, 0)]
+
+
+class Shown(FakeMetricSink, ShowsProgress):
+    """A sink that keeps what it was told of progress."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, int, int]] = []
+
+    def progress(self, doing: str, done: int, of: int) -> None:
+        self.told.append((doing, done, of))
+
+
+async def test_the_sink_is_told_of_every_episode_that_ends_also_of_groups_that_take_the_place_of_others() -> None:
+    sink, progress, refilled = Shown(), Progress(), iter([True, False, False])
+    service = RolloutService(failing(1), max_concurrent=1, max_failures=2, progress=progress)
+    assert progress.to(sink) is sink
+    stream = service.stream(iter(prompts(3)), PARAMS, samples=2, groups=2, refill=lambda group: next(refilled))
+    assert len([group async for group in stream]) == 3
+    assert [done for _, done, _ in sink.told] == [1, 2, 3, 4, 5, 6]
+    assert sink.told[0] == ("sampling", 1, 4)
+    assert sink.told[-1] == ("sampling", 6, 6)
+    await collect(service, 1, 2)
+    assert sink.told[-1] == ("evaluating", 2, 2)
+    progress.to(FakeMetricSink())
+    await collect(service, 1, 2)
+    assert len(sink.told) == 8
 
 
 @settings(max_examples=20, deadline=None)
