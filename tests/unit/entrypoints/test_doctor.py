@@ -247,6 +247,7 @@ def test_it_says_how_weights_reach_engines_beside_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor.machine, "find_gpus", lambda: (None, [Gpu("H100", 80 * 2**30)]))
+    monkeypatch.setattr(Requirements, "missing", lambda self, extra: False)  # also where there is no vLLM
     import torch
 
     main(["doctor"])
