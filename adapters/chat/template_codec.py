@@ -365,6 +365,10 @@ class TemplateCodec(TextEncoder, ChatCodec):
         """Returns a codec of the same tokenizer whose template is given these variables besides its own."""
         return TemplateCodec(self._tokenizer, {**self._template_kwargs, **template_kwargs}, self._images)
 
+    def reads(self, variable: str) -> bool:
+        """Implements `ChatCodec.reads`."""
+        return variable in self._template
+
     @property
     def template_kwargs(self) -> Mapping[str, Any]:
         """Variables that the template is given."""

@@ -35,6 +35,7 @@ from rollgrad.adapters.servers.streamed_answer import (
     client_left,
     refusals,
 )
+from rollgrad.adapters.servers.unread import UnreadFields
 from rollgrad.adapters.servers.wire import Call, Wire, bad, read
 from rollgrad.application.episodes.chat_request import ChatRequest, Origin
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
@@ -51,6 +52,11 @@ SMALLEST_BODY = 256 * 2**10
 
 KEPT_TEXTS = 2**16
 """Largest number of tokens whose texts are kept: all of most vocabularies that are likely somewhere."""
+
+EFFORT = "reasoning_effort"
+"""Variable of chat templates, and field of chat completions, that says how long a model is to think."""
+EFFORTS = ("reasoning", "output_config")
+"""Objects of responses and of Anthropic's messages that hold it as `effort`."""
 
 Answer = Callable[[ChatRequest, OnPiece | None], Awaitable[ChatReply]]
 """Function that answers a request outside of any session."""
@@ -93,6 +99,8 @@ class AgentServer:
     ) -> None:
         self._service = service
         self._template_kwargs = codec.template_kwargs
+        self._template_reads = codec.reads
+        self._unread = UnreadFields()
         self._model = model
         self._answer = answer
         self._operation = operation
@@ -170,6 +178,9 @@ class AgentServer:
         body = await read_json(request)
         call = wire.decode(body)
         self._check_template({**read(body, "chat_template_kwargs", dict, {}), **_thinking(body)})
+        if "messages" in wire.fields or "input" in wire.fields:
+            self._check_effort(body)
+        self._unread.note(sorted(name for name in body.keys() - wire.fields if body[name] is not None))
         call = evolve(call, model=call.model or self._model)
         return _Asked(call=call, session=session, origin=_origin(request, body))
 
@@ -183,6 +194,15 @@ class AgentServer:
                     "rendered alike here: start the server with --chat_template_kwargs, or the run with "
                     "--data.chat_template_kwargs, or leave it out."
                 )
+
+    def _check_effort(self, body: Mapping[str, Any]) -> None:
+        """Refuses another effort than the server's own, for a model whose template reads one; others know none."""
+        named = [body.get(EFFORT), *(read(body, name, dict, {}).get("effort") for name in EFFORTS)]
+        for effort in filter(None, named):
+            if self._template_reads(EFFORT):
+                self._check_template({EFFORT: effort})
+            else:
+                self._unread.note([EFFORT])
 
     def _session(self, request: Request) -> RecordedSession | None:
         """Returns the session of a request, None outside of sessions."""

@@ -11,6 +11,7 @@ from typing import Any
 from rollgrad.adapters.servers.content import content_of, text_of
 from rollgrad.adapters.servers.guard import HttpError, error_type
 from rollgrad.adapters.servers.wire import (
+    FIELDS,
     Call,
     Decode,
     EventStream,
@@ -40,6 +41,8 @@ SIGNATURE = "unsigned"
 
 class AnthropicWire(Wire):
     """The `Wire` of Anthropic's messages. Conversations that it only `counts` may end with a reply."""
+
+    fields = FIELDS | {"messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "output_config"}
 
     def __init__(self, *, counts: bool = False) -> None:
         self._counts = counts

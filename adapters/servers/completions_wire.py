@@ -19,6 +19,7 @@ from rollgrad.adapters.servers.openai_wire import (
 from rollgrad.adapters.servers.wire import (
     MAX_COUNT,
     MAX_STOPS,
+    OPENAI_FIELDS,
     Call,
     Decode,
     EventStream,
@@ -45,6 +46,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 class CompletionsWire(Wire):
     """The `Wire` of OpenAI's completions."""
+
+    fields = OPENAI_FIELDS.union(
+        NEUTRAL, ("prompt", "max_tokens", "min_tokens", "stop", "stop_token_ids", "n", "best_of", "logprobs")
+    )
 
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Parses the body of a completion."""

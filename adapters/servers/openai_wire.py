@@ -12,6 +12,7 @@ from typing import Any
 from rollgrad.adapters.servers.content import content_of, text_of
 from rollgrad.adapters.servers.guard import HttpError, error_body
 from rollgrad.adapters.servers.wire import (
+    OPENAI_FIELDS,
     Call,
     Decode,
     EventStream,
@@ -78,6 +79,12 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 class OpenAIWire(Wire):
     """The `Wire` of OpenAI's chat completions."""
+
+    fields = OPENAI_FIELDS.union(
+        NEUTRAL,
+        ("messages", "max_completion_tokens", "max_tokens", "stop", "n"),
+        ("logprobs", "response_format", "reasoning_effort"),
+    )
 
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Parses the body of a chat completion."""

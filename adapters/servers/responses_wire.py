@@ -13,6 +13,7 @@ from rollgrad.adapters.servers.content import content_of, text_of
 from rollgrad.adapters.servers.guard import HttpError, error_body, error_type
 from rollgrad.adapters.servers.openai_wire import KEEP_ALIVE, MOST_LIKELY, told_logprobs
 from rollgrad.adapters.servers.wire import (
+    OPENAI_FIELDS,
     Call,
     Decode,
     EventStream,
@@ -48,6 +49,10 @@ ROLES = ("system", "developer", "user", "assistant")
 
 class ResponsesWire(Wire):
     """The `Wire` of OpenAI's responses."""
+
+    fields = OPENAI_FIELDS.union(
+        NEUTRAL, STORED, ("input", "instructions", "max_output_tokens", "text", "include", "reasoning")
+    )
 
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Parses the body of a response."""

@@ -23,6 +23,15 @@ MAX_COUNT = 2**31 - 1
 MAX_STOPS = 64
 """Largest number of stop texts of a request, each of which is searched for after every token."""
 
+FIELDS = frozenset(
+    {
+        *("model", "stream", "temperature", "top_p", "top_k", "return_token_ids"),
+        *("chat_template_kwargs", "enable_thinking"),
+    }
+)
+"""Fields of a body that all wires read, or the server for them."""
+OPENAI_FIELDS = FIELDS | {"seed", "top_logprobs", "stream_options", "tools", "tool_choice", "parallel_tool_calls"}
+
 Decode = Callable[[Sequence[int]], str]
 """Function from token ids to their text, special tokens included."""
 
@@ -40,7 +49,10 @@ class Call:
 
 
 class Wire(Protocol):
-    """One chat protocol. All ids of an answer are made from `call_id`."""
+    """One chat protocol. All ids of an answer are made from `call_id`. `fields`: those of a body that it reads, or
+    refuses."""
+
+    fields: frozenset[str]
 
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Parses a body.

@@ -77,6 +77,10 @@ class ChatCodec(Protocol):
         """Variables that the chat template is given, besides the conversation and its tools."""
         return {}
 
+    def reads(self, variable: str) -> bool:
+        """Returns whether the chat template reads a variable of that name."""
+        return False
+
     @property
     def end_of_turn(self) -> str:
         """Text of the special token that ends a reply in the chat template (`<|im_end|>`, `<end_of_turn>`); empty
