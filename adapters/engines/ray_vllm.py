@@ -131,6 +131,8 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
         self._options = {"num_cpus": 1, **(options or {})}
         self.max_tokens: int | None = None
         """Tokens of a prompt and its reply at most, once it is ready."""
+        self.not_started: str | None = None
+        """Why it did not start at first, while others did (`start_engines`)."""
         self._actor = self._new_actor(0)
         self._streams = TokenStreams(self._fetched)
         self._near = True
@@ -294,10 +296,10 @@ async def start_engines(
     seconds: float = 600.0,
 ) -> list[RayVLLMEngine]:
     """Starts engines at the same time, and waits until they are ready; `options` and `devices` have those of each, or
-    nothing.
+    nothing. Where some fail, those that did say why (`not_started`), and a fleet restarts them.
 
     Raises:
-        EngineError: one of them did not start within `seconds`; then all are ended.
+        EngineError: all of them failed, or one did neither start nor fail within `seconds`; then all are ended.
     """
     engines = [
         RayVLLMEngine(
@@ -311,7 +313,9 @@ async def start_engines(
     try:
         with waiting_for(f"{count} vLLM {'engine' if count == 1 else 'engines'} to start", deadline=seconds):
             async with asyncio.timeout(seconds):
-                await asyncio.gather(*(engine.ready() for engine in engines))
+                await asyncio.gather(*map(_try, engines))
+        if all(engine.not_started is not None for engine in engines):
+            raise EngineError(engines[0].not_started)
     except BaseException as error:
         await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
         if isinstance(error, TimeoutError):
@@ -321,6 +325,14 @@ async def start_engines(
             ) from error
         raise
     return engines
+
+
+async def _try(engine: RayVLLMEngine) -> None:
+    """Starts an engine; one that fails says why. Settings that are refused are refused to all alike."""
+    try:
+        await engine.ready()
+    except EngineError as error:
+        engine.not_started = str(error)
 
 
 def _with_files_alone(request: GenerationRequest) -> GenerationRequest:

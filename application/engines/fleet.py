@@ -8,7 +8,7 @@ Does not own: how engines run (`FleetMember`), and how weights reach them (`refr
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import structlog
@@ -41,7 +41,7 @@ longer time this process itself stood still."""
 
 
 class EngineFleet(RolloutEngine):
-    """A `RolloutEngine` for one event loop; the members have been started.
+    """A `RolloutEngine` for one event loop; the members have been started, but for those that failed at it.
 
     A request whose engine dies is played again from its beginning with the same seed, so its tokens differ only if the
     weights have changed or products are rounded differently. One that `on_token` has heard of goes on after what it has
@@ -53,6 +53,7 @@ class EngineFleet(RolloutEngine):
 
     Args:
         members: the engines, all with the same weights.
+        not_started: reasons of those that did not start, by number: they are restarted as if they had died.
         bounds: of silence and restarts.
         ping_seconds: seconds between rounds in which silent members are pinged, and dead ones replaced.
         call_seconds: longest that a member may take to pause (but for a pause that waits), resume, sleep and wake.
@@ -64,6 +65,7 @@ class EngineFleet(RolloutEngine):
         self,
         members: Sequence[FleetMember],
         *,
+        not_started: Mapping[int, str] | None = None,
         bounds: FleetBounds | None = None,
         ping_seconds: float = 2.0,
         call_seconds: float = 120.0,
@@ -72,7 +74,10 @@ class EngineFleet(RolloutEngine):
     ) -> None:
         self._members = list(members)
         self.health = FleetHealth(bounds or FleetBounds(), len(self._members))
-        self.max_tokens = self._members[0].max_tokens
+        for number, reason in (not_started or {}).items():
+            self.health.died(number, Death.START, f"engine {number} did not start: {reason}")
+            log.warning("fleet.engine_died", engine=number, reason=self.health.last_reason, fleet=self.health.summary())
+        self.max_tokens = self._members[self.health.living[0]].max_tokens
         self.replayed = 0
         """Number of requests played again, or continued, because their engine died."""
         self.refresh: Callable[[Taker], Awaitable[None]] | None = None

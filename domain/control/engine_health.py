@@ -41,7 +41,7 @@ class Death(StrEnum):
     WEIGHTS = "weights"
     """It failed to take weights."""
     START = "start"
-    """Its replacement did not start."""
+    """It, or its replacement, did not start."""
 
 
 NEAR_SHARE, NEAR_REQUESTS = 1.5, 8

@@ -252,7 +252,8 @@ class Cluster:
         )
         self._engines = run_to_end(engines)
         # A replacement takes as long to start as its predecessor, and requests wait for it where no other is left.
-        return EngineFleet(self._engines, restart_seconds=seconds, wait_seconds=seconds)
+        failed = {number: engine.not_started for number, engine in enumerate(self._engines) if engine.not_started}
+        return EngineFleet(self._engines, not_started=failed, restart_seconds=seconds, wait_seconds=seconds)
 
     def end(self, role: str) -> None:
         """Ends the processes of a role, if there are any; their places are free for others, or for it again."""

@@ -128,11 +128,17 @@ def world(started: World) -> World:
     return started
 
 
-def host_of(member: RayVLLMEngine) -> psutil.Process:
-    """The actor's process."""
+def actors_of_ray(actor_id: str) -> dict[str, Any]:
+    """What Ray knows of an actor."""
     from ray._private.state import actors
 
-    return psutil.Process(actors(member.actor_id)["Pid"])
+    known: dict[str, Any] = actors(actor_id)
+    return known
+
+
+def host_of(member: RayVLLMEngine) -> psutil.Process:
+    """The actor's process."""
+    return psutil.Process(actors_of_ray(member.actor_id)["Pid"])
 
 
 def vllm_of(member: RayVLLMEngine) -> list[psutil.Process]:
@@ -537,6 +543,41 @@ def test_an_engine_that_cannot_start_says_why(world: World, tmp_path: Path) -> N
                 options=[{"num_cpus": 0, "namespace": "beside"}],  # where the world's engines have no names
             )
         )
+
+
+@pytest.mark.chaos
+def test_an_engine_that_dies_while_it_starts_is_replaced_and_the_others_play(
+    world: World, wide_headed_model_dir: Path
+) -> None:
+    import ray
+
+    settings = {"model": str(wide_headed_model_dir), "eos_token_ids": (), "dtype": "float32", "max_batch_size": 64}
+    beside = {"num_cpus": 0, "namespace": "beside"}
+
+    async def killed(name: str) -> None:
+        while True:
+            with suppress(ValueError, psutil.NoSuchProcess):  # there is no such actor yet, or no process of it
+                actor = ray.get_actor(name, namespace="beside")
+                if pid := actors_of_ray(actor._actor_id.hex())["Pid"]:
+                    psutil.Process(pid).kill()
+                    return
+            await asyncio.sleep(0.05)
+
+    async def scenario() -> None:
+        starting = asyncio.create_task(start_engines(2, settings, options=[beside, beside], seconds=SECONDS))
+        await killed("rollgrad-engine-1")
+        members = await starting
+        assert members[0].not_started is None
+        assert "died at starting" in str(members[1].not_started)
+        fleet = EngineFleet(members, not_started={1: str(members[1].not_started)}, ping_seconds=0.5)
+        assert len((await fleet.generate(ask(1))).token_ids) == 24
+        while fleet.health.serving != [0, 1]:
+            assert fleet.health.failure is None
+            await asyncio.sleep(0.1)
+        assert len((await members[1].generate(ask(2))).token_ids) == 24
+        await fleet.aclose()
+
+    world.run(scenario())
 
 
 @pytest.mark.chaos

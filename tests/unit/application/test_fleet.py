@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import structlog
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,6 +60,22 @@ async def test_requests_go_to_the_engine_with_the_fewest() -> None:
     assert [len(member.served) for member in members] == [10, 10, 10]
     await fleet.aclose()
     assert all(member.closed for member in members)
+
+
+async def test_an_engine_that_did_not_start_is_replaced_while_others_play() -> None:
+    members = [FakeFleetMember() for _ in range(3)]
+    members[0].kill()
+    members[0].fail_starts = 1
+    with structlog.testing.capture_logs() as said:
+        fleet = EngineFleet(members, not_started={0: "no room"}, ping_seconds=PING)
+    assert [(line["event"], line["engine"], line["reason"]) for line in said] == [
+        ("fleet.engine_died", 0, "engine 0 did not start: no room")
+    ]
+    assert fleet.health.serving == [1, 2]
+    assert list((await fleet.generate(ask(3))).token_ids) == await alone(ask(3))
+    await until(lambda: fleet.health.serving == [0, 1, 2])
+    assert (members[0].restarts, fleet.health.deaths[Death.START]) == (2, 2)
+    await fleet.aclose()
 
 
 async def test_among_equals_the_engine_that_saw_the_prompt_is_preferred() -> None:

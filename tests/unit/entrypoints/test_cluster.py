@@ -185,7 +185,7 @@ def test_a_replaced_engine_has_as_long_to_start_as_the_first(
     monkeypatch.setattr(composition, "EngineFleet", fleet)
     Cluster(config, cluster_roles(config), []).engines({"model": "here"}, beside_training=False)
     assert started.call_args.kwargs["seconds"] == 3000
-    assert fleet.call_args.kwargs == {"restart_seconds": 3000, "wait_seconds": 3000}
+    assert fleet.call_args.kwargs == {"not_started": {}, "restart_seconds": 3000, "wait_seconds": 3000}
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}" * 1000, "{% if x %}\0{% endif %}"])
