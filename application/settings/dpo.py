@@ -45,6 +45,12 @@ class DPORun(ReferencedRun):
     data: PairDataConfig = section(PairDataConfig, "The preference pairs.")
     train: ExampleTrainConfig = section(ExampleTrainConfig, "How pairs become optimizer steps.")
 
+    def evaluated(self) -> tuple[str, ...]:
+        """Returns the metrics of `PreferenceObjective`."""
+        terms = ("chosen_nll" if name == IMITATION else f"{name}_loss" for name in self.dpo.loss)
+        weighed = ("wpo_weight",) if self.dpo.wpo else ()
+        return *COMPARED, "chosen_logprob", "rejected_logprob", "chosen_token_accuracy", "entropy", *terms, *weighed
+
 
 COMPARED = ("loss", "accuracy", "chosen_reward", "rejected_reward", "reward_margin", "chosen_fell_share")
 """Metrics of pairs that compare the policy with its reference, besides the loss of each name."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from attrs import define
 
-from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.offline import SUPERVISED_METRICS, OfflineRun
 from rollgrad.application.settings.rules.examples import example_errors, format_problems
 from rollgrad.application.settings.sections.examples import (
     ExampleAdamConfig,
@@ -85,6 +85,10 @@ class KDRun(OfflineRun):
     kd: DistillationConfig = section(DistillationConfig, "The divergence from the teacher.")
     data: ExampleDataConfig = section(ExampleDataConfig, "The examples.")
     train: ExampleTrainConfig = section(ExampleTrainConfig, "How examples become optimizer steps.")
+
+    def evaluated(self) -> tuple[str, ...]:
+        """Returns the metrics of `DistillationObjective`."""
+        return *SUPERVISED_METRICS, "divergence"
 
 
 def kd_errors(run: KDRun) -> list[ConfigurationError]:

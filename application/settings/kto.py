@@ -76,6 +76,11 @@ class KTORun(ReferencedRun):
     data: LabelDataConfig = section(LabelDataConfig, "The labelled replies.")
     train: ExampleTrainConfig = section(ExampleTrainConfig, "How replies become optimizer steps.")
 
+    def evaluated(self) -> tuple[str, ...]:
+        """Returns the metrics of `UnpairedObjective`."""
+        of_labels = (f"{label}_{what}" for what in ("share", "reward") for label in ("desirable", "undesirable"))
+        return "loss", "accuracy", "kl", *of_labels
+
 
 def kto_errors(run: KTORun) -> list[ConfigurationError]:
     """Returns every rule that the settings of a run over labelled replies break."""

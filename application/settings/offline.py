@@ -20,6 +20,9 @@ from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.domain.settings import section
 
+SUPERVISED_METRICS = ("loss", "nll", "accuracy", "entropy", "bits_per_byte")
+"""Metrics of `SupervisedObjective`, with its loss."""
+
 
 @define(kw_only=True)
 class OfflineRun:
@@ -33,6 +36,11 @@ class OfflineRun:
     ds: DeepSpeedConfig = section(DeepSpeedConfig, "How models are divided over their processes.")
     ckpt: CheckpointConfig = section(CheckpointConfig, "What is written where.")
     logger: LoggerConfig = section(LoggerConfig, "Where metrics go.")
+
+    def evaluated(self) -> tuple[str, ...]:
+        """Returns the names of all metrics that an evaluation may have, without `eval/`: those of supervised
+        fine-tuning, which other trainers replace."""
+        return SUPERVISED_METRICS
 
 
 @define(kw_only=True)

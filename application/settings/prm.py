@@ -52,6 +52,10 @@ class PRMRun(OfflineRun):
     data: StepDataConfig = section(StepDataConfig, "The solutions with labelled steps.")
     train: ExampleTrainConfig = section(ExampleTrainConfig, "How solutions become optimizer steps.")
 
+    def evaluated(self) -> tuple[str, ...]:
+        """Returns the metrics of `StepObjective`."""
+        return "loss", "step_accuracy", "first_error_accuracy", "error_f1"
+
 
 def prm_errors(run: PRMRun) -> list[ConfigurationError]:
     """Returns every rule that the settings of a run break that trains a process reward model."""

@@ -59,6 +59,11 @@ class RMRun(OfflineRun):
     data: PairDataConfig = section(PairDataConfig, "The preference pairs.")
     train: ExampleTrainConfig = section(ExampleTrainConfig, "How pairs become optimizer steps.")
 
+    def evaluated(self) -> tuple[str, ...]:
+        """Returns the metrics of `RewardObjective`."""
+        rewards = ("reward_gap", "chosen_reward", "rejected_reward")
+        return "loss", "accuracy", "calibration_error", *rewards, "score_mean", "score_std"
+
 
 def rm_errors(run: RMRun) -> list[ConfigurationError]:
     """Returns every rule that the settings of a run break that trains a reward model."""

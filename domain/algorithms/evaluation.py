@@ -33,6 +33,19 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
+def summary_names(n: int) -> tuple[str, ...]:
+    """Returns the names of what `summarise` gives where the fewest samples of a prompt are `n`.
+
+    >>> summary_names(6)
+    ('pass@1', 'pass@2', 'pass@4', 'pass@6', 'mean@6')
+    """
+    return *(f"pass@{k}" for k in _sizes(n)), f"mean@{n}"
+
+
+def _sizes(n: int) -> list[int]:
+    return sorted({n, *(2**p for p in range(n.bit_length()) if 2**p <= n)})
+
+
 def summarise(scores_by_prompt: Sequence[Sequence[float]], threshold: float) -> dict[str, float]:
     """Means over prompts of `pass@1`, `pass@k` for powers of two up to the smallest sample count n, `pass@n`
     and `mean@n` (mean score). Prompts without a sample are left out.
@@ -48,8 +61,7 @@ def summarise(scores_by_prompt: Sequence[Sequence[float]], threshold: float) -> 
     if not counted:
         raise ValueError("There are no scores to summarise.")
     n = min(len(scores) for scores in counted)
-    ks = sorted({n, *(2**p for p in range(n.bit_length()) if 2**p <= n)})
     passes = [(len(scores), sum(score >= threshold for score in scores)) for scores in counted]
-    metrics = {f"pass@{k}": math.fsum(pass_at_k(m, c, k) for m, c in passes) / len(counted) for k in ks}
+    metrics = {f"pass@{k}": math.fsum(pass_at_k(m, c, k) for m, c in passes) / len(counted) for k in _sizes(n)}
     metrics[f"mean@{n}"] = math.fsum(math.fsum(scores) / len(scores) for scores in counted) / len(counted)
     return metrics

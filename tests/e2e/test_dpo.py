@@ -79,6 +79,7 @@ def test_a_model_learns_what_is_preferred(tiny_model_dir: Path, pairs: Path, tmp
     assert result.before["eval/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert (result.before["eval/accuracy"], result.after["eval/accuracy"]) == (0.0, 1.0)
     assert result.after["eval/reward_margin"] > 0.5
+    assert {name.removeprefix("eval/") for name in result.after} == set(DPORun().evaluated())
     assert [row["step"] for row in rows if "eval/loss" in row] == [0, 3, 6]
     assert result.report is not None
     report = json.loads((tmp_path / "run" / "data_report.json").read_text())

@@ -55,6 +55,7 @@ def test_a_model_learns_what_is_good(tiny_model_dir: Path, labelled: Path, tmp_p
     assert trained[0]["train/kl"] == pytest.approx(0, abs=1e-4)
     assert result.before["eval/loss"] == pytest.approx(0.5, abs=1e-5)
     assert result.after["eval/loss"] < 0.45
+    assert {name.removeprefix("eval/") for name in result.after} == set(KTORun().evaluated())
     assert result.after["eval/accuracy"] == 1.0
     assert result.after["eval/desirable_reward"] > result.after["eval/undesirable_reward"] + 0.5
     assert [row["step"] for row in rows if "eval/loss" in row] == [0, 3, 5]

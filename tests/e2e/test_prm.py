@@ -78,6 +78,7 @@ def test_a_model_learns_to_find_wrong_steps(tiny_model_dir: Path, rows: Path, tm
     run.train.num_epochs = 4
     run.eval = ExampleEvalConfig(dataset=str(held_out))
     result = rollgrad.train_prm(run)
+    assert {name.removeprefix("eval/") for name in result.after} == set(PRMRun().evaluated())
     assert result.after["eval/step_accuracy"] == 1.0 > result.before["eval/step_accuracy"]
     assert result.after["eval/error_f1"] == result.after["eval/first_error_accuracy"] == 1.0
     # What the saved model says at the end of each step, by its logits of two tokens alone, is what was trained.

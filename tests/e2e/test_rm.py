@@ -137,6 +137,7 @@ def test_a_reward_model_learns_what_is_preferred(
     trained = [row for row in rows if "train/loss" in row]
     assert trained[-1]["train/loss"] < 0.5 * trained[0]["train/loss"]
     assert {"train/accuracy", "train/reward_gap", "train/score_mean", "train/score_std"} <= trained[0].keys()
+    assert {name.removeprefix("eval/") for name in result.after} == set(RMRun().evaluated())
     assert result.after["eval/loss"] < 0.2 < result.before["eval/loss"]
     assert [row["step"] for row in rows if "eval/loss" in row] == [0, 2, 4, 6]
     # Nobody has measured the scores of the model of step 3.

@@ -70,6 +70,7 @@ def test_a_model_learns_its_conversations(tiny_model_dir: Path, conversations: P
     run.eval = ExampleEvalConfig(dataset=str(conversations), steps=5)
     result = rollgrad.train_sft(run)
     assert result.steps == 10  # 4 epochs of 20 rows, 8 in a step
+    assert {name.removeprefix("eval/") for name in result.after} == set(SFTRun().evaluated())
     assert result.after["eval/nll"] < 0.7 * result.before["eval/nll"]
     rows = logged(tmp_path / "run")
     assert [row["step"] for row in rows if "eval/loss" in row] == [0, 5, 10]

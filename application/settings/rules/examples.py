@@ -82,7 +82,7 @@ def example_problems(run: OfflineRun) -> Iterator[str]:
         )
     if run.eval.dataset is not None and not dataset_names(run.eval.dataset):
         yield f"eval.dataset is {run.eval.dataset!r}, which names no dataset: change --eval.dataset, or leave it out."
-    yield from best_metric_problems(run.ckpt, run.eval.dataset, run.eval.steps)
+    yield from best_metric_problems(run.ckpt, run.eval.dataset, run.eval.steps, run.evaluated())
     yield from example_image_problems(run)
     default = type(run)()
     for name, why in UNREAD.items():

@@ -11,6 +11,7 @@ from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.sections.reward import JudgeIsolation, Verifier
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.addresses import address_problem
+from rollgrad.domain.algorithms.evaluation import summary_names
 
 REASONING_GYM = "reasoning_gym:"
 """Prefix of a dataset that is generated, and judged by its own scorer."""
@@ -192,7 +193,9 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
 def eval_problems(config: RLConfig) -> Iterator[str]:
     """Yields the problems of evaluation."""
     evaluation = config.eval
-    yield from best_metric_problems(config.ckpt, evaluation.dataset, evaluation.steps)
+    of_all = ("failed", "response_length_mean", "truncated_share")
+    names = summary_names(evaluation.n_samples_per_prompt)
+    yield from best_metric_problems(config.ckpt, evaluation.dataset, evaluation.steps, names, of_all)
     changed = first_change(evaluation, EvalConfig())
     if not evaluation.dataset and changed:
         yield (
@@ -207,9 +210,18 @@ def eval_problems(config: RLConfig) -> Iterator[str]:
         )
 
 
-def best_metric_problems(ckpt: CheckpointConfig, held_out: str | None, every: int) -> Iterator[str]:
-    """Yields what is wrong with keeping the best model, and with ending a run by it, where `held_out` is evaluated
-    after `every` so many steps."""
+def best_metric_problems(
+    ckpt: CheckpointConfig, held_out: str | None, every: int, names: Sequence[str], of_all: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yields what is wrong with keeping the best model, and with ending a run by it.
+
+    Args:
+        ckpt: names the metric.
+        held_out: what is evaluated, if anything is.
+        every: number of steps after each of which it is.
+        names: metrics that an evaluation may have, of all data sets together and of each, without `eval/`.
+        of_all: those that it may have of all together alone.
+    """
     metric, patience = ckpt.best_metric, ckpt.early_stopping_patience
     if metric is not None and held_out and patience is not None and every < 1:
         yield (
@@ -221,11 +233,23 @@ def best_metric_problems(ckpt: CheckpointConfig, held_out: str | None, every: in
             f"ckpt.best_metric is {metric!r}, but the metrics of evaluations begin with eval/, such as eval/pass@1 or "
             "eval/loss: set --ckpt.best_metric to one of them, or leave it out."
         )
+    elif metric is not None and held_out and not _is_measured(metric.removeprefix("eval/"), names, of_all):
+        known = ", ".join(f"eval/{name}" for name in (*names, *of_all))
+        yield (
+            f"ckpt.best_metric is {metric!r}, but evaluations give {known}, and eval/NAME/{names[0]} and the like of "
+            "each of several data sets: set --ckpt.best_metric to one of them."
+        )
     if metric is not None and not held_out:
         yield (
             f"ckpt.best_metric is {metric!r}, but there is nothing to evaluate on: set --eval.dataset, or leave "
             "--ckpt.best_metric out."
         )
+
+
+def _is_measured(metric: str, names: Sequence[str], of_all: Sequence[str]) -> bool:
+    """Returns whether an evaluation may have a metric; the names of data sets are in its rows, and may be any."""
+    data_set, slash, name = metric.rpartition("/")
+    return name in names if data_set else not slash and name in (*names, *of_all)
 
 
 def _is_generated(name: str) -> bool:

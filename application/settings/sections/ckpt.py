@@ -83,8 +83,8 @@ class CheckpointConfig:
     )
     best_metric: str | None = setting(
         None,
-        "Metric of the evaluations, such as eval/loss, by which the best model so far is kept in output_dir/best: the "
-        "highest value, of a loss or divergence the lowest; none keeps no best one.",
+        "Metric of the evaluations, such as eval/pass@1 or eval/loss, by which the best model so far is kept in "
+        "output_dir/best: the highest value, of a loss or divergence the lowest; none keeps no best one.",
     )
     best_value: Best = setting(
         Best.AUTO,

@@ -233,9 +233,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ckpt.state_dir": "gs://bucket/run"}, "change --ckpt.state_dir"),
     ({"ckpt.state_dir": "a\0b"}, "change --ckpt.state_dir"),
     ({"ckpt.best_metric": "pass@1", "eval.dataset": "rows.jsonl"}, "begin with eval/"),
+    (
+        {"ckpt.best_metric": "eval/pass@3", "eval.dataset": "rows.jsonl", "eval.n_samples_per_prompt": 4},
+        "but evaluations give eval/pass@1, eval/pass@2, eval/pass@4, eval/mean@4, eval/failed",
+    ),
+    ({"ckpt.best_metric": "eval/math/failed", "eval.dataset": "rows.jsonl"}, "eval/NAME/pass@1 and the like of each"),
+    ({"ckpt.best_metric": "eval//pass@1", "eval.dataset": "rows.jsonl"}, "set --ckpt.best_metric to one of them"),
     ({"ckpt.early_stopping_patience": 2}, "set --ckpt.best_metric"),
     (
-        {"ckpt.early_stopping_patience": 2, "ckpt.best_metric": "eval/loss", "eval.dataset": "rows.jsonl"},
+        {"ckpt.early_stopping_patience": 2, "ckpt.best_metric": "eval/pass@1", "eval.dataset": "rows.jsonl"},
         "no evaluation before the end: set --eval.steps",
     ),
     ({"actor.min_lr_ratio": 0.2}, "--actor.lr_scheduler"),
