@@ -29,6 +29,7 @@ class GemEnvironment(Environment):
     def __init__(self, make: Callable[[], Any], *, timeout: float = 60.0) -> None:
         self._make = make
         self._thread = EpisodeThread("The GEM environment", timeout=timeout)
+        self._timeout = timeout
         self._randomness = GlobalRandomness(0)
         self._world: Any = None
 
@@ -39,7 +40,7 @@ class GemEnvironment(Environment):
             TimeoutError: the environment did not start in time.
         """
         seed = prompt_seed(prompt)
-        self._randomness = GlobalRandomness(seed)
+        self._randomness = GlobalRandomness(seed, self._timeout)
 
         def start() -> str:
             with self._randomness.installed():

@@ -27,7 +27,7 @@ class TextArenaEnvironment(Environment):
     Args:
         make: makes a fresh game, such as `partial(textarena.make, "GuessTheNumber-v0")`.
         opponent: the second player of a two-player game, a function from its observation to its move. If it uses
-            `random`, the prompt seeds it too. None for a game of one player.
+            `random`, the prompt seeds it too: while it moves, all other games wait. None for a game of one player.
         timeout: seconds for one turn, the opponent's included.
 
     Metrics: `invalid_move`, 1 if the game ended by an invalid move of the model.
@@ -39,6 +39,7 @@ class TextArenaEnvironment(Environment):
         self._make = make
         self._opponent = opponent
         self._thread = EpisodeThread("The TextArena game", timeout=timeout)
+        self._timeout = timeout
         self._randomness = GlobalRandomness(0)
         self._game: Any = None
         self._shown: dict[int, str] = {}
@@ -51,7 +52,7 @@ class TextArenaEnvironment(Environment):
             TimeoutError: the game did not start in time.
         """
         seed = prompt_seed(prompt)
-        self._randomness = GlobalRandomness(seed)
+        self._randomness = GlobalRandomness(seed, self._timeout)
         self._shown = {}
 
         def start() -> str:

@@ -136,6 +136,31 @@ def test_streams_of_the_global_generators_are_apart() -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == outside  # type: ignore[index]
 
 
+def test_a_game_that_hangs_holds_others_up_until_its_deadline_alone() -> None:
+    """And what it draws afterwards, or restores, is nothing of theirs."""
+    hangs, over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with GlobalRandomness(1, seconds=0.05).installed():
+            hangs.set()
+            assert over.wait(SECONDS)
+
+    random.seed(1)
+    outside = random.getstate()
+    stuck = threading.Thread(target=hang)
+    stuck.start()
+    assert hangs.wait(SECONDS)
+    alone, beside = GlobalRandomness(3), GlobalRandomness(3)
+    with alone.installed():
+        drawn = [random.random()]
+        over.set()
+        stuck.join(SECONDS)
+        drawn.append(random.random())
+    assert random.getstate() == outside
+    with beside.installed():
+        assert drawn == [random.random(), random.random()]
+
+
 # --- Gymnasium
 
 
