@@ -16,7 +16,6 @@ from rollgrad.adapters.checkpoints.files import make_writable
 from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.system.event_loop import run_to_end
-from rollgrad.adapters.tracking.curves import draw_curves
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
 from rollgrad.application.pipelines.run import BEST_MODEL, FINAL_MODEL, Run
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
@@ -28,6 +27,7 @@ from rollgrad.entrypoints.composition.lifetimes import closing, shut_down
 from rollgrad.entrypoints.description import check_continues, settings_file
 from rollgrad.entrypoints.model_card import write_model_card
 from rollgrad.entrypoints.redaction import known_secrets, redact
+from rollgrad.entrypoints.reporting import report_aside, report_run
 from rollgrad.entrypoints.run_directory import (
     LOGS,
     check_output,
@@ -38,11 +38,9 @@ from rollgrad.entrypoints.run_directory import (
     write_config,
 )
 from rollgrad.entrypoints.run_record import RunRecord
-from rollgrad.entrypoints.ui.report import write_run_report
 
 log = structlog.get_logger(__name__)
 
-CURVES_FILE = "curves.png"
 REPORT_SECONDS = 300.0
 """Least time between two reports on the way."""
 REPORT_SHARE = 0.01
@@ -238,25 +236,11 @@ def _reporting(output_dir: Path, title: str) -> Callable[[], None]:
         nonlocal due
         began = time.monotonic()
         if began >= due:
-            report_run(output_dir, title)
+            report_aside(output_dir, title)
             ended = time.monotonic()
             due = ended + max(REPORT_SECONDS, (ended - began) / REPORT_SHARE)
 
     return write
-
-
-def report_run(output_dir: Path, title: str) -> Path | None:
-    """Writes the curves of a run as an image, and its report; returns the report's path. None if nothing was logged, or
-    no report can be written, which is no reason to fail."""
-    metrics_path = output_dir / METRICS_FILE
-    if not metrics_path.exists():
-        return None
-    try:
-        draw_curves(metrics_path, output_dir / CURVES_FILE, title=title)
-        return write_run_report(output_dir, title=title)
-    except Exception as error:  # an error of the disk, or of the drawing library
-        log.warning("no report could be written", reason=str(error))
-        return None
 
 
 def run_interruptibly(work: Coroutine[Any, Any, Result]) -> Result:

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 import yaml
 
 from rollgrad.adapters.tracking.trajectory_files import rows, trajectory_files
 from rollgrad.adapters.tracking.trajectory_schema import schema
-from rollgrad.entrypoints import training
+from rollgrad.entrypoints import reporting, training
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.run_record import RunStatus, read_run
 
@@ -168,7 +169,7 @@ def test_reports_on_the_way_take_a_hundredth_of_the_time(monkeypatch: pytest.Mon
         now += 20.0  # of a run with very many rollouts
         written.append(now)
 
-    monkeypatch.setattr(training, "report_run", report)
+    monkeypatch.setattr(training, "report_aside", report)
     monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: now))
     save = training._reporting(Path("out"), "a run")
     while now < 20_000.0:
@@ -179,9 +180,25 @@ def test_reports_on_the_way_take_a_hundredth_of_the_time(monkeypatch: pytest.Mon
 
 
 def test_a_report_is_written_when_a_state_is_saved(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is killed later has one, too."""
+    """A run that is killed later has one, too; it is written beside the run, which keeps its memory."""
     seen: list[bool] = []
-    monkeypatch.setattr(training, "report_run", lambda *_: seen.append(True))
+
+    def aside(*place: Any) -> None:
+        Path("out/report.html").unlink(missing_ok=True)
+        reporting.report_aside(*place)
+        seen.append(Path("out/report.html").exists())
+
+    monkeypatch.setattr(training, "report_aside", aside)
     monkeypatch.setattr(training, "REPORT_SECONDS", 0.0)
     assert train("--train.max_steps", "3", "--eval.dataset", "None") == 0
-    assert len(seen) == 3  # after the first and the second step, and at the end
+    assert seen == [True]  # after the first step; one after the second would take more than its share of the time
+
+
+def test_a_report_that_cannot_be_written_on_the_way_is_a_warning(workspace: Path) -> None:
+    Path("out/report.html").mkdir(parents=True)
+    Path("out/metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward/mean": 0.5}\n')
+    with structlog.testing.capture_logs() as said:
+        reporting.report_aside(Path("out").absolute(), "a run")
+    (line,) = said
+    assert line["event"] == "no report could be written"
+    assert "report.html cannot be written" in line["reason"]
