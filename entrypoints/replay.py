@@ -123,6 +123,7 @@ def kept_batch(path: Path, config: RLConfig) -> RolloutBatch:
         advantages_N=_column(rows, "token_advantage"),
         ref_logprobs_N=_column(rows, "token_ref_logprob"),
         old_logprobs_N=old_N,
+        entropies_N=_column(rows, "token_entropy") if config.algo.top_entropy_quantile < 1 else None,
     )
 
 

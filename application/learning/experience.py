@@ -121,7 +121,7 @@ class ExperienceService:
             self._replays = False
         batch = self._with_sampler(batch)
         batch = evolve(batch, baselines_S=self._baselines(batch, baselines or {}))
-        batch = self._with_old_logprobs(batch)
+        batch = self._with_own_scores(batch)
         reference_kl: float | None = None
         token_rewards_N = torch.zeros(1).expand(batch.token_count)  # no memory
         others = batch.for_other_models()
@@ -210,20 +210,24 @@ class ExperienceService:
         baselines_S = (baselines_S - mean) / std
         return baselines_S if reward.clip_range is None else baselines_S.clamp(*reward.clip_range)
 
-    def _with_old_logprobs(self, batch: RolloutBatch) -> RolloutBatch:
-        """Adds `old_logprobs_N` if the ratio or the KL penalty needs it."""
+    def _with_own_scores(self, batch: RolloutBatch) -> RolloutBatch:
+        """Adds what is read of the policy before the update: `old_logprobs_N` if the ratio or the KL penalty needs it,
+        `entropies_N` if the loss chooses tokens by them."""
         source = self._algo.old_logprobs
         if source is OldLogprobs.ROLLOUT:
-            return evolve(batch, old_logprobs_N=batch.rollout_logprobs_N)
+            batch = evolve(batch, old_logprobs_N=batch.rollout_logprobs_N)
         penalised = self._reference is not None and not self._algo.kl.use_loss
-        if not penalised and (source is OldLogprobs.INTERPOLATE or self._ratio_is_one):
+        known = source is OldLogprobs.INTERPOLATE or self._ratio_is_one
+        compared = source is not OldLogprobs.ROLLOUT and (penalised or not known)
+        chosen = self._algo.top_entropy_quantile < 1
+        if not compared and not chosen:
             return batch
-        passes = self._passes(batch.without_sampler(), self._policy)
-        logprobs_N, experts_NLK = self._policy.logprobs_and_experts(passes)
+        scores = self._policy.scores(self._passes(batch.without_sampler(), self._policy))
         return evolve(
             batch,
-            old_logprobs_N=logprobs_N,
-            experts_NLK=batch.experts_NLK if experts_NLK is None else experts_NLK,
+            old_logprobs_N=scores.logprobs_N if compared else batch.old_logprobs_N,
+            entropies_N=scores.entropy_N if chosen else None,
+            experts_NLK=batch.experts_NLK if scores.experts_NLK is None else scores.experts_NLK,
         )
 
     def _kl_penalty(self, batch: RolloutBatch, kl_coef: float) -> tuple[Tensor, float]:

@@ -119,6 +119,7 @@ class UpdateService:
             less work. GRPO's groups without spread are such samples.
         select: chooses tokens of a whole optimizer step that the loss treats differently, or None.
         keep: chooses those that the off-policy correction keeps, or None.
+        learn: chooses those at which the policy loss counts, or None for all.
         mask_truncated: leave rollouts that were cut off out of the steps of policy and critic. An update whose rollouts
             were all cut off takes no step.
         pass_threshold: score from which a reply's likelihood is raised, for losses with such a term.
@@ -140,6 +141,7 @@ class UpdateService:
         skip_idle: bool = False,
         select: Callable[[RolloutBatch], Tensor] | None = None,
         keep: Callable[[RolloutBatch], Tensor] | None = None,
+        learn: Callable[[RolloutBatch], Tensor] | None = None,
         mask_truncated: bool = False,
         pass_threshold: float = 1.0,
     ) -> None:
@@ -156,6 +158,7 @@ class UpdateService:
         self._skip_idle = skip_idle
         self._select = select
         self._keep = keep
+        self._learn = learn
         self._mask_truncated = mask_truncated
         self._pass_threshold = pass_threshold
         self.under_way = False
@@ -275,6 +278,8 @@ class UpdateService:
                     places_S=batch.starts_S[sequences],
                     selected_N=None if self._select is None else self._select(part),
                     kept_N=None if self._keep is None else self._keep(part),
+                    learned_N=None if self._learn is None else self._learn(part),
+                    entropies_N=None,  # they have served
                     positive_weights_N=self._positive_weights(part),
                     loss_weights_N=self._weights(part, self._aggregation),
                     value_weights_N=None if self._critic is None else self._weights(part, Aggregation.TOKEN_MEAN),
@@ -318,11 +323,16 @@ def _put(whole_N: Tensor, stretches: Stretches, column_N: Tensor) -> None:
 
 
 def _with_gradient(batch: RolloutBatch) -> RolloutBatch:
-    """Returns the sequences with an advantage other than 0; the first one if there is none, so that a step is still
-    taken."""
+    """Returns the sequences with an advantage other than 0 where the loss counts; the first one if there is none, so
+    that a step is still taken."""
     assert batch.advantages_N is not None
-    busy_S = counts((batch.advantages_N != 0) & batch.action_mask_N, batch.lengths_S) > 0
+    busy_S = counts((batch.advantages_N != 0) & _learned(batch), batch.lengths_S) > 0
     return batch.select(busy_S.nonzero()[:, 0] if bool(busy_S.any()) else [0])
+
+
+def _learned(batch: RolloutBatch) -> Tensor:
+    """Returns a mask of the tokens at which the policy loss counts."""
+    return batch.action_mask_N if batch.learned_N is None else batch.action_mask_N & batch.learned_N
 
 
 def _with_kind(name: str, value: float) -> float:
@@ -343,7 +353,8 @@ def gradient_share_by_turn(batch: RolloutBatch) -> dict[str, float]:
     if int(batch.turn_ids_N.max()) <= 0:
         return {}
     turns_A = batch.turn_ids_N[batch.action_mask_N]
-    size_A = (batch.advantages_N * batch.loss_weights_N)[batch.action_mask_N].abs().double()
+    size_N = torch.where(_learned(batch), batch.advantages_N * batch.loss_weights_N, 0.0)
+    size_A = size_N[batch.action_mask_N].abs().double()
     if float(size_A.sum()) == 0:
         return {}
     size_U = torch.zeros(int(turns_A.max()) + 1, dtype=torch.float64).index_add_(0, turns_A, size_A)

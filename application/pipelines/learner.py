@@ -136,7 +136,10 @@ class RLLearner:
             batch = evolve(
                 experience.batch,
                 loss_weights_N=update.loss_weights_N,
-                entropies_N=update.entropies_N,
+                # Those before the update chose what was learned from.
+                entropies_N=update.entropies_N
+                if experience.batch.entropies_N is None
+                else experience.batch.entropies_N,
                 clipped_N=update.clipped_N,
             )
             if batch.old_logprobs_N is None:  # the update needed none, but its forward pass found them

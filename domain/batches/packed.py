@@ -196,9 +196,11 @@ class RolloutBatch(PackedBatch):
     policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
     `value_weights_N`, the critic's `loss_weights_N`. `positive_weights_N`: the same for the likelihood of replies that
     passed; `selected_N` bool: tokens that a loss treats apart, chosen from the whole step; `kept_N` bool: tokens that
-    an off-policy correction keeps, likewise chosen from the whole step; `places_S` int64: index of
-    each sequence's first token in the batch of the whole update; `entropies_N` float32 (nats) and `clipped_N` bool:
-    what the update found at each token; `baselines_S`: reward of the prompt's greedy rollout.
+    an off-policy correction keeps, and `learned_N` bool: those at which the policy loss counts (None: all), both
+    likewise chosen from the whole step; `places_S` int64: index of
+    each sequence's first token in the batch of the whole update; `entropies_N` float32 (nats): of the
+    policy before the update, where the loss chooses tokens by them; once it is over, with `clipped_N` bool, what the
+    update found at each token; `baselines_S`: reward of the prompt's greedy rollout.
     """
 
     units_divisible = True
@@ -219,6 +221,7 @@ class RolloutBatch(PackedBatch):
     positive_weights_N: Tensor | None = None
     selected_N: Tensor | None = None
     kept_N: Tensor | None = None
+    learned_N: Tensor | None = None
     places_S: Tensor | None = None
     entropies_N: Tensor | None = None
     clipped_N: Tensor | None = None

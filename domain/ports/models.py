@@ -87,13 +87,18 @@ class PolicyModel(Protocol):
 
     def logprobs(self, passes: Passes[Any]) -> Tensor:
         """Returns the log-probs of the action tokens of the batch that the passes divide, float32, 0 elsewhere."""
-        return self.logprobs_and_experts(passes)[0]
+        return self.scores(passes).logprobs_N
 
-    def logprobs_and_experts(self, passes: Passes[Any]) -> tuple[Tensor, Tensor | None]:
-        """Returns `logprobs`, and the experts that each token of the batch went to, if the model keeps them."""
+    def scores(self, passes: Passes[Any]) -> TokenScores:
+        """Returns the log-probs and entropy of the action tokens of the batch that the passes divide, and the experts
+        that each of its tokens went to, if the model keeps them."""
         scores = [self.score(batch) for batch in passes]
         experts = [each.experts_NLK for each in scores if each.experts_NLK is not None]
-        return passes.merged([each.logprobs_N for each in scores]), passes.merged(experts) if experts else None
+        return TokenScores(
+            logprobs_N=passes.merged([each.logprobs_N for each in scores]),
+            entropy_N=passes.merged([each.entropy_N for each in scores]),
+            experts_NLK=passes.merged(experts) if experts else None,
+        )
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Takes one optimizer step; returns the combined metrics of its micro-batches, plus `loss` (a `Total`),

@@ -15,6 +15,7 @@ from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.algorithms.losses.centering import ScoreCentering
 from rollgrad.domain.algorithms.losses.contract import TOKEN_SELECTIONS
 from rollgrad.domain.algorithms.losses.corrections import within_second_moment
+from rollgrad.domain.algorithms.losses.high_entropy import high_entropy_tokens
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import (
     CorrectionGate,
@@ -88,6 +89,15 @@ def make_token_filter(config: RLConfig) -> Callable[[RolloutBatch], Tensor] | No
     return lambda batch: within_second_moment(
         batch.filled("old_logprobs_N"), batch.rollout_logprobs_N, batch.action_mask_N, threshold
     )
+
+
+def make_learned_tokens(config: RLConfig) -> Callable[[RolloutBatch], Tensor] | None:
+    """Returns the function that chooses the tokens of an optimizer step at which the policy loss counts; None for
+    all."""
+    share = config.algo.top_entropy_quantile
+    if share == 1:
+        return None
+    return lambda batch: high_entropy_tokens(batch.filled("entropies_N"), batch.action_mask_N, share)
 
 
 def always_scores(config: RLConfig) -> bool:

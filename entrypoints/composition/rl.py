@@ -56,6 +56,7 @@ from rollgrad.entrypoints.composition.algorithm import (
     make_entropy_controller,
     make_eval_sampling,
     make_kl_controller,
+    make_learned_tokens,
     make_learning_watch,
     make_objective,
     make_sampling,
@@ -305,6 +306,7 @@ class RLContainer(EngineContainer):
         skip_idle=providers.Callable(advantage_is_all, base.config),
         select=providers.Callable(make_token_selection, base.config),
         keep=providers.Callable(make_token_filter, base.config),
+        learn=providers.Callable(make_learned_tokens, base.config),
         mask_truncated=base.config.provided.algo.mask_truncated,
         pass_threshold=base.config.provided.reward.pass_threshold,
     )

@@ -118,7 +118,7 @@ TRL: Mapping[str, str] = {
         "the reference stays as it is all through the run: another run may begin with the model of this one, and train "
         "dpo has --dpo.ref_sync_steps.",
     ),
-    "top_entropy_quantile": "clip_cov and kl_cov of --actor.policy_loss_type treat tokens apart, by their covariance.",
+    "top_entropy_quantile": "algo.top_entropy_quantile",
     **alike("entropy_coef ent_coef entropy_coeff", "actor.entropy_coef"),
     "use_adaptive_entropy": "write --actor.entropy_target.",
     "entropy_target": "actor.entropy_target",

@@ -229,6 +229,7 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "scale_rewards": Flag(TEXT, default="group"),
         "loss_type": Flag(TEXT, default="dapo"),
         "entropy_coef": Flag(NUMBER, "actor.entropy_coef"),
+        "top_entropy_quantile": Flag(NUMBER, "algo.top_entropy_quantile"),
         "mask_truncated_completions": Flag(SWITCH, "algo.mask_truncated"),
         "cast_lm_head_to_fp32": Flag(SWITCH, "actor.float32_head"),
         "use_vllm": Flag(SWITCH),
@@ -272,7 +273,7 @@ cache_implementation chat_template_kwargs ds3_gather_for_generation entropy_coef
 entropy_coef_min entropy_target generation_kwargs log_completions_hub_repo log_multimodal log_unique_prompts
 max_tool_calling_iterations min_p multi_objective_aggregation
 ref_model_mixup_alpha ref_model_sync_steps repetition_penalty
-shuffle_dataset sync_ref_model top_entropy_quantile transformers_continuous_batching_config
+shuffle_dataset sync_ref_model transformers_continuous_batching_config
 use_adaptive_entropy use_transformers_continuous_batching use_transformers_paged
 vllm_enable_sleep_mode vllm_group_port
 vllm_model_impl

@@ -246,6 +246,24 @@ def test_asynchronous_runs_take_out_the_mean_score(workspace: Path, tiny_model_d
     assert moved(tiny_model_dir, workspace / "out" / "model") > 1e-4
 
 
+@pytest.mark.parametrize("pipeline", ["alternating", "overlapping"])
+def test_the_most_uncertain_tokens_are_learned_from(workspace: Path, tiny_model_dir: Path, pipeline: str) -> None:
+    """However the step is divided; also of replies that go on under new weights."""
+    flags = ["--algo.top_entropy_quantile", "0.2"]
+    if pipeline == "overlapping":
+        flags += ["--train.async_enable", "--train.max_staleness", "2", "--train.partial_rollout", "keep"]
+    assert train(*flags, "--train.max_steps", "3") == 0
+    for row in metrics():
+        assert 0.2 <= row["policy/high_entropy_share"] < 0.35
+    assert moved(tiny_model_dir, workspace / "out" / "model") > 1e-4
+    first = metrics()[0]
+    if pipeline == "alternating":
+        flags += ["--train.max_tokens_per_micro_batch", "60", "--ckpt.output_dir", "divided"]
+        assert train(*flags, "--train.max_steps", "1") == 0
+        for name in ("high_entropy_share", "grad_norm"):
+            assert metrics("divided")[0][f"policy/{name}"] == pytest.approx(first[f"policy/{name}"], rel=1e-3)
+
+
 def test_resuming_from_nothing_or_something_else_is_refused(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

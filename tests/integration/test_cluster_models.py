@@ -382,13 +382,14 @@ def test_a_divided_mixture_goes_to_the_experts_that_one_process_would(
     policy = ShardedPolicy(group)
     batch = cluster.batch()
     passes = Passes(batch, [[[0, 1], [4]], [[2], [3]]])
-    logprobs_N, experts_NLK = policy.logprobs_and_experts(passes)
-    expected = lone.score(batch)
+    scores, expected = policy.scores(passes), lone.score(batch)
+    experts_NLK = scores.experts_NLK
     assert experts_NLK is not None
     assert expected.experts_NLK is not None
     assert experts_NLK.dtype == torch.uint8
     assert torch.equal(experts_NLK.sort(-1).values, expected.experts_NLK.sort(-1).values)
-    torch.testing.assert_close(logprobs_N, expected.logprobs_N, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.logprobs_N, expected.logprobs_N, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.entropy_N, expected.entropy_N, rtol=0, atol=1e-5)
     moved = evolve(batch, experts_NLK=(experts_NLK + 1) % 4)
     found, wanted = ([p.update([moved], cluster.likelihood) for _ in range(2)][-1] for p in (policy, lone))
     assert found == pytest.approx(wanted, rel=1e-3)

@@ -60,7 +60,7 @@ def make(wide_headed_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
         made = RLConfig()
         made.actor.model_name_or_path, made.actor.dtype = str(wide_headed_model_dir), DType.FLOAT32
         made.actor.adam.lr = 1e-3
-        made.algo.advantage.estimator = "group_norm"
+        made.algo.advantage.estimator, made.algo.top_entropy_quantile = "group_norm", 0.5
         made.data.prompt_dataset, made.data.label_key = str(tmp_path / "prompts.jsonl"), "label"
         made.rollout.batch_size, made.rollout.n_samples_per_prompt, made.rollout.max_new_tokens = 2, 4, 12
         made.rollout.engine = Engine.VLLM if vllm else Engine.EMBEDDED

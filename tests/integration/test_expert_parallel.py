@@ -165,12 +165,12 @@ def test_a_process_whose_experts_get_no_token_waits_for_the_others(
     group.build(expert_parallel.rank_replaying, mixtures["Qwen3Moe"], 2)
     policy = ShardedPolicy(group)
     batch = cluster.batch()
-    logprobs_N, experts_NLK = policy.logprobs_and_experts(Passes(batch, [[[0, 1], [4]], [[2], [3]]]))
-    expected = lone.score(batch)
+    scores, expected = policy.scores(Passes(batch, [[[0, 1], [4]], [[2], [3]]])), lone.score(batch)
+    experts_NLK = scores.experts_NLK
     assert experts_NLK is not None
     assert expected.experts_NLK is not None
     assert torch.equal(experts_NLK.sort(-1).values, expected.experts_NLK.sort(-1).values)
-    torch.testing.assert_close(logprobs_N, expected.logprobs_N, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.logprobs_N, expected.logprobs_N, rtol=0, atol=1e-5)
     for first in (0, 2):  # of the two experts of a process
         chosen_K = torch.tensor([first, first + 1], dtype=experts_NLK.dtype)
         sent = evolve(batch, experts_NLK=chosen_K.expand_as(experts_NLK))

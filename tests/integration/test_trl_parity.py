@@ -18,6 +18,7 @@ from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParam
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
 from rollgrad.domain.algorithms.losses.corrections import correction_weights
+from rollgrad.domain.algorithms.losses.high_entropy import high_entropy_tokens
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionSettings
 from rollgrad.domain.batches.packed import RolloutBatch
@@ -126,6 +127,9 @@ class OneProcess:
     sync_gradients = True
 
     def gather(self, values: Tensor) -> Tensor:
+        return values
+
+    def pad_across_processes(self, values: Tensor, dim: int, pad_index: float) -> Tensor:
         return values
 
     def reduce(self, values: Tensor, reduction: str) -> Tensor:
@@ -298,6 +302,7 @@ def run_ours(
     objective: PolicyLossObjective,
     *,
     advantages_N: Tensor | None = None,
+    learned_N: Tensor | None = None,
     max_length: int = MAX_LENGTH,
 ) -> tuple[Tensor, Tensor]:
     """(loss, gradient for each token's log-prob): the sum of weight x token loss of `objective`."""
@@ -319,6 +324,7 @@ def run_ours(
         old_logprobs_N=case.old_N,
         ref_logprobs_N=case.ref_N,
         advantages_N=our_advantages(case) if advantages_N is None else advantages_N,
+        learned_N=learned_N,
         loss_weights_N=loss_weights(
             aggregation,
             action_mask_N=case.mask_N,
@@ -508,6 +514,18 @@ def test_masked_truncated_replies_are_left_out(case: Case) -> None:
     trl = run_trl("GRPOTrainer", case, loss_type="dapo", mask_truncated_completions=True, ends=ends)
     finished = evolve(case, mask_N=case.mask_N & ~cut_S[case.sequence_N])
     agree(trl, run_ours(finished, "token_mean", objective_of(), advantages_N=our_advantages(case)))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+@pytest.mark.parametrize(("loss_type", "aggregation"), [("grpo", "sequence_mean"), ("dapo", "token_mean")])
+def test_the_most_uncertain_tokens_are_learned_from(case: Case, share: float, loss_type: str, aggregation: str) -> None:
+    """TRL reads the entropies of the policy under training, we those before the update: the same here."""
+    trl = run_trl("GRPOTrainer", case, loss_type=loss_type, top_entropy_quantile=share, beta=BETA)
+    learned_N = high_entropy_tokens(case.entropy_N, case.mask_N, share)
+    assert 0 < learned_N.sum() < case.mask_N.sum()
+    agree(trl, run_ours(case, aggregation, objective_of(kl_coef=BETA), learned_N=learned_N))
+    sequence = run_trl("GRPOTrainer", case, importance_sampling_level="sequence", top_entropy_quantile=share)
+    agree(sequence, run_ours(case, "sequence_mean", objective_of("gspo"), learned_N=learned_N))
 
 
 @pytest.mark.parametrize("threshold", [-0.05, 0.0, 0.05])

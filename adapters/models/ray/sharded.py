@@ -16,7 +16,16 @@ from torch import Tensor
 
 from rollgrad.adapters.models.ray.group_state import GroupState
 from rollgrad.adapters.models.ray.replaced_group import ReplacedGroup
-from rollgrad.adapters.models.ray.wire import EXPERTS, LOGPROBS, SCORE, VALUES, Recording, SentReplies, divided, merged
+from rollgrad.adapters.models.ray.wire import (
+    LOGPROBS,
+    SCORE,
+    SCORES,
+    VALUES,
+    Recording,
+    SentReplies,
+    divided,
+    merged,
+)
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.rewards.model import Judge
@@ -135,9 +144,13 @@ class ShardedPolicy(_Trained, PolicyModel):
         """Implements `PolicyModel.score`."""
         return self._parts.score(batch)
 
-    def logprobs_and_experts(self, passes: Passes[Any]) -> tuple[Tensor, Tensor | None]:
-        """Implements `PolicyModel.logprobs_and_experts`."""
-        return self._parts.logprobs_and_experts(passes)
+    def logprobs(self, passes: Passes[Any]) -> Tensor:
+        """Implements `PolicyModel.logprobs`."""
+        return self._parts.logprobs(passes)
+
+    def scores(self, passes: Passes[Any]) -> TokenScores:
+        """Implements `PolicyModel.scores`."""
+        return self._parts.scores(passes)
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Implements `PolicyModel.update`."""
@@ -281,12 +294,11 @@ class _Parts:
 
     def logprobs(self, passes: Passes[Any]) -> Tensor:
         """Returns the log-probs of the whole batch; one call for all passes."""
-        return self.logprobs_and_experts(passes)[0]
+        return self._columns(LOGPROBS, passes)["logprobs_N"]
 
-    def logprobs_and_experts(self, passes: Passes[Any]) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probs of the whole batch, and its experts if the model keeps them; one call."""
-        columns = self._columns(LOGPROBS, passes)
-        return columns["logprobs_N"], columns.get(EXPERTS)
+    def scores(self, passes: Passes[Any]) -> TokenScores:
+        """Returns the log-probs and entropy of the whole batch, and its experts if the model keeps them; one call."""
+        return TokenScores(**self._columns(SCORES, passes))
 
     def values(self, passes: Passes[Any]) -> Tensor:
         """Returns the values of the whole batch; one call for all passes."""

@@ -28,14 +28,17 @@ Array = NDArray[Any]
 FEW = 16
 """Tokens of a stretch, on average, from which a column travels as stretches."""
 
-SCORE, LOGPROBS, VALUES = "score", "logprobs", "values"
-"""Calls whose results are columns: all of `TokenScores`, the log-probs (and experts) alone, values."""
+SCORE, SCORES, LOGPROBS, VALUES = "score", "scores", "logprobs", "values"
+"""Calls whose results are columns: all of `TokenScores`, log-probs, entropy and experts, log-probs alone, values."""
 
 SMALL = (torch.bool, torch.uint8, torch.int16, torch.float16)
 """Types of results that travel as they are."""
 
 EXPERTS = "experts_NLK"
 """Column of results with an entry for each token, not for action tokens alone."""
+
+NAMES = {SCORES: ("logprobs_N", "entropy_N", EXPERTS), LOGPROBS: ("logprobs_N",)}
+"""Columns of scores that return from calls of fewer than all."""
 
 OF_ACTIONS = ("sampler_ids_NK", "sampler_logprobs_NK")
 """Columns that mean something at action tokens alone, besides those of floats."""
@@ -348,11 +351,7 @@ def _columns(model: Any, method: str, batch: PackedBatch) -> Iterator[tuple[str,
         yield VALUES, model.values(batch)
         return
     scores: TokenScores = model.score(batch)
-    if method == LOGPROBS:
-        yield "logprobs_N", scores.logprobs_N
-        if scores.experts_NLK is not None:
-            yield EXPERTS, scores.experts_NLK
-        return
-    for attribute in fields(type(scores)):
-        if isinstance(column_N := getattr(scores, attribute.name), Tensor):
-            yield attribute.name, column_N
+    names = NAMES.get(method) or [attribute.name for attribute in fields(type(scores))]
+    for name in names:
+        if isinstance(column_N := getattr(scores, name), Tensor):
+            yield name, column_N

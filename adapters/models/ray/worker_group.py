@@ -39,7 +39,7 @@ NAMED = 2
 """Largest number of logs that an error names."""
 
 PASSES = frozenset(
-    {"score", "logprobs", "values", "update", "sleep", "skip_weights", "gather_weights", "gather_adapter"}
+    {"score", "scores", "logprobs", "values", "update", "sleep", "skip_weights", "gather_weights", "gather_adapter"}
 )
 """Methods of models after which much memory is free: those that go through all layers, those that end a transfer, after
 which engines take memory for keys and values, and sleep."""

@@ -4,7 +4,7 @@ from attrs import define
 
 from rollgrad.domain.algorithms.catalogue import estimator_settings, policy_loss_settings
 from rollgrad.domain.algorithms.settings import AdvantageSettings, CorrectionSettings, KLSettings, OldLogprobs
-from rollgrad.domain.settings import COUNT, INTERVAL, NOT_NEGATIVE, Condition, OwnSettings, section, setting
+from rollgrad.domain.settings import COUNT, INTERVAL, NOT_NEGATIVE, SOME_SHARE, Condition, OwnSettings, section, setting
 
 FILTERS_SCORES = Condition(
     lambda here, run: here.dynamic_filtering_enable,
@@ -55,6 +55,12 @@ class AlgoConfig:
         "Take out of each token's gradient its mean over what the sampler might have drawn there, known by its most "
         "likely tokens, so many (score centering; 128 is usual); 0 turns it off.",
         NOT_NEGATIVE,
+    )
+    top_entropy_quantile: float = setting(
+        1.0,
+        "Share of an optimizer step's action tokens at which the policy loss counts: those where the policy before the "
+        "update was most uncertain (0.2 of Wang et al. 2025, arXiv:2506.01939); 1 counts it at all.",
+        SOME_SHARE,
     )
     mask_truncated: bool = setting(
         False,

@@ -39,7 +39,8 @@ class PolicyLossObjective:
     scores, which is exact. `kl_against`: `reference`, or `rollout` for the policy that sampled.
     `version`: the version of the policy under training; if given, the proximal log-probs are interpolated between those
     of the sampling and of the current policy. `centred`: whether each token's gradient is centred (score centering,
-    `centering.py`), by scores that have the mean.
+    `centering.py`), by scores that have the mean. Where the batch has `learned_N`, the policy loss, and with it what
+    centering takes out, is 0 at all other tokens; KL, entropy and likelihood are of all.
     """
 
     loss: str = "ppo"
@@ -102,6 +103,9 @@ class PolicyLossObjective:
             token_loss_N = token_loss_N * factor_N
             metrics["correction_weight"] = mean(factor_N)
             metrics["correction_dropped_share"] = mean((factor_N == 0).float())
+        if batch.learned_N is not None:
+            token_loss_N = torch.where(batch.learned_N, token_loss_N, 0.0)
+            metrics["high_entropy_share"] = mean((batch.learned_N & mask_N).float())
         policy_loss = mean(token_loss_N)
         entropy = mean(_masked(scores.entropy_N, mask_N))
         mismatch_N = ratio(old_N, rollout_N)
@@ -122,7 +126,10 @@ class PolicyLossObjective:
         if self.centred:
             mean_score_N, residual_N, masses = _centering(scores, batch)
             # The loss of the token that was drawn is -A w log pi: the mean of that over all tokens goes out again.
-            loss = loss + mean(advantages_N * mean_score_N)
+            mean_loss_N = advantages_N * mean_score_N
+            if batch.learned_N is not None:
+                mean_loss_N = torch.where(batch.learned_N, mean_loss_N, 0.0)
+            loss = loss + mean(mean_loss_N)
             metrics |= {
                 "centering_residual": mean(residual_N),
                 **{name: mean(mass_N) for name, mass_N in masses.items()},

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollgrad.adapters.models.ray.sharded import RankPolicy, ShardedPolicy, ShardedReference, ShardedValue
-from rollgrad.adapters.models.ray.wire import EXPERTS, LOGPROBS, SCORE, VALUES, SentBatch, called, divided, merged
+from rollgrad.adapters.models.ray.wire import (
+    EXPERTS,
+    LOGPROBS,
+    SCORE,
+    SCORES,
+    VALUES,
+    SentBatch,
+    called,
+    divided,
+    merged,
+)
 from rollgrad.application.learning.microbatch import split
 from rollgrad.application.learning.update import Listening
 from rollgrad.domain.batches.examples import pack_preferences
@@ -61,6 +71,7 @@ def rollouts(groups: Sequence[Sequence[int]], prompt: int = 5) -> RolloutBatch:
         loss_weights_N=batch.action_mask_N.float() / 7,
         selected_N=draw_N > -0.5,
         kept_N=draw_N > -0.7,
+        learned_N=draw_N < -0.8,
         places_S=batch.starts_S,
         part_names=("right",),
         reward_parts_SK=torch.ones(len(batch), 1),
@@ -139,7 +150,7 @@ def test_every_process_gets_its_part_of_every_pass_as_it_was(
     assert sorted(seen) == sorted(whole)
 
 
-@pytest.mark.parametrize("method", [SCORE, LOGPROBS, VALUES])
+@pytest.mark.parametrize("method", [SCORE, SCORES, LOGPROBS, VALUES])
 @settings(max_examples=15, deadline=None)
 @given(groups=GROUPS, budget=st.integers(5, 60), processes=st.integers(1, 5))
 def test_results_come_back_to_their_tokens(method: str, groups: list[list[int]], budget: int, processes: int) -> None:
@@ -153,7 +164,8 @@ def test_results_come_back_to_their_tokens(method: str, groups: list[list[int]],
         EXPERTS: scores.experts_NLK,
         VALUES: Model().values(batch),
     }
-    names = {SCORE: {"logprobs_N", "entropy_N", EXPERTS}, LOGPROBS: {"logprobs_N", EXPERTS}, VALUES: {VALUES}}[method]
+    of_scores = {"logprobs_N", "entropy_N", EXPERTS}
+    names = {SCORE: of_scores, SCORES: of_scores, LOGPROBS: {"logprobs_N"}, VALUES: {VALUES}}[method]
     assert results[0].keys() == names
     columns = merged(passes, results)
     assert columns.keys() == names
@@ -280,7 +292,7 @@ def test_a_token_costs_few_bytes() -> None:
     each likely token is 8 more."""
     told = evolve(rollouts([[400] * 4] * 4, prompt=100), experts_NLK=None)
     batch = evolve(told, sampler_ids_NK=None, sampler_logprobs_NK=None)
-    plain = evolve(batch, selected_N=None, kept_N=None, values_N=None)
+    plain = evolve(batch, selected_N=None, kept_N=None, learned_N=None, values_N=None)
     for whole, limit in ((plain, 10.0), (batch, 15.0), (told, 15.0 + 4 * 8)):
         buffers: list[pickle.PickleBuffer] = []
         data = pickle.dumps(divided(split(whole, 10**6, 2), 2), protocol=5, buffer_callback=buffers.append)

@@ -190,7 +190,8 @@ def test_what_scores_say_of_experts_can_be_replayed(family: str, tiny_tokenizer:
     model = load_causal_lm(str(path), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
     mine, batch = policy(model, path, keeps_experts=True), cluster.batch()
     passes = Passes(batch, [[[0, 3]], [[2, 4, 1]]])
-    logprobs_N, experts_NLK = mine.logprobs_and_experts(passes)
+    scores = mine.scores(passes)
+    logprobs_N, experts_NLK = scores.logprobs_N, scores.experts_NLK
     assert experts_NLK is not None
     assert len(experts_NLK) == batch.token_count
     torch.testing.assert_close(logprobs_N, mine.score(batch).logprobs_N, rtol=0, atol=1e-4)
@@ -204,7 +205,7 @@ def test_what_scores_say_of_experts_can_be_replayed(family: str, tiny_tokenizer:
     layers = [*replay.routers]
     assert torch.equal(elsewhere.experts_NLK[:, layers], others_NLK[:, layers])
     assert (elsewhere.logprobs_N - logprobs_N).abs().max() > 1e-4
-    again = mine.logprobs_and_experts(passes)[1]
+    again = mine.scores(passes).experts_NLK
     assert again is not None
     assert torch.equal(again, experts_NLK), "nothing is left of a replay"
 

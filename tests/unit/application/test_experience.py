@@ -213,6 +213,26 @@ def test_the_rollouts_logprobs_stand_in_when_told() -> None:
     assert torch.equal(experience.batch.old_logprobs_N, experience.batch.rollout_logprobs_N)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("source", list(OldLogprobs))
+@pytest.mark.parametrize("steps", [1, 2])
+def test_entropies_before_the_update_are_found_where_the_loss_chooses_by_them(source: OldLogprobs, steps: int) -> None:
+    """They take the pass that finds log-probs, where there is one, and leave those as they would be."""
+    policy, without = FakePolicy(TILT), FakePolicy(TILT)
+    config = algo()
+    config.old_logprobs = source
+    plain = make(config, policy=without, steps=steps).batch
+    config.top_entropy_quantile = 0.2
+    batch = make(config, policy=policy, steps=steps).batch
+    assert len(policy.scored) == 1
+    assert len(without.scored) == (source is OldLogprobs.RECOMPUTE and steps == 2)
+    assert plain.entropies_N is None
+    assert batch.entropies_N is not None
+    assert torch.equal(batch.entropies_N, policy.score(batch).entropy_N)
+    for found, wanted in zip((batch.old_logprobs_N,), (plain.old_logprobs_N,), strict=True):
+        assert (found is None) == (wanted is None)
+        assert found is None or wanted is None or torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("kind", [KLEstimator.K1, KLEstimator.K2, KLEstimator.K3])
 def test_kl_in_the_reward_lowers_it_token_by_token(kind: KLEstimator) -> None:
     policy, reference = FakePolicy(TILT), FakeReference(-TILT)

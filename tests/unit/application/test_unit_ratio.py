@@ -96,6 +96,7 @@ def test_the_trainers_experts_are_known_where_the_policy_is_scored() -> None:
     replayed = {"router_replay": "trainer"}
     assert named(actor=replayed, algo={"kl": {"init_coef": 0.1}}) == []
     assert named(actor=replayed, algo={"correction": {"level": "token", "gate": "second_moment"}}) == []
+    assert named(actor=replayed, algo={"top_entropy_quantile": 0.2}) == []
     assert named(actor=replayed, algo={"kl": {"init_coef": 0.1, "use_loss": True}}) == ["actor.router_replay"]
 
 

@@ -287,7 +287,9 @@ def test_the_only_optimizer_step_tells_the_log_probs_before_it(sizes: list[int],
     assert set(packed.sequence_ids_N[~known_N].tolist()) == left_out
 
 
-def test_the_tokens_that_a_correction_keeps_are_chosen_from_the_whole_step() -> None:
+@pytest.mark.parametrize("purpose", ["keep", "learn"])
+def test_tokens_are_chosen_from_the_whole_step(purpose: str) -> None:
+    """Those that a correction keeps, and those at which the policy loss counts."""
     steps: list[int] = []
 
     def keep(step: RolloutBatch) -> Tensor:
@@ -295,14 +297,16 @@ def test_the_tokens_that_a_correction_keeps_are_chosen_from_the_whole_step() -> 
         return step.positions_N == 2  # the first token of each reply
 
     policy = FakePolicy()
-    service(policy, batch_size=2, max_tokens=8, keep=keep).run(batch([4, 5, 6, 3]), OBJECTIVE)
+    service(policy, batch_size=2, max_tokens=8, **{purpose: keep}).run(batch([4, 5, 6, 3]), OBJECTIVE)
     assert sum(steps) == 4 * 2 + 18
     assert len(steps) == 2
     assert sum(len(step) for step in policy.updates) > 2, "a step has several passes"
     for step in policy.updates:
         for part in step:
-            assert part.kept_N is not None
-            assert torch.equal(part.kept_N, part.positions_N == 2)
+            chosen_N = part.kept_N if purpose == "keep" else part.learned_N
+            assert chosen_N is not None
+            assert torch.equal(chosen_N, part.positions_N == 2)
+            assert part.entropies_N is None
 
 
 @settings(max_examples=40, deadline=None)

@@ -143,6 +143,7 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"actor.policy_loss_type": "vespo", "actor.vespo_k": (0.0, 2.0), "actor.vespo_lambda": (0.5, 1.0)},
         {"actor.policy_loss_type": "dro", "actor.dro_beta": 1.0},
         CENTRED,
+        CENTRED | {"algo.top_entropy_quantile": 0.2, "algo.old_logprobs": OldLogprobs.RECOMPUTE},
         CENTRED | TIS | {"rollout.engine": Engine.VLLM, "actor.policy_loss_type": "policy_gradient"},
         CENTRED | ASYNC | NO_CORRECTION | {"train.max_staleness": 2},
         TIS | {"algo.correction.gate": CorrectionGate.SECOND_MOMENT, "algo.correction.threshold": 0.04},

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from fractions import Fraction
 
 import attrs
 
@@ -555,6 +556,18 @@ def loss_weights(mode: str, batch: list[Sequence], max_length: int) -> list[floa
             }
             result.append(1 / shares[mode])
     return result
+
+
+def high_entropy(entropies: list[float], actions: list[bool], share: float) -> list[bool]:
+    """Wang et al. 2025, eq. 5: tokens whose entropy is at least the quantile 1 - share, between neighbours linear."""
+    ordered = sorted(h for h, action in zip(entropies, actions, strict=True) if action)
+    if not ordered:
+        return list(actions)
+    place = (1 - Fraction(str(share))) * (len(ordered) - 1)
+    below, part = ordered[math.floor(place)], place - math.floor(place)
+    above = ordered[math.ceil(place)]
+    threshold = Fraction(below) + part * (Fraction(above) - Fraction(below))
+    return [action and Fraction(h) >= threshold for h, action in zip(entropies, actions, strict=True)]
 
 
 def kept_by_second_moment(tokens: Tokens, threshold: float) -> list[bool]:

@@ -20,6 +20,7 @@ from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParam
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.contract import TOKEN_SELECTIONS, PolicyLossParams
 from rollgrad.domain.algorithms.losses.corrections import within_second_moment
+from rollgrad.domain.algorithms.losses.high_entropy import high_entropy_tokens
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionSettings
 from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
@@ -106,7 +107,8 @@ def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[
         ).double(),
     )
     kept_N = within_second_moment(old_N, batch.rollout_logprobs_N, mask, MOMENT)
-    return evolve(batch, selected_N=select(batch, loss), kept_N=kept_N), theta_N
+    learned_N = high_entropy_tokens(-theta_N, mask, 0.5) if seed % 2 else None
+    return evolve(batch, selected_N=select(batch, loss), kept_N=kept_N, learned_N=learned_N), theta_N
 
 
 def select(batch: RolloutBatch, loss: str) -> Tensor | None:
@@ -194,6 +196,7 @@ def test_masked_tokens_change_nothing(
         loss_weights_N=torch.where(mask_N, batch.filled("loss_weights_N")[source_N], 0.0),
         selected_N=None if batch.selected_N is None else batch.selected_N[source_N] & mask_N,
         kept_N=batch.filled("kept_N")[source_N] & mask_N,
+        learned_N=None if batch.learned_N is None else batch.learned_N[source_N],
     )
     found, poisoned_N = gradient(objective, padded, torch.where(mask_N, theta_N[source_N], poison))
     torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-15)

@@ -215,7 +215,6 @@ def test_adapters() -> None:
         ("sft", ("--use_cpu",), "CUDA_VISIBLE_DEVICES"),
         ("dpo", ("--fsdp", "full_shard"), "--cluster.strategy fsdp2"),
         ("grpo", ("--vllm_max_model_length", "2048"), "vLLM does not sample without --use_vllm"),
-        ("grpo", ("--top_entropy_quantile", "0.2"), "--actor.policy_loss_type"),
     ],
 )
 def test_what_is_not_honoured_has_an_instead(command: str, flags: tuple[str, ...], instead: str) -> None:
