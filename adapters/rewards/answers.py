@@ -4,7 +4,7 @@ Invariant: the result is one finite reward for each reply, or one `RewardError` 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollgrad.application.foreign import error_text, foreign_code, shown
@@ -14,7 +14,7 @@ from rollgrad.domain.errors import RewardError
 
 class RewardParser:
     """Parses the answers of `name`: the rewards (list, tensor, or a number for one reply), or a mapping with `rewards`
-    and optionally `scores` and `extra_logs`. Named rewards are summed by `weights` (default: 1 each)."""
+    and optionally `scores`, `answers` and `extra_logs`. Named rewards are summed by `weights` (default: 1 each)."""
 
     def __init__(self, name: str, weights: Mapping[str, float] | None = None) -> None:
         self._name = name
@@ -52,6 +52,7 @@ class RewardParser:
                         f"{self._name} returned the {what} {number} for reply {index} of {count}: "
                         "each must be a finite number."
                     )
+        answers = self._answers(answer.get("answers"), count)
         given_logs = answer.get("extra_logs")
         if not isinstance(given_logs, Mapping | None):
             raise RewardError(
@@ -68,6 +69,7 @@ class RewardParser:
                 score=score,
                 metrics={key: numbers[index] for key, numbers in (logs | parts).items()},
                 parts={key: numbers[index] for key, numbers in parts.items()},
+                answer=answers[index],
             )
             for index, (value, score) in enumerate(zip(values, scores, strict=True))
         ]
@@ -88,6 +90,16 @@ class RewardParser:
                 f"{', '.join(self._weights)}: give one weight to each with --reward.weights."
             )
         return parts
+
+    def _answers(self, given: Any, count: int) -> list[str | None]:
+        """Returns what each reply answered, as a text, or None where that is unknown."""
+        if given is None:
+            return [None] * count
+        if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
+            raise RewardError(
+                f"{self._name} returned answers that are no list of one for each of {replies(count)} ({shown(given)})."
+            )
+        return [None if each is None else str(each).strip() for each in given]
 
     def _numbers(self, value: Any, what: str, count: int, *, broadcast: bool = False) -> list[float]:
         """Returns `value`, a sequence, a tensor or array of any shape, or a number, as `count` floats."""

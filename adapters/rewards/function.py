@@ -75,10 +75,12 @@ class FunctionReward(RewardSource):
     """Scores replies with `func`; the names of its parameters decide what it is passed (`signatures`).
 
     `func` may be async. It returns the rewards (list, tensor, or a number for one reply), or a mapping with `rewards`
-    and optionally `scores` (for filtering and evaluation) and `extra_logs` (name -> number, or one number a reply).
+    and optionally `scores` (for filtering and evaluation), `answers` (what each reply answered, by which evaluations
+    vote) and `extra_logs` (name -> number, or one number a reply).
     `rewards` may itself be a mapping of named rewards (name -> one number a reply); a reply's reward is then their sum,
     weighted by `weights` (default: 1 each). None instead of a number means that the reward does not apply to the reply.
-    A function of verl's convention returns a number, or a mapping with `score` whose other numbers are logged.
+    A function of verl's convention returns a number, or a mapping with `score`, whose `pred` is the answer and whose
+    other numbers are logged.
 
     `timeout`: seconds that a call may take. `name` names the function in errors.
 
@@ -175,7 +177,8 @@ class FunctionReward(RewardSource):
         logs = {
             str(k): float(v) for k, v in result.items() if isinstance(v, Real) and k != "score" and math.isfinite(v)
         }
-        return self._parser.parse({"rewards": self._applicable([result["score"]]), "extra_logs": logs}, 1)[0]
+        read = {"rewards": self._applicable([result["score"]]), "answers": [result.get("pred")], "extra_logs": logs}
+        return self._parser.parse(read, 1)[0]
 
     def _applicable(self, result: Any) -> Any:
         """Returns `result` with 0 for named rewards that do not apply.

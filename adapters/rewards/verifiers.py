@@ -18,6 +18,7 @@ from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_BOXED = "\\boxed{"
 _NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z)])[-+])?\$?(?:{_DIGITS})")
 """Integers and decimals, with thousands separators; a sign after a digit, letter or bracket is an operator."""
 
@@ -32,6 +33,34 @@ def last_number(text: str) -> Decimal | None:
     """
     found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+
+
+def boxed(text: str) -> str | None:
+    """Returns what stands in the last \\boxed{...} of `text`, without spaces, or None.
+
+    >>> boxed(r"So \\boxed{1}, no: $\\boxed{\\frac{1} {2}}$.")
+    '\\\\frac{1}{2}'
+    """
+    start = text.rfind(_BOXED)
+    depth = 0
+    for place, letter in enumerate(text[start:] if start >= 0 else ""):
+        depth += (letter == "{") - (letter == "}")
+        if letter == "}" and depth == 0:
+            return "".join(text[start + len(_BOXED) : start + place].split())
+    return None
+
+
+def answer_of(kind: Verifier, response: str) -> str | None:
+    """Returns what a reply answers, so that replies with the same answer have the same text: for `last_number` that
+    number, for `exact_match` the whole reply, for `math` what stands in its last box, or else its last number; None if
+    there is none, and for `format`."""
+    if kind is Verifier.FORMAT:
+        return None
+    if kind is Verifier.EXACT_MATCH:
+        return response.strip()
+    box = boxed(response) if kind is Verifier.MATH else None
+    number = last_number(response if box is None else "")
+    return box if number is None else str(number.normalize() + 0)  # of -0 and 0 the same text
 
 
 def label_problem(kind: Verifier, label: Any, column: str | None = None) -> str | None:
@@ -114,12 +143,13 @@ class VerifierReward(RewardSource):
         problem = label_problem(self._kind, label)
         if problem is not None:
             raise RewardError(f"A prompt of {request.prompt.datasource!r}: {problem}")
+        answer = answer_of(self._kind, request.response)
         if self._pool is not None:
             verdict = await self._verdict(self._pool, str(label), request.response)
-            return Reward(value=verdict.value, metrics=verdict.metrics)
+            return Reward(value=verdict.value, metrics=verdict.metrics, answer=answer)
         if self._kind is Verifier.LAST_NUMBER:
-            return Reward(value=float(last_number(request.response) == _label_number(label)))
-        return Reward(value=float(request.response.strip() == str(label).strip()))
+            return Reward(value=float(last_number(request.response) == _label_number(label)), answer=answer)
+        return Reward(value=float(request.response.strip() == str(label).strip()), answer=answer)
 
     async def _verdict(self, pool: JudgePool, label: str, response: str) -> Verdict:
         if self._kind is Verifier.FORMAT:

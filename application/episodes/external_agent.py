@@ -111,6 +111,7 @@ class ServedAgentExecutor(AgentExecutor):
                 **reward.metrics,
             },
             reward_parts=reward.parts,
+            answer=reward.answer,
         )
 
     def _why_none(self, session: RecordedSession, stop_reason: StopReason) -> str:

@@ -255,6 +255,7 @@ class TokenLedger:
         score: float | None = None,
         metrics: Mapping[str, float] | None = None,
         reward_parts: Mapping[str, float] | None = None,
+        answer: str | None = None,
     ) -> list[Trajectory]:
         """Returns one trajectory for each branch, all of the same sample; `score` defaults to the sum of all rewards.
 
@@ -273,7 +274,10 @@ class TokenLedger:
         for leaf in leaves:
             builder = self._branch(leaf, trained, group_id, sample_id)
             parts = reward_parts if leaf == leaves[-1] else None
-            result.append(builder.build(stop_reason=stop_reason, score=outcome, metrics=metrics, reward_parts=parts))
+            built = builder.build(
+                stop_reason=stop_reason, score=outcome, metrics=metrics, reward_parts=parts, answer=answer
+            )
+            result.append(built)
         return result
 
     def _leaves(self) -> list[int]:

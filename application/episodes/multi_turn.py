@@ -107,13 +107,13 @@ class MultiTurnExecutor(AgentExecutor):
             )
             return request.failure(FailureKind.DATA, full)
         ended = stop_reason or StopReason.LENGTH
-        last, parts = session.last, session.last.reward_parts
+        last, parts, answer = session.last, session.last.reward_parts, None
         score, metrics = last.score, {"turns": float(ledger.turns), "branches": float(ledger.branches), **last.metrics}
         if last.reward is None:
             reward = await self._judge(session, ledger, request, response, ended)
             ledger.reward_last(reward.value)
             score = reward.value if reward.score is None else reward.score
-            metrics, parts = {**metrics, **reward.metrics}, reward.parts
+            metrics, parts, answer = {**metrics, **reward.metrics}, reward.parts, reward.answer
         elif not self._said:
             self._said = True
             log.info("the environment rewards its episodes: the run's reward judges only those whose reward is None")
@@ -124,6 +124,7 @@ class MultiTurnExecutor(AgentExecutor):
             score=score,
             metrics=metrics,
             reward_parts=parts,
+            answer=answer,
         )
 
     async def _judge(

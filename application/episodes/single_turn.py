@@ -73,6 +73,10 @@ class SingleTurnExecutor(AgentExecutor):
         builder.add_action(generation)
         builder.set_reward(reward.value)
         trajectory = builder.build(
-            stop_reason=generation.stop_reason, score=reward.score, metrics=reward.metrics, reward_parts=reward.parts
+            stop_reason=generation.stop_reason,
+            score=reward.score,
+            metrics=reward.metrics,
+            reward_parts=reward.parts,
+            answer=reward.answer,
         )
         return [trajectory]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from rollgrad.application.rollouts.groups import RolloutService
+from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
 from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
 from rollgrad.domain.algorithms.evaluation import summarise, too_many_sets
 from rollgrad.domain.episodes.generation import SamplingParams
@@ -49,10 +49,10 @@ class EvaluationService:
         self._one_by_one = too_many is None
 
     async def run(self, step: int | None = None) -> dict[str, float]:
-        """Returns `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, lengths, truncation, and `eval/failed`, the
-        number of failed episodes. With several data sources, up to `MOST_SETS`, there are also scores as
-        `eval/<source>/...`. Prompts without any rewarded reply are left out. `step`: updates of the run before it, None
-        outside a run.
+        """Returns `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, `eval/best@k`, `eval/maj@n`, lengths,
+        truncation, and `eval/failed`, the number of failed episodes. With several data sources, up to `MOST_SETS`,
+        there are also scores as `eval/<source>/...`. Prompts without any rewarded reply are left out. `step`: updates
+        of the run before it, None outside a run.
 
         Raises:
             RewardError, EngineError: too many episodes failed, or no reply has a reward.
@@ -61,22 +61,23 @@ class EvaluationService:
         if self._trajectories is not None and step is not None:
             self._trajectories.evaluation(step, groups)
         failures = [failure for group in groups for failure in group.failures]
-        scores: dict[str, list[list[float]]] = defaultdict(list)
+        sources: dict[str, list[RolloutGroup]] = defaultdict(list)
         for group in groups:
             if group.scores:
-                scores[group.prompt.datasource].append(group.scores)
-        if not scores:
+                sources[group.prompt.datasource].append(group)
+        if not sources:
             why = failures[-1].message if failures else "there are none"
             raise RewardError(f"No reply to the {len(groups)} held-out prompts has a reward: {why}")
-        metrics = self._summary("eval", [s for source in scores.values() for s in source])
-        if len(scores) > 1 and self._one_by_one:
-            for source, source_scores in scores.items():
-                metrics |= self._summary(f"eval/{source}", source_scores)
+        metrics = self._summary("eval", [group for source in sources.values() for group in source])
+        if len(sources) > 1 and self._one_by_one:
+            for name, source in sources.items():
+                metrics |= self._summary(f"eval/{name}", source)
         samples = [sample for group in groups for sample in group.samples]
         metrics["eval/failed"] = float(len(failures))
         metrics["eval/response_length_mean"] = sum(t.action_length for s in samples for t in s) / len(samples)
         metrics["eval/truncated_share"] = sum(any(t.stop_reason.truncated for t in s) for s in samples) / len(samples)
         return metrics
 
-    def _summary(self, prefix: str, scores: list[list[float]]) -> dict[str, float]:
-        return {f"{prefix}/{name}": value for name, value in summarise(scores, self._threshold).items()}
+    def _summary(self, prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
+        scores, answers = [group.scores for group in groups], [group.answers for group in groups]
+        return {f"{prefix}/{name}": value for name, value in summarise(scores, self._threshold, answers).items()}

@@ -72,6 +72,11 @@ class RolloutGroup:
         return [sample[0].score for sample in self.samples]
 
     @property
+    def answers(self) -> list[str | None]:
+        """What each sample answered; None where that is unknown."""
+        return [sample[0].answer for sample in self.samples]
+
+    @property
     def rewards(self) -> list[float]:
         """Reward of each sample, summed over its branches."""
         return [math.fsum(trajectory.reward for trajectory in sample) for sample in self.samples]

@@ -1,6 +1,7 @@
 """Evaluation metrics over several samples of each prompt."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 MOST_SETS = 64
@@ -34,25 +35,58 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def summary_names(n: int) -> tuple[str, ...]:
-    """Returns the names of what `summarise` gives where the fewest samples of a prompt are `n`.
+    """Returns the names of what `summarise` gives where the fewest samples of a prompt are `n`, with that of the vote.
 
-    >>> summary_names(6)
-    ('pass@1', 'pass@2', 'pass@4', 'pass@6', 'mean@6')
+    >>> summary_names(3)
+    ('pass@1', 'pass@2', 'pass@3', 'mean@3', 'best@2', 'best@3', 'maj@3')
     """
-    return *(f"pass@{k}" for k in _sizes(n)), f"mean@{n}"
+    several = (*(f"best@{k}" for k in _sizes(n) if k > 1), f"maj@{n}") if n > 1 else ()
+    return *(f"pass@{k}" for k in _sizes(n)), f"mean@{n}", *several
 
 
 def _sizes(n: int) -> list[int]:
     return sorted({n, *(2**p for p in range(n.bit_length()) if 2**p <= n)})
 
 
-def summarise(scores_by_prompt: Sequence[Sequence[float]], threshold: float) -> dict[str, float]:
+def best_at_k(scores: Sequence[float], k: int) -> float:
+    """Unbiased estimate of the best score among `k` samples, from all `scores` of n: their mean over all subsets of k,
+    of which C(i - 1, k - 1) have the i-th smallest score as their best. Of scores of 0 and 1 it is `pass_at_k`.
+
+    Raises:
+        ValueError: not 1 <= k <= n.
+    """
+    n = len(scores)
+    if not 1 <= k <= n:
+        raise ValueError(f"best@{k} of {n} samples: k must be from 1 to n.")
+    ranked = enumerate(sorted(scores))
+    return math.fsum(score * (math.comb(place, k - 1) / math.comb(n, k)) for place, score in ranked)
+
+
+def majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> float:
+    """Returns whether the answer that most samples gave passes (self-consistency, Wang et al. 2023, arXiv:2203.11171):
+    the share of passes among the samples that gave it, of several answers with as many votes the mean of theirs. A
+    sample without an answer has no vote; where none has one, nothing passes."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    given = [each for answer, each in zip(answers, passed, strict=True) if answer is not None and votes[answer] == most]
+    return sum(given) / len(given)
+
+
+def summarise(
+    scores_by_prompt: Sequence[Sequence[float]],
+    threshold: float,
+    answers_by_prompt: Sequence[Sequence[str | None]] | None = None,
+) -> dict[str, float]:
     """Means over prompts of `pass@1`, `pass@k` for powers of two up to the smallest sample count n, `pass@n`
-    and `mean@n` (mean score). Prompts without a sample are left out.
+    and `mean@n` (mean score). Of several samples also `best@k` (best score) for these k above 1, and `maj@n`, whether
+    what most of a prompt's samples answered passes, if any answer is known. Prompts without a sample are left out.
 
     Args:
         scores_by_prompt: scores of each prompt's samples.
         threshold: score from which a sample passes.
+        answers_by_prompt: what they answered, in the same order.
 
     Raises:
         ValueError: no prompt has a sample.
@@ -62,6 +96,14 @@ def summarise(scores_by_prompt: Sequence[Sequence[float]], threshold: float) -> 
         raise ValueError("There are no scores to summarise.")
     n = min(len(scores) for scores in counted)
     passes = [(len(scores), sum(score >= threshold for score in scores)) for scores in counted]
-    metrics = {f"pass@{k}": math.fsum(pass_at_k(m, c, k) for m, c in passes) / len(counted) for k in _sizes(n)}
+    sizes = _sizes(n)
+    metrics = {f"pass@{k}": math.fsum(pass_at_k(m, c, k) for m, c in passes) / len(counted) for k in sizes}
     metrics[f"mean@{n}"] = math.fsum(math.fsum(scores) / len(scores) for scores in counted) / len(counted)
+    metrics |= {
+        f"best@{k}": math.fsum(best_at_k(scores, k) for scores in counted) / len(counted) for k in sizes if k > 1
+    }
+    voting = [answers for answers in answers_by_prompt or () if answers]
+    if n > 1 and any(answer is not None for answers in voting for answer in answers):
+        passed = [[score >= threshold for score in scores] for scores in counted]
+        metrics[f"maj@{n}"] = math.fsum(map(majority_passes, voting, passed)) / len(counted)
     return metrics

@@ -56,13 +56,15 @@ class RewardInput:
 @frozen(kw_only=True)
 class Reward:
     """`value` trains; `score` (default: `value`) filters and evaluates; `metrics` are averaged into the log; `parts`
-    are the named rewards that `value` is the weighted sum of, if it is one; `steps` the probabilities that a process
-    reward model gives the reply's steps of being right."""
+    are the named rewards that `value` is the weighted sum of, if it is one; `answer` is what the reply answered, in a
+    form in which equal answers are equal texts, by which evaluations vote, None if unknown; `steps` the probabilities
+    that a process reward model gives the reply's steps of being right."""
 
     value: float
     score: float | None = None
     metrics: Mapping[str, float] = field(factory=dict)
     parts: Mapping[str, float] = field(factory=dict)
+    answer: str | None = None
     steps: tuple[float, ...] = ()
 
 

@@ -60,7 +60,7 @@ class Trajectory:
     `reward_parts`: the named rewards that its reward is the weighted sum of, if it is one. `images` are those that some
     of its tokens stand for, none of which was sampled. `experts_TLK` are the experts of a mixture that the engine
     sent its tokens to (`routed.py`); None where it did not say. `likeliest` has the most likely tokens at the place of
-    each sampled token, in order; None where no engine was asked.
+    each sampled token, in order; None where no engine was asked. `answer` is that of the episode's `Reward`.
     """
 
     token_ids_T: Tensor
@@ -76,6 +76,7 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(factory=dict)
     experts_TLK: Tensor | None = None
     likeliest: LikeliestTokens | None = None
+    answer: str | None = None
 
     @property
     def reward(self) -> float:
@@ -207,6 +208,7 @@ class TrajectoryBuilder:
         score: float | None = None,
         metrics: Mapping[str, float] | None = None,
         reward_parts: Mapping[str, float] | None = None,
+        answer: str | None = None,
     ) -> Trajectory:
         """Returns the finished trajectory; `score` defaults to the sum of rewards.
 
@@ -234,6 +236,7 @@ class TrajectoryBuilder:
             reward_parts=dict(reward_parts or {}),
             experts_TLK=experts_of(self._routed, len(self._tokens)),
             likeliest=told if told.ids_RK.shape[1] else None,
+            answer=answer,
         )
 
     def _append(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollgrad.adapters.rewards.verifiers import VerifierReward
+from rollgrad.adapters.rewards.verifiers import VerifierReward, answer_of
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
@@ -66,6 +66,31 @@ async def test_last_number_reads_what_python_writes(number: int, places: int) ->
     for text in (f"{number:,}", f"{number:,.{places}f}", f"The answer is {number}."):
         assert await value(Verifier.LAST_NUMBER, text, str(number)) == 1.0
         assert await value(Verifier.LAST_NUMBER, text, str(number + 1)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "responses", "answer"),
+    [
+        (Verifier.LAST_NUMBER, ("7", "so 7.0", "= $7", "3 + 4 = 7.00"), "7"),
+        (Verifier.LAST_NUMBER, ("1,000", "1000.0"), "1000"),
+        (Verifier.LAST_NUMBER, ("0", "-0"), "0"),
+        (Verifier.LAST_NUMBER, ("seven", ""), None),
+        (Verifier.EXACT_MATCH, ("yes", " yes\n"), "yes"),
+        (Verifier.MATH, (r"\boxed{3}, no: \boxed{\frac{1}{2}}", r"$\boxed{\frac{1} {2}}$."), r"\frac{1}{2}"),
+        (Verifier.MATH, ("It is 12.", r"12.0 \boxed{12"), "12"),
+        (Verifier.MATH, ("no idea",), None),
+        (Verifier.FORMAT, ("7",), None),
+    ],
+)
+def test_replies_with_the_same_answer_have_the_same_text(
+    kind: Verifier, responses: tuple[str, ...], answer: str | None
+) -> None:
+    assert {answer_of(kind, response) for response in responses} == {answer}
+
+
+async def test_verdicts_have_the_answer() -> None:
+    rewards = await VerifierReward(Verifier.LAST_NUMBER, timeout=TIMEOUT).score([ask("7", 8), ask("8.0", 8)])
+    assert [(reward.value, reward.answer) for reward in rewards] == [(0.0, "7"), (1.0, "8")]
 
 
 async def test_exact_match_ignores_the_space_around_and_nothing_else() -> None:

@@ -1,6 +1,9 @@
 """Evaluation summarises what the rollout service played."""
 
+from typing import cast
+
 import pytest
+from attrs import evolve
 from structlog.testing import capture_logs
 
 from rollgrad.application.rollouts.evaluation import EvaluationService
@@ -53,6 +56,7 @@ async def test_passes_means_lengths_and_truncation() -> None:
             "eval/pass@1": (0.5 + 1 + 0) / 3,
             "eval/pass@2": (1 + 1 + 0) / 3,
             "eval/mean@2": (0.5 + 1 + 0.25) / 3,
+            "eval/best@2": (1 + 1 + 0.5) / 3,
             "eval/response_length_mean": 2.0,
             "eval/truncated_share": 2 / 6,
             "eval/failed": 0.0,
@@ -71,6 +75,21 @@ async def test_the_branches_of_an_episode_count_once() -> None:
     metrics = await evaluate({"a": "x"}, FakeAgentExecutor(branching))
     assert metrics["eval/response_length_mean"] == (1 + 4) / 2
     assert metrics["eval/truncated_share"] == 0.5
+
+
+async def test_most_samples_decide_what_an_answer_is_worth() -> None:
+    """Of two samples with different answers each is half of it; nothing is said where no answer is known."""
+
+    def answering(request: EpisodeRequest) -> list[Trajectory]:
+        (played,) = cast("list[Trajectory]", play(request))
+        alike = request.prompt.text != "a"
+        return [evolve(played, answer="5" if alike else str(request.sample_id))]
+
+    metrics = await evaluate({"a": "x", "b": "y", "c": "y"}, FakeAgentExecutor(answering))
+    assert metrics["eval/x/maj@2"] == 0.5
+    assert metrics["eval/y/maj@2"] == (1 + 0) / 2
+    assert metrics["eval/maj@2"] == pytest.approx((0.5 + 1 + 0) / 3)
+    assert not any("maj@" in name for name in await evaluate({"a": "x"}, FakeAgentExecutor(play)))
 
 
 async def test_the_threshold_decides_what_passes() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.domain import errors
-from rollgrad.domain.algorithms.evaluation import pass_at_k, summarise
+from rollgrad.domain.algorithms.evaluation import best_at_k, majority_passes, pass_at_k, summarise
 from rollgrad.domain.batches.packed import counts, nonzero, pack, spread
 from rollgrad.domain.batches.partition import Piece, micro_batches, minibatches
 from rollgrad.domain.control.kl_weight import KLController
@@ -185,6 +185,28 @@ def test_pass_at_k_counts_subsets(n: int, data: st.DataObject) -> None:
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
+@given(scores=st.lists(st.floats(-5, 5), min_size=1, max_size=7), data=st.data())
+def test_best_at_k_is_the_mean_over_subsets(scores: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(scores)))
+    subsets = list(itertools.combinations(scores, k))
+    assert best_at_k(scores, k) == pytest.approx(sum(map(max, subsets)) / len(subsets))
+    passed = [float(score >= 0) for score in scores]
+    assert best_at_k(passed, k) == pytest.approx(pass_at_k(len(passed), sum(map(int, passed)), k))
+    with pytest.raises(ValueError, match="k must be"):
+        best_at_k(scores, len(scores) + 1)
+
+
+@given(answers=st.lists(st.sampled_from(["1", "2", "3", None]), min_size=1, max_size=9), right=st.integers(1, 4))
+def test_the_answer_of_most_samples_passes(answers: list[str | None], right: int) -> None:
+    """Of answers with as many votes one is drawn: the mean over the draws. The order of samples does not matter."""
+    counts = {answer: answers.count(answer) for answer in answers if answer is not None}
+    winners = [answer for answer, count in counts.items() if count == max(counts.values())]
+    expected = sum(answer == str(right) for answer in winners) / len(winners) if winners else 0.0
+    passed = [answer == str(right) for answer in answers]
+    assert majority_passes(answers, passed) == pytest.approx(expected)
+    assert majority_passes(answers[::-1], passed[::-1]) == pytest.approx(expected)
+
+
 def test_pass_at_k_refuses_more_than_there_is() -> None:
     with pytest.raises(ValueError, match="k must be"):
         pass_at_k(2, 1, 3)
@@ -192,7 +214,12 @@ def test_pass_at_k_refuses_more_than_there_is() -> None:
 
 def test_summary_over_prompts() -> None:
     found = summarise([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], []], threshold=1.0)
-    assert found == {"pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0, "mean@4": 0.625}
+    passes = {"pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0, "mean@4": 0.625}
+    assert found == passes | {"best@2": 0.75, "best@4": 1.0}
+    votes = summarise([[1.0, 0.0, 0.0], [1.0, 1.0]], 1.0, [["7", "5", None], ["2", "2"]])
+    assert votes["maj@2"] == (0.5 + 1) / 2
+    assert "maj@1" not in summarise([[1.0]], 1.0, [["7"]])
+    assert "maj@2" not in summarise([[1.0, 0.0]], 1.0, [[None, None]])
     with pytest.raises(ValueError, match="no scores"):
         summarise([[]], threshold=1.0)
 
