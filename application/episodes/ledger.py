@@ -8,6 +8,7 @@ branch; every sampled token is an action in exactly one trajectory. Does not own
 import json
 import math
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from attrs import define, evolve, field, frozen
@@ -48,6 +49,7 @@ class _Turn:
     messages: tuple[Message, ...]
     keys: tuple[str, ...]
     tools: str
+    state: int
     reward: float = 0.0
     dropped: bool = False
     token_ids: tuple[int, ...] = field(init=False)
@@ -213,8 +215,9 @@ class TokenLedger:
             )
         )
 
-    def commit(self, prepared: Prepared, generation: Generation, message: Message) -> int:
-        """Records the reply to `prepared`, and its message; returns the turn's number."""
+    def commit(self, prepared: Prepared, generation: Generation, message: Message, *, state: str | None = None) -> int:
+        """Records the reply to `prepared`, and its message; returns the turn's number. `state` names the state in which
+        it was chosen; by default it is what was said since the reply before it."""
         messages = (*prepared.messages, message)
         if prepared.parent is not None:
             self._turns[prepared.parent].dropped = False  # it is continued, so it counts after all
@@ -225,6 +228,7 @@ class TokenLedger:
                 messages=messages,
                 keys=tuple(map(same_message, messages)),
                 tools=_written(prepared.tools),
+                state=_state(prepared, state),
             )
         )
         return len(self._turns) - 1
@@ -304,7 +308,7 @@ class TokenLedger:
             turn = self._turns[index]
             builder.expect_prefix(turn.prepared.token_ids)
             builder.add_observation(turn.prepared.token_ids[len(builder.token_ids) :])
-            builder.add_action(turn.generation, turn=index)
+            builder.add_action(turn.generation, turn=index, state=turn.state)
             builder.set_reward(turn.reward)
         return builder
 
@@ -316,6 +320,18 @@ class TokenLedger:
             if longer and begins and not turn.dropped and turn.shows(prompt.images):
                 best = index
         return best
+
+
+def _state(prepared: Prepared, name: str | None) -> int:
+    """Returns the number of a state, from its name or from the messages after the latest reply. Without any messages,
+    before the first reply of an episode in plain text, the tokens stand for them."""
+    said: list[str] = []
+    for message in reversed(prepared.messages):
+        if message["role"] == "assistant":
+            break
+        said.append(same_message(message))
+    what = json.dumps(["named", name] if name is not None else ["said", said or prepared.token_ids])
+    return int.from_bytes(blake2b(what.encode(errors="surrogatepass"), digest_size=8).digest(), "big", signed=True)
 
 
 def _written(tools: Sequence[ToolSchema]) -> str:

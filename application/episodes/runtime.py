@@ -116,7 +116,7 @@ class AgentRuntime:
                 tool_calls=reply.parsed.tool_calls,
                 error=reply.parsed.error,
             )
-        ledger.commit(prepared, action.generation, action.message)
+        ledger.commit(prepared, action.generation, action.message, state=session.last.state)
         return action
 
     async def _rendered(self, prepare: Callable[..., Prepared], *arguments: Any) -> Prepared:

@@ -19,6 +19,7 @@ from rollgrad.domain.algorithms.settings import Normalise, OldLogprobs
 from rollgrad.domain.batches.packed import Batch, RolloutBatch, pack
 from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.batches.teaching import as_taught
+from rollgrad.domain.batches.turn_states import TurnStates
 from rollgrad.domain.control.signs import PART
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import DataError, EngineError, RewardError
@@ -132,7 +133,11 @@ class ExperienceService:
                 metrics["policy/ref_kl"] = reference_kl
         if self._critic is not None:
             batch = evolve(batch, values_N=self._critic.all_values(self._passes(others, self._critic)))
-        batch = self._with_advantages(batch, token_rewards_N, metrics)
+        states: TurnStates | None = None
+        if "states" in estimator_traits(self._algo.advantage.estimator).needs:
+            states = TurnStates.of(trajectories)
+            metrics["advantage/same_state_share"] = states.shared_share
+        batch = self._with_advantages(batch, token_rewards_N, states, metrics)
         return Experience(batch=batch, metrics=metrics, reference_kl=reference_kl)
 
     def _ref_logprobs(self, batch: RolloutBatch, reference: ReferenceModel) -> Tensor:
@@ -238,7 +243,9 @@ class ExperienceService:
         kl_N = kl_estimate(batch.old_logprobs_N, batch.ref_logprobs_N, self._algo.kl.estimator)
         return torch.where(batch.action_mask_N, -kl_coef * kl_N, 0.0), float(kl_N[batch.action_mask_N].mean())
 
-    def _with_advantages(self, batch: RolloutBatch, token_rewards_N: Tensor, metrics: dict[str, float]) -> RolloutBatch:
+    def _with_advantages(
+        self, batch: RolloutBatch, token_rewards_N: Tensor, states: TurnStates | None, metrics: dict[str, float]
+    ) -> RolloutBatch:
         advantage = self._algo.advantage
         parts_SK = batch.reward_parts_SK
         if parts_SK is None and "reward_parts" in estimator_traits(advantage.estimator).needs:
@@ -267,6 +274,7 @@ class ExperienceService:
                 baselines_S=batch.baselines_S,
                 reward_parts_SK=parts_SK,
                 part_weights_K=weights_K,
+                state_ids_N=None if states is None else states.ids_N,
             ),
             advantage,
             whiten=advantage.whiten,

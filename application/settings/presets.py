@@ -111,6 +111,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "algo.advantage.pass_k": 4,
         "rollout.n_samples_per_prompt": 16,
     },
+    # Feng et al. 2025, arXiv:2505.10978, section 5.1: the settings of the authors' runs.
+    "gigpo": {**_GROUP, "algo.advantage.estimator": "gigpo", "algo.advantage.gamma": 0.95},
     "gdpo": {**_GROUP, "algo.advantage.estimator": "gdpo"},
     "remax": {"algo.advantage.estimator": "remax"},
     # Molt 2026: one sample a prompt, one update a rollout, sequences gated by binary KL.

@@ -17,9 +17,9 @@ from rollgrad.domain.settings import SettingMetadata
 
 Traits = TypeVar("Traits", bound="_AlgorithmTraits")
 
-NEEDS = ("group", "critic", "greedy_baseline", "teacher", "reward_parts", "rewards_from_0")
+NEEDS = ("group", "critic", "greedy_baseline", "teacher", "reward_parts", "rewards_from_0", "states")
 """Needs that an estimator may have: several samples of a prompt, values, a greedy rollout of each prompt, a teacher's
-log-probs, rewards that come in named parts, and rewards of at least 0."""
+log-probs, rewards that come in named parts, rewards of at least 0, and the states in which turns were played."""
 
 WHITENINGS = ("none", "batch", "group")
 """Tokens over which advantages are centred and scaled after the estimator: none, all action tokens, or a group's."""
@@ -97,6 +97,7 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
     "gdpo": EstimatorTraits(needs=("group", "reward_parts")),
     "turn_group_norm": EstimatorTraits(needs=("group",), uses=("gamma",)),
     "process_group_norm": EstimatorTraits(needs=("group",)),
+    "gigpo": EstimatorTraits(needs=("group", "states"), uses=("gamma", "step_weight")),
     "remax": EstimatorTraits(needs=("greedy_baseline",)),
     "flash_reinforce": EstimatorTraits(),
     "on_policy_distill": EstimatorTraits(needs=("teacher",)),

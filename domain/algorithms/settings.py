@@ -113,7 +113,7 @@ class AdvantageSettings:
     estimator: str = setting(
         "gae",
         "gae (PPO), turn_gae, reinforce (REINFORCE++), reinforce_baseline, rloo, rloo_sequence, group_norm (GRPO), "
-        "dr_grpo, lite_ppo, opo, gpg, maxrl, pass_at_k, gdpo, turn_group_norm, process_group_norm, remax, "
+        "dr_grpo, lite_ppo, opo, gpg, maxrl, pass_at_k, gdpo, turn_group_norm, process_group_norm, gigpo, remax, "
         "flash_reinforce, on_policy_distill, iw_opd, or a name that algo.extension_path defines.",
     )
     gamma: float = setting(1.0, "Discount per action token (per turn for the turn estimators).", SHARE)
@@ -131,6 +131,12 @@ class AdvantageSettings:
     )
     pass_k: int = setting(
         2, "Samples of a prompt of which the best counts, with pass_at_k; a group has more than these.", COUNT
+    )
+    step_weight: float = setting(
+        1.0,
+        "Weight of the comparison of turns that were played in the same state, beside that of whole episodes, with "
+        "gigpo.",
+        NOT_NEGATIVE,
     )
     whiten: Whiten | None = setting(
         None,

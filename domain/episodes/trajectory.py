@@ -40,7 +40,8 @@ class Segment:
     """Tokens `start` to `stop` (half-open) of a trajectory; `reward` is set on ACTION segments. `turn` numbers the
     actions of the whole rollout, over all its branches, in the order in which they were sampled; None: this action
     follows the one before it, in this branch or at the end of the branch before. `grammar` is the one that an action
-    was sampled under (`SamplingParams`): its log-probs are of the tokens that the grammar allows."""
+    was sampled under (`SamplingParams`): its log-probs are of the tokens that the grammar allows. `state` is equal for
+    actions of a group that were chosen in the same state of their worlds; None if unknown."""
 
     kind: SegmentKind
     start: int
@@ -48,6 +49,7 @@ class Segment:
     reward: float = 0.0
     turn: int | None = None
     grammar: str | None = None
+    state: int | None = None
 
 
 @frozen(kw_only=True, eq=False)
@@ -138,8 +140,8 @@ class TrajectoryBuilder:
         """Whether anything has been sampled."""
         return any(segment.kind is SegmentKind.ACTION for segment in self._segments)
 
-    def add_action(self, generation: Generation, *, turn: int | None = None) -> None:
-        """Appends the engine's tokens as action `turn` of the rollout (as `Segment` numbers them).
+    def add_action(self, generation: Generation, *, turn: int | None = None, state: int | None = None) -> None:
+        """Appends the engine's tokens as action `turn` of the rollout (as `Segment` numbers them), chosen in `state`.
 
         Raises:
             TrajectoryError: nothing was sampled, lengths differ, or a log-prob is not a finite number <= 0.
@@ -164,7 +166,7 @@ class TrajectoryBuilder:
         self.add_routed(generation.routed)
         self._likeliest.append(LikeliestTokens.of(likeliest) if likeliest else unsaid(len(tokens)))
         self._append(SegmentKind.ACTION, tokens, logprobs, versions)
-        self._segments[-1] = evolve(self._segments[-1], turn=turn, grammar=generation.grammar)
+        self._segments[-1] = evolve(self._segments[-1], turn=turn, grammar=generation.grammar, state=state)
 
     def add_routed(self, routed: Sequence[RoutedTokens]) -> None:
         """Records the experts that tokens of the episode were sent to; those that were recorded earlier stay."""

@@ -208,7 +208,7 @@ def make_learning_watch(config: RLConfig, rollouts: int) -> LearningWatch:
     return LearningWatch(
         LearningSettings(
             steps=rollouts,
-            judged_by_outcome="teacher" not in needs and not estimator.startswith(("turn_", "process_")),
+            judged_by_outcome=not {"teacher", "states"} & {*needs} and not estimator.startswith(("turn_", "process_")),
             compared_in_groups="group" in needs or "greedy_baseline" in needs,
             pass_threshold=config.reward.pass_threshold,
             max_new_tokens=config.rollout.max_new_tokens,

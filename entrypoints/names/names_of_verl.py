@@ -167,6 +167,12 @@ VERL: Mapping[str, str] = {
     "critic.model.path": "critic.model_name_or_path",
     "critic.cliprange_value": "critic.value_clip",
     "critic.grad_clip": "critic.max_norm",
+    "algorithm.gigpo.step_advantage_w": "algo.advantage.step_weight",
+    "algorithm.gigpo.mode": "the estimator gigpo always divides by deviations, as mean_std_norm.",
+    **alike(
+        "algorithm.gigpo.enable_similarity algorithm.gigpo.similarity_thresh",
+        "turns are compared whose states are equal: an environment names its own by `state` of a StepResult.",
+    ),
     "critic.enable": "a critic is trained where --algo.advantage.estimator is gae or turn_gae.",
     **alike("critic.ppo_micro_batch_size critic.ppo_micro_batch_size_per_gpu critic.use_dynamic_bsz", MICRO_BATCHES),
     **alike(

@@ -94,6 +94,7 @@ def train(*flags: str) -> list[dict[str, float]]:
 EXTRA = {
     "vapo": "--critic.freezing_steps 1",
     "pass_at_k": "--algo.advantage.pass_k 2",
+    "gigpo": "--agent.attempts 2 --rollout.stop_strings a e i o u n s t",
     "on_policy_distill": "--ref.model_name_or_path {model}",
     "iw_opd": "--ref.model_name_or_path {model}",
     "tis": "--algo.preset grpo,tis",

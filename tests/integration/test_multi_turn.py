@@ -91,6 +91,21 @@ async def test_turns_keep_tokens_and_rewards_apart(tiny_model_dir: Path) -> None
     assert [tokenizer.decode(ids) for ids in remarks] == [" turn 1 ", " turn 2 "]
 
 
+async def test_the_state_of_a_turn_is_the_observation_or_what_the_environment_calls_it(tiny_model_dir: Path) -> None:
+    class Named(CountDown):
+        async def step(self, action: Action) -> StepResult:
+            return evolve(await super().step(action), state="the same room")
+
+    def states(trajectory: Trajectory) -> list[int | None]:
+        return [s.state for s in trajectory.segments if s.kind is SegmentKind.ACTION]
+
+    (said,), (again,), (named,) = [await play(tiny_model_dir, kind) for kind in (CountDown, CountDown, Named)]
+    assert len(set(states(said))) == 3
+    assert states(again) == states(said)
+    assert states(named)[0] == states(said)[0]
+    assert states(named)[1] == states(named)[2] not in states(said)
+
+
 async def test_too_many_turns_are_a_truncation(tiny_model_dir: Path) -> None:
     (trajectory,) = await play(tiny_model_dir, CountDown, max_turns=2)
     assert trajectory.stop_reason is StopReason.TURN_LIMIT
@@ -130,7 +145,7 @@ async def test_what_was_played_counts_though_the_environment_cannot_be_closed(
     assert reason in told["reason"]
 
 
-@pytest.mark.parametrize("estimator", ["gae", "group_norm", "turn_gae", "turn_group_norm"])
+@pytest.mark.parametrize("estimator", ["gae", "group_norm", "turn_gae", "turn_group_norm", "gigpo"])
 def test_training_in_an_environment(tiny_model_dir: Path, tmp_path: Path, estimator: str) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"input": f"go {i}"}) + "\n" for i in range(4)))
@@ -147,6 +162,7 @@ def test_training_in_an_environment(tiny_model_dir: Path, tmp_path: Path, estima
     result = rollgrad.train(config, environment=Wordy)
     assert result.steps == 1
     (row,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    assert ("advantage/same_state_share" in row) == (estimator == "gigpo")
     shares = [value for key, value in row.items() if key.startswith("policy/gradient_share_turn_")]
     assert len(shares) > 1
     assert sum(shares) == pytest.approx(1.0)

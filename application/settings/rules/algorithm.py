@@ -52,7 +52,7 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
             f"choices of {advantage.pass_k} to compare: raise --rollout.n_samples_per_prompt above it, or lower "
             "--algo.advantage.pass_k."
         )
-    for key in ("gamma", "lambd", "critic_lambd", "length_adaptive_alpha", "prefix_weight", "pass_k"):
+    for key in ("gamma", "lambd", "critic_lambd", "length_adaptive_alpha", "prefix_weight", "pass_k", "step_weight"):
         value = getattr(advantage, key)
         if value != getattr(AdvantageSettings(), key) and key not in traits.uses:
             yield (

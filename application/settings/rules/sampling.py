@@ -10,6 +10,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import RouterReplay
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.algorithms.settings import AdvantageSettings, CorrectionLevel, KLAgainst, Normalise, OldLogprobs
 
 BY_LENGTH = ("cosine_length", "overlong_buffer_len", "group_length_coef", "stop_properly_penalty_coef")
@@ -239,6 +240,13 @@ def turn_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
 def turn_estimator_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
     """Yields the problems of counting by turns where there is one."""
     advantage = config.algo.advantage
+    compares = advantage.estimator in ESTIMATORS and "states" in ESTIMATORS[advantage.estimator].needs
+    if compares and not (has_environment or config.agent.plays):
+        yield (
+            f"algo.advantage.estimator {advantage.estimator} compares turns that were played in the same state, but "
+            "episodes have one turn without an agent: set --agent.tools, --agent.attempts, --agent.command or "
+            "--train.agent_func_path (environment= in Python), or --algo.advantage.estimator to group_norm."
+        )
     for key in ("gamma", "lambd", "critic_lambd"):
         value = getattr(advantage, key)
         by_turn = advantage.estimator.startswith("turn_") and value != getattr(AdvantageSettings(), key)

@@ -11,6 +11,8 @@ Example: a group of two rollouts of two turns, with rewards (1, 0) and (0, 2), g
   advantages (-0.71, -0.71) and (0.71, 0.71).
 - `process_group_norm`: the four rewards have mean 0.75 and standard deviation 0.96, so normalised they are
   (0.26, -0.78) and (-0.78, 1.31); summed from each turn on: (-0.52, -0.78) and (0.52, 1.31).
+- `gigpo`: the outcomes 1 and 2 give (-0.71, -0.71) and (0.71, 0.71). If the first turns alone were played in the same
+  state, the rewards from there on, 1 and 2, add (-0.71, 0) and (0.71, 0).
 """
 
 import torch
@@ -20,7 +22,7 @@ from rollgrad.domain.algorithms.equality import SAME
 from rollgrad.domain.algorithms.estimators.actions import Actions, Turns
 from rollgrad.domain.algorithms.estimators.discounting import reverse_discounted_sum
 from rollgrad.domain.algorithms.estimators.gae import temporal_differences
-from rollgrad.domain.algorithms.estimators.group import STD_FLOOR
+from rollgrad.domain.algorithms.estimators.group import STD_FLOOR, Rollouts
 from rollgrad.domain.algorithms.estimators.registry import estimator
 from rollgrad.domain.algorithms.estimators.types import Advantages, EstimatorInput, EstimatorParams
 
@@ -79,6 +81,33 @@ def process_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advan
     _, group_U = torch.unique(actions.group_R[turns.rollout_U], return_inverse=True)
     normalised_U = _normalised(rewards_U, rewards_U.abs(), group_U)
     return _with_token_rewards(inputs, actions, turns, reverse_discounted_sum(normalised_U, turns.lengths_R, 1.0))
+
+
+@estimator("gigpo")
+def gigpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """Group-in-group advantages (Feng et al. 2025, "Group-in-Group Policy Optimization for LLM Agent Training",
+    arXiv:2505.10978, eq. 3, 7, 8): the rollout's outcome, normalised in its group, plus `step_weight` times the
+    discounted sum of its rewards from the turn on, normalised among all turns of the group that were played in the same
+    state. Both are divided by the unbiased standard deviation. A turn whose state no other shares has the first alone.
+
+    Raises:
+        ValueError: `state_ids_N` is missing.
+    """
+    if inputs.state_ids_N is None:
+        raise ValueError("gigpo needs state_ids_N: the states in which turns were played.")
+    actions = Actions(inputs)
+    turns = Turns.of(inputs, actions)
+    rollout_U, lengths_R, rewards_U = turns.rollout_U, turns.lengths_R, turns.rewards_U.double()
+    group_U = actions.group_R[rollout_U]
+    cells = torch.stack([group_U, actions.take(inputs.state_ids_N)[turns.first_U]], dim=1)
+    _, cell_U = torch.unique(cells, dim=0, return_inverse=True)
+    togo_U, size_U = (
+        reverse_discounted_sum(each_U, lengths_R, params.gamma) for each_U in (rewards_U, rewards_U.abs())
+    )
+    steps_U = _normalised(togo_U, size_U, cell_U)
+    rollouts = Rollouts(inputs)
+    episodes_R = rollouts.normalised(rollouts.outcome_R, rollouts.size_R)
+    return _with_token_rewards(inputs, actions, turns, episodes_R[rollout_U] + params.step_weight * steps_U)
 
 
 def _normalised(values_U: Tensor, size_U: Tensor, cell_U: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class EstimatorInput:
     in the order in which they were sampled; None takes every run of adjacent action tokens for a turn. `lengths_S`,
     `group_ids_S`, `sample_ids_S`: int64; sequences of one group answer one prompt, sequences of one sample are branches
     of one rollout. `values_N`: from the critic. `baselines_S`: reward of the prompt's greedy rollout.
+    `state_ids_N`: int64, state in which the turn of each action token was played, equal for the same.
     `reward_parts_SK`, `part_weights_K`: named rewards, which add up over a rollout's branches, and their weights."""
 
     rewards_N: Tensor = field(converter=_at_least_float32)
@@ -48,11 +49,12 @@ class EstimatorInput:
     baselines_S: Tensor | None = None
     reward_parts_SK: Tensor | None = None
     part_weights_K: Tensor | None = None
+    state_ids_N: Tensor | None = None
 
 
 EstimatorParams = AdvantageSettings
 """The section `algo.advantage`, which estimators read: `gamma`, `lambd`, `critic_lambd`, `length_adaptive_alpha`,
-`prefix_weight`, `pass_k`."""
+`prefix_weight`, `pass_k`, `step_weight`."""
 
 
 @frozen(kw_only=True, eq=False)

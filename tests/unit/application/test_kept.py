@@ -57,6 +57,16 @@ def test_grammars_of_replies_are_kept() -> None:
     assert [segment.grammar for segment in read.trajectories[0].prescribed] == ["start: /[a-z]+/"]
 
 
+def test_states_and_answers_are_kept() -> None:
+    trajectory = make_trajectory([1, 2], [3, 4])
+    prompt, action = trajectory.segments
+    told = evolve(trajectory, segments=(prompt, evolve(action, state=-(2**63))), answer="7")
+    group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1, 2), text="a"), trajectories=(told,))
+    read = group_of_state(group_state(group), group.prompt)
+    assert read.trajectories[0].segments[1].state == -(2**63)
+    assert read.answers == ["7"]
+
+
 def test_likely_tokens_are_kept() -> None:
     likeliest = LikeliestTokens.of([[(3, -0.5), (5, -1.0)], [(4, -0.25)]])
     told = evolve(make_trajectory([1, 2], [3, 4]), likeliest=likeliest)

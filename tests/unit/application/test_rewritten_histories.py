@@ -199,6 +199,32 @@ def talk(turns: int, *, forgetful: bool, reward: float = 0.0) -> TokenLedger:
     return ledger
 
 
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_a_turn_s_state_is_what_was_said_since_the_reply_before(forgetful: bool) -> None:
+    """Whatever was replied, and whether or not the template rewrites the history; one that has a name is apart."""
+
+    def states(ledger: TokenLedger) -> list[int | None]:
+        played = ledger.trajectories(group_id=0, sample_id=0, stop_reason=StopReason.STOP)
+        actions = [s for t in played for s in t.segments if s.kind is SegmentKind.ACTION]
+        return [action.state for action in sorted(actions, key=lambda action: action.turn or 0)]
+
+    ledger = talk(3, forgetful=forgetful)
+    opening, asked, again = states(ledger)
+    assert asked == again != opening
+    assert states(talk(1, forgetful=False)) == [opening]
+    codec, messages = FakeChatCodec(), [{"role": "user", "content": "?"}]
+    tokens = codec.encode("yes")
+    reply = Generation(token_ids=tokens, logprobs=[-1.0] * 3, versions=[0] * 3, stop_reason=StopReason.STOP)
+    named = []
+    for name in ("start", "start", "And?", None):
+        alone = TokenLedger(codec)
+        alone.commit(alone.prepare(messages), reply, codec.parse("yes", "").message, state=name)
+        named += states(alone)
+    assert named[0] == named[1] != named[2]
+    assert named[3] == opening
+    assert named[2] != asked, "a name is no text that was said"
+
+
 @pytest.mark.parametrize("estimator", ["gae", "turn_gae", "reinforce"])
 @pytest.mark.parametrize("forgetful", [False, True])
 def test_every_turn_of_a_won_episode_is_praised(estimator: str, forgetful: bool) -> None:

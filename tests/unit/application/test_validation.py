@@ -121,6 +121,7 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"algo.advantage.lambd": 0.95, "algo.advantage.critic_lambd": 1.0},
         {"algo.advantage.length_adaptive_alpha": 0.05, "critic.freezing_steps": 5},
         {"algo.advantage.estimator": "turn_gae", "algo.advantage.gamma": 0.9, "agent.attempts": 2},
+        GROUPS | {"algo.advantage.estimator": "gigpo", "algo.advantage.step_weight": 0.5, "agent.attempts": 2},
         {"algo.advantage.estimator": "rloo", "algo.advantage.whiten": Whiten.GROUP, "algo.advantage.no_std_norm": True}
         | GROUPS,
         {"algo.advantage.estimator": "remax", "reward.clip_range": (0.0, 1.0)},
@@ -445,6 +446,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"actor.vespo_k": (1.0, 2.0)}, "--actor.policy_loss_type to vespo"),
     ({"algo.advantage.prefix_weight": 1.0}, "--algo.advantage.estimator to iw_opd"),
     ({"algo.advantage.pass_k": 3}, "--algo.advantage.estimator to pass_at_k"),
+    ({"algo.advantage.step_weight": 0.5}, "--algo.advantage.estimator to gigpo"),
+    (GROUPS | {"algo.advantage.estimator": "gigpo"}, "or --algo.advantage.estimator to group_norm"),
     (GROUPS | {"algo.advantage.estimator": "pass_at_k"}, "or lower --algo.advantage.pass_k"),
     (
         DISTILL | WHOLE_KL | {"algo.advantage.estimator": "iw_opd"},
@@ -584,6 +587,7 @@ OUT_OF_RANGE = {
     "vespo_lambda": (0.0, 2.0),
     "dro_beta": 0.0,
     "prefix_weight": -1.0,
+    "step_weight": -1.0,
     "pass_k": 0,
     "group_length_coef": -0.1,
     "kl.beta": 1.5,

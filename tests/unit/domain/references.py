@@ -30,6 +30,11 @@ class Sequence:
     baseline: float = 0.0
     parts: list[float] = attrs.field(factory=lambda: [0.0] * len(PART_WEIGHTS))
 
+    @property
+    def states(self) -> list[int]:
+        """State in which each token's turn was played, as the turn's first token has it."""
+        return [int(value > 0) for value in self.values]
+
 
 @attrs.frozen
 class Settings:
@@ -40,6 +45,7 @@ class Settings:
     critic_lambd: float | None = None
     length_adaptive_alpha: float | None = None
     prefix_weight: float = 0.5
+    step_weight: float = 1.0
     pass_k: int = 2
 
 
@@ -305,6 +311,29 @@ def process_group_norm(batch: list[Sequence]) -> Rows:
     return rows
 
 
+def gigpo(batch: list[Sequence], gamma: float, weight: float) -> Rows:
+    """The outcome normalised in the group, plus `weight` times the discounted rewards from the turn on, normalised
+    among all turns of the group in the same state; the KL still to come is added."""
+    total = outcomes(batch)
+    turns = {rollout: turns_of(batch, places) for rollout, places in episodes(batch).items()}
+    steps: dict[tuple[Rollout, int], tuple[int, float]] = {}  # state and rewards to go
+    for rollout, mine in turns.items():
+        togo = 0.0
+        for k, turn in reversed(list(enumerate(mine))):
+            togo = math.fsum(batch[i].rewards[t] for i, t in turn) + gamma * togo
+            first, place = turn[0]
+            steps[rollout, k] = batch[first].states[place], togo
+    rows = returns_to_go(batch, 1.0, extras_only=True)
+    for rollout, mine in turns.items():
+        for k, turn in enumerate(mine):
+            state, togo = steps[rollout, k]
+            alike = [g for (other, _), (s, g) in steps.items() if other[0] == rollout[0] and s == state]
+            advantage = standard(total[rollout], members(total, rollout[0])) + weight * standard(togo, alike)
+            for i, t in turn:
+                rows[i][t] = (rows[i][t] or 0.0) + advantage
+    return rows
+
+
 def prefix_weighted(batch: list[Sequence], weight: float) -> Rows:
     """Each token's KL addition, more where the sizes of those before it are a small part of the episode's."""
     rows = blank(batch)
@@ -330,6 +359,8 @@ def raw(kind: str, batch: list[Sequence], settings: Settings) -> tuple[Rows, Row
             rows = turn_group_norm(batch, settings.gamma)
         case "process_group_norm":
             rows = process_group_norm(batch)
+        case "gigpo":
+            rows = gigpo(batch, settings.gamma, settings.step_weight)
         case "on_policy_distill":
             rows = [[x if a else None for x, a in zip(s.extras, s.actions, strict=True)] for s in batch]
         case "iw_opd":

@@ -76,6 +76,7 @@ def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[
             baselines_S=torch.rand(count, generator=generator, dtype=torch.float64),
             reward_parts_SK=torch.rand(count, 2, generator=generator, dtype=torch.float64),
             part_weights_K=torch.tensor([1.0, 0.5]),
+            state_ids_N=column([float(x) for s in sequences for x in s.states]).long(),
         ),
         EstimatorParams(),
     )

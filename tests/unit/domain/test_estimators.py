@@ -30,10 +30,11 @@ BASELINED = [
     "gdpo",
     "turn_group_norm",
     "process_group_norm",
+    "gigpo",
 ]
 """Estimators whose baseline is the group's."""
 GROUP_ESTIMATORS = [*BASELINED, "lite_ppo", "maxrl", "pass_at_k"]
-SCALE_FREE = ["group_norm", "lite_ppo", "gdpo", "maxrl", "pass_at_k", "turn_group_norm", "process_group_norm"]
+SCALE_FREE = ["group_norm", "lite_ppo", "gdpo", "maxrl", "pass_at_k", "turn_group_norm", "process_group_norm", "gigpo"]
 LINEAR = ["reinforce_baseline", "rloo", "rloo_sequence", "dr_grpo", "opo", "gpg", "remax", "flash_reinforce"]
 EXAMPLES = settings(max_examples=25, deadline=None)
 SEEDS = st.integers(0, 10**6)
@@ -47,6 +48,7 @@ SETTINGS = st.builds(
     length_adaptive_alpha=st.sampled_from([None, 0.05, 0.5]),
     prefix_weight=st.sampled_from([0.5, 0.0, 3.0]),
     pass_k=st.sampled_from([1, 2, 3, 8]),
+    step_weight=st.sampled_from([1.0, 0.0, 0.5]),
 )
 
 
@@ -72,6 +74,7 @@ def inputs(batch: list[Sequence], dtype: torch.dtype = torch.float64, poison: fl
         baselines_S=torch.tensor([s.baseline for s in batch], dtype=dtype),
         reward_parts_SK=torch.tensor([s.parts for s in batch], dtype=dtype),
         part_weights_K=torch.tensor(PART_WEIGHTS, dtype=dtype),
+        state_ids_N=flat(batch, "states", torch.int64),
     )
 
 
@@ -160,7 +163,7 @@ def test_whitening_equals_the_reference(
     torch.testing.assert_close(single.advantages_N.double(), want, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["turn_gae", "turn_group_norm", "process_group_norm"])
+@pytest.mark.parametrize("name", ["turn_gae", "turn_group_norm", "process_group_norm", "gigpo"])
 @EXAMPLES
 @given(seed=SEEDS, options=SETTINGS)
 def test_adjacent_turns_are_told_apart_by_their_ids(name: str, seed: int, options: Settings) -> None:
@@ -307,6 +310,7 @@ def moved_rewards(s: Sequence, scale: float, shift: float) -> Sequence:
         ("group_norm", [1.5, -0.5, -0.5, -0.5]),
         ("turn_group_norm", [1.5, -0.5, -0.5, -0.5]),
         ("process_group_norm", [1.5, -0.5, -0.5, -0.5]),
+        ("gigpo", [3, -1, -1, -1]),
         ("gdpo", [1.5, -0.5, -0.5, -0.5]),
         ("lite_ppo", [1.5, -0.5, -0.5, -0.5]),
         ("maxrl", [3, -1, -1, -1]),
@@ -418,9 +422,9 @@ def test_equal_rewards_teach_nothing(name: str, count: int, reward: float, dtype
 def test_equal_outcomes_earned_over_other_turns_teach_nothing(name: str) -> None:
     actions = [True, False, True]
     batch = [
-        Sequence(0, 0, [0.1, 0.0, 0.2], [0.0] * 3, [0.0] * 3, actions, parts=[0.3, 0.3]),
-        Sequence(0, 1, [0.2, 0.0, 0.1], [0.0] * 3, [0.0] * 3, actions, parts=[0.3, 0.3]),
-        Sequence(0, 2, [0.3, 0.0, 0.0], [0.0] * 3, [0.0] * 3, actions, parts=[0.3, 0.3]),
+        Sequence(0, 0, [0.1, 0.0, 0.2], [0.0] * 3, [0.0, 0.0, 1.0], actions, parts=[0.3, 0.3]),
+        Sequence(0, 1, [0.2, 0.0, 0.1], [0.0] * 3, [0.0, 0.0, 1.0], actions, parts=[0.3, 0.3]),
+        Sequence(0, 2, [0.3, 0.0, 0.0], [0.0] * 3, [0.0, 0.0, 1.0], actions, parts=[0.3, 0.3]),
     ]
     found = ESTIMATORS[name](inputs(batch, torch.float32), EstimatorParams()).advantages_N
     assert found[::3].abs().max() < 1e-3
@@ -495,6 +499,31 @@ def test_both_ways_to_normalise_turns_by_hand(
         torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-4, atol=1e-4)
 
 
+def test_gigpo_by_hand() -> None:
+    """Two episodes that part at their first turn: of the second turns each is in a state of its own."""
+    batch = [attrs.evolve(s, values=[-1.0, 0.0, float(i)]) for i, s in enumerate(two_turns([[1, 0], [0, 2]]))]
+    given_inputs = attrs.evolve(inputs(batch), state_ids_N=torch.tensor([4, -1, 5, 4, -1, 6]))
+    found = {
+        weight: ESTIMATORS["gigpo"](given_inputs, EstimatorParams(step_weight=weight)).advantages_N.view(2, 3)[:, ::2]
+        for weight in (0.0, 1.0)
+    }
+    half = math.sqrt(0.5)
+    for weight, wanted in ((0.0, [[-half, -half], [half, half]]), (1.0, [[-2 * half, -half], [2 * half, half]])):
+        torch.testing.assert_close(found[weight], torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    alike = attrs.evolve(given_inputs, state_ids_N=torch.tensor([4, -1, 5, 4, -1, 5]))
+    shared = ESTIMATORS["gigpo"](alike, EstimatorParams(gamma=0.5)).advantages_N.view(2, 3)[:, ::2]
+    torch.testing.assert_close(shared, torch.tensor([[-half, -2 * half], [half, 2 * half]], dtype=torch.float64))
+
+
+@EXAMPLES
+@given(seed=SEEDS)
+def test_gigpo_of_states_that_nobody_shares_is_grpo(seed: int) -> None:
+    batch = random_batch(seed)
+    alone = attrs.evolve(inputs(batch), state_ids_N=torch.arange(sum(len(s.actions) for s in batch)))
+    found = ESTIMATORS["gigpo"](alone, PARAMS).advantages_N
+    torch.testing.assert_close(found, raw("group_norm", batch), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", SCALE_FREE)
 @EXAMPLES
 @given(seed=SEEDS, scale=st.floats(0.1, 10))
@@ -554,6 +583,7 @@ def test_turn_gae_of_one_token_turns_is_gae(seed: int) -> None:
         ("remax", "baselines_S"),
         ("gdpo", "reward_parts_SK"),
         ("gdpo", "part_weights_K"),
+        ("gigpo", "state_ids_N"),
     ],
 )
 def test_a_missing_input_is_named(name: str, column: str) -> None:
