@@ -59,6 +59,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "cispo": _TWO_STEPS,
     "sapo": _TWO_STEPS,
     "vespo": _TWO_STEPS,
+    "topr": _TWO_STEPS,
     "gmpo": _TWO_STEPS,
     "clip_cov": _TWO_STEPS,
     "kl_cov": _TWO_STEPS,

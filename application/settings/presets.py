@@ -85,6 +85,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "actor.policy_loss_type": "vespo",
         "algo.old_logprobs": "rollout",
     },
+    # Le Roux et al. 2025, arXiv:2503.14286, with the group's mean for the baseline, on samples as they are.
+    "topr": {
+        **_GROUP,
+        "algo.advantage.estimator": "dr_grpo",
+        "actor.policy_loss_type": "topr",
+        "algo.old_logprobs": "rollout",
+    },
     "sapo": {**_GROUP, "algo.advantage.estimator": "group_norm", "actor.policy_loss_type": "sapo"},
     "gmpo": {**_GROUP, "algo.advantage.estimator": "group_norm", "actor.policy_loss_type": "gmpo"},
     "clip_cov": {**_GROUP, "algo.advantage.estimator": "group_norm", "actor.policy_loss_type": "clip_cov"},

@@ -18,7 +18,7 @@ from rollgrad.domain.algorithms.settings import CorrectionGate, OldLogprobs
 
 log = structlog.get_logger(__name__)
 
-BY_RATIO = ("gmpo", "cispo", "sapo", "vespo", "kl_cov", "dppo_tv", "dppo_kl", "dro", "gspo", "gspo_token")
+BY_RATIO = ("gmpo", "cispo", "sapo", "vespo", "topr", "kl_cov", "dppo_tv", "dppo_kl", "dro", "gspo", "gspo_token")
 """Losses that are chosen for what they do with ratios other than 1."""
 
 OF_RATIOS = (

@@ -116,6 +116,7 @@ POLICY_LOSSES: dict[str, PolicyLossTraits] = {
         proportional=True, by_token=True, clip=None, aggregation="sequence_mean", uses=("sapo_tau",)
     ),
     "vespo": PolicyLossTraits(proportional=True, clip=None, uses=("vespo_k", "vespo_lambda")),
+    "topr": PolicyLossTraits(proportional=True, clip=None, aggregation="sequence_sum"),
     "clip_cov": PolicyLossTraits(proportional=True, uses=("cov_share", "cov_range")),
     "kl_cov": PolicyLossTraits(clip=None, uses=("cov_share", "cov_kl_coef")),
     "dppo_tv": PolicyLossTraits(proportional=True, by_token=True, clip=(0.15, 0.15)),

@@ -245,7 +245,7 @@ class PolicyLossSettings:
 
     policy_loss_type: str = setting(
         "ppo",
-        "ppo, gspo, gspo_token, sequence_ppo, gmpo, cispo, sapo, vespo, clip_cov, kl_cov, dppo_tv, dppo_kl, "
+        "ppo, gspo, gspo_token, sequence_ppo, gmpo, cispo, sapo, vespo, topr, clip_cov, kl_cov, dppo_tv, dppo_kl, "
         "policy_gradient, dro, or a name that algo.extension_path defines.",
     )
     eps_clip: float | None = setting(

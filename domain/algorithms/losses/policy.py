@@ -95,8 +95,7 @@ def vespo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     """-sg(phi(W)) A log pi with W the ratio of the whole sequence, the product of the tokens' ratios, and phi(W) =
     W^k exp(lambda (1 - W)): 1 at W = 1, and fading smoothly away from it; k and lambda of positive and of negative
     advantages differ (Shen et al. 2026, "VESPO", arXiv:2602.10693; its recipe, and TRL's, for their values)."""
-    sums_S = sequence_sum(_log_ratio(inputs).detach(), inputs.action_mask_N, inputs.sequence_N, inputs.sequences)
-    log_ratio_N = bounded(sums_S)[inputs.sequence_N]
+    log_ratio_N = _of_sequence(inputs)
     ratio_N = log_ratio_N.exp()
     negative_N = inputs.advantages_N < 0
     power_N, rate_N = (
@@ -104,6 +103,16 @@ def vespo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
         for positive, negative in (params.vespo_k, params.vespo_lambda)
     )
     weight_N = (power_N * log_ratio_N + rate_N * (1 - ratio_N)).exp()  # in logs, where neither factor overflows
+    return _unclipped(-weight_N * inputs.advantages_N * inputs.logprobs_N, ratio_N)
+
+
+@policy_loss("topr")
+def topr(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
+    """-sg(w) A log pi with w = 1 for advantages of at least 0, and min(W, 1) for others, W the ratio of the whole
+    sequence: what was good is imitated however unlikely it has become, what was bad is left alone once it has (Le Roux
+    et al. 2025, "Tapered Off-Policy REINFORCE", arXiv:2503.14286, section 3, with the advantage for the reward)."""
+    ratio_N = _of_sequence(inputs).exp()
+    weight_N = torch.where(inputs.advantages_N < 0, ratio_N.clamp(max=1.0), 1.0)
     return _unclipped(-weight_N * inputs.advantages_N * inputs.logprobs_N, ratio_N)
 
 
@@ -176,6 +185,12 @@ def dro(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
 
 def _log_ratio(inputs: PolicyLossInput) -> Tensor:
     return inputs.logprobs_N - inputs.old_logprobs_N
+
+
+def _of_sequence(inputs: PolicyLossInput) -> Tensor:
+    """Returns the log-ratio of each token's whole sequence, bounded, without gradient."""
+    sums_S = sequence_sum(_log_ratio(inputs).detach(), inputs.action_mask_N, inputs.sequence_N, inputs.sequences)
+    return bounded(sums_S)[inputs.sequence_N]
 
 
 def _geometric(inputs: PolicyLossInput) -> Tensor:

@@ -519,6 +519,9 @@ def policy_loss(
                 k, rate = settings.vespo_k[sign], settings.vespo_lambda[sign]
                 # phi(W) = W^k e^(-rate W), divided by its value at W = 1
                 loss = -(whole**k) * math.exp(-rate * whole) / math.exp(-rate) * advantage * logprobs[t]
+            case "topr":
+                whole = ratio_of(math.fsum(anchor[i] - tokens.old[i] for i in tokens.of(tokens.sequence[t])))
+                loss = -(1.0 if advantage >= 0 else clamp(whole, 0.0, 1.0)) * advantage * logprobs[t]
             case "dro":
                 loss = -(advantage * logprobs[t] - settings.dro_beta / 2 * (logprobs[t] - old) ** 2)
             case "clip_cov":

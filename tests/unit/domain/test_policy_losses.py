@@ -23,7 +23,7 @@ from tests.unit.domain import references
 from tests.unit.domain.references import LossSettings, Tokens, random_batch
 
 NAMES = list(catalogue.POLICY_LOSSES)
-ON_POLICY = ["ppo", "gspo_token", "sapo", "vespo", "dppo_tv", "dppo_kl", "cispo", "policy_gradient", "dro"]
+ON_POLICY = ["ppo", "gspo_token", "sapo", "vespo", "topr", "dppo_tv", "dppo_kl", "cispo", "policy_gradient", "dro"]
 """Losses whose gradient at a ratio of 1 is -A of each token."""
 CLIPPED_BY_RATIO = ["ppo", "clip_cov", "sequence_ppo", "gspo", "gspo_token"]
 KL_KINDS = ["k1", "k2", "k3", "k3_unbiased"]
@@ -235,6 +235,15 @@ def test_vespo_weighs_a_sequence_by_all_of_its_tokens(advantage: float) -> None:
         for w in (0.9 * k / rate, k / rate, 1.1 * k / rate)
     }
     assert max(slopes.values(), key=abs) == slopes[k / rate]
+
+
+@pytest.mark.parametrize(
+    ("moved", "advantage", "weight"), [(1.0, 1.0, 1.0), (-3.0, 1.0, 1.0), (1.0, -1.0, 1.0), (-3.0, -1.0, math.exp(-6))]
+)
+def test_topr_tapers_what_was_bad_and_has_become_unlikely(moved: float, advantage: float, weight: float) -> None:
+    """Two tokens that moved by as much each: the weight is that of both together."""
+    both = Tokens([moved - 5] * 2, [-5.0] * 2, [advantage] * 2, [True] * 2, [0] * 2, [False] * 2)
+    assert run("topr", both)[1].tolist() == pytest.approx([-advantage * weight] * 2, rel=1e-9)
 
 
 def test_dro_is_pulled_back_from_both_sides() -> None:
