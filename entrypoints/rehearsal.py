@@ -98,6 +98,7 @@ class _Trial:
         if prompts is not None:
             self._console.print(count_table(config, len(prompts)))
         self._attempt(container.tool_box)
+        self._attempt(container.tells_teacher)
         if continues(config.ckpt):
             read = ("actor.model_name_or_path", "data.prompt_dataset")
             self._attempt(lambda: check_continues(begun(config.ckpt), container.description()), *read)

@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 from dependency_injector import providers
 
 from rollgrad.adapters.checkpoints.names import METRICS_FILE, MODEL_OF_STEP, numbered
+from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.tracking.metrics_file import read_logged
 from rollgrad.adapters.tracking.trajectory_files import HIDDEN_TOKEN, read_trajectories, trajectory_path
 from rollgrad.application.settings.derived import optimizer_steps_per_rollout
@@ -155,10 +156,13 @@ def _check(config: RLConfig, step: int) -> None:
             f"data.image_key is {config.data.image_key!r}, but rollouts are kept without their images, on which the "
             "update depends: replay an update of a run on texts."
         )
-    if config.algo.kl.teacher_template is not None and config.algo.kl.estimator is KLEstimator.FULL:
+    template, estimator = config.algo.kl.teacher_template, config.algo.kl.estimator
+    tells_replies = template is not None and TeacherTemplate.read(template).tells_passed_replies
+    if template is not None and config.algo.kl.use_loss and (tells_replies or estimator is KLEstimator.FULL):
         raise ConfigurationError(
-            "algo.kl.estimator is full with algo.kl.teacher_template, but rollouts are kept without what the reference "
-            "read in the place of their prompts: replay an update of a run with another estimator."
+            f"algo.kl.estimator is {estimator} with algo.kl.teacher_template, but rollouts are kept without what the "
+            "reference read in the place of their prompts: replay an update of a run with another estimator, whose "
+            "template tells no reply."
         )
     if step > 1 and optimizer_steps_per_rollout(config) > 1:
         raise ConfigurationError(

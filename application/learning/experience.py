@@ -9,6 +9,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from rollgrad.application.learning.microbatch import split
+from rollgrad.application.learning.teacher_prompts import TeacherPrompts
 from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms import shaping
@@ -93,12 +94,12 @@ class ExperienceService:
         trajectories: Sequence[Trajectory],
         kl_coef: float,
         baselines: Mapping[int, float] | None = None,
-        teacher_prompts: Mapping[int, tuple[int, ...]] | None = None,
+        teacher_prompts: TeacherPrompts | None = None,
     ) -> Experience:
         """Packs and scores trajectories, and estimates advantages. `kl_coef` is the controller's current weight,
         `baselines` are the rewards of greedy rollouts by group id, which are normalised and clipped like the others.
-        `teacher_prompts` are the tokens that the reference reads in the place of prompts, by group id; without any it
-        reads what the policy reads.
+        `teacher_prompts` are the tokens that the reference reads in the place of prompts, of each rollout that it
+        teaches; without any it reads what the policy reads, and teaches all.
 
         Raises:
             DataError: there are none, though the reference is to be told more.
@@ -106,9 +107,10 @@ class ExperienceService:
         """
         metrics: dict[str, float] = {}
         batch = self._shaped(pack(trajectories), metrics)
-        if teacher_prompts:
-            told_S = tuple(teacher_prompts[group] for group in batch.group_ids_S.tolist())
-            batch = evolve(batch, teacher_prompts_S=told_S)
+        if teacher_prompts is not None:
+            batch = _told(batch, teacher_prompts)
+            if batch.taught_S is not None:
+                metrics["policy/taught_share"] = float(batch.taught_S.float().mean())
         elif self._algo.kl.teacher_template is not None:
             raise DataError(
                 "algo.kl.teacher_template is set, but no prompt of this rollout says what the reference reads: prompts "
@@ -241,6 +243,8 @@ class ExperienceService:
         assert batch.old_logprobs_N is not None
         assert batch.ref_logprobs_N is not None
         kl_N = kl_estimate(batch.old_logprobs_N, batch.ref_logprobs_N, self._algo.kl.estimator)
+        if batch.taught_S is not None:
+            kl_N = torch.where(batch.taught_S[batch.sequence_ids_N], kl_N, 0.0)
         return torch.where(batch.action_mask_N, -kl_coef * kl_N, 0.0), float(kl_N[batch.action_mask_N].mean())
 
     def _with_advantages(
@@ -292,6 +296,18 @@ class ExperienceService:
 
     def _passes(self, batch: Batch, model: PolicyModel | ReferenceModel | ValueModel) -> Passes[Batch]:
         return split(batch, self._max_tokens, self._shares, padded=model.padded())
+
+
+def _told(batch: RolloutBatch, prompts: TeacherPrompts) -> RolloutBatch:
+    """Returns the batch with what the teacher reads; of a rollout that it does not teach, what the policy reads."""
+    rollouts = [*zip(batch.group_ids_S.tolist(), batch.sample_ids_S.tolist(), strict=True)]
+    taught_S = torch.tensor([rollout in prompts for rollout in rollouts])
+    places = zip(rollouts, batch.starts_S.tolist(), batch.prompt_lengths_S.tolist(), strict=True)
+    told_S = tuple(
+        prompts.get(rollout) or tuple(batch.tokens_N[start : start + length].tolist())
+        for rollout, start, length in places
+    )
+    return evolve(batch, teacher_prompts_S=told_S, taught_S=None if bool(taught_S.all()) else taught_S)
 
 
 def _check_parts(estimator: str, batch: RolloutBatch, named_S: Tensor) -> None:

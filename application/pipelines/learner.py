@@ -12,6 +12,7 @@ from attrs import evolve
 
 from rollgrad.application.foreign import harmless
 from rollgrad.application.learning.experience import ExperienceService
+from rollgrad.application.learning.teacher_prompts import TellsTeacher, told_by_rows
 from rollgrad.application.learning.update import UpdateService
 from rollgrad.application.pipelines.step_source import uninterrupted
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -51,6 +52,7 @@ class RLLearner:
         pass_threshold: score from which a sample passes.
         trajectories: keeps the rollouts of each update; None keeps none.
         progress: is told when learning begins.
+        tells_teacher: says what the reference reads in the place of prompts.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class RLLearner:
         pass_threshold: float = 1.0,
         trajectories: TrajectoryLog | None = None,
         progress: Progress | None = None,
+        tells_teacher: TellsTeacher = told_by_rows,
     ) -> None:
         self._experience = experience
         self._update = update
@@ -83,6 +86,7 @@ class RLLearner:
         self._pass_threshold = pass_threshold
         self._trajectories = trajectories
         self._progress = progress or Progress()
+        self._tells_teacher = tells_teacher
 
     async def learn_beside(self, groups: Sequence[RolloutGroup], done: int) -> tuple[dict[str, float], bool]:
         """Learns as `learn` does, in a worker thread, so that the event loop serves programs, signals and progress
@@ -112,9 +116,7 @@ class RLLearner:
         trajectories = [t for group in groups for t in group.trajectories]
         self._progress.progress("learning", 0, 0)
         baselines = {g.group_id: g.baseline for g in groups if g.baseline is not None}
-        told = {g.group_id: g.prompt.teacher_token_ids or g.prompt.token_ids for g in groups}
-        more = any(g.prompt.teacher_token_ids for g in groups)
-        experience = self._experience.make(trajectories, self._kl.coef, baselines, told if more else None)
+        experience = self._experience.make(trajectories, self._kl.coef, baselines, self._tells_teacher(groups))
         prepared = clock.monotonic()
         metrics = rollout_metrics(groups, self._pass_threshold) | experience.metrics
         self._entropy = self._entropy.observe(sampled_entropy(trajectories))

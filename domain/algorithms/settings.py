@@ -83,8 +83,9 @@ class KLSettings:
     teacher_template: str | None = setting(
         None,
         "What the reference reads in the place of a prompt's last user message, so that it teaches what it knows from "
-        "more: {prompt} is the text of that message, {label} the label, {NAME} a column of the row. The template "
-        "itself, or a text file.",
+        "more: {prompt} is the text of that message, {label} the label, {passed_reply} another reply to the prompt "
+        "that passed (SDPO; without one a reply is not taught), {NAME} a column of the row. The template itself, or a "
+        "text file.",
         only_if=WITH_KL,
     )
     target: float | None = setting(

@@ -195,12 +195,12 @@ class RolloutBatch(PackedBatch):
     Filled in on the way (None until then): `old_logprobs_N` (policy before the update; None means "equal to the current
     policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
     `value_weights_N`, the critic's `loss_weights_N`. `positive_weights_N`: the same for the likelihood of replies that
-    passed; `selected_N` bool: tokens that a loss treats apart, chosen from the whole step; `kept_N` bool: tokens that
-    an off-policy correction keeps, and `learned_N` bool: those at which the policy loss counts (None: all), both
-    likewise chosen from the whole step; `places_S` int64: index of
-    each sequence's first token in the batch of the whole update; `entropies_N` float32 (nats): of the
-    policy before the update, where the loss chooses tokens by them; once it is over, with `clipped_N` bool, what the
-    update found at each token; `baselines_S`: reward of the prompt's greedy rollout.
+    passed; `selected_N` bool: tokens that a loss treats apart, `kept_N` bool: those that an off-policy correction
+    keeps, and `learned_N` bool: those at which the policy loss counts (None: all), all three chosen from the whole
+    step; `places_S` int64: index of each sequence's first token in the batch of the whole update; `entropies_N` float32
+    (nats): of the policy before the update, where the loss chooses tokens by them; once it is over, with `clipped_N`
+    bool, what the update found at each token; `baselines_S`: reward of the prompt's greedy rollout; `taught_S` bool:
+    sequences that a reference teaches which is told more, None for all.
     """
 
     units_divisible = True
@@ -226,6 +226,7 @@ class RolloutBatch(PackedBatch):
     entropies_N: Tensor | None = None
     clipped_N: Tensor | None = None
     baselines_S: Tensor | None = None
+    taught_S: Tensor | None = None
     reward_parts_SK: Tensor | None = None
     part_names: tuple[str, ...] = ()
 

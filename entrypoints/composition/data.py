@@ -137,6 +137,9 @@ def _taught_within_positions(config: RLConfig, source: Source) -> Source:
         ConfigurationError: it has not.
     """
     told, reply = source.survey.longest_told, config.rollout.max_new_tokens
+    template = _teacher(config)
+    if template is not None and template.tells_passed_replies:
+        told += reply
     name = config.ref.model_name_or_path or config.actor.model_name_or_path
     positions = load_positions(name) if told else None
     if positions is None or told + reply <= positions:

@@ -91,7 +91,7 @@ from rollgrad.entrypoints.composition.forms import FOLLOWERS, make_masks, unpres
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.outputs import make_sample_log, make_trajectories
 from rollgrad.entrypoints.composition.rewards import make_judge, make_remote_reward, make_reward_model, reward_kind
-from rollgrad.entrypoints.composition.teacher import make_compared_reference
+from rollgrad.entrypoints.composition.teacher import make_compared_reference, make_tells_teacher
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 from rollgrad.entrypoints.composition.tracing import Tracing
 from rollgrad.entrypoints.composition.training_server import TrainingServer
@@ -219,6 +219,8 @@ class RLContainer(EngineContainer):
         ObservedEngine, providers.Singleton(Tracing.engine, tracing, base.engine), admission
     )
     traced_reward = providers.Singleton(Tracing.rewards, tracing, reward)
+    judged: providers.Provider[bool] = providers.Object(True)
+    """Whether replies are judged, by the run's reward or one that the caller brought."""
     brought: providers.Provider[list[str]] = providers.Object([])
     """Names of adapters that the caller brought."""
     server = LoopResource(
@@ -342,6 +344,7 @@ class RLContainer(EngineContainer):
         best_value=base.config.provided.ckpt.best_value,
         patience=base.config.provided.ckpt.early_stopping_patience,
     )
+    tells_teacher = providers.Singleton(make_tells_teacher, base.config, base.codec, judged)
     learner = providers.Singleton(
         RLLearner,
         experience=experience,
@@ -349,6 +352,7 @@ class RLContainer(EngineContainer):
         policy=base.policy,
         channel=base.channel,
         objective=providers.Callable(make_objective, base.config).provider,
+        tells_teacher=tells_teacher,
         value_objective=providers.Callable(ClippedValueObjective, clip=base.config.provided.critic.value_clip),
         kl=providers.Callable(make_kl_controller, base.config),
         entropy=providers.Callable(make_entropy_controller, base.config),
@@ -408,6 +412,11 @@ def rl_container(config: RLConfig) -> RLContainer:
     steps = container.rollouts
     container.override_providers(
         brought=providers.Callable(lambda: [name for name in FOLLOWERS if container.providers[name].overridden]),
+        judged=providers.Callable(
+            lambda config, spec: bool(container.reward.overridden) or reward_kind(config, spec) != "teacher",
+            container.config,
+            container.reward_spec,
+        ),
         masks=providers.Callable(make_masks, container.config, container.brought, container.grammars.provider),
         total_steps=steps,
         # A process of a cluster is told the number of steps, and reads no prompts.

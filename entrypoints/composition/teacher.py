@@ -1,10 +1,13 @@
-"""Models whose distributions a policy is compared with, in the process of the policy."""
+"""Models whose distributions a policy is compared with, in the process of the policy; and what a teacher is told."""
 
 from typing import Any
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.data.datasets.teacher_template import PASSED_REPLY, TeacherTemplate, Telling
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
 from rollgrad.adapters.models.torch.loading import load_tokenizer
+from rollgrad.application.learning.teacher_prompts import TellsTeacher, ToldPassedReplies, told_by_rows
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.models import make_reference_model
@@ -53,3 +56,29 @@ def make_compared_reference(config: RLConfig, tokenizer: Any, images: ImageRende
     kl = config.algo.kl
     settings = DistillationSettings(beta=kl.beta, temperature=config.rollout.temperature, top_k=kl.top_k)
     return Teacher(make_reference_model(config.actor, config.ref, images=images), settings)
+
+
+def make_tells_teacher(config: RLConfig, codec: TemplateCodec, judged: bool) -> TellsTeacher:
+    """Returns what says, of each rollout, what the reference reads in the place of its prompt. `judged`: whether a
+    reward judges replies.
+
+    Raises:
+        ConfigurationError: the template names a reply that passed, but nothing says which do, or none has others.
+    """
+    given, samples = config.algo.kl.teacher_template, config.rollout.n_samples_per_prompt
+    template = None if given is None else TeacherTemplate.read(given)
+    if template is None or not template.tells_passed_replies:
+        return told_by_rows
+    tells = f"algo.kl.teacher_template tells {{{PASSED_REPLY}}}, another reply to the prompt that passed"
+    if not judged:
+        raise ConfigurationError(
+            f"{tells}, but no reward says which replies pass: set --reward.verifier, --reward.function_path, "
+            "--reward.model_name_or_path, --reward.remote_url or --reward.judge_url."
+        )
+    if samples < 2:
+        raise ConfigurationError(
+            f"{tells}, but rollout.n_samples_per_prompt is {samples}: set --rollout.n_samples_per_prompt to 2 or more."
+        )
+    return ToldPassedReplies(
+        tell=Telling(template, codec), decode=codec.decode, pass_threshold=config.reward.pass_threshold
+    )

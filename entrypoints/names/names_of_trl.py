@@ -80,6 +80,8 @@ TRL: Mapping[str, str] = {
     "multi_objective_aggregation": "--reward.weights adds the named rewards up; the estimator gdpo normalises each.",
     "scale_rewards": NORMALISATION,
     "mask_truncated_completions": "algo.mask_truncated",
+    "success_reward_threshold": "reward.pass_threshold",
+    "reprompt_template": "algo.kl.teacher_template",
     # Rollouts
     "num_generations": "rollout.n_samples_per_prompt",
     "num_generations_eval": "eval.n_samples_per_prompt",

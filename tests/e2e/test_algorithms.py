@@ -117,7 +117,7 @@ def test_every_preset_trains(workspace: Path, tiny_model_dir: Path, name: str) -
     for row in trained:
         assert row["policy/mismatch_abs"] < 1e-3
         assert row["policy/mismatch_effective_sample_share"] == pytest.approx(1.0, abs=1e-3)
-        if name not in ("on_policy_distill", "iw_opd"):  # the teacher is the student itself at first
+        if name not in ("on_policy_distill", "iw_opd", "sdpo"):  # the teacher is the student itself, or silent
             assert row["policy/grad_norm"] > 0
 
 
@@ -177,6 +177,33 @@ def test_a_teacher_reads_what_the_policy_does_not(workspace: Path, tiny_model_di
         assert row["policy/ref_kl"] == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-3)
     divergences = [row["policy/ref_kl"] for row in train(flags, full, "--train.max_steps 9")]
     assert 0 < max(divergences[-3:]) < 0.7 * min(divergences[:2])
+
+
+@pytest.mark.parametrize("pipeline", ["alternating", "overlapping"])
+def test_replies_that_passed_teach_the_others_of_their_group(workspace: Path, pipeline: str) -> None:
+    """A rollout is taught where another one of its group passed; the whole divergence is of the same rollouts."""
+    flags = "--algo.preset sdpo --rollout.n_samples_per_prompt 4 --reward.pass_threshold 0.75 --train.max_steps 2"
+    if pipeline == "overlapping":
+        flags += " --train.async_enable --train.max_staleness 1 --train.partial_rollout keep"
+    rows = train(flags)
+    taught_shares = []
+    for step in (1, 2):
+        kept = read_trajectories(Path(f"out/trajectories/step-00000{step}.parquet")).to_pylist()
+        taught = []
+        for row in kept:
+            others = [r for r in kept if r["group_id"] == row["group_id"] and r["sample_id"] != row["sample_id"]]
+            taught.append(any(other["score"] >= 0.75 for other in others))
+            advantages = [a for a in row["token_advantage"] if a]
+            assert bool(advantages) == taught[-1]
+        taught_shares.append(sum(taught) / len(taught))
+    assert 0 < sum(taught_shares) < 2
+    assert [row.get("policy/taught_share", 1.0) for row in rows] == pytest.approx(taught_shares)
+    if pipeline == "alternating":
+        full = train(flags, "--algo.kl.use_loss --algo.kl.estimator full")
+        assert full[0].get("policy/taught_share", 1.0) == pytest.approx(taught_shares[0])
+        assert full[0]["policy/ref_kl"] > 0
+        assert main(["train", "rl", "--config", "run.yaml", *flags.split(), "--rollout.n_samples_per_prompt", "1"]) == 2
+        assert main(["train", "rl", "--config", "run.yaml", *flags.split(), "--reward.function_path", "None"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from attrs import evolve, fields_dict, frozen
 from torch import Tensor
 
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
+from rollgrad.application.learning.teacher_prompts import ToldPassedReplies
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.application.settings.presets import PRESETS
 from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParams, estimate, group
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
@@ -22,7 +25,9 @@ from rollgrad.domain.algorithms.losses.high_entropy import high_entropy_tokens
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionSettings
 from rollgrad.domain.batches.packed import RolloutBatch
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.models import TokenScores
+from rollgrad.testing.agent_executor import make_trajectory
 
 TOLERANCE = 1e-5
 TRL_STD_FLOOR = 1e-4
@@ -514,6 +519,87 @@ def test_masked_truncated_replies_are_left_out(case: Case) -> None:
     trl = run_trl("GRPOTrainer", case, loss_type="dapo", mask_truncated_completions=True, ends=ends)
     finished = evolve(case, mask_N=case.mask_N & ~cut_S[case.sequence_N])
     agree(trl, run_ours(finished, "token_mean", objective_of(), advantages_N=our_advantages(case)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sdpo_tells_teachers_of_the_same_replies(seed: int) -> None:
+    """Which rollouts are taught, by which other one of their group, and in which words."""
+    from trl.experimental.sdpo import SDPOConfig
+    from trl.experimental.sdpo.sdpo_trainer import SuccessfulRolloutTeacherContextBuilder
+
+    generator = torch.Generator().manual_seed(seed)
+    scores = (torch.rand(GROUPS * SAMPLES, generator=generator) * 2).round() / 2
+    conversations = [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Sum {{{group}}}?"}]
+        for group in range(GROUPS)
+    ]
+    wanted: list[Any] = []
+
+    def tokenized(messages: list[Any]) -> list[list[int]]:
+        wanted.extend(messages)
+        return [[1]] * len(messages)
+
+    names = ("success_reward_threshold", "reprompt_template", "solution_template", "max_reprompt_len")
+    names += ("dont_reprompt_on_self_success", "environment_feedback_only_without_solution")
+    names += ("use_successful_as_teacher", "include_environment_feedback", "remove_thinking_from_demonstration")
+    fields = SDPOConfig.__dataclass_fields__
+    stand_in = SimpleNamespace(
+        accelerator=OneProcess(),
+        args=SimpleNamespace(**{name: fields[name].default for name in names}),
+        model=StandIn(),
+        num_generations=SAMPLES,
+        processing_class=SimpleNamespace(decode=lambda ids, **_: f"reply {int(ids[0])}"),
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        _tokenize_prompts_untruncated=tokenized,
+    )
+    ids = 10 + torch.arange(GROUPS * SAMPLES)[:, None]
+    made = SuccessfulRolloutTeacherContextBuilder(stand_in).build(
+        {"completion_ids": ids, "completion_mask": torch.ones_like(ids)},
+        [conversations[i // SAMPLES] for i in range(GROUPS * SAMPLES)],
+        scores,
+    )
+    groups = [
+        RolloutGroup(
+            group_id=group,
+            prompt=Prompt(token_ids=(1,), text="", messages=tuple(conversations[group])),
+            trajectories=tuple(
+                evolve(make_trajectory([1], [10 + i], group_id=group, sample_id=i), score=float(scores[i]))
+                for i in range(group * SAMPLES, (group + 1) * SAMPLES)
+            ),
+        )
+        for group in range(GROUPS)
+    ]
+    template = TeacherTemplate(PRESETS["sdpo"]["algo.kl.teacher_template"])
+    told: list[Any] = []
+
+    def tell(prompt: Prompt, passed: str) -> tuple[int, ...]:
+        told.append(template.messages(prompt.messages, None, {}, "", passed))
+        return (len(told) - 1,)
+
+    found = ToldPassedReplies(tell=tell, decode=lambda ids: f"reply {ids[0]}", pass_threshold=1.0)(groups)
+    taught = [i for i, each in enumerate(made["self_distillation_mask"].tolist()) if each]
+    assert sorted(sample for _, sample in found) == taught
+    assert 0 < len(taught) < GROUPS * SAMPLES or seed
+    for i in taught:
+        assert told[found[i // SAMPLES, i][0]] == wanted[i]
+
+
+def test_sdpo_learns_from_the_sampled_tokens_by_the_same_loss(case: Case) -> None:
+    from trl.experimental.sdpo.loss_utils import compute_sampled_token_self_distillation_loss
+
+    generator = torch.Generator().manual_seed(0)
+    student = torch.randn(len(case.mask_N), 5, generator=generator, requires_grad=True)
+    teacher = torch.randn(len(case.mask_N), 5, generator=generator)
+    tokens_N = torch.randint(5, (len(case.mask_N),), generator=generator)
+    losses_N = compute_sampled_token_self_distillation_loss(student, teacher, tokens_N, distillation_alpha=1.0)
+    (wanted,) = torch.autograd.grad(losses_N[case.mask_N].mean(), student, retain_graph=True)
+    own_N, taught_N = (each.log_softmax(1).gather(1, tokens_N[:, None])[:, 0] for each in (student, teacher))
+    moved = evolve(case, logprobs_N=own_N.detach(), old_N=own_N.detach(), rollout_N=own_N.detach())
+    advantages_N = our_advantages(moved, "on_policy_distill", (taught_N - own_N).detach())
+    _, gradient_N = run_ours(moved, "token_mean", objective_of(), advantages_N=advantages_N)
+    (found,) = torch.autograd.grad(own_N, student, gradient_N)
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])

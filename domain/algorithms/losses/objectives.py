@@ -144,6 +144,8 @@ class PolicyLossObjective:
             else:
                 against_N = rollout_N if self.kl_against == "rollout" else _column(batch, "ref_logprobs_N")
                 kl_N = kl_estimate(logprobs_N, against_N, self.kl_estimator, ratio(logprobs_N, old_N))
+            if batch.taught_S is not None:
+                kl_N = torch.where(batch.taught_S[sequence_N], kl_N, 0.0)
             reference_kl = mean(kl_N)
             metrics[REFERENCE_KL] = reference_kl
             loss = loss + self.kl_coef * reference_kl

@@ -8,7 +8,7 @@ import pytest
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
-from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
+from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate, Telling
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.errors import ConfigurationError, DataError
 
@@ -111,6 +111,28 @@ def test_without_the_chat_template_a_teacher_reads_a_text(codec: TemplateCodec) 
     )
     assert codec.decode(prompt.teacher_token_ids) == "7 Q: 3+4?\nA:"
     assert PromptBuilder(codec, data).build({"input": "3+4?"}, "d").teacher_token_ids == ()
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_teacher_is_told_a_reply_that_passed(codec: TemplateCodec, chat: bool) -> None:
+    """In the place that the row leaves open, as if it had been a column of the row."""
+    data = DataConfig(apply_chat_template=chat, system_prompt="Be brief." if chat else None, label_key="answer")
+    row = {"input": "3+4?", "answer": 7}
+    template, column = (
+        TeacherTemplate("{prompt} ({label}) {passed_reply}"),
+        TeacherTemplate("{prompt} ({label}) {tried}"),
+    )
+    assert template.tells_passed_replies
+    assert not column.tells_passed_replies
+    prompt = PromptBuilder(codec, data, teacher=template).build(row, "sums")
+    told = Telling(template, codec)(prompt, "It is {prompt}: 7.")
+    assert (
+        told
+        == PromptBuilder(codec, data, teacher=column)
+        .build(row | {"tried": "It is {prompt}: 7."}, "sums")
+        .teacher_token_ids
+    )
+    assert "{passed_reply}" in codec.decode(prompt.teacher_token_ids)
 
 
 @pytest.mark.parametrize("row", [{"input": "a"}, {"input": "a", "hint": None}])

@@ -73,6 +73,7 @@ def rollouts(groups: Sequence[Sequence[int]], prompt: int = 5) -> RolloutBatch:
         kept_N=draw_N > -0.7,
         learned_N=draw_N < -0.8,
         places_S=batch.starts_S,
+        taught_S=batch.sample_ids_S % 2 == 0,
         part_names=("right",),
         reward_parts_SK=torch.ones(len(batch), 1),
         experts_NLK=torch.randint(255, (batch.token_count, 2, 3), generator=generator).to(torch.uint8),

@@ -133,7 +133,7 @@ def test_a_reference_that_is_told_more_judges_the_same_tokens(max_tokens: int) -
     played = [make_trajectory([1, 2], [5, 6, 7][: 1 + i % 3], group_id=i // 2, sample_id=i) for i in range(5)]
     told = {0: (40, 50, 60), 1: (9,), 2: (1, 2)}
 
-    def judged(told: dict[int, tuple[int, ...]] | None) -> Experience:
+    def judged(told: dict[tuple[int, int], tuple[int, ...]] | None) -> Experience:
         service = ExperienceService(
             FakePolicy(TILT),
             reference=Reading(),
@@ -146,7 +146,8 @@ def test_a_reference_that_is_told_more_judges_the_same_tokens(max_tokens: int) -
         )
         return service.make(played, 0.5, teacher_prompts=told)
 
-    batch = judged(told).batch
+    of_rollouts = {(i // 2, i): told[i // 2] for i in range(5)}
+    batch = judged(of_rollouts).batch
     expected = [-(sum(told[i // 2]) + sum([5, 6, 7][:place])) / 100 for i in range(5) for place in range(1 + i % 3)]
     assert batch.ref_logprobs_N is not None
     assert batch.ref_logprobs_N[batch.action_mask_N].tolist() == pytest.approx(expected)
@@ -155,6 +156,17 @@ def test_a_reference_that_is_told_more_judges_the_same_tokens(max_tokens: int) -
     old_N = batch.filled("old_logprobs_N")
     wanted_N = -0.5 * (old_N - batch.ref_logprobs_N)
     torch.testing.assert_close(batch.filled("advantages_N"), torch.where(batch.action_mask_N, wanted_N, 0.0))
+    assert batch.taught_S is None
+    some = judged({rollout: read for rollout, read in of_rollouts.items() if rollout[1] not in (0, 3)})
+    assert some.metrics["policy/taught_share"] == pytest.approx(3 / 5)
+    taught_N = ~torch.isin(batch.sample_ids_S, torch.tensor([0, 3]))[batch.sequence_ids_N]
+    torch.testing.assert_close(
+        some.batch.filled("advantages_N"), torch.where(taught_N, wanted_N, 0.0) * batch.action_mask_N
+    )
+    assert some.reference_kl == pytest.approx(float((wanted_N / -0.5)[taught_N & batch.action_mask_N].sum()) / 9)
+    none = judged({})
+    assert none.metrics["policy/taught_share"] == 0.0
+    assert not none.batch.filled("advantages_N").any(), "no reply passed beside another"
     plain = judged(None).batch.ref_logprobs_N
     assert plain is not None
     assert plain[batch.action_mask_N][0] == pytest.approx(-0.03)

@@ -237,7 +237,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ckpt.best_metric": "pass@1", "eval.dataset": "rows.jsonl"}, "begin with eval/"),
     (
         {"ckpt.best_metric": "eval/pass@3", "eval.dataset": "rows.jsonl", "eval.n_samples_per_prompt": 4},
-        "but evaluations give eval/pass@1, eval/pass@2, eval/pass@4, eval/mean@4, eval/best@2, eval/best@4, eval/maj@4, eval/failed",
+        "but evaluations give eval/pass@1, eval/pass@2, eval/pass@4, eval/mean@4, eval/best@2, eval/best@4, "
+        "eval/maj@4, eval/failed",
     ),
     ({"ckpt.best_metric": "eval/math/failed", "eval.dataset": "rows.jsonl"}, "eval/NAME/pass@1 and the like of each"),
     ({"ckpt.best_metric": "eval//pass@1", "eval.dataset": "rows.jsonl"}, "set --ckpt.best_metric to one of them"),

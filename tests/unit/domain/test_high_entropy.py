@@ -115,3 +115,18 @@ def test_score_centering_takes_nothing_out_where_nothing_is_learned() -> None:
     scores = TokenScores(logprobs_N=torch.full((8,), -1.0), entropy_N=torch.ones(8), mean_score_N=mean_N, **more)
     (found,) = torch.autograd.grad(objective(scores, batch).loss, mean_N)
     torch.testing.assert_close(found, torch.where(chosen_N, 1.5 / 6, 0.0))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "full"])
+def test_a_reference_that_does_not_teach_a_rollout_pulls_it_nowhere(estimator: str) -> None:
+    objective = PolicyLossObjective(kl_coef=0.5, kl_estimator=estimator)
+    base = evolve(batch_of(None), advantages_N=torch.zeros(8))
+    scores = {"divergence_N": torch.full((8,), 3.0)}
+    kept = {
+        taught: gradient(objective, evolve(base, taught_S=taught_S), **scores)
+        for taught, taught_S in (("all", None), ("first", torch.tensor([True, False])))
+    }
+    first_N = torch.arange(8) < 4
+    torch.testing.assert_close(kept["first"][0], torch.where(first_N, kept["all"][0], 0.0))
+    if estimator == "full":
+        assert float(kept["first"][1]["ref_kl"]) == pytest.approx(3.0 / 2)

@@ -1,0 +1,61 @@
+"""What a teacher that is told more reads in the place of each rollout's prompt."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from attrs import frozen
+
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
+
+TeacherPrompts = Mapping[tuple[int, int], tuple[int, ...]]
+"""Tokens by group id and sample id; a rollout that is not in it is not taught."""
+
+TellsTeacher = Callable[[Sequence[RolloutGroup]], TeacherPrompts | None]
+"""Function from the groups of a rollout to what the teacher reads; None where it reads what the policy does."""
+
+
+def told_by_rows(groups: Sequence[RolloutGroup]) -> TeacherPrompts | None:
+    """Returns what prompts say that their teacher reads, for each of their rollouts."""
+    if not any(group.prompt.teacher_token_ids for group in groups):
+        return None
+    return {
+        (group.group_id, trajectory.sample_id): group.prompt.teacher_token_ids or group.prompt.token_ids
+        for group in groups
+        for trajectory in group.trajectories
+    }
+
+
+@frozen(kw_only=True)
+class ToldPassedReplies:
+    """Tells the teacher of each rollout another one of its group that passed (SDPO, Huebotter et al. 2026,
+    arXiv:2601.20802): the first, by sample id. A rollout without such another one is not taught.
+
+    `tell`: what the teacher of a prompt reads that is told a reply. `decode`: the text of sampled tokens.
+    `pass_threshold`: score from which a rollout passes.
+    """
+
+    tell: Callable[[Prompt, str], tuple[int, ...]]
+    decode: Callable[[Sequence[int]], str]
+    pass_threshold: float
+
+    def __call__(self, groups: Sequence[RolloutGroup]) -> TeacherPrompts:
+        """Returns what the teacher reads of each rollout that is taught."""
+        told: dict[tuple[int, int], tuple[int, ...]] = {}
+        for group in groups:
+            samples = sorted((sample[0] for sample in group.samples), key=lambda sample: sample.sample_id)
+            passed = [sample for sample in samples if sample.score >= self.pass_threshold][:2]
+            texts = [self.tell(group.prompt, self.decode(_reply(sample))) for sample in passed]
+            for sample in samples:
+                others = [text for each, text in zip(passed, texts, strict=True) if each is not sample]
+                if others:
+                    told[group.group_id, sample.sample_id] = others[0]
+        return told
+
+
+def _reply(sample: Trajectory) -> list[int]:
+    """Returns the tokens that the policy sampled."""
+    actions = [segment for segment in sample.segments if segment.kind is SegmentKind.ACTION]
+    sampled: list[int] = torch.cat([sample.token_ids_T[segment.start : segment.stop] for segment in actions]).tolist()
+    return sampled

@@ -1,0 +1,45 @@
+"""What a teacher reads that is told a reply of the group which passed."""
+
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollgrad.application.learning.teacher_prompts import ToldPassedReplies, told_by_rows
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.testing.agent_executor import make_trajectory
+
+TOLD = ToldPassedReplies(
+    tell=lambda prompt, passed: (*prompt.token_ids, *map(int, passed.split())),
+    decode=lambda token_ids: " ".join(map(str, token_ids)),
+    pass_threshold=0.5,
+)
+
+
+def group_of(number: int, scores: list[float]) -> RolloutGroup:
+    """A group whose samples reply their own number, in reverse order."""
+    samples = [
+        evolve(make_trajectory([1, number], [100 + i, 9], group_id=number, sample_id=10 * number + i), score=score)
+        for i, score in enumerate(scores)
+    ]
+    prompt = Prompt(token_ids=(1, number), text="?")
+    return RolloutGroup(group_id=number, prompt=prompt, trajectories=tuple(samples[::-1]))
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.4, 0.5, 1.0]), min_size=1, max_size=5), min_size=1, max_size=3))
+def test_each_rollout_is_taught_by_the_first_other_one_that_passed(scores: list[list[float]]) -> None:
+    found = TOLD([group_of(number, own) for number, own in enumerate(scores)])
+    wanted = {}
+    for number, own in enumerate(scores):
+        for sample in range(len(own)):
+            others = [i for i, score in enumerate(own) if score >= 0.5 and i != sample]
+            if others:
+                wanted[number, 10 * number + sample] = (1, number, 100 + others[0], 9)
+    assert found == wanted
+
+
+def test_rows_tell_all_rollouts_of_their_prompt_or_none() -> None:
+    plain, other = group_of(0, [0.0, 1.0]), group_of(1, [1.0])
+    assert told_by_rows([plain, other]) is None
+    taught = evolve(plain, prompt=evolve(plain.prompt, teacher_token_ids=(7, 8)))
+    assert told_by_rows([taught, other]) == {(0, 0): (7, 8), (0, 1): (7, 8), (1, 10): (1, 1)}
