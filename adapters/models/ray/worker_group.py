@@ -108,8 +108,9 @@ class RankWorker:
         """Makes the model that later calls are made on."""
         import torch
 
-        from rollgrad.adapters.models.torch.allocator import keep_freed_memory
+        from rollgrad.adapters.models.torch.allocator import keep_freed_memory, let_segments_grow
 
+        let_segments_grow()
         try:
             self._model = make(*arguments)
         finally:

@@ -1,4 +1,4 @@
-"""Keeps freed memory in the process, until `give_back_freed_memory`.
+"""Keeps freed memory in the process, until `give_back_freed_memory`, and whole on a GPU.
 
 Each training step allocates and frees the same gigabytes (gradients, activations, logits). On a GPU torch keeps what is
 freed. On a Linux CPU glibc by default returns large blocks to the system at once and maps them again, page by page,
@@ -6,6 +6,7 @@ which costs about a tenth of a step.
 """
 
 import ctypes
+import os
 import sys
 from typing import Any
 
@@ -15,6 +16,20 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Names of glibc's `mallopt` parameters."""
 KEEP = 2**31 - 1
 """Bytes of free memory that are kept, and size from which blocks are mapped separately: the largest possible value."""
+
+
+GROWING = "expandable_segments:True"
+"""Option of torch's allocator."""
+
+
+def let_segments_grow() -> None:
+    """Has torch take a GPU's memory, from now on, in segments that grow and shrink, unless PYTORCH_ALLOC_CONF, or
+    PYTORCH_CUDA_ALLOC_CONF, says how. Passes of a run have a size of their own each: in segments of fixed sizes what
+    they free is left in pieces, of which SkyRL found 20 GiB in its second step (NovaSky-AI/SkyRL#1768). vLLM's
+    processes, which have an allocator of their own for sleep, must not inherit it."""
+    if torch.cuda.is_available() and not any(map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))):
+        os.environ["PYTORCH_ALLOC_CONF"] = GROWING  # where `in_fixed_segment` looks; torch has read it before
+        torch._C._accelerator_setAllocatorSettings(GROWING)
 
 
 def keep_freed_memory() -> None:

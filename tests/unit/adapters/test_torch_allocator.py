@@ -1,7 +1,14 @@
 """Freed memory stays in the process, until it is given back."""
 
+import os
 import platform
 from collections.abc import Callable
+
+import pytest
+import torch
+
+from rollgrad.adapters.models.torch.allocator import GROWING, let_segments_grow
+from rollgrad.adapters.weights.gpu_buckets import in_fixed_segment
 
 SCRIPT = """
 import psutil, torch
@@ -28,3 +35,28 @@ def test_freed_memory_stays_until_it_is_given_back(run_script: Callable[..., str
         assert of_giving_back > 350e6
     else:
         assert of_giving_back == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "variables", "grow"),
+    [
+        (True, {}, True),
+        (True, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        (True, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        (False, {}, False),
+    ],
+    ids=str,
+)
+def test_segments_of_a_gpu_grow_unless_the_environment_says_how_they_are(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, variables: dict[str, str], grow: bool
+) -> None:
+    monkeypatch.setattr(os, "environ", variables.copy())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    let_segments_grow()
+    assert told == [GROWING] * grow
+    told.clear()
+    with in_fixed_segment():  # another process can map no part of one that grows
+        assert told == ["expandable_segments:False"] * grow
+    assert told == ["expandable_segments:False", GROWING] * grow
