@@ -173,9 +173,12 @@ def as_it_is(shape: ModelShape) -> ModelShape:
     return shape
 
 
-def show_plan(config: RLConfig, console: "Console", *, samples: bool = True, becomes: Becomes = as_it_is) -> list[str]:
+def show_plan(
+    config: RLConfig, console: "Console", *, samples: bool = True, becomes: Becomes = as_it_is, told: int = 0
+) -> list[str]:
     """Prints the memory plan of a run whose settings hold; returns a sentence for each place where it does not fit.
-    `samples`: the run learns from what it samples, of which more is said. `becomes`: what the actor is made.
+    `samples`: the run learns from what it samples, of which more is said. `becomes`: what the actor is made. `told`: as
+    in `memory_plan`.
 
     Raises:
         CheckpointError: a model cannot be found.
@@ -186,7 +189,7 @@ def show_plan(config: RLConfig, console: "Console", *, samples: bool = True, bec
     machine, device = _machine(), default_device()
     dtype = resolve_dtype(config.actor.dtype, device)
     shapes = _shapes(config, dtype, device, becomes=becomes)
-    rows = _rows(config, shapes, machine, dtype)
+    rows = _rows(config, shapes, machine, dtype, told)
     console.print(_memory_table(rows, machine))
     for place in places(rows, machine):
         console.print(f"{_mib(place.held)} MiB at once in {place.name}, which has {_mib(place.available)}")
@@ -204,12 +207,14 @@ def show_plan(config: RLConfig, console: "Console", *, samples: bool = True, bec
     for sentence in filter(None, (idle_sentence(config), uncorrected_sentence(config))):
         console.print(sentence)
     short = list(shortages(rows, machine))
-    fits = partial(_fits, machine=machine, dtype=dtype, device=device, becomes=becomes)
+    fits = partial(_fits, machine=machine, dtype=dtype, device=device, becomes=becomes, told=told)
     way = way_out(config, machine, fits) if short else None
     return short if way is None else [*short, way]
 
 
-def _rows(config: RLConfig, shapes: dict[str, ModelShape], machine: Machine, dtype: "torch.dtype") -> list[RoleMemory]:
+def _rows(
+    config: RLConfig, shapes: dict[str, ModelShape], machine: Machine, dtype: "torch.dtype", told: int = 0
+) -> list[RoleMemory]:
     return memory_plan(
         config,
         shapes["actor"],
@@ -218,14 +223,15 @@ def _rows(config: RLConfig, shapes: dict[str, ModelShape], machine: Machine, dty
         critic=shapes.get("critic"),
         reference=shapes.get("reference"),
         reward=shapes.get("reward"),
+        told=told,
     )
 
 
 def _fits(
-    config: RLConfig, *, machine: Machine, dtype: "torch.dtype", device: "torch.device", becomes: Becomes
+    config: RLConfig, *, machine: Machine, dtype: "torch.dtype", device: "torch.device", becomes: Becomes, told: int
 ) -> bool:
     shapes = _shapes(config, dtype, device, becomes=becomes)
-    return not [*shortages(_rows(config, shapes, machine, dtype), machine)]
+    return not [*shortages(_rows(config, shapes, machine, dtype, told), machine)]
 
 
 def _weights_way(config: RLConfig, device: "torch.device") -> str:

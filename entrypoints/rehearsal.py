@@ -16,14 +16,13 @@ from attrs import evolve
 from rich.console import Console
 from rich.text import Text
 
-from rollgrad.adapters.data.datasets.survey import Surveyed
+from rollgrad.adapters.data.datasets.survey import Survey, Surveyed
 from rollgrad.application.episodes.judging import answer_request
 from rollgrad.application.settings.derived import longest_sample, longest_sequence
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.validation import range_problems, with_defaults
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
-from rollgrad.domain.ports.prompt_source import PromptSource
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rewards import check_reward_model, reward_kind
@@ -94,7 +93,7 @@ class _Trial:
         self._attempt(container.suits, *(f"{section}.model_name_or_path" for section in ("actor", "ref", "critic")))
         prompts = self._attempt(container.prompts, "actor.model_name_or_path", "data.prompt_dataset")
         held_out = self._attempt(container.eval_prompts, "actor.model_name_or_path", "eval.dataset")
-        self._plan(_longest_prompt(prompts, held_out or ()))
+        self._plan(prompts.survey if isinstance(prompts, Surveyed) else None, held_out or ())
         if prompts is not None:
             self._console.print(count_table(config, len(prompts)))
         self._attempt(container.tool_box)
@@ -124,15 +123,18 @@ class _Trial:
                 self._say(container.codec().decode(told, special_tokens=True))
         self._judge([*shown, *(held_out or [])[:1]])
 
-    def _plan(self, longest_prompt: int | None) -> None:
-        """Shows the memory plan, by the longest prompt that there is, where an episode is a prompt and a reply."""
+    def _plan(self, survey: Survey | None, held_out: Sequence[Prompt]) -> None:
+        """Prints the memory plan: by the longest prompt that there is, where an episode is a prompt and a reply, and by
+        what the reference is told in its place."""
         config = self._config
         plays = self.container.plays()
-        if longest_prompt is not None and not plays:
-            config = evolve(config, data=evolve(config.data, max_prompt_tokens=longest_prompt))
+        if survey is not None and not plays:
+            longest = max([survey.longest, *(len(prompt.token_ids) for prompt in held_out)])
+            config = evolve(config, data=evolve(config.data, max_prompt_tokens=longest))
         keys = ("actor", "critic", "ref", "reward")
+        told = 0 if survey is None else max(0, survey.longest_told - survey.longest)
         shortages = self._attempt(
-            lambda: show_plan(config, self._console), *(f"{key}.model_name_or_path" for key in keys)
+            lambda: show_plan(config, self._console, told=told), *(f"{key}.model_name_or_path" for key in keys)
         )
         for sentence in shortages or ():
             if config.cluster.address is None:
@@ -192,10 +194,3 @@ class _Trial:
 
     def _say(self, text: str) -> None:
         self._console.print(Text(text))
-
-
-def _longest_prompt(prompts: PromptSource | None, held_out: Sequence[Prompt]) -> int | None:
-    """Returns the tokens of the longest prompt of a run; None where it is not known before they are drawn."""
-    if not isinstance(prompts, Surveyed):
-        return None
-    return max([prompts.survey.longest, *(len(prompt.token_ids) for prompt in held_out)])

@@ -16,9 +16,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from rollgrad.adapters.weights.transfer import Update
-
-BUCKET_BYTES = 256 * 2**20
-"""Bytes of a bucket in GPU memory, at each end of a transfer."""
+from rollgrad.application.settings.weight_backend import BUCKET_BYTES
 
 GROWING = re.compile(r"expandable_segments\s*:\s*True")
 

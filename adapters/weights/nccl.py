@@ -14,8 +14,9 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from rollgrad.adapters.system.waiting import waiting_for
-from rollgrad.adapters.weights.gpu_buckets import BUCKET_BYTES, Contents, Packer
+from rollgrad.adapters.weights.gpu_buckets import Contents, Packer
 from rollgrad.adapters.weights.transfer import DividedPolicy, Life, Update, WeightStream, sent
+from rollgrad.application.settings.weight_backend import BUCKET_BYTES, RECEIVED_BUCKETS
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.models import PolicyModel
 
@@ -26,9 +27,6 @@ JOIN_SECONDS = 240.0
 
 BROADCAST_SECONDS = 120.0
 """Longest time of a bucket, whose transfer and loading take less than a second each."""
-
-BUFFERS = 2
-"""Number of buffers in which vLLM receives."""
 
 
 @frozen
@@ -81,7 +79,7 @@ def init_infos(rendezvous: Rendezvous, workers: int) -> list[Any]:
             "world_size": rendezvous.size,
             "packed": True,
             "packed_buffer_size_bytes": BUCKET_BYTES,
-            "packed_num_buffers": BUFFERS,
+            "packed_num_buffers": RECEIVED_BUCKETS,
         }
         for first in range(1, rendezvous.size, workers)
     ]

@@ -15,8 +15,8 @@ CONTEXT_BYTES = 600 * 2**20
 """Memory of a GPU that each process takes for CUDA itself, its libraries and their buffers."""
 
 GROUP_BYTES = 700 * 2**20
-"""Memory of a GPU that each process of a model takes for what NCCL sends to others: 688 MB with three processes or more
-on A100s joined by NVLink (NVIDIA/nccl#964). That of an engine's processes is within the engine's share."""
+"""Memory of a GPU that a process takes for what NCCL sends in each group of processes: 688 MB with three or more on
+A100s joined by NVLink (NVIDIA/nccl#964)."""
 
 
 @frozen(kw_only=True)
@@ -36,7 +36,9 @@ class RoleMemory:
     ZeRO's last stage `keeps_gradients`, and the buffer in which it sends them. `offloaded` lies in the machine's
     memory, and `loading` while the model is loaded for a GPU; the rest on a GPU. Roles of one `device` share it. An
     engine or reward model that `takes_turns` makes no passes while models train; an engine that `sleeps` holds nothing
-    meanwhile, and what `rests` of a model's optimizer is in the machine's memory while engines sample.
+    meanwhile but its groups and what is `asleep`, and what `rests` of a model's optimizer is in the machine's memory
+    while engines sample. `groups` of NCCL are those whose memory is counted nowhere else, and `buckets` of weights on
+    their way to engines are held until these have their keys and values.
     """
 
     role: str
@@ -53,18 +55,21 @@ class RoleMemory:
     sleeps: bool = False
     keeps_gradients: bool = False
     rests: int = 0
+    groups: int = 0
+    buckets: int = 0
+    asleep: int = 0
 
     @property
     def kept(self) -> int:
         """Bytes that are kept while other roles compute."""
         if self.sleeps:
-            return 0
-        return self.weights + self.optimizer + (self.gradients if self.keeps_gradients else 0)
+            return self.asleep
+        return self.weights + self.optimizer + self.buckets + (self.gradients if self.keeps_gradients else 0)
 
     @property
     def total(self) -> int:
         """Bytes on the device, without offloaded ones."""
-        return self.weights + self.gradients + self.optimizer + self.passes
+        return self.weights + self.gradients + self.optimizer + self.passes + self.buckets
 
 
 @frozen(kw_only=True)
@@ -85,7 +90,7 @@ def places(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[Place]:
     for device in dict.fromkeys(row.device for row in rows):
         sharing = [row for row in rows if row.device == device]
         name = f"a GPU of {', '.join(row.role for row in sharing)}"
-        groups = sum(row.processes > 1 and row.role != "engines" for row in sharing)
+        groups = sum(row.groups for row in sharing)
         held = _at_once((row, 1) for row in sharing) + len(sharing) * CONTEXT_BYTES + groups * GROUP_BYTES
         yield Place(name=name, held=held, available=machine.gpu)
     offloaded = sum(row.on_a_machine * (row.offloaded + row.rests) for row in rows)

@@ -27,7 +27,8 @@ from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.ds import BUCKET_NUMBERS, GRADIENTS, PARAMETERS
 from rollgrad.application.settings.sections.reward import REWARD_TOKENS
 from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES
+from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES, SyncBackend
+from rollgrad.application.settings.weight_backend import BUCKET_BYTES, RECEIVED_BUCKETS, sync_backend
 from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.settings import KLAgainst, KLEstimator
 
@@ -35,6 +36,10 @@ ADAM_MOMENTS = 2
 
 GATHERED_NUMBERS = 1_000_000_000
 """Parameters that ZeRO's last stage keeps whole at once for a pass, DeepSpeed's default."""
+
+GRAPH_BYTES = 1536 * 2**20
+"""Memory of a GPU with the steps that vLLM has captured as CUDA graphs, which it keeps while it sleeps: 1.50 GB of
+Kimi-K2.6 on each of eight GPUs (vllm-project/vllm#47654)."""
 
 
 def memory_plan(
@@ -46,12 +51,14 @@ def memory_plan(
     critic: ModelShape | None = None,
     reference: ModelShape | None = None,
     reward: ModelShape | None = None,
+    told: int = 0,
 ) -> list[RoleMemory]:
     """The roles of a run.
 
     Shapes whose `passes` were measured have them in the compute format. `compute_bytes` is the size of one number in
     it: 2 or, for float32, 4. `critic` and `reference` default to the actor's shape without adapters, that of the critic
     in the compute format; they appear only where the settings use them. `reward`: of the reward model, if there is one.
+    `told`: tokens that the longest prompt of the reference has more than that of the policy.
     """
     row = _saved(config, _at_rest(config, "actor", actor, compute_bytes, machine), actor, machine)
     rows = [_compared(config, row, actor, compute_bytes, machine)]
@@ -64,9 +71,8 @@ def memory_plan(
     whole = config.algo.kl.estimator is KLEstimator.FULL
     # In one process the reference is the actor without its adapters, unless whole distributions are compared.
     if compares and (config.cluster.enable or reference is not None or not actor.adapters or whole):
-        rows.append(
-            _reference(config, reference or base, compute_bytes, machine, beside="actor" if whole else "reference")
-        )
+        beside = "actor" if whole else "reference"
+        rows.append(_reference(config, reference or base, compute_bytes, machine, beside=beside, told=told))
     if reward is not None:
         rows.append(_reward(config, reward, compute_bytes, machine))
     if config.rollout.engine is not Engine.SERVER:  # servers have memory of their own
@@ -74,7 +80,38 @@ def memory_plan(
     if not machine.gpu:
         return rows
     shapes = {"actor": actor, "critic": critic or plain, "reference": reference or base, "reward": reward or plain}
+    rows = [_exchanging(config, row, plain, compute_bytes) for row in rows]
     return [_loaded(config, row, shapes.get(row.role, plain), compute_bytes) for row in rows]
+
+
+def _exchanging(config: RLConfig, row: RoleMemory, shape: ModelShape, compute_bytes: int) -> RoleMemory:
+    """Returns a role with the groups in which its processes exchange, and with weights on their way from the actor to
+    vLLM's engines through the memory of GPUs."""
+    row = evolve(row, groups=_groups(config, row))
+    if config.rollout.engine is not Engine.VLLM or row.role not in ("actor", "engines"):
+        return row
+    bucket, way = max(BUCKET_BYTES, shape.embedding * compute_bytes), sync_backend(config, gpus=True)
+    if row.role == "actor":
+        # Of a bucket that an engine maps, torch frees nothing before the transfer has ended.
+        row = evolve(row, buckets=bucket if way is SyncBackend.CUDA_IPC else 0)
+    elif way is SyncBackend.NCCL:
+        row = evolve(row, buckets=RECEIVED_BUCKETS * bucket)
+    return evolve(row, groups=row.groups + 1) if way is SyncBackend.NCCL else row
+
+
+def _groups(config: RLConfig, row: RoleMemory) -> int:
+    """Returns in how many groups each process of a role exchanges with others, but for those of an engine that is
+    awake, whose share of a GPU has them."""
+    if row.role == "engines":
+        vllm = config.vllm
+        return (vllm.tensor_parallel_size > 1) + (vllm.pipeline_parallel_size > 1) if row.sleeps else 0
+    if row.processes == 1:
+        return 0
+    ds, experts = config.ds, config.cluster.expert_parallel_size
+    # Those that share layers, and those that have the same share of them; likewise experts.
+    groups = 1 + (ds.sequence_parallel_size > 1)
+    groups += sum((size > 1) + (1 < size < row.processes) for size in (ds.tensor_parallel_size, experts))
+    return groups
 
 
 def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
@@ -194,12 +231,20 @@ def _of_fsdp2(config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: i
     return (outside + 2 * layer + 2 * sent) * compute_bytes + gradients
 
 
-def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Machine, *, beside: str) -> RoleMemory:
+def _reference(
+    config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Machine, *, beside: str, told: int
+) -> RoleMemory:
     """Returns the memory of the reference, with one layer's activations at a time, in the processes of the role
-    `beside`; FSDP2 divides it, and ZeRO at its last stage alone, as it does the actor's parameters."""
+    `beside`; FSDP2 divides it, and ZeRO at its last stage alone, as it does the actor's parameters. Its prompts may
+    have `told` tokens more."""
     where, apart = _where(config, beside), beside == "reference"  # else it is whole in each of the actor's processes
     budget = config.train.max_tokens_per_scoring_pass if apart else None
     tokens = pass_tokens(config, where.processes / config.ds.tensor_parallel_size, budget)
+    longest = longest_sample(config)
+    if apart:
+        tokens = max(tokens, math.ceil((longest + told) / config.ds.sequence_parallel_size))
+    else:  # it reads the actor's micro-batches
+        tokens = math.ceil(tokens * (longest + told) / longest)
     weights = (_share(config, shape) if apart else shape).weights(compute_bytes)
     # The logits come after the layers, from what the last of them returns.
     last = tokens * shape.hidden * compute_bytes + head_bytes(config, shape, tokens, compute_bytes, machine.gpu)
@@ -248,13 +293,16 @@ def _engine(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Ma
         weights = math.ceil(weights / width)
         if config.vllm.sync_delta and not machine.gpu:
             weights *= 2  # as they were loaded, and as they are packed
-        share = int(engine_share(config) * machine.gpu)
+        passes = max(0, int(engine_share(config) * machine.gpu) - weights) if machine.gpu else CPU_CACHE_BYTES
+        extra = config.vllm.extra or {}
+        captures = not (extra.get("enforce_eager") or extra.get("sleep_mode_offload_cudagraph"))
         return evolve(
             _where(config, "engines"),
             weights=weights,
-            passes=max(0, share - weights) if machine.gpu else CPU_CACHE_BYTES,
+            passes=passes,
             takes_turns=sleeps,
             sleeps=sleeps,
+            asleep=min(GRAPH_BYTES, passes) if sleeps and captures else 0,
         )
     own = config.cluster.enable or overlaps
     return evolve(

@@ -8,6 +8,12 @@ from rollgrad.domain.errors import ConfigurationError
 
 NEED_GPUS = (SyncBackend.NCCL, SyncBackend.CUDA_IPC)
 
+BUCKET_BYTES = 256 * 2**20
+"""Bytes of a bucket in GPU memory, at each end of a transfer; a matrix that is larger gets one of its own size."""
+
+RECEIVED_BUCKETS = 2
+"""Number of buckets into which engines receive by NCCL."""
+
 
 def shares_gpus(config: RLConfig) -> bool:
     """Whether engines are on the actor's GPUs: where one process trains and samples, or all roles share."""

@@ -14,7 +14,7 @@ from rollgrad.application.settings.memory_places import (
     places,
     shortages,
 )
-from rollgrad.application.settings.memory_plan import GATHERED_NUMBERS, memory_plan
+from rollgrad.application.settings.memory_plan import GATHERED_NUMBERS, GRAPH_BYTES, memory_plan
 from rollgrad.application.settings.memory_plan_passes import (
     ACTIVATIONS_PER_HIDDEN,
     CENTRED_BYTES,
@@ -32,7 +32,7 @@ from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.ds import BUCKET_NUMBERS, PARAMETERS
 from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES
+from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES, SyncBackend
 from rollgrad.application.settings.way_out import way_out
 from rollgrad.domain.algorithms.settings import KLEstimator
 from rollgrad.entrypoints.openrlhf.command import translated_config
@@ -40,6 +40,7 @@ from rollgrad.entrypoints.openrlhf.command import translated_config
 SHAPE = ModelShape(parameters=1000, layers=3, hidden=8, kv_heads=2, head_dim=4, stored=2)
 CPU = Machine(gpu=0, memory=2**40)
 GPU = Machine(gpu=1_000_000, memory=2**40)
+H100 = Machine(gpu=80 * 10**9, memory=2 * 10**12)
 LAYER = 8 * ACTIVATIONS_PER_HIDDEN
 """Numbers that a layer keeps of a token."""
 CACHE = 8 * 128 * (2 * 3 * 2 * 4) + 8 * 10 * LAYER
@@ -72,9 +73,10 @@ def plan(
     *,
     compute_bytes: int = 2,
     shape: ModelShape = SHAPE,
+    told: int = 0,
     **models: ModelShape,
 ) -> dict[str, RoleMemory]:
-    rows = memory_plan(config, shape, compute_bytes=compute_bytes, machine=machine, **models)
+    rows = memory_plan(config, shape, compute_bytes=compute_bytes, machine=machine, told=told, **models)
     return {row.role: row for row in rows}
 
 
@@ -83,7 +85,7 @@ def at_once(rows: dict[str, RoleMemory], machine: Machine = CPU) -> dict[str, in
     found = {}
     for place in places(list(rows.values()), machine):
         roles = place.name.removeprefix("a GPU of ").split(", ") if place.name.startswith("a GPU") else []
-        groups = sum(rows[role].processes > 1 and role != "engines" for role in roles)
+        groups = sum(rows[role].groups for role in roles)
         found[place.name] = place.held - len(roles) * CONTEXT_BYTES - groups * GROUP_BYTES
     return found
 
@@ -185,7 +187,7 @@ def test_a_reward_model_judges_while_engines_sample() -> None:
     config.train.async_enable = True
     assert at_once(plan(config, GPU, reward=SHAPE), GPU)["a GPU of critic, reward"] == critic.total + reward.total
     config.train.async_enable, config.train.colocate_all = False, True
-    together = plan(config, evolve(GPU, gpu=10_000_000), reward=SHAPE)
+    together = plan(config, H100, reward=SHAPE)
     kept = sum(together[role].kept for role in ("actor", "critic", "reward"))
     [held] = at_once(together, GPU).values()
     assert held == kept + together["engines"].total + together["reward"].passes
@@ -202,7 +204,7 @@ def test_a_reward_model_judges_while_engines_sample() -> None:
 def test_optimizers_leave_their_memory_to_engines(stage: int, strategy: Strategy, rests: int) -> None:
     config = cluster_config(stage)
     config.cluster.strategy, config.algo.advantage.estimator = strategy, "gae"
-    config.train.colocate_all = True
+    config.train.colocate_all, config.vllm.extra = True, {"enforce_eager": True}
     before = plan(config, GPU)
     config.train.optimizer_sleeps = True
     rows = plan(config, GPU)
@@ -269,6 +271,19 @@ def test_a_reference_that_is_compared_over_the_vocabulary_is_in_the_actors_proce
     config.ds.zero_stage, config.train.max_tokens_per_scoring_pass = PARAMETERS, 1
     row = plan(config, GPU)["reference"]
     assert (row.weights, row.passes) == (rows["reference"].weights, passes), "it is whole, and in the actor's passes"
+
+
+@pytest.mark.parametrize(("estimator", "tokens"), [(KLEstimator.K1, (32, 32, 56)), (KLEstimator.FULL, (32, 64, 112))])
+def test_a_reference_that_is_told_more_reads_more(estimator: KLEstimator, tokens: tuple[int, ...]) -> None:
+    """Prompts of 10 tokens and replies of 6, of which the actor has two in a micro-batch, and so a reference beside it;
+    else it has passes of its own, one of them of its longest sequence at least."""
+    config = small_config()
+    config.algo.kl.init_coef, config.algo.kl.estimator = 0.1, estimator
+    for more, read in zip((0, 16, 40), tokens, strict=True):
+        assert plan(config, told=more)["reference"].passes == read * LAYER * 2
+    config.algo.kl.estimator = KLEstimator.K1
+    config.cluster.enable, config.actor.num_gpus_per_node, config.ds.sequence_parallel_size = True, 2, 2
+    assert plan(config, told=64)["reference"].passes == (64 + 16) / 2 * LAYER * 2
 
 
 def test_checkpointing_keeps_layer_inputs_and_one_layer() -> None:
@@ -538,7 +553,7 @@ def test_vllm_takes_its_share_of_a_gpu() -> None:
     config.vllm.gpu_memory_utilization = 0.5
     config.vllm.tensor_parallel_size, config.vllm.pipeline_parallel_size = 2, 4
     row = plan(config, GPU)["engines"]
-    assert (row.processes, row.weights, row.total) == (16, 250, 500_000)
+    assert (row.processes, row.weights, row.total - row.buckets) == (16, 250, 500_000)
     assert plan(config)["engines"].passes == CPU_CACHE_BYTES
 
 
@@ -570,9 +585,79 @@ def test_who_shares_a_gpu_is_added_up() -> None:
     }
     assert at_once(plan(config, GPU), GPU) == together
     config.train.colocate_all = True
+    rows = plan(config, GPU)
+    actor, reference, engines = (rows[role] for role in ("actor", "reference", "engines"))
     kept = actor.kept + reference.kept
-    all_on_one = {"a GPU of actor, reference, engines": kept + max(actor.total - actor.kept, engines.total)}
-    assert at_once(plan(config, GPU), GPU) == all_on_one
+    all_on_one = {
+        "a GPU of actor, reference, engines": kept
+        + engines.kept
+        + max(actor.total - actor.kept, engines.total - engines.kept)
+    }
+    assert at_once(rows, GPU) == all_on_one
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "size", "groups"),
+    [
+        ("ds", "zero_stage", 3, 1),
+        ("ds", "sequence_parallel_size", 2, 2),
+        ("ds", "sequence_parallel_size", 4, 2),  # whose processes are all, but in a group of their own
+        ("ds", "tensor_parallel_size", 2, 3),  # that, those that share layers, those that have the same share
+        ("ds", "tensor_parallel_size", 4, 2),
+        ("cluster", "expert_parallel_size", 2, 3),
+    ],
+)
+def test_each_group_has_its_memory(section: str, key: str, size: int, groups: int) -> None:
+    config = cluster_config()
+    config.vllm.sync_backend = SyncBackend.SHARED_MEMORY
+    setattr(getattr(config, section), key, size)
+    row = plan(config, GPU)["actor"]
+    assert row.groups == groups
+    (place, *_) = places([row], GPU)
+    assert place.held == row.total + CONTEXT_BYTES + groups * GROUP_BYTES
+    assert plan(cluster_config(processes=1), GPU)["actor"].groups == 1, "one process alone has that of weights"
+
+
+def test_weights_cross_memory_of_gpus_in_buckets() -> None:
+    config = cluster_config(processes=2)
+    wide = evolve(SHAPE, embedding=200 * 2**20)
+    apart = plan(config, GPU, shape=wide)
+    assert (apart["actor"].groups, apart["engines"].groups) == (2, 1), "they join one group by NCCL"
+    assert (apart["actor"].buckets, apart["engines"].buckets) == (0, 2 * 400 * 2**20)
+    config.train.colocate_all = True
+    shared = plan(config, GPU, shape=wide)
+    assert (shared["actor"].groups, shared["engines"].groups) == (1, 0)
+    assert (shared["actor"].buckets, shared["engines"].buckets) == (400 * 2**20, 0), "a matrix larger than a bucket"
+    assert plan(config, GPU)["actor"].buckets == 256 * 2**20
+    assert shared["actor"].kept == shared["actor"].weights + shared["actor"].optimizer + 400 * 2**20, "while they wake"
+    config.vllm.sync_backend = SyncBackend.SHARED_MEMORY
+    assert plan(config, GPU, shape=wide)["actor"].buckets == 0
+    assert plan(config, shape=wide)["actor"].buckets == 0
+
+
+@pytest.mark.parametrize("left_out", ["enforce_eager", "sleep_mode_offload_cudagraph"])
+def test_engines_that_sleep_keep_what_they_have_captured(left_out: str) -> None:
+    config = cluster_config()
+    config.train.colocate_all = True
+    assert plan(config, H100)["engines"].kept == GRAPH_BYTES
+    config.vllm.extra = {left_out: False}
+    rows = plan(config, H100)
+    actor = rows["actor"]
+    assert at_once(rows, H100) == {
+        "a GPU of actor, engines": actor.kept + max(actor.total - actor.kept + GRAPH_BYTES, int(0.5 * H100.gpu)),
+    }
+    config.vllm.extra = {left_out: True}
+    assert plan(config, H100)["engines"].kept == 0
+    config.train.colocate_all, config.vllm.extra = False, None
+    assert plan(config, H100)["engines"].asleep == 0, "on a GPU of their own they never sleep"
+
+
+def test_engines_that_sleep_keep_their_groups() -> None:
+    config = cluster_config()
+    config.vllm.tensor_parallel_size = config.vllm.pipeline_parallel_size = 2
+    assert plan(config, GPU)["engines"].groups == 1, "their share of a GPU has the others"
+    config.train.colocate_all = True
+    assert plan(config, GPU)["engines"].groups == 2
 
 
 def test_a_machine_without_gpus_holds_all_its_processes() -> None:
@@ -592,7 +677,7 @@ def test_what_does_not_fit_is_a_sentence() -> None:
         machine = Machine(gpu=gigabytes * 2**30, memory=2**40)
         sentences = list(shortages(list(plan(config, machine, shape=shape).values()), machine))
         assert (sentences == []) == fits
-    assert "a GPU of actor, engines would hold 11,815 MiB at once, and has 8,192." in sentences[0]
+    assert "a GPU of actor, engines would hold 12,553 MiB at once, and has 8,192." in sentences[0]
     assert "--vllm.gpu_memory_utilization" in sentences[0]
 
 
@@ -611,15 +696,14 @@ LLAMA_3_8B = ModelShape(
     ),
 )
 """With passes in bfloat16 that recompute activations, as `measured_passes` finds them."""
-H100 = Machine(gpu=80 * 10**9, memory=2 * 10**12)
 COMMANDS = Path(__file__).parents[1] / "entrypoints" / "openrlhf_commands.txt"
 
 
 @pytest.mark.parametrize(
     ("flag", "section", "key", "share", "least"),
     [
-        ("--enforce_eager", "train", "optimizer_sleeps", 0.5, 63e9),  # by --deepspeed_enable_sleep
-        ("--adam_offload", "ds", "adam_offload", 0.6, 69e9),
+        ("--enforce_eager", "train", "optimizer_sleeps", 0.5, 64e9),  # by --deepspeed_enable_sleep
+        ("--adam_offload", "ds", "adam_offload", 0.6, 70e9),
     ],
 )
 def test_llama_3_8b_with_critic_reference_and_reward_model_fits_on_eight_gpus(
@@ -663,9 +747,10 @@ def test_llama_3_70b_shares_the_gpus_of_two_machines_with_engines_over_eight() -
     actor, engines = rows["actor"], rows["engines"]
     assert (engines.processes, engines.on_a_machine, engines.device) == (16, 8, actor.device)
     assert engines.weights == math.ceil(LLAMA_3_70B.parameters * 2 / 8)
-    assert (engines.total, engines.kept) == (48 * 10**9, 0)
+    assert (engines.total, engines.kept) == (48 * 10**9, GRAPH_BYTES)
     assert actor.weights == math.ceil(LLAMA_3_70B.parameters * 2 / 16)
-    assert at_once(rows, H100)["a GPU of actor, engines"] == actor.kept + max(actor.total - actor.kept, engines.total)
+    passes = actor.total - actor.kept + GRAPH_BYTES
+    assert at_once(rows, H100)["a GPU of actor, engines"] == actor.kept + max(passes, engines.total)
     assert list(shortages([*rows.values()], H100)) == []
     config.vllm.tensor_parallel_size = config.vllm.pipeline_parallel_size = 1
     keys, gpu = shortages([*plan(config, H100, shape=LLAMA_3_70B).values()], H100)

@@ -1,6 +1,8 @@
 """The memory plan of a run says what does not fit, with which recomputation it would, and what else is odd."""
 
 import io
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from rich.console import Console
 from rollgrad.application.settings.memory_places import Machine, places
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing, DType
-from rollgrad.entrypoints import dry_run
+from rollgrad.application.settings.sections.reward import Verifier
+from rollgrad.entrypoints import dry_run, rehearsal
 
 CPU = torch.device("cpu")
 
@@ -50,3 +53,19 @@ def test_optimizer_steps_without_a_ratio_are_said(tiny_model_dir: Path) -> None:
         console = Console(record=True, width=1000, file=io.StringIO())
         dry_run.show_plan(config, console)
         assert ("policy_gradient has no ratio, but a rollout feeds 2" in console.export_text()) == said
+
+
+def test_the_plan_is_of_what_the_reference_is_told(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RLConfig()
+    config.actor.model_name_or_path, config.ckpt.output_dir = str(tiny_model_dir), str(tmp_path / "out")
+    config.data.prompt_dataset, config.reward.verifier = str(tmp_path / "prompts.jsonl"), Verifier.LAST_NUMBER
+    config.rollout.max_new_tokens = 16
+    config.algo.kl.init_coef, config.algo.kl.teacher_template = 0.1, "{prompt} It is {label}, as everybody knows."
+    Path(config.data.prompt_dataset).write_text(json.dumps({"input": "What is 2 + 2?", "label": "4"}))
+    planned: list[int] = []
+    monkeypatch.setattr(rehearsal, "show_plan", lambda *_, told: planned.append(told))
+    rehearsal.rehearse(config, [])
+    own, read = map(int, re.findall(r"\((\d+) tokens", capsys.readouterr().out))
+    assert planned == [read - own] != [0]
