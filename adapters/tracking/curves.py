@@ -113,12 +113,12 @@ def draw_curves(metrics_path: Path, image: Path, *, title: str) -> Path:
     series = read_metrics(metrics_path)
     panels = [panel for panel in PANELS if panel.drawn(series)]
     columns = 2 if len(panels) <= 4 else 4
-    rows = max(1, -(-len(panels) // columns))
+    rows = -(-len(panels) // columns)
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(3.7 * columns, 2.7 * rows + 0.5), dpi=150, facecolor="white")
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
         figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color="#20242c")
-        grid = figure.subplots(rows, columns, squeeze=False).ravel()
+        grid = figure.subplots(rows, columns, squeeze=False).ravel() if panels else ()
         for axes, panel in zip(grid, panels, strict=False):
             axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color="#20242c")
             _draw(axes, panel, series)

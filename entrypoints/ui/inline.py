@@ -5,6 +5,7 @@ Invariant: the file asks for nothing outside of itself. Does not own: the data (
 
 import base64
 import re
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def inline_page(title: str, data: str) -> str:
     return page.replace("</body>", f'<script type="text/plain" id="data">{data}</script>\n</body>')
 
 
+@cache
 def _import_map() -> str:
     """Returns the import map of all modules. A `data:` URL is no place that a relative import could start from, so the
     modules import each other by name."""
