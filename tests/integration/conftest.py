@@ -17,6 +17,7 @@ from tests.scripts import QUIET, RAY_MODULES, ScriptHost
 NEEDS = {
     "test_vllm_engine.py": ("vllm",),
     "test_vllm_starting.py": ("vllm",),
+    "test_vllm_model_repairs.py": ("vllm",),
     "test_vllm_repairs.py": ("vllm",),
     "test_vllm_types.py": ("vllm",),
     "test_served_engine.py": ("vllm",),

@@ -19,12 +19,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
     "name",
     [
         *("gpt_oss", "falcon_h1", "minimax_m2"),
-        *(pytest.param(each, marks=pytest.mark.wide) for each in ("glm4_moe", "lfm2_moe", "qwen3_next")),
+        *(
+            pytest.param(each, marks=pytest.mark.wide)
+            for each in ("glm4_moe", "lfm2_moe", "qwen3_next", "apertus", "laguna", "phi")
+        ),
     ],
 )
 def test_a_type_takes_weights_as_the_table_says(name: str) -> None:
-    """A loader that turns matrices, one that computes, one without a name, and numbers that are no parameters; layers
-    with states of three kinds; what is repaired on a CPU."""
+    """A loader that turns matrices, one that computes, one without a name, and one that makes parameters; numbers that
+    are no parameters; layers with states of three kinds; what is repaired on a CPU, and everywhere."""
     finding = examine(name)
     assert finding.exact, finding
     assert finding.row == rows()[name], "run scripts/vllm_table.py"

@@ -43,8 +43,16 @@ def complete_loaders(model: Any) -> None:
         if isinstance(loader, partial) and not hasattr(loader, "__name__"):
             # By which vLLM's reloading knows loaders; that of MiniMax-M2's norms has none.
             loader.__dict__["__name__"] = loader.func.__name__
+    head: Any = getattr(model, "lm_head", None)
+    if getattr(head, "bias", None) is not None:
+        # Models that vLLM takes from transformers (Phi) get a new bias each time that they load one.
+        head._register_bias = _keep_bias
     if any(type(module).__name__ in ONE_BY_ONE for module in model.modules()):
         model.load_weights = partial(_load_apart, model.load_weights)
+
+
+def _keep_bias() -> None:
+    """Does nothing: the head has its bias."""
 
 
 def _load_apart(load: Callable[[Iterator[tuple[str, Tensor]]], Any], weights: Iterable[tuple[str, Tensor]]) -> Any:

@@ -76,6 +76,21 @@ def test_a_loader_without_a_name_gets_that_of_its_function() -> None:
     assert weight.weight_loader.__name__ == "loaded"
 
 
+def test_a_bias_that_a_model_registers_anew_stays_where_kernels_read_it() -> None:
+    """vLLM's models of transformers' code make one each time that they load it."""
+
+    class Head(nn.Linear):
+        def _register_bias(self) -> None:
+            self.bias = nn.Parameter(torch.empty(2))
+
+    model = Loaded()
+    model.lm_head = Head(3, 2)
+    before = model.lm_head.bias
+    complete_loaders(model)
+    model.lm_head._register_bias()
+    assert model.lm_head.bias is before
+
+
 def test_parts_are_views() -> None:
     joined = torch.arange(24.0).view(2, 4, 3)
     parts = loaded("DeepseekV3ForCausalLM", [("a.experts.gate_up_proj", joined)])
