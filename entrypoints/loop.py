@@ -48,8 +48,9 @@ from rollgrad.entrypoints.generation import generate_chosen, score
 from rollgrad.entrypoints.inputs import check_inputs
 from rollgrad.entrypoints.library import container_with, evaluate
 from rollgrad.entrypoints.offline import train_dpo, train_sft
+from rollgrad.entrypoints.reporting import report_run
 from rollgrad.entrypoints.run_directory import check_output, has_state, remove_states, write_config
-from rollgrad.entrypoints.training import TrainResult, report_run
+from rollgrad.entrypoints.training import TrainResult
 
 log = structlog.get_logger(__name__)
 

@@ -20,6 +20,7 @@ from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.models.fsdp import division
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
+from rollgrad.adapters.models.ray.rank_worker import begin_workers, end_workers, start_by_deepspeed
 from rollgrad.adapters.models.ray.replaced_group import ReplacedGroup
 from rollgrad.adapters.models.ray.sharded import (
     RankPolicy,
@@ -30,7 +31,7 @@ from rollgrad.adapters.models.ray.sharded import (
     divided_reward,
     reward_copies,
 )
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers, end_workers, start_by_deepspeed
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.models.torch.weight_shards import shard_rows

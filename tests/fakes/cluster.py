@@ -18,8 +18,9 @@ from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.models.fsdp.division import divide
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
+from rollgrad.adapters.models.ray.rank_worker import begin_workers
 from rollgrad.adapters.models.ray.sharded import RankPolicy
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch import models
 from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups

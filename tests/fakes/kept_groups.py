@@ -2,7 +2,8 @@
 
 from attrs import define, field
 
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers
+from rollgrad.adapters.models.ray.rank_worker import begin_workers
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.ray.placement import Placement
 from tests.fakes import cluster
 
@@ -49,5 +50,5 @@ class KeptGroups:
         slots = [placement.slot(rank) for rank in range(size)]
         group = KeptGroup("kept", begin_workers(slots, threads=1), timeout=TIMEOUT)
         self._groups[group] = placement
-        cluster.kept_pids.update(group.pids())
+        cluster.kept_pids.update(group.pids)
         return group

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollgrad.adapters.engines.ray_vllm import EngineHost
-from rollgrad.adapters.models.ray.worker_group import RankWorker
+from rollgrad.adapters.models.ray.rank_worker import RankWorker
 
 Seen = tuple[str, str | None]
 """Machine, and CUDA_VISIBLE_DEVICES."""

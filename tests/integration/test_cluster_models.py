@@ -12,6 +12,7 @@ from dependency_injector import providers
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.models.ray.group_state import GroupState
+from rollgrad.adapters.models.ray.rank_worker import begin_workers
 from rollgrad.adapters.models.ray.replaced_group import ReplacedGroup
 from rollgrad.adapters.models.ray.sharded import (
     ShardedPolicy,
@@ -21,7 +22,7 @@ from rollgrad.adapters.models.ray.sharded import (
     divided_reward,
     reward_copies,
 )
-from rollgrad.adapters.models.ray.worker_group import WorkerGroup, begin_workers
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.models.torch.reward_text import EncodedText
 from rollgrad.adapters.models.torch.shape import model_shape
@@ -624,7 +625,7 @@ async def test_the_copies_of_a_reward_model_share_the_replies_also_when_one_was_
         return started[-1]
 
     def kill_one() -> None:
-        victim = started[-1].pids()[1]
+        victim = started[-1].pids[1]
         cluster.kill([p for p in cluster.processes("ray::RankWorker") if p.pid == victim])
 
     group = ReplacedGroup(start, bounds=FleetBounds(max_restarts=2))

@@ -9,7 +9,8 @@ import pytest
 
 import rollgrad
 from rollgrad.adapters.engines.ray_vllm import start_engines
-from rollgrad.adapters.models.ray.worker_group import RankWorker, WorkerGroup
+from rollgrad.adapters.models.ray.rank_worker import RankWorker
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.weights.channel import FleetWeights
 from rollgrad.application.engines.fleet import EngineFleet

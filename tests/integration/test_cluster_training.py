@@ -423,7 +423,7 @@ class Killer(MetricSink):
             if step == self.step:
                 cluster.kill([cluster.processes(self.title)[self.number]])
             if step == self.step + 1:
-                victims = [group.pids()[-1] for group in self.later.values()]
+                victims = [group.pids[-1] for group in self.later.values()]
                 cluster.kill([p for p in cluster.processes("ray::RankWorker") if p.pid in victims])
 
 

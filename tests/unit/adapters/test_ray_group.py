@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.models.ray import group_state
-from rollgrad.adapters.models.ray import worker_group as group_module
+from rollgrad.adapters.models.ray import group_state, rank_worker, worker_group
 from rollgrad.adapters.models.ray.group_state import CopiedState
-from rollgrad.adapters.models.ray.worker_group import RankWorker, WorkerGroup, begin_workers
+from rollgrad.adapters.models.ray.rank_worker import RankWorker, begin_workers
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.domain.errors import CheckpointError, WorkerError
 
 SECONDS = 60.0
@@ -121,7 +121,8 @@ class Refusing(Model):
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerGroup]:
     def group(*models: Model) -> WorkerGroup:
-        monkeypatch.setattr(group_module, "ray_module", lambda: threads)
+        for module in (rank_worker, worker_group):
+            monkeypatch.setattr(module, "ray_module", lambda: threads)
         threads = Threads(models)
         slots: list[Any] = [SimpleNamespace(options=dict, gpus=0.0)] * len(models)
         return WorkerGroup("actor", begin_workers(slots, threads=1), timeout=SECONDS)
@@ -149,7 +150,7 @@ def test_the_process_that_died_is_named_and_not_the_one_that_it_left(make: Calla
         next(reading)
     with pytest.raises(WorkerError, match="rank 1 died while 'next'") as told_again:
         group.all("score")
-    log = re.escape(f"/logs/worker-*-{group._pids[1]}.err on its machine. Start")
+    log = re.escape(f"/logs/worker-*-{group.pids[1]}.err on its machine. Start")
     assert re.search(log, str(told_again.value))
     group = make(Left(), Dying())
     with pytest.raises(WorkerError, match="rank 1 died while 'score'"):

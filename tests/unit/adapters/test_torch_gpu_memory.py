@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, make_adam
-from rollgrad.adapters.models.ray.worker_group import RankWorker
+from rollgrad.adapters.models.ray.rank_worker import RankWorker
 from rollgrad.adapters.models.torch import allocator, chunked_logprobs
 from rollgrad.adapters.models.torch.chunked_logprobs import CHUNK_BYTES, chunk_bytes, token_logprobs
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
