@@ -202,7 +202,7 @@ def engine_of(m: Any, rows: int, *, captured: bool = True) -> Any:
 
     engine = EmbeddedEngine(m, eos_token_ids=[], max_batch_size=rows, memory_share=0.3)
     if not captured:
-        engine._decoder._graphs = None  # type: ignore[union-attr]
+        engine._batch.decoder._graphs = None  # type: ignore[union-attr]
     return engine
 
 
@@ -232,7 +232,7 @@ def graphs_of(engine: Any) -> dict[str, Any]:
     """How many graphs an engine has, and whether a capture has failed."""
     from rollgrad.adapters.engines.embedded.step_graphs import uncaptured
 
-    graphs = engine._decoder._graphs
+    graphs = engine._batch.decoder._graphs
     return {} if graphs is None else {"graphs": len(graphs._captured), "captures": graphs._capture is not uncaptured}
 
 

@@ -264,7 +264,7 @@ def graphs(out: Any) -> None:
         replies = {}
         for captured in (True, False):
             engine = engine_of(made, 4)
-            engine._decoder._graphs = StepGraphs(made, DEV, CudaCapture()) if captured else None
+            engine._batch.decoder._graphs = StepGraphs(made, DEV, CudaCapture()) if captured else None
             replies[captured] = play(engine, 4, 8, vocabulary=100)
             if captured:
                 out[f"{kind}, {str(dtype)[6:]}"] = graphs_of(engine)

@@ -224,7 +224,7 @@ def engine_peak(model: Any, work: Work) -> int:
     reserved."""
     engine = EmbeddedEngine(model.requires_grad_(False), eos_token_ids=(), max_batch_size=work.samples)
     engine.max_tokens = PROMPT + REPLY
-    cache, used = engine._decoder.cache, 0
+    cache, used = engine._batch.decoder.cache, 0
 
     def reserve(place: Any, tokens: int, *, inner: Any = cache.reserve) -> None:
         nonlocal used
@@ -240,7 +240,7 @@ def engine_peak(model: Any, work: Work) -> int:
         await asyncio.gather(*(engine.generate(request) for request in requests))
 
     most = peak(lambda: asyncio.run(sample()), engine._worker)
-    return most - cache.nbytes + used * BLOCK * engine._decoder.token_bytes
+    return most - cache.nbytes + used * BLOCK * engine._batch.decoder.token_bytes
 
 
 def main() -> None:

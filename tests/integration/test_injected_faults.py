@@ -15,8 +15,8 @@ import httpx2
 import pytest
 import torch
 
-from rollgrad.adapters.engines.embedded import engine as embedded
-from rollgrad.adapters.engines.embedded import rows
+from rollgrad.adapters.engines.embedded import batch, rows
+from rollgrad.adapters.engines.embedded.batch import Batch
 from rollgrad.adapters.engines.embedded.decoding import Decoder
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.kept import KeptSequences
@@ -40,6 +40,7 @@ from rollgrad.domain.episodes.generation import Generation, GenerationRequest, S
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import EngineError, RewardError, RollgradError
+from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.testing.chat_codec import EOS, FakeChatCodec
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.reward_server import RewardServer
@@ -122,9 +123,9 @@ ENGINE_PLACES = [
     *((Decoder, name) for name in ("prefill", "extend", "step")),
     *((KVCache, name) for name in ("reserve", "free", "copy_out", "copy_in")),
     *((KeptSequences, name) for name in ("take", "keep")),
-    (embedded, "sample"),
+    (batch, "sample"),
     (rows, "Generation"),
-    (EmbeddedEngine, "_stop_reason"),
+    (Batch, "_stop_reason"),
     (Row, "tell"),
 ]
 
@@ -150,7 +151,7 @@ async def test_the_embedded_engine(
     calls = trap.calls
     assert calls, "the scenario reaches the place"
     for at in sorted({0, calls // 2}):
-        engine._kept.clear()
+        engine.set_version(engine.version)  # which forgets what was kept
         trap.arm(fault, at)
         await faulty()
         if trap.calls > at:
@@ -383,7 +384,7 @@ async def test_a_fleet_of_engines(fault: Callable[[], BaseException], name: str)
         if name == "restart":
             members[0].kill()
         await outcomes([fleet.generate(sampled(n)) for n in range(6)], RollgradError)
-        for round_ in (lambda: fleet.pause(embedded.PauseMode.WAIT), fleet.sleep, fleet.wake, fleet.resume):
+        for round_ in (lambda: fleet.pause(PauseMode.WAIT), fleet.sleep, fleet.wake, fleet.resume):
             await outcomes([round_()], RollgradError)
         while not trap.calls:
             await asyncio.sleep(0.01)

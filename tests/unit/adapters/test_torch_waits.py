@@ -133,7 +133,7 @@ async def test_a_step_of_decoding_waits_for_its_tokens_alone(path: Path, samplin
         model = load_causal_lm(str(path), dtype=torch.bfloat16, device=CUDA, flag=cluster.FLAG)
         engine = EmbeddedEngine(model, eos_token_ids=(2,), max_batch_size=4)
         if not captured:
-            engine._decoder._graphs = None  # type: ignore[union-attr]
+            engine._batch.decoder._graphs = None  # type: ignore[union-attr]
 
         async def waits(tokens: int) -> Counter[str]:
             waited.clear()

@@ -12,7 +12,7 @@ import torch
 from attrs import evolve
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.engines.embedded import engine as embedded
+from rollgrad.adapters.engines.embedded import batch
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.grammars import Grammars
 from rollgrad.adapters.engines.embedded.kept import KeptSequences
@@ -228,8 +228,8 @@ async def test_more_than_the_models_positions_is_refused(model: Any) -> None:
 
 def blocks_held(rollout: EmbeddedEngine, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the engine memory for so many blocks of keys and values."""
-    free = int(blocks * rollout._block_bytes / rollout._memory_share)
-    monkeypatch.setattr(rollout._decoder, "free_memory", lambda: free)
+    free = int(blocks * rollout._batch.block_bytes / rollout._batch._memory_share)
+    monkeypatch.setattr(rollout._batch.decoder, "free_memory", lambda: free)
 
 
 async def test_a_request_waits_until_its_longest_reply_has_room(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +238,9 @@ async def test_a_request_waits_until_its_longest_reply_has_room(model: Any, monk
     asked = [request([5 + n] * 100, seed=n, max_new_tokens=BLOCK) for n in range(4)] + [request(seed=4)]
     rollout, seen = engine(model), []
     blocks_held(rollout, 5, monkeypatch)
-    free = rollout._decoder.cache.free
+    free = rollout._batch.decoder.cache.free
     monkeypatch.setattr(
-        rollout._decoder.cache, "free", lambda places: (seen.append(len(rollout._active)), free(places))
+        rollout._batch.decoder.cache, "free", lambda places: (seen.append(len(rollout._batch.rows)), free(places))
     )
     replies = await gather(rollout, asked)
     assert seen == [2, 3, 2], "two, then two and the short one"
@@ -285,7 +285,9 @@ def test_an_engine_that_keeps_its_memory_during_updates_takes_less(tiny_model_di
     def share(**settings: Any) -> float:
         config = RLConfig(rollout=RolloutConfig(engine=Engine.EMBEDDED), **settings)
         tokenizer = load_tokenizer(str(tiny_model_dir), flag="--actor.model_name_or_path")
-        return make_engine(config, model, tokenizer, TemplateCodec(tokenizer), Grammars(tokenizer, ()))._memory_share
+        return make_engine(
+            config, model, tokenizer, TemplateCodec(tokenizer), Grammars(tokenizer, ())
+        )._batch._memory_share
 
     for keeps in ({"train": TrainConfig(async_enable=True)}, {"cluster": ClusterConfig(enable=True)}):
         assert share(**keeps) < share()
@@ -461,10 +463,10 @@ async def test_sleep_refuses_in_flight_and_gives_memory_back(model: Any, passes:
     with pytest.raises(EngineError, match="in flight"):
         await rollout.sleep()
     first = await task
-    assert rollout._decoder.cache.nbytes > 0
+    assert rollout._batch.decoder.cache.nbytes > 0
     await rollout.sleep()
     await rollout.sleep()
-    assert rollout._decoder.cache.nbytes == 0
+    assert rollout._batch.decoder.cache.nbytes == 0
     await rollout.wake()
     again = await rollout.generate(request(max_new_tokens=80))
     assert list(again.token_ids) == list(first.token_ids)
@@ -486,7 +488,7 @@ async def test_a_failing_step_reaches_every_caller_and_the_engine_lives_on(tiny_
     assert all(isinstance(result, EngineError) for result in results)
     assert all("MemoryError: no room" in str(result) for result in results)
     assert isinstance(results[0].__cause__, MemoryError)  # type: ignore[union-attr]
-    assert rollout._decoder.cache.nbytes == 0, "the memory that was too little is free again"
+    assert rollout._batch.decoder.cache.nbytes == 0, "the memory that was too little is free again"
     after = await gather(rollout, many(6))
     expected = await gather(engine(model), many(6))
     assert tokens(after) == tokens(expected)
@@ -603,7 +605,7 @@ async def test_continued_sequences_of_unlike_lengths_stay_within_the_token_limit
     model: Any, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are padded to the longest, which the limit counts."""
-    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 100)
+    monkeypatch.setattr(batch, "PREFILL_TOKENS", 100)
 
     rollout = engine(model)
     first = [evolve(request([5 + n] * 3, seed=n), keep=True) for n in range(6)]
@@ -695,5 +697,5 @@ async def test_a_reply_whose_listener_failed_is_not_sampled_on(model: Any, passe
     with pytest.raises(ValueError, match="deaf"):
         await rollout.generate(request(max_new_tokens=400), on_token=broken)
     await rollout.generate(request(seed=1))
-    assert not rollout._active
+    assert not rollout._batch.rows
     assert sum(passes) < 60

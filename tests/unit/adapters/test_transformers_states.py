@@ -98,8 +98,8 @@ def test_the_size_of_states_is_what_sequences_have(model_type: str, tmp_path: Pa
 async def test_no_more_rows_than_half_of_the_memory_has_states_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed("qwen3_5_text")
     engine = EmbeddedEngine(model, eos_token_ids=(), memory_share=1.0)
-    each = engine._decoder.sequence_bytes
-    monkeypatch.setattr(engine._decoder, "free_memory", lambda: 7 * each + 40 * engine._block_bytes)
+    each = engine._batch.decoder.sequence_bytes
+    monkeypatch.setattr(engine._batch.decoder, "free_memory", lambda: 7 * each + 40 * engine._batch.block_bytes)
     widths: list[int] = []
     backbone(model).layers[0].register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[0]))
     requests = [
@@ -107,7 +107,7 @@ async def test_no_more_rows_than_half_of_the_memory_has_states_for(monkeypatch: 
     ]
     replies = await asyncio.gather(*(engine.generate(request) for request in requests))
     assert all(len(reply.token_ids) == 3 for reply in replies)
-    room = 7 * each + 40 * engine._block_bytes
+    room = 7 * each + 40 * engine._batch.block_bytes
     assert max(widths) == min(9, room // (2 * each))
 
 
