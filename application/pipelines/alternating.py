@@ -60,33 +60,17 @@ class Alternating(StepSource[RolloutGroup]):
 
     async def step(self, done: int) -> StepReport[RolloutGroup]:
         """Takes one rollout and the update that it feeds."""
-        clock = self._clock
-        started = clock.monotonic()
+        started = self._clock.monotonic()
         position, kept = self._sampler.state_dict(), self._sampler.kept_groups()
-        groups, sampling_metrics = await self._sampler.take(self._total - done)
-        generated = clock.monotonic()
+        groups, metrics = await self._sampler.take(self._total - done)
+        metrics["time/generate_s"] = self._clock.monotonic() - started
         try:
             if self._sleeper is not None:
                 await self._sleeper.sleep()
-            metrics, cancelled = await self._learner.learn_beside(groups, done)
+            return await self._learner.step(groups, done, hand_over=self._hand_over, metrics=metrics, started=started)
         except BaseException:  # these groups were not trained on: a resumed run plays them again, except kept ones
             self._sampler.load_state_dict(position, kept)
             raise
-        metrics |= sampling_metrics
-        updated = clock.monotonic()
-        ended_by: BaseException | None = asyncio.CancelledError() if cancelled else None
-        if ended_by is None:
-            try:
-                metrics |= await self._hand_over(done + 1)
-            except BaseException as error:  # the step is done, also if the run is interrupted here
-                ended_by = error
-        ended = clock.monotonic()
-        metrics |= {
-            "time/generate_s": generated - started,
-            "time/sync_s": ended - updated,
-            "time/step_s": ended - started,
-        }
-        return StepReport(metrics=metrics, samples=groups, ended_by=ended_by)
 
     async def _hand_over(self, version: int) -> dict[str, float]:
         for memory in self._resting:

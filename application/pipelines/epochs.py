@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rollgrad.application.learning.examples import Example, ExampleLearner, together
 from rollgrad.application.learning.rewards import RewardLearner
-from rollgrad.application.pipelines.run import Evaluation
-from rollgrad.application.pipelines.step_source import StepReport, StepSource, uninterrupted
+from rollgrad.application.pipelines.step_source import Evaluation, StepReport, StepSource, finished, uninterrupted
 from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.episodes.examples import Preference
 from rollgrad.domain.episodes.prompts import PromptCursor
@@ -191,21 +190,15 @@ class ExampleEvaluation(Evaluation, Generic[Example]):
         """Returns the loss and the objective's metrics, as `eval/name`, and where there are several data sets those of
         each as `eval/SET/name`; `step` makes no difference."""
         examples = [self._examples[index] for index in range(len(self._examples))]
-        objective, cancelled = await uninterrupted(asyncio.to_thread(self._learner.objective_for, examples))
-        if cancelled:
-            raise asyncio.CancelledError
+        objective = await finished(asyncio.to_thread(self._learner.objective_for, examples))
         sets = self._sets(examples)
-        portions, cancelled = await uninterrupted(asyncio.to_thread(self._portions, examples, list(sets.values())))
-        if cancelled:
-            raise asyncio.CancelledError
+        portions = await finished(asyncio.to_thread(self._portions, examples, list(sets.values())))
         measured: list[Mapping[str, Tensor | float]] = []
         alone: dict[str, list[Mapping[str, Tensor | float]]] = {name: [] for name in sets}
         for name, portion in zip(sets, portions, strict=True):
             for alike in portion:
                 # In a thread, so that signals reach the run while a micro-batch is computed.
-                found, cancelled = await uninterrupted(asyncio.to_thread(self._learner.measure_alike, alike, objective))
-                if cancelled:
-                    raise asyncio.CancelledError
+                found = await finished(asyncio.to_thread(self._learner.measure_alike, alike, objective))
                 measured.append(found[0])
                 alone[name] += found[1:]
         metrics = {f"eval/{name}": value for name, value in together(measured).items()}

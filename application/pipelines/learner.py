@@ -5,7 +5,7 @@ Does not own: where groups come from, and when engines take new weights (the ste
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import evolve
@@ -14,7 +14,7 @@ from rollgrad.application.foreign import harmless
 from rollgrad.application.learning.experience import ExperienceService
 from rollgrad.application.learning.teacher_prompts import TellsTeacher, told_by_rows
 from rollgrad.application.learning.update import UpdateService
-from rollgrad.application.pipelines.step_source import uninterrupted
+from rollgrad.application.pipelines.step_source import StepReport, uninterrupted
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.metrics import rollout_metrics, sampled_entropy
 from rollgrad.application.rollouts.progress import Progress
@@ -88,10 +88,37 @@ class RLLearner:
         self._progress = progress or Progress()
         self._tells_teacher = tells_teacher
 
-    async def learn_beside(self, groups: Sequence[RolloutGroup], done: int) -> tuple[dict[str, float], bool]:
+    async def step(
+        self,
+        groups: Sequence[RolloutGroup],
+        done: int,
+        *,
+        hand_over: Callable[[int], Awaitable[Mapping[str, float]]],
+        metrics: Mapping[str, float],
+        started: float,
+    ) -> StepReport[RolloutGroup]:
         """Learns as `learn` does, in a worker thread, so that the event loop serves programs, signals and progress
-        meanwhile. Returns the metrics, and whether the caller was cancelled, which ends no update that has begun."""
-        return await uninterrupted(asyncio.to_thread(self._learned, groups, done))
+        meanwhile; then engines get the weights, unless the caller was cancelled.
+
+        Args:
+            groups: feed the update.
+            done: number of updates before.
+            hand_over: brings the weights of a version to the engines, and returns metrics.
+            metrics: of sampling.
+            started: the clock's time when the step began.
+        """
+        learned, cancelled = await uninterrupted(asyncio.to_thread(self._learned, groups, done))
+        updated = self._clock.monotonic()
+        ended_by: BaseException | None = asyncio.CancelledError() if cancelled else None
+        moved: Mapping[str, float] = {}
+        if ended_by is None:
+            try:
+                moved = await hand_over(done + 1)
+            except BaseException as error:  # the step is done, also if the run is interrupted here
+                ended_by = error
+        ended = self._clock.monotonic()
+        times = {"time/sync_s": ended - updated, "time/step_s": ended - started}
+        return StepReport(metrics={**learned, **metrics, **moved, **times}, samples=groups, ended_by=ended_by)
 
     def _learned(self, groups: Sequence[RolloutGroup], done: int) -> dict[str, float]:
         try:

@@ -6,9 +6,10 @@ Invariants: at most `max_staleness` updates lie between the weights that a group
 counted, also when the run is interrupted; prompts submitted = trained + dropped by reason + in flight.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from attrs import evolve
 
 from rollgrad.application.pipelines.learner import RLLearner
 from rollgrad.application.pipelines.step_source import StepReport, StepSource
@@ -44,31 +45,20 @@ class Overlapping(StepSource[RolloutGroup]):
 
     async def step(self, done: int) -> StepReport[RolloutGroup]:
         """Takes one update from ready groups, and sends the weights to the engine."""
-        clock = self._clock
-        started, idle = clock.monotonic(), self._stream.idle_s
-        groups, sampling_metrics = await self._stream.take()
-        generated = clock.monotonic()
-        metrics, cancelled = await self._learner.learn_beside(groups, done)
-        metrics |= sampling_metrics
-        updated = clock.monotonic()
-        ended_by: BaseException | None = asyncio.CancelledError() if cancelled else None
-        if ended_by is None:
-            try:
-                metrics |= await self._hand_over(done + 1)
-            except BaseException as error:  # the step is done, also if the run is interrupted here
-                ended_by = error
+        started, idle = self._clock.monotonic(), self._stream.idle_s
+        groups, metrics = await self._stream.take()
+        metrics["time/generate_s"] = self._clock.monotonic() - started
+        report = await self._learner.step(groups, done, hand_over=self._hand_over, metrics=metrics, started=started)
         idle = self._stream.idle_s - idle
         self._stream.updated()
-        ended = clock.monotonic()
-        metrics |= {
-            "time/generate_s": generated - started,
-            "time/sync_s": ended - updated,
-            "time/step_s": ended - started,
+        times = {name: report.metrics[f"time/{name}_s"] for name in ("generate", "sync", "step")}
+        if not times["step"]:
+            return report
+        shares = {
+            "time/trainer_idle_share": (times["generate"] + times["sync"]) / times["step"],
+            "time/generation_idle_share": min(1.0, idle / times["step"]),
         }
-        if ended > started:
-            metrics["time/trainer_idle_share"] = 1 - (updated - generated) / (ended - started)
-            metrics["time/generation_idle_share"] = min(1.0, idle / (ended - started))
-        return StepReport(metrics=metrics, samples=groups, ended_by=ended_by)
+        return evolve(report, metrics={**report.metrics, **shares})
 
     async def _hand_over(self, version: int) -> dict[str, float]:
         try:

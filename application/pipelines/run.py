@@ -11,7 +11,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
 import torch
@@ -19,7 +19,7 @@ import torch
 from rollgrad.application.foreign import foreign_code, is_being_cancelled
 from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.application.pipelines.state_writing import StateWriter
-from rollgrad.application.pipelines.step_source import StepReport, StepSource, uninterrupted
+from rollgrad.application.pipelines.step_source import Evaluation, StepReport, StepSource, TrainedModels, finished
 from rollgrad.domain.control.best_model import BestModel
 from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.rule import LearningSettings
@@ -44,33 +44,6 @@ FINAL_MODEL, BEST_MODEL = "model", "best"
 """Names of the model written at the end of a run, and of the one with the best evaluation."""
 
 Sample = TypeVar("Sample")
-
-
-class TrainedModels(Protocol):
-    """The models under training with their optimizers; `UpdateService` is one."""
-
-    under_way: bool
-    """Whether an update has taken some of its optimizer steps, but not all; after an error it stays so."""
-
-    def save(self, checkpoints: CheckpointStore, name: str) -> None:
-        """Writes the models under `name`."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns weights, optimizer states and the order of samples."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state`."""
-        ...
-
-
-class Evaluation(Protocol):
-    """Measures the current models on held-out data."""
-
-    async def run(self, step: int | None = None) -> Mapping[str, float]:
-        """Returns metrics, by `eval/name`; `step`: finished steps of the run, None outside a run."""
-        ...
 
 
 class Run(Generic[Sample]):
@@ -222,9 +195,7 @@ class Run(Generic[Sample]):
             if state_due:
                 self._save_training(in_background=schedule.state_in_background)
             if model_due or state_due:
-                _, cancelled = await uninterrupted(asyncio.to_thread(on_save))
-                if cancelled:
-                    raise asyncio.CancelledError
+                await finished(asyncio.to_thread(on_save))
         if self._done < schedule.steps:
             log.info("the run ends before all its steps", why=self._enough, step=self._done)
         return await self._evaluate()

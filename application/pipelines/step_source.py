@@ -1,10 +1,13 @@
-"""The source of a run's steps: what it promises, and how it finishes an update that has begun."""
+"""What a run is made of: the source of its steps and what it promises, the models and their evaluation; and how an
+update that has begun is finished."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from attrs import frozen
+
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 
 Result = TypeVar("Result")
 SampleCo = TypeVar("SampleCo", covariant=True)
@@ -65,6 +68,33 @@ class StepSource(Protocol[SampleCo]):
         ...
 
 
+class TrainedModels(Protocol):
+    """The models under training with their optimizers; `UpdateService` is one."""
+
+    under_way: bool
+    """Whether an update has taken some of its optimizer steps, but not all; after an error it stays so."""
+
+    def save(self, checkpoints: CheckpointStore, name: str) -> None:
+        """Writes the models under `name`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns weights, optimizer states and the order of samples."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`."""
+        ...
+
+
+class Evaluation(Protocol):
+    """Measures the current models on held-out data."""
+
+    async def run(self, step: int | None = None) -> Mapping[str, float]:
+        """Returns metrics, by `eval/name`; `step`: finished steps of the run, None outside a run."""
+        ...
+
+
 async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool]:
     """Returns the result of `work`, and whether the caller was cancelled meanwhile, to which it must react
     afterwards."""
@@ -76,3 +106,15 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool
         except asyncio.CancelledError:
             cancelled = True
     return task.result(), cancelled
+
+
+async def finished(work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of `work`, unless the caller was cancelled meanwhile.
+
+    Raises:
+        asyncio.CancelledError: it was; `work` has ended by then.
+    """
+    result, cancelled = await uninterrupted(work)
+    if cancelled:
+        raise asyncio.CancelledError
+    return result

@@ -13,8 +13,7 @@ from attrs import define
 
 from rollgrad.application.learning.examples import ExampleLearner
 from rollgrad.application.pipelines.epochs import Epochs
-from rollgrad.application.pipelines.run import TrainedModels
-from rollgrad.application.pipelines.step_source import StepReport, StepSource
+from rollgrad.application.pipelines.step_source import StepReport, StepSource, TrainedModels
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_preferences
