@@ -39,6 +39,16 @@ def optimizer_steps_per_rollout(config: RLConfig) -> int:
     return config.train.max_epochs * math.ceil(samples / (config.train.batch_size or samples))
 
 
+def optimizer_steps(config: RLConfig, rollouts: int) -> int:
+    """Optimizer steps in so many rollouts."""
+    return rollouts * optimizer_steps_per_rollout(config)
+
+
+def optimizer_steps_of_actor(config: RLConfig, rollouts: int) -> int:
+    """Optimizer steps of the actor in so many rollouts: it is frozen while the critic warms up."""
+    return optimizer_steps(config, rollouts - config.critic.freezing_steps)
+
+
 def longest_reply(config: RLConfig, *, plays: bool) -> int | None:
     """Sampled tokens of an episode at most, which penalties of length go by: `rollout.max_new_tokens` of a single
     reply; where episodes have several turns (`plays`) `rollout.max_episode_tokens` or `data.max_len`, None without

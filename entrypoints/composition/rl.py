@@ -32,8 +32,9 @@ from rollgrad.application.rollouts.sampler import GroupSampler
 from rollgrad.application.rollouts.stream import GroupStream
 from rollgrad.application.settings.derived import (
     longest_reply,
+    optimizer_steps,
+    optimizer_steps_of_actor,
     optimizer_steps_per_rollout,
-    ranks,
     samples_per_rollout,
     shares_of_pass,
     tokens_per_pass,
@@ -41,8 +42,6 @@ from rollgrad.application.settings.derived import (
 )
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import RouterReplay
-from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective
 from rollgrad.domain.control.admission import Admission
 from rollgrad.entrypoints.composition.algorithm import (
@@ -68,7 +67,6 @@ from rollgrad.entrypoints.composition.algorithm import (
     reference_kind,
 )
 from rollgrad.entrypoints.composition.base import trainer_kind
-from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.data import (
     dataset_kind,
     make_dataset_source,
@@ -91,6 +89,7 @@ from rollgrad.entrypoints.composition.forms import FOLLOWERS, make_masks, unpres
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.outputs import make_sample_log, make_trajectories
 from rollgrad.entrypoints.composition.rewards import make_judge, make_remote_reward, make_reward_model, reward_kind
+from rollgrad.entrypoints.composition.roles import cluster_roles, colocated_roles
 from rollgrad.entrypoints.composition.teacher import make_compared_reference, make_tells_teacher
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 from rollgrad.entrypoints.composition.tracing import Tracing
@@ -105,43 +104,6 @@ LESS_MEMORY = (
 """Advice in the error of a run that ran out of memory."""
 
 base = EngineContainer
-
-
-def cluster_roles(config: RLConfig) -> dict[str, Role]:
-    """Returns the processes of each model and of the engines."""
-
-    def of_model(section: str, used: bool) -> Role:
-        size = ranks(config, section) if used else 0
-        return Role(size, min(size, getattr(config, section).num_gpus_per_node or size), lasting=True)
-
-    engines = config.vllm.num_engines if config.rollout.engine is Engine.VLLM else 0
-    return {
-        "actor": of_model("actor", True),
-        "critic": of_model("critic", critic_kind(config) == "loaded"),
-        "reference": of_model("ref", reference_kind(config) == "loaded"),
-        "reward": of_model("reward", config.reward.model_name_or_path is not None),
-        "engines": Role(engines, engines),
-    }
-
-
-def colocated_roles(train: TrainConfig) -> list[set[str]]:
-    """Returns the roles that share the same GPUs."""
-    everything = {"actor", "critic", "reference", "reward", "engines"}
-    return [
-        everything if train.colocate_all else set(),
-        {"actor", "reference"} if train.colocate_actor_ref else set(),
-        {"critic", "reward"} if train.colocate_critic_reward else set(),
-    ]
-
-
-def optimizer_steps_of_actor(config: RLConfig, rollouts: int) -> int:
-    """Returns the optimizer steps of the actor, which is frozen while the critic warms up."""
-    return optimizer_steps(config, rollouts - config.critic.freezing_steps)
-
-
-def optimizer_steps(config: RLConfig, rollouts: int) -> int:
-    """Returns the number of optimizer steps in so many rollouts."""
-    return rollouts * optimizer_steps_per_rollout(config)
 
 
 class RLContainer(EngineContainer):
