@@ -97,13 +97,9 @@ class ExampleLearner(Generic[Example]):
             start += len(alone)
         return portions
 
-    def measure_part(self, part: ExampleBatch, objective: Any = None) -> Mapping[str, Tensor | float]:
-        """Returns the loss and the objective's metrics of one of the `parts`; `objective` is that for all of them,
-        by default the loss of every batch."""
-        return self.measure_alike([part], objective)[0]
-
     def measure_alike(self, parts: Sequence[ExampleBatch], objective: Any = None) -> list[Mapping[str, Tensor | float]]:
-        """Returns what `measure_part` does of each of several micro-batches that differ in weights alone."""
+        """Returns the loss and the objective's metrics of each of several micro-batches that differ in weights alone;
+        `objective` is that for all of the `parts`, by default the loss of every batch."""
         scores = self._scores(parts[0])
         outputs = [(objective or self._objective)(scores, part) for part in parts]
         return [{"loss": output.loss, **output.metrics} for output in outputs]

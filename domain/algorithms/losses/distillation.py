@@ -43,22 +43,15 @@ def divergence(teacher_AB: Tensor, student_AB: Tensor, *, beta: float) -> Tensor
     return beta * _kl(teacher_AB, mixture_AB) + (1 - beta) * _kl(student_AB, mixture_AB)
 
 
-def distillation_loss(
-    nll_A: Tensor, teacher_AB: Tensor, student_AB: Tensor, *, weight: float, beta: float, temperature: float = 1.0
-) -> Tensor:
-    """(1 - weight) x nll + weight x temperature^2 x divergence, of each place (Hinton et al. 2015, arXiv:1503.02531,
-    section 2, whose factor keeps the gradient's size); `teacher_AB` and `student_AB` are of logits / temperature."""
-    return (1 - weight) * nll_A + weight * temperature**2 * divergence(teacher_AB, student_AB, beta=beta)
-
-
 def _kl(p_AB: Tensor, q_AB: Tensor) -> Tensor:
     return (p_AB.exp() * (p_AB - q_AB)).sum(1)
 
 
 @frozen(kw_only=True)
 class DistillationObjective:
-    """Weighted sum of (1 - weight) x nll + weight x temperature^2 x divergence of each token, as `distillation_loss`;
-    a `PolicyObjective` for scores with the divergence from a teacher."""
+    """Weighted sum of (1 - weight) x nll + weight x temperature^2 x divergence of each token (Hinton et al. 2015,
+    arXiv:1503.02531, section 2, whose factor keeps the gradient's size); a `PolicyObjective` for scores with the
+    divergence from a teacher, which is of logits / temperature."""
 
     weight: float = 0.5
     temperature: float = 1.0

@@ -335,7 +335,7 @@ def reward_losses(budget: int) -> tuple[list[float], torch.Tensor]:
     model = FakeValue()
     learner = ExampleLearner(model, pack=pack_preferences, objective=RewardObjective(), max_tokens=budget)
     losses = [learner.learn(EXAMPLES)["train/loss"] for _ in range(5)]
-    measured = together([learner.measure_part(part) for part in learner.parts(EXAMPLES)])
+    measured = together([m for part in learner.parts(EXAMPLES) for m in learner.measure_alike([part])])
     assert measured["accuracy"] == pytest.approx(1.0)
     return losses, model.state_dict()["table"]
 

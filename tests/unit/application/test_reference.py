@@ -114,7 +114,7 @@ def test_a_policy_that_is_its_reference_begins_at_log_2() -> None:
     check_start(policy, pairs, max_tokens=100, tolerance=1e-3)
     learner = ExampleLearner(policy, pack=pack_preferences, objective=PreferenceObjective(), max_tokens=6)
     parts = learner.parts([pairs[index] for index in range(PAIRS)])
-    measured = together([learner.measure_part(part) for part in parts])
+    measured = together([m for part in parts for m in learner.measure_alike([part])])
     assert measured["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert measured["reward_margin"] == pytest.approx(0, abs=1e-6)
 

@@ -112,7 +112,7 @@ def test_every_loss_and_metric_is_that_of_the_whole_step() -> None:
     for budget in (6, 100):
         its = learner(policy, reference, budget)
         objective = its.objective_for(examples)
-        found.append(together([its.measure_part(part, objective) for part in its.parts(examples)]))
+        found.append(together([m for part in its.parts(examples) for m in its.measure_alike([part], objective)]))
     assert len(its.parts(examples)) == 1
     assert found[0] == pytest.approx(found[1], abs=1e-6)
     z = found[0]["kl"]

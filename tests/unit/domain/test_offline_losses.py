@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.algorithms.losses.distillation import distillation_loss, divergence, with_rest
+from rollgrad.domain.algorithms.losses.distillation import DistillationObjective, divergence, with_rest
 from rollgrad.domain.algorithms.losses.process_reward import StepObjective, step_accuracy, step_loss
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective, last_trained, pairwise_reward_loss
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective, reference_point, unpaired_loss
 from rollgrad.domain.batches.examples import ExampleBatch, StepBatch, pack_sequences, pack_steps
 from rollgrad.domain.batches.metrics import joined
 from rollgrad.domain.batches.packed import PackedBatch
-from rollgrad.domain.episodes.examples import StepLabels
+from rollgrad.domain.episodes.examples import StepLabels, WeightedTokens
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.test_preference import batch_of, log_sigmoid, logistic, random_pairs, reply, sums
 
@@ -253,8 +253,21 @@ def test_divergences_are_the_formula(beta: float, rows: tuple[list[float], list[
     assert whole == pytest.approx(wanted, abs=1e-9)
     coarse = float(divergence(with_rest(teacher[None, :2]), with_rest(student[None, :2]), beta=beta))
     assert -1e-9 <= coarse <= whole + 1e-6
-    mixed = distillation_loss(float64([2.0]), teacher[None], student[None], weight=0.25, beta=beta, temperature=2.0)
-    assert float(mixed) == pytest.approx(0.75 * 2.0 + 0.25 * 4 * wanted, abs=1e-9)
+
+
+def test_distillation_weighs_both_losses_of_trained_tokens() -> None:
+    row = WeightedTokens(token_ids_T=torch.tensor([1, 2, 3]), weights_T=torch.tensor([0.0, 1.0, 2.0]), prompt_length=1)
+    scores = TokenScores(
+        logprobs_N=float64([math.nan, -2.0, -0.5]),
+        entropy_N=torch.zeros(3),
+        divergence_N=float64([math.nan, 0.3, 0.7]),
+    )
+    batch = pack_sequences([row], group_ids=[0], sample_ids=[0])
+    output = DistillationObjective(weight=0.25, temperature=2.0)(scores, batch)
+    assert float(output.loss) == pytest.approx(0.75 * (2.0 + 2 * 0.5) + 0.25 * 2.0**2 * (0.3 + 2 * 0.7), rel=1e-9)
+    assert float(output.metrics["divergence"]) == pytest.approx(0.3 + 2 * 0.7, rel=1e-9)
+    with pytest.raises(ValueError, match="without a teacher"):
+        DistillationObjective()(evolve(scores, divergence_N=None), batch)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
