@@ -8,36 +8,20 @@ Does not own: how engines run (`FleetMember`), and how weights reach them (`refr
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
 from rollgrad.application.engines.changes import Changes
-from rollgrad.application.engines.fleet_member import (
-    BackgroundTasks,
-    FleetMember,
-    GaveUpError,
-    Listener,
-    MemberCalls,
-    Taker,
-    end_member,
-    engine_work,
-)
-from rollgrad.application.foreign import error_text
-from rollgrad.domain.control.engine_health import Death, EngineState, FleetBounds, FleetHealth, LeastLoaded, Recent
+from rollgrad.application.engines.fleet_member import FleetMember, GaveUpError, Listener, Taker
+from rollgrad.application.engines.watched_members import WatchedMembers
+from rollgrad.domain.control.engine_health import Death, EngineState, FleetBounds, Recent
 from rollgrad.domain.control.request_flow import ArrivedRequest, RequestFlow
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
 log = structlog.get_logger(__name__)
-
-T = TypeVar("T")
-
-LONGEST_ROUND = 2.0
-"""Longest time between two rounds of pings that counts as the engines' silence, in multiples of `ping_seconds`; in any
-longer time this process itself stood still."""
 
 
 class EngineFleet(RolloutEngine):
@@ -72,36 +56,34 @@ class EngineFleet(RolloutEngine):
         wait_seconds: float = 600.0,
         restart_seconds: float = 600.0,
     ) -> None:
-        self._members = list(members)
-        self.health = FleetHealth(bounds or FleetBounds(), len(self._members))
+        self._flow = RequestFlow()
+        self._changes = Changes()
+        self._watched = WatchedMembers(
+            members,
+            bounds or FleetBounds(),
+            self._changes,
+            ping_seconds=ping_seconds,
+            call_seconds=call_seconds,
+            restart_seconds=restart_seconds,
+            asleep=lambda: self._flow.asleep,
+            restarted=self._refresh,
+        )
+        self.health = self._watched.health
         for number, reason in (not_started or {}).items():
             self.health.died(number, Death.START, f"engine {number} did not start: {reason}")
             log.warning("fleet.engine_died", engine=number, reason=self.health.last_reason, fleet=self.health.summary())
-        self.max_tokens = self._members[self.health.living[0]].max_tokens
+        self._watched.offer()
+        self.max_tokens = members[self.health.living[0]].max_tokens
         self.replayed = 0
         """Number of requests played again, or continued, because their engine died."""
         self.refresh: Callable[[Taker], Awaitable[None]] | None = None
         """Brings the current weights to a member that has restarted, and says so by `took` or `lost`; without it, or if
         it does neither, the member waits for the next push."""
-        self._ping_seconds = ping_seconds
         self._call_seconds = call_seconds
         self._wait_seconds = wait_seconds
-        self._restart_seconds = restart_seconds
-        self._loads = LeastLoaded(len(self._members))
-        self._offer()
         self._seen = Recent()
         """Engine that had tokens last with which a later request may begin, by their hash: a prompt's opening, and of
         requests to `keep` prompt and reply."""
-        self._calls = [MemberCalls() for _ in self._members]
-        self._background = BackgroundTasks(self._fail)
-        self._watching: asyncio.Task[None] | None = None
-        self._flow = RequestFlow()
-        self._changes = Changes()
-        self._now = 0.0
-        """Clock of the rounds of pings, in seconds."""
-        self._defect: EngineError | None = None
-        """Error that ended the rounds of pings."""
-        self._closed = False
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -111,7 +93,7 @@ class EngineFleet(RolloutEngine):
         Raises:
             EngineError: no engine served it in time or ever will, or a healthy one refused it.
         """
-        self._watch()
+        self._watched.watch()
         listener = Listener(on_token)
         arrived = self._flow.arrive()
         try:
@@ -142,14 +124,14 @@ class EngineFleet(RolloutEngine):
             if not self._flow.draining:
                 return  # somebody resumed, or paused in another way, which the members must keep
         seconds = None if mode is PauseMode.WAIT else self._call_seconds
-        await self._call_all("pause", lambda member: member.pause(mode), seconds)
+        await self._watched.ask_all("pause", lambda member: member.pause(mode), seconds)
         self._flow.drained()
 
     async def resume(self) -> None:
         """Implements `RolloutEngine.resume`; a member that fails at it is replaced."""
         self._flow.resume()  # first, so that a pause that still waits does not pause members after this
         self._changes.tell()
-        await self._call_all("resume", lambda member: member.resume(), self._call_seconds)
+        await self._watched.ask_all("resume", lambda member: member.resume(), self._call_seconds)
 
     async def sleep(self) -> None:
         """Implements `RolloutEngine.sleep`; a member that fails at it is replaced. Dead ones are replaced after
@@ -157,13 +139,13 @@ class EngineFleet(RolloutEngine):
         self._flow.sleep()
         while self.health.states[EngineState.RESTARTING]:  # it would start awake; its own deadline ends this
             await self._wait_for_change("replacements of engines before they sleep", None)
-        if await self._call_all("sleep", lambda member: member.sleep(), self._call_seconds, may_refuse=True):
+        if await self._watched.ask_all("sleep", lambda member: member.sleep(), self._call_seconds, may_refuse=True):
             await self.wake()
             raise EngineError("A member cannot sleep while requests are in flight: pause with abort or wait first.")
 
     async def wake(self) -> None:
         """Implements `RolloutEngine.wake`; a member that fails at it is replaced."""
-        await self._call_all("wake", lambda member: member.wake(), self._call_seconds)
+        await self._watched.ask_all("wake", lambda member: member.wake(), self._call_seconds)
         self._flow.wake()
         self._changes.tell()
 
@@ -173,19 +155,14 @@ class EngineFleet(RolloutEngine):
         Raises:
             EngineError: none will; it says why.
         """
-        self._watch()
+        self._watched.watch()
         while True:
-            self._raise_if_hopeless()
+            self._watched.raise_if_hopeless()
             await self._changes.next()
 
     async def aclose(self) -> None:
         """Ends all members; requests in flight raise `EngineError`. May be called again."""
-        self._closed = True
-        self._changes.tell()
-        await self._background.cancel()
-        for calls in self._calls:
-            calls.give_up()
-        await asyncio.gather(*(end_member(m, n, self._call_seconds) for n, m in enumerate(self._members)))
+        await self._watched.aclose()
 
     def new_weights(self, version: int) -> None:
         """Records that weights of `version` are being sent: no member serves until it `took` them.
@@ -195,7 +172,7 @@ class EngineFleet(RolloutEngine):
         """
         self._flow.require_change_of_weights()
         self.health.weights(version)
-        self._offer()
+        self._watched.offer()
 
     async def takers(self) -> list[Taker]:
         """Waits for a living member; returns all living members, to which new weights go.
@@ -203,10 +180,10 @@ class EngineFleet(RolloutEngine):
         Raises:
             EngineError: none lived in time, or ever will.
         """
-        self._watch()
+        self._watched.watch()
         until = self._deadline()
         while not self.health.living:
-            self._raise_if_hopeless()
+            self._watched.raise_if_hopeless()
             await self._wait_for_change("an engine that takes weights", until)
         return [self._taker(number) for number in self.health.living]
 
@@ -215,17 +192,25 @@ class EngineFleet(RolloutEngine):
         current."""
         for taker in takers:
             if self._lives(taker) and version == self.health.version:
-                self.health.took(taker.number, version, self._now)
-                self._offer(taker.number)
+                self.health.took(taker.number, version, self._watched.now)
+                self._watched.offer(taker.number)
         self._changes.tell()
 
     def lost(self, taker: Taker, reason: str) -> None:
         """Records that a member failed to take weights."""
         if self._lives(taker):
-            self._mark_dead(taker.number, Death.WEIGHTS, f"engine {taker.number}: {reason}")
+            self._watched.mark_dead(taker.number, Death.WEIGHTS, f"engine {taker.number}: {reason}")
 
     def _taker(self, number: int) -> Taker:
-        return Taker(self._members[number], number, self.health.restarts(number))
+        return Taker(self._watched.members[number], number, self.health.restarts(number))
+
+    async def _refresh(self, engine: int) -> None:
+        if self.refresh is None:
+            return
+        try:
+            await self.refresh(self._taker(engine))
+        except Exception as error:  # of the trainer's side: the next push brings it out
+            log.warning("fleet.no_refresh", engine=engine, reason=f"{type(error).__name__}: {error}")
 
     def _lives(self, taker: Taker) -> bool:
         return self.health.alive(taker.number) and self.health.restarts(taker.number) == taker.life
@@ -238,7 +223,7 @@ class EngineFleet(RolloutEngine):
         continues = hash(prompt[: request.continues]) if request.continues else None
         until = None
         while True:
-            self._raise_if_hopeless()
+            self._watched.raise_if_hopeless()
             if ends and self._flow.aborted(arrived):
                 return None
             playable = self._flow.may_begin or (self._flow.draining and arrived.begun)
@@ -256,8 +241,8 @@ class EngineFleet(RolloutEngine):
         unless it has many more requests than others."""
         had = None if continues is None else self._seen.get(continues)
         if had is not None:
-            return self._loads.acquire(had, near=True)
-        return self._loads.acquire(self._seen.get(opening))
+            return self._watched.loads.acquire(had, near=True)
+        return self._watched.loads.acquire(self._seen.get(opening))
 
     def _wait_again(self, arrived: ArrivedRequest) -> None:
         """Makes a request one that has not begun, for which no pause waits."""
@@ -268,95 +253,18 @@ class EngineFleet(RolloutEngine):
 
     async def _run(self, engine: int, request: GenerationRequest, listener: Listener) -> Generation | None:
         """Plays a request on a member; returns None if the member died."""
-        member = self._members[engine]
+        member = self._watched.members[engine]
         try:
-            return await self._ask(engine, member.generate(request, on_token=listener.attempt()))
+            return await self._watched.ask(engine, member.generate(request, on_token=listener.attempt()))
         except GaveUpError:
             return None
         except EngineError as error:
-            if await self._is_healthy(engine, str(error)):
+            if await self._watched.is_healthy(engine, str(error)):
                 raise
             return None
         finally:
             listener.over()
-            self._loads.release(engine)
-
-    async def _call_all(
-        self,
-        doing: str,
-        call: Callable[[FleetMember], Coroutine[Any, Any, None]],
-        seconds: float | None,
-        *,
-        may_refuse: bool = False,
-    ) -> bool:
-        """Calls all living members; returns whether a healthy one refused, if it may."""
-        self._watch()
-
-        async def one(engine: int) -> bool:
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._ask(engine, call(self._members[engine]))
-            except GaveUpError:
-                pass
-            except TimeoutError:
-                self._mark_dead(engine, Death.SILENT, f"engine {engine} took more than {seconds:g} s to {doing}")
-            except EngineError as error:
-                if may_refuse and await self._is_healthy(engine, str(error)):
-                    return True
-                self._mark_dead(engine, Death.FAILED, f"engine {engine} could not {doing}: {error}")
-            return False
-
-        return any(await asyncio.gather(*map(one, self.health.living)))
-
-    async def _ask(self, engine: int, work: Coroutine[Any, Any, T]) -> T:
-        """Returns the result of a member's `work`; `GaveUpError` if it died meanwhile."""
-        result = await self._calls[engine].ask(work)
-        if self.health.alive(engine):
-            suspect = not self.health.serves(engine)
-            self.health.answered(engine, self._now)
-            if suspect and self.health.serves(engine):
-                self._offer(engine)
-                self._changes.tell()
-        return result
-
-    async def _is_healthy(self, engine: int, error: str) -> bool:
-        """Returns whether a member that raised `error` is healthy all the same; otherwise it is given up."""
-        try:
-            async with asyncio.timeout(self._call_seconds):
-                await self._ask(engine, self._members[engine].ping())
-            return True
-        except GaveUpError:
-            return False
-        except (EngineError, TimeoutError):
-            self._mark_dead(engine, Death.FAILED, f"engine {engine}: {error}")
-            return False
-
-    def _mark_dead(self, engine: int, kind: Death, reason: str) -> None:
-        """Gives a member up, unless it is dead already."""
-        if self.health.alive(engine):
-            self.health.died(engine, kind, reason)
-            self._note_death(engine)
-
-    def _note_death(self, engine: int) -> None:
-        log.warning("fleet.engine_died", engine=engine, reason=self.health.last_reason, fleet=self.health.summary())
-        self._offer(engine)
-        self._calls[engine].give_up()
-        self._changes.tell()
-        if not self.health.restartable(engine):
-            self._background.start(end_member(self._members[engine], engine, self._call_seconds))
-
-    def _offer(self, *engines: int) -> None:
-        """Lets members that serve take requests: those that are named, or all."""
-        for engine in engines or range(len(self._members)):
-            self._loads.offer(engine, self.health.serves(engine))
-
-    def _raise_if_hopeless(self) -> None:
-        if self._closed:
-            raise EngineError("The engines are closed: no request can be made of them.")
-        if self._defect is not None:
-            raise self._defect
-        if (failure := self.health.failure) is not None:
-            raise EngineError(failure)
+            self._watched.loads.release(engine)
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._wait_seconds
@@ -365,68 +273,3 @@ class EngineFleet(RolloutEngine):
         """Waits for any change, for the sake of `what`; raises if none comes until that time of the event loop."""
         if not await self._changes.next(at=until):
             raise EngineError(f"Waited {self._wait_seconds:g} s for {what}; the fleet is: {self.health.summary()}.")
-
-    def _watch(self) -> None:
-        """Starts the rounds of pings, of which there are none before the fleet is first used, nor when it is closed."""
-        if not self._closed and (self._watching is None or self._watching.done()):
-            self._watching = self._background.start(self._rounds())
-
-    def _fail(self, error: BaseException) -> None:
-        """Fails all requests that wait for an engine: after an error of a background task dead engines would not be
-        found any more."""
-        self._defect = EngineError(f"What watches the engines failed: {error_text(error)}")
-        self._defect.__cause__ = error
-        for calls in self._calls:
-            calls.give_up()
-        self._changes.tell()
-
-    async def _rounds(self) -> None:
-        loop = asyncio.get_running_loop()
-        asked: set[int] = set()
-
-        async def ping(engine: int) -> None:
-            try:
-                await self._ask(engine, self._members[engine].ping())
-            except GaveUpError:
-                pass
-            except EngineError as error:
-                self._mark_dead(engine, Death.FAILED, f"engine {engine}: {error}")
-            finally:
-                asked.discard(engine)
-
-        while True:
-            began = loop.time()
-            await asyncio.sleep(self._ping_seconds)
-            self._now += min(loop.time() - began, LONGEST_ROUND * self._ping_seconds)
-            for engine in self.health.living:
-                if engine not in asked and self.health.silence(engine, self._now) >= self._ping_seconds:
-                    asked.add(engine)
-                    self._background.start(ping(engine))
-            for engine in self.health.tick(self._now):
-                self._note_death(engine)
-            self._offer()
-            for engine in () if self._flow.asleep else self.health.to_restart:
-                self.health.restarting(engine)
-                self._background.start(self._replace(engine))
-
-    async def _replace(self, engine: int) -> None:
-        member = self._members[engine]
-        try:
-            async with asyncio.timeout(self._restart_seconds):
-                await engine_work(member.restart())
-        except Exception as error:  # however it fails, this member has no engine
-            slow = f"it took more than {self._restart_seconds:g} s"
-            reason = f"engine {engine} did not start again: {slow if isinstance(error, TimeoutError) else error}"
-            self.health.died(engine, Death.START, reason)
-            self._note_death(engine)
-            return
-        self.health.restarted(engine, self._now)
-        log.info("fleet.engine_restarted", engine=engine, fleet=self.health.summary())
-        self._offer(engine)
-        self._changes.tell()
-        if self.health.serves(engine) or self.refresh is None:
-            return
-        try:
-            await self.refresh(self._taker(engine))
-        except Exception as error:  # of the trainer's side: the next push brings it out
-            log.warning("fleet.no_refresh", engine=engine, reason=f"{type(error).__name__}: {error}")

@@ -425,7 +425,7 @@ async def test_time_in_which_the_process_stood_still_is_no_silence() -> None:
 
 async def test_engines_that_answer_requests_are_not_asked_how_they_are() -> None:
     fleet, members = make(1)
-    fleet._ping_seconds = 1000.0
+    fleet._watched._ping_seconds = 1000.0
     await asyncio.gather(*(fleet.generate(ask(seed)) for seed in range(100)))
     assert members[0].pings == 0
     await fleet.aclose()
@@ -450,7 +450,7 @@ async def test_work_that_has_not_begun_when_the_fleet_closes_is_not_forgotten() 
 
     fleet, members = make(2, max_restarts=0)
     await fleet.generate(ask())
-    fleet._mark_dead(0, Death.FAILED, "the test says so")  # its end is a task, which begins in the next turn
+    fleet._watched.mark_dead(0, Death.FAILED, "the test says so")  # its end is a task, which begins in the next turn
     await fleet.aclose()
     assert all(member.closed for member in members)
 
@@ -502,7 +502,7 @@ async def test_under_random_deaths_pauses_and_pushes_every_request_is_answered_o
 ) -> None:
     chance = random.Random(seed)
     fleet, members = make(size, max_restarts=10**6)
-    fleet._ping_seconds = 0.0005
+    fleet._watched._ping_seconds = 0.0005
     version = 0
     fleet.refresh = refreshing(fleet, lambda: version, chance)
     answers: dict[int, Generation] = {}
@@ -560,7 +560,7 @@ async def test_under_random_deaths_pauses_and_pushes_every_request_is_answered_o
         member.fail_starts = 0
     await asyncio.gather(*tasks)
     assert sorted(answers) == list(range(count))
-    assert fleet._loads.total == 0
+    assert fleet._watched.loads.total == 0
     assert not fleet._flow.in_flight
     await until(lambda: fleet.health.states[EngineState.HEALTHY] == size)
     await fleet.aclose()
