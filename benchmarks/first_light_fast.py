@@ -39,6 +39,7 @@ def attention_is_fast(out: Any) -> None:
     from rollgrad.adapters.models.torch.attention import ForestAttention
     from rollgrad.adapters.models.torch.determinism import compute_deterministically
     from rollgrad.adapters.models.torch.layout import Node
+    from rollgrad.adapters.models.torch.score_form import ScoreForm
 
     n, p, r = (8, 1024, 2048) if not RUN.tiny else (2, 16, 32)
     nodes = [Node(0, p), *(Node(p + i * r, r, ((0, p),)) for i in range(n))]
@@ -58,7 +59,7 @@ def attention_is_fast(out: Any) -> None:
         def work(plan: Any = plan) -> None:
             for leaf in leaves:
                 leaf.grad = None
-            plan.attend(0, *leaves, 128**-0.5, None).backward(g)
+            plan.attend(0, *leaves, ScoreForm(128**-0.5)).backward(g)
 
         try:
             forget_peak()

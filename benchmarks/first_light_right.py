@@ -147,8 +147,9 @@ def attention_is_right(out: Any) -> None:
 
 def _error(kind: str, dtype: torch.dtype, width: int, value_width: int, window: int | None, form: str) -> float:
     """Largest relative error of attention's result and its gradients."""
-    from rollgrad.adapters.models.torch.attention import ForestAttention, ScoreForm
+    from rollgrad.adapters.models.torch.attention import ForestAttention
     from rollgrad.adapters.models.torch.layout import Node
+    from rollgrad.adapters.models.torch.score_form import ScoreForm
 
     nodes = [
         Node(0, 37),
@@ -182,8 +183,9 @@ def _error(kind: str, dtype: torch.dtype, width: int, value_width: int, window: 
     use(kind)
     ours = [t.to(dtype).requires_grad_() for t in (q, k, v, sinks)]
     plan = ForestAttention(nodes, device=DEV, dtype=dtype)
-    given = ScoreForm(sinks_H=ours[3] if form == "sinks" else None, cap=2.0 if form == "cap" else None)
-    found = plan.attend(0, ours[0], ours[1], ours[2], width**-0.5, window, given)
+    sinks_H, cap = ours[3] if form == "sinks" else None, 2.0 if form == "cap" else None
+    form_of_layer = ScoreForm(width**-0.5, window, sinks_H=sinks_H, cap=cap)
+    found = plan.attend(0, ours[0], ours[1], ours[2], form_of_layer)
     found.backward(g.to(dtype))
     count = 4 if form == "sinks" else 3
     pairs = [

@@ -131,6 +131,7 @@ def layer(work: Work, way: Way, rank: int) -> Callable[[], tuple[float, int]]:
     """Returns a function that makes a layer's passes, and returns their seconds of the processor and the bytes that
     this process received for them."""
     from rollgrad.adapters.models.torch.layout import build_layout
+    from rollgrad.adapters.models.torch.score_form import ScoreForm
     from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
     from rollgrad.domain.batches.packed import pack
     from rollgrad.testing.agent_executor import make_trajectory
@@ -147,7 +148,7 @@ def layer(work: Work, way: Way, rank: int) -> Callable[[], tuple[float, int]]:
         with received() as total:
             began = time.process_time()
             k, v = (x.repeat_interleave(way.copies, dim=1) for x in (key, value))
-            plan.attend(0, query, k, v, work.width**-0.5, None).sum().backward()
+            plan.attend(0, query, k, v, ScoreForm(work.width**-0.5)).sum().backward()
             return time.process_time() - began, round(sum(total))
 
     return passed

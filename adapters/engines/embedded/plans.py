@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place, table
-from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ScoreForm
+from rollgrad.adapters.models.torch.attention import AttentionPlan
 from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.recurrence import Recurrence
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 from rollgrad.adapters.models.torch.sinks import with_sinks
 
 NEVER = 2**62
@@ -51,21 +52,12 @@ class Prefill(Cached):
         self._plan = plan
         self._block, self._offset, self._token = index
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        form: ScoreForm = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """Implements `AttentionPlan.attend`."""
         keys, values = self._stored(key, value)
         keys[self._block, :, self._offset] = key[0].transpose(0, 1)[self._token]
         values[self._block, :, self._offset] = value[0].transpose(0, 1)[self._token]
-        return self._plan.attend(layer, query, key, value, scaling, window, form)
+        return self._plan.attend(layer, query, key, value, form)
 
 
 class DecodeInputs(NamedTuple):
@@ -172,16 +164,7 @@ class Decode(Cached):
         self._last_B1 = inputs.last_A[inputs.row_B][:, None]
         self._masks: dict[tuple[int | None, int | None, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        form: ScoreForm = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """Implements `AttentionPlan.attend`."""
         keys, values = self._stored(key, value)
         block_A, offset_A = self._inputs.block_A, self._inputs.offset_A
@@ -190,13 +173,13 @@ class Decode(Cached):
         count, heads, _, dim = query.shape
         # Query heads that share a key head become its queries: keys are read once.
         grouped = query.reshape(count, keys.shape[1], heads // keys.shape[1], dim)
-        mask, unseen_AK = self._mask(window, form.chunk, query.dtype)
+        mask, unseen_AK = self._mask(form.window, form.chunk, query.dtype)
         out_B, logsumexp_B = dense_with_logsumexp(
             grouped[self._inputs.row_B],
             keys[self._blocks],
             values[self._blocks],
             mask=mask,
-            scaling=scaling,
+            scaling=form.scaling,
             cap=form.cap,
         )
         if self._inputs.table_AK.shape[1] == 1:
@@ -247,23 +230,15 @@ class Extend(Cached):
         self._row, self._step, self._block, self._offset = to_device(places_4R, device)
         self._masks: dict[tuple[int | None, int | None], Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        form: ScoreForm = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """Implements `AttentionPlan.attend`."""
         keys, values = self._stored(key, value)
         keys[self._block, :, self._offset] = key[self._row, :, self._step]
         values[self._block, :, self._offset] = value[self._row, :, self._step]
         joined = (part[self._table_AK].transpose(1, 2).flatten(2, 3)[:, :, : self._time] for part in (keys, values))
         sinks = None if form.sinks_H is None else form.sinks_H[:, None].expand(-1, query.shape[2])
-        out = dense(query, *joined, mask=self._mask(window, form.chunk), scaling=scaling, sinks=sinks, cap=form.cap)
+        mask = self._mask(form.window, form.chunk)
+        out = dense(query, *joined, mask=mask, scaling=form.scaling, sinks=sinks, cap=form.cap)
         return out.transpose(1, 2)
 
     def _mask(self, window: int | None, chunk: int | None) -> Tensor:

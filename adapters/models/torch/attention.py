@@ -35,6 +35,7 @@ from rollgrad.adapters.models.torch.recurrent_layers import (
     scans_without_plan,
 )
 from rollgrad.adapters.models.torch.rotary import install_rotary
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 from rollgrad.domain.errors import ConfigurationError
 
 ATTENTION = "rollgrad"
@@ -64,21 +65,6 @@ def layer_mask(*, local_size: int | None = None, **kwargs: Any) -> LayerMask:
     return LayerMask(local_size)
 
 
-@frozen(eq=False)
-class ScoreForm:
-    """Form of a layer's attention beside scaled products of queries and keys, and a softmax of them."""
-
-    sinks_H: Tensor | None = None
-    """For each query head the score of one more key, which all queries see and whose value is 0 (`sinks.py`)."""
-    cap: float | None = None
-    """Score s counts as cap * tanh(s / cap) (`capped.py`)."""
-    chunk: int | None = None
-    """The scores of tokens in the chunks of so many before a query's own count as minus infinity."""
-
-
-PLAIN = ScoreForm()
-
-
 def backbone(model: Any) -> Any:
     """Returns the part of a causal language model that computes the last hidden states; given that part, it itself."""
     base = model.base_model
@@ -91,16 +77,7 @@ class AttentionPlan(Protocol):
     compiles: bool
     """Whether compiled layers (`compiling.py`) are used in the pass, where there are any."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        form: ScoreForm = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """Attends with query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, E]; returns [B, T, Hq, E]."""
         ...
 
@@ -142,8 +119,8 @@ def attention_forward(
     masked = None if attention_mask is None else attention_mask.window
     chunk, masked = (masked, None) if _kind(module, layer) == CHUNKED else (None, masked)
     window = masked if sliding_window is None else min(sliding_window, masked or sliding_window)
-    form = ScoreForm(sinks_H=s_aux, cap=softcap, chunk=chunk)
-    return attention_plan.attend(layer, query, key, value, scale, window, form), None
+    form = ScoreForm(scale, window, sinks_H=s_aux, cap=softcap, chunk=chunk)
+    return attention_plan.attend(layer, query, key, value, form), None
 
 
 def _kind(module: nn.Module, layer: int) -> str | None:
@@ -275,28 +252,19 @@ class ForestAttention:
             plan._padded, plan._sliced = {}, {}
         return self._chunked[size]
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        form: ScoreForm = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout."""
         if form.chunk is not None:
             within = self._within_chunks(form.chunk)
-            return within.attend(layer, query, key, value, scaling, window, evolve(form, chunk=None))
+            return within.attend(layer, query, key, value, evolve(form, chunk=None))
         q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         if form.cap is not None:
-            parts = self._slices(query.shape[1], window)
-            return self.capped(q_M, k_M, v_M, parts, scaling=scaling, window=window, cap=form.cap)[None]
+            parts = self._slices(query.shape[1], form.window)
+            return self.capped(q_M, k_M, v_M, parts, scaling=form.scaling, window=form.window, cap=form.cap)[None]
         if self.has_varlen(query):
-            return self._flat.attend(self.varlen, q_M, k_M, v_M, scaling, window, form.sinks_H).unsqueeze(0)
-        buckets, inverse_M = self._buckets(window)
-        outputs = [bucket.attend(self.dense, q_M, k_M, v_M, scaling, window, form.sinks_H) for bucket in buckets]
+            return self._flat.attend(self.varlen, q_M, k_M, v_M, form).unsqueeze(0)
+        buckets, inverse_M = self._buckets(form.window)
+        outputs = [bucket.attend(self.dense, q_M, k_M, v_M, form) for bucket in buckets]
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return flat.index_select(0, inverse_M)[None]
 
@@ -315,20 +283,11 @@ class _FlatIndex:
         self.cu_q = _cumulative([n.length for n in nodes], device)
         self.cu_k = _cumulative([n.keys for n in nodes], device)
 
-    def attend(
-        self,
-        kernel: Kernel,
-        q_M: Tensor,
-        k_M: Tensor,
-        v_M: Tensor,
-        scaling: float,
-        window: int | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
+    def attend(self, kernel: Kernel, q_M: Tensor, k_M: Tensor, v_M: Tensor, form: ScoreForm) -> Tensor:
         """Returns [M, Hq, E]."""
         k, v = (self._of_keys(x) for x in (k_M, v_M))
         place = (self.cu_q, self.cu_k, self.max_q, self.max_k)
-        return kernel(q_M, k, v, *place, scaling=scaling, window=window, sinks_H=sinks_H)
+        return kernel(q_M, k, v, *place, scaling=form.scaling, window=form.window, sinks_H=form.sinks_H)
 
     def _of_keys(self, x_M: Tensor) -> Tensor:
         if self._copied is not None:

@@ -12,6 +12,7 @@ from rollgrad.adapters.models.torch.copied_rows import CopiedRows
 from rollgrad.adapters.models.torch.layout import Node
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.row_widths import PADDING_TOLERANCE
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 
 Kernel = Callable[..., Tensor]
 """`dense` or `varlen` of `kernels.py`."""
@@ -60,16 +61,7 @@ class Bucket:
         self._dtype = dtype
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
-    def attend(
-        self,
-        kernel: Kernel,
-        q_M: Tensor,
-        k_M: Tensor,
-        v_M: Tensor,
-        scaling: float,
-        window: int | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
+    def attend(self, kernel: Kernel, q_M: Tensor, k_M: Tensor, v_M: Tensor, form: ScoreForm) -> Tensor:
         """Returns [rows * queries, Hq, E], padding rows included."""
         heads, dim = q_M.shape[1:]
         key_heads = k_M.shape[1]
@@ -78,12 +70,13 @@ class Bucket:
         k = self._copied_keys.of(k_M).view(self.rows, self.keys, key_heads, dim).transpose(1, 2)
         width = v_M.shape[2]  # in multi-head latent attention it differs from the keys'
         v = self._copied_keys.of(v_M).view(self.rows, self.keys, key_heads, width).transpose(1, 2)
-        if self._causal and window is None:
+        if self._causal and form.window is None:
             q = q.view(self.rows, self.queries, heads, dim).transpose(1, 2)
-            out = kernel(q, k, v, scaling=scaling, sinks=self._sinks(sinks_H, 1))
+            out = kernel(q, k, v, scaling=form.scaling, sinks=self._sinks(form.sinks_H, 1))
             return out.transpose(1, 2).reshape(self.rows * self.queries, heads, width)
         q = q.permute(0, 2, 3, 1, 4).reshape(self.rows, heads // fold, fold * self.queries, dim)
-        out = kernel(q, k, v, scaling=scaling, mask=self._mask(window, fold), sinks=self._sinks(sinks_H, fold))
+        mask, sinks = self._mask(form.window, fold), self._sinks(form.sinks_H, fold)
+        out = kernel(q, k, v, scaling=form.scaling, mask=mask, sinks=sinks)
         out = out.view(self.rows, heads // fold, fold, self.queries, width).permute(0, 3, 1, 2, 4)
         return out.reshape(self.rows * self.queries, heads, width)
 

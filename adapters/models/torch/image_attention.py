@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ForestAttention, ScoreForm, backbone
+from rollgrad.adapters.models.torch.attention import AttentionPlan, ForestAttention, backbone
 from rollgrad.adapters.models.torch.kernels import dense
 from rollgrad.adapters.models.torch.layout import Layout, Node
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.queries import Queries, all_queries
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 from rollgrad.domain.errors import ConfigurationError
 
 
@@ -64,16 +65,14 @@ class ImageRun:
         self._position_Q = to_device(torch.arange(first, last)[asking_Q], device)
         self._first, self._dtype = first, dtype
 
-    def attend(
-        self, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None, form: ScoreForm
-    ) -> Tensor:
+    def attend(self, q_M: Tensor, k_M: Tensor, v_M: Tensor, form: ScoreForm) -> Tensor:
         """Returns [Q, Hq, E]."""
         q, k, v = (
             x.index_select(0, index).transpose(0, 1)[None]
             for x, index in ((q_M, self.token_Q), (k_M, self._key_token_K), (v_M, self._key_token_K))
         )
         sinks = None if form.sinks_H is None else form.sinks_H[:, None].expand(-1, len(self.token_Q))
-        return dense(q, k, v, scaling=scaling, mask=self._mask(window), sinks=sinks)[0].transpose(0, 1)
+        return dense(q, k, v, scaling=form.scaling, mask=self._mask(form.window), sinks=sinks)[0].transpose(0, 1)
 
     def _mask(self, window: int | None) -> Tensor:
         """Returns the additive mask [1, 1, Q, K]."""
@@ -92,23 +91,14 @@ class ImageAttention(AttentionPlan):
     def __init__(self, forest: ForestAttention, runs: Sequence[ImageRun]) -> None:
         self._forest, self._runs = forest, runs
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        form: ScoreForm = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout, or of the queries their number."""
         if form.cap is not None:
             raise ConfigurationError(
                 "A model that caps scores, and whose images' tokens see each other, is not computed."
             )
-        attended = self._forest.attend(layer, query, key, value, scaling, window, form)
+        attended = self._forest.attend(layer, query, key, value, form)
         q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        seen = [run.attend(q_M, k_M, v_M, scaling, window, form) for run in self._runs]
+        seen = [run.attend(q_M, k_M, v_M, form) for run in self._runs]
         tokens = torch.cat([run.token_Q for run in self._runs])
         return attended.index_copy(1, tokens, torch.cat(seen)[None])

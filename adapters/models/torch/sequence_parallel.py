@@ -24,7 +24,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, distributed
 
-from rollgrad.adapters.models.torch.attention import PLAIN, AttentionPlan, ScoreForm, backbone
+from rollgrad.adapters.models.torch.attention import AttentionPlan, backbone
 from rollgrad.adapters.models.torch.exchange import HeadExchange, moved
 from rollgrad.adapters.models.torch.image_attention import make_plan
 from rollgrad.adapters.models.torch.layout import Layout, Node
@@ -32,6 +32,7 @@ from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import require_packed
 from rollgrad.adapters.models.torch.queries import Queries, all_queries, divided, queries_of, tokens_of
 from rollgrad.adapters.models.torch.recurrent_layers import attending_layers, key_copies, recurrent_types
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 from rollgrad.adapters.models.torch.shared_recurrence import SharedRecurrence, require_heads
 from rollgrad.domain.errors import ConfigurationError
 
@@ -208,16 +209,7 @@ class _SharedAttention(AttentionPlan):
             key_copies=key_copies(self._model.config.get_text_config()),
         )
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        form: ScoreForm = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is this process's share of M.
 
         Raises:
@@ -242,7 +234,7 @@ class _SharedAttention(AttentionPlan):
         if form.sinks_H is not None:
             first = self._group.rank % self._group.heads * q.shape[1]
             form = evolve(form, sinks_H=form.sinks_H.narrow(0, first, q.shape[1]))
-        out = self._plan.attend(layer, q, k, v, scaling, window, form)[0]
+        out = self._plan.attend(layer, q, k, v, form)[0]
         out = out.reshape(len(out), k.shape[1], -1)
         if self._group.heads > 1:
             out = moved(out, self._exchange.to_tokens, self._exchange.to_heads)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from rollgrad.adapters.engines.embedded import decoding, plans
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
@@ -13,6 +14,7 @@ from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
 from rollgrad.adapters.models.torch.compatibility import check_positions, logit_form
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
@@ -92,10 +94,8 @@ def test_an_engine_that_sees_other_tokens_is_found(
     check_decoding(model, FLAG)
     right = getattr(plans, plan).attend
 
-    def wrong(
-        self: Any, layer: int, query: Any, key: Any, value: Any, scaling: float, window: int | None, form: Any
-    ) -> Any:
-        return right(self, layer, query, key, value, scaling, 1, form)
+    def wrong(self: Any, layer: int, query: Any, key: Any, value: Any, form: ScoreForm) -> Any:
+        return right(self, layer, query, key, value, evolve(form, window=1))
 
     monkeypatch.setattr(getattr(plans, plan), "attend", wrong)
     with pytest.raises(

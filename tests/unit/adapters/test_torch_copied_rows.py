@@ -15,6 +15,7 @@ from rollgrad.adapters.models.torch.attention import ForestAttention
 from rollgrad.adapters.models.torch.copied_rows import CopiedRows
 from rollgrad.adapters.models.torch.kernels import dense
 from rollgrad.adapters.models.torch.layout import Node, Span, between
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 from tests.operations import Operations
 from tests.pretended_gpu import CUDA, WAITED, pretended_gpu
 
@@ -176,7 +177,7 @@ def test_attention_adds_no_place_after_the_other_to_keys(dtype: torch.dtype) -> 
     plan = Varlen(REPLIES_TO_A_PROMPT, device=CPU, dtype=dtype)
     found = []
     for again in (False, True):
-        attend = partial(plan.attend, 0, scaling=0.3, window=None)
+        attend = partial(plan.attend, 0, form=ScoreForm(0.3))
         out = checkpoint(attend, *leaves, use_reentrant=False) if again else attend(*leaves)
         with Operations() as operations:
             found.append(torch.autograd.grad(out.float().square().sum(), leaves))

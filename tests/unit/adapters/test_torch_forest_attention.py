@@ -11,6 +11,7 @@ from torch import Tensor
 from rollgrad.adapters.models.torch.attention import ForestAttention
 from rollgrad.adapters.models.torch.kernels import dense
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 
 FOREST = [
     Node(0, 1500),
@@ -45,7 +46,7 @@ def reference(nodes: Sequence[Node], query: Tensor, key: Tensor, value: Tensor, 
 @pytest.mark.parametrize("window", [None, 1, 5, 100, 700, 3000])
 def test_results_and_gradients_are_those_of_the_reference(window: int | None) -> None:
     plan = ForestAttention(FOREST, device=CPU, dtype=torch.float32)
-    computed = partial(plan.attend, 0, scaling=SCALING, window=window), partial(reference, FOREST, window=window)
+    computed = partial(plan.attend, 0, form=ScoreForm(SCALING, window)), partial(reference, FOREST, window=window)
     results = []
     for attend in computed:
         inputs = [x.requires_grad_() for x in tensors(3140)]
@@ -69,5 +70,5 @@ def test_few_scores_are_of_hidden_keys(window: int | None, seen: int) -> None:
                 computed.append(settings["mask"].numel() * query.shape[1] // 4)  # queries of four heads may be one's
             return dense(query, key, value, **settings)
 
-    Counted(nodes, device=CPU, dtype=torch.float32).attend(0, *tensors(8192, (8, 8, 8)), SCALING, window)
+    Counted(nodes, device=CPU, dtype=torch.float32).attend(0, *tensors(8192, (8, 8, 8)), ScoreForm(SCALING, window))
     assert seen <= sum(computed) <= seen + 8192 * 512

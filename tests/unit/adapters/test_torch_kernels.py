@@ -14,6 +14,7 @@ from rollgrad.adapters.models.torch import attention, kernels
 from rollgrad.adapters.models.torch.attention import ForestAttention
 from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp, has_varlen
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 
 CUDA = torch.device("cuda", 0)
 NODES = [
@@ -106,7 +107,7 @@ def inputs(kind: str, dtype: torch.dtype, device: torch.device | None = None) ->
 def attended(leaves: list[Tensor], window: int | None) -> list[Tensor]:
     """The result and the gradients."""
     plan = ForestAttention(NODES, device=leaves[0].device, dtype=leaves[0].dtype)
-    out = plan.attend(0, leaves[0], leaves[1], leaves[2], 0.3, window)
+    out = plan.attend(0, leaves[0], leaves[1], leaves[2], ScoreForm(0.3, window))
     weights = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
     return [out.detach(), *torch.autograd.grad((out.float() * weights).sum(), leaves)]
 
@@ -148,7 +149,7 @@ def test_keys_of_sequences_that_share_nothing_are_not_copied(tokens: int, monkey
     monkeypatch.setattr(attention, "has_varlen", lambda *_: True)
     query, key, value = (torch.randn(1, h, n, 16).bfloat16() for h, n in ((4, 9), (2, tokens), (2, tokens)))
     ForestAttention([Node(0, 5), Node(5, 4)], device=query.device, dtype=query.dtype).attend(
-        0, query, key, value, 0.3, None
+        0, query, key, value, ScoreForm(0.3)
     )
     assert [seen[0][name].data_ptr() for name in ("query", "key", "value")] == [
         x.data_ptr() for x in (query, key, value)
@@ -180,7 +181,7 @@ def test_all_that_the_call_for_a_gpu_takes_is_there(monkeypatch: pytest.MonkeyPa
         q, k, v = (
             torch.empty(1, h, TOKENS, width, device=CUDA, dtype=torch.bfloat16) for h in (heads, key_heads, key_heads)
         )
-        out = ForestAttention(NODES, device=CUDA, dtype=torch.bfloat16).attend(0, q, k, v, 0.3, None)
+        out = ForestAttention(NODES, device=CUDA, dtype=torch.bfloat16).attend(0, q, k, v, ScoreForm(0.3))
         assert (out.shape, out.device) == ((1, TOKENS, heads, width), CUDA)
     assert len(seen) == 1
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place
 from rollgrad.adapters.engines.embedded.plans import Decode, DecodeInputs, Extend
 from rollgrad.adapters.models.torch import attention, attention_buckets, capped
-from rollgrad.adapters.models.torch.attention import ForestAttention, ScoreForm
+from rollgrad.adapters.models.torch.attention import ForestAttention
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 from tests.pretended_gpu import CUDA, pretended_gpu
 
 CPU = torch.device("cpu")
@@ -41,16 +42,16 @@ def inputs(kind: str, dtype: torch.dtype) -> list[Tensor]:
     return [x.to(dtype) for x in (*made, sinks_H)]
 
 
-def whole_scores(query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, window: int | None) -> Tensor:
+def whole_scores(query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
     """Attention [Q, H, E] of query [H, Q, D], the last of the keys [G, K, D], to those that each sees."""
     shared = len(query) // len(key)
     key, value = (x.repeat_interleave(shared, 0) for x in (key, value))
     place_Q = torch.arange(key.shape[1] - query.shape[1], key.shape[1])[:, None]
     place_K = torch.arange(key.shape[1])
-    hidden = (place_K > place_Q) | (place_K <= place_Q - (window or len(place_K)))
+    hidden = (place_K > place_Q) | (place_K <= place_Q - (form.window or len(place_K)))
     if form.chunk is not None:
         hidden |= place_K // form.chunk != place_Q // form.chunk
-    scores = query @ key.transpose(1, 2) * SCALE
+    scores = query @ key.transpose(1, 2) * form.scaling
     if form.cap is not None:
         scores = torch.tanh(scores / form.cap) * form.cap
     scores = scores.masked_fill(hidden, -torch.inf)
@@ -60,13 +61,13 @@ def whole_scores(query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, win
     return (scores.softmax(2) @ value).transpose(0, 1)
 
 
-FORMS: dict[str, Callable[[Tensor], ScoreForm]] = {
-    "sinks": lambda sinks_H: ScoreForm(sinks_H=sinks_H),
-    "capped": lambda sinks_H: ScoreForm(cap=1.5),
-    "capped in slices": lambda sinks_H: ScoreForm(cap=1.5),
-    "chunks": lambda sinks_H: ScoreForm(chunk=20),
-    "capped in chunks": lambda sinks_H: ScoreForm(cap=1.5, chunk=11),
-    "sinks in chunks": lambda sinks_H: ScoreForm(sinks_H=sinks_H, chunk=1),
+FORMS: dict[str, Callable[[Tensor, int | None], ScoreForm]] = {
+    "sinks": lambda sinks_H, window: ScoreForm(SCALE, window, sinks_H=sinks_H),
+    "capped": lambda sinks_H, window: ScoreForm(SCALE, window, cap=1.5),
+    "capped in slices": lambda sinks_H, window: ScoreForm(SCALE, window, cap=1.5),
+    "chunks": lambda sinks_H, window: ScoreForm(SCALE, window, chunk=20),
+    "capped in chunks": lambda sinks_H, window: ScoreForm(SCALE, window, cap=1.5, chunk=11),
+    "sinks in chunks": lambda sinks_H, window: ScoreForm(SCALE, window, sinks_H=sinks_H, chunk=1),
 }
 """In chunks of 20 tokens `NODES` begin within chunks, at the border of one, and cross some."""
 
@@ -80,7 +81,7 @@ def expected(kind: str, form: str, dtype: torch.dtype, window: int | None) -> li
         path = node.path()
         own = slice(node.start, node.start + node.length)
         q, k, v = query[0, :, own], key[0, :, path], value[0, :, path]
-        parts.append(whole_scores(q, k, v, FORMS[form](sinks_H), window))
+        parts.append(whole_scores(q, k, v, FORMS[form](sinks_H, window)))
     return results(torch.cat(parts), leaves)
 
 
@@ -139,7 +140,7 @@ def test_a_forest_is_what_float64_computes(
     with entered():
         query, key, value, sinks_H = leaves = [x.to(device).requires_grad_() for x in inputs(kind, dtype)]
         plan = ForestAttention(NODES, device=device, dtype=dtype)
-        out = plan.attend(0, query, key, value, SCALE, window, FORMS[form](sinks_H))[0]
+        out = plan.attend(0, query, key, value, FORMS[form](sinks_H, window))[0]
         found = results(out, leaves)
         (plan,) = plan._chunked.values() if "chunks" in form else [plan]
         assert len(plan._sliced) == ("capped" in form)
@@ -172,7 +173,7 @@ def test_decoding_is_what_float64_computes(
     def exact(row: int, news: list[Tensor], tokens: int) -> Tensor:
         query, key, value = (x[row, :, :tokens].double() for x in news)
         k, v = (torch.cat([p.double(), x], 1) for p, x in zip(past[row], (key, value), strict=True))
-        return whole_scores(query, k, v, FORMS[form](sinks_H), window)
+        return whole_scores(query, k, v, FORMS[form](sinks_H, window))
 
     with entered():
         cache, places = KVCache(), [Place() for _ in lengths]
@@ -194,6 +195,6 @@ def test_decoding_is_what_float64_computes(
         ]
         for plan, news, counts in plans:
             query, key, value = (x.to(device) for x in news)
-            out = plan.attend(0, query, key, value, SCALE, window, FORMS[form](sinks_H.to(device))).to(CPU)
+            out = plan.attend(0, query, key, value, FORMS[form](sinks_H.to(device), window)).to(CPU)
             for row, count in enumerate(counts):
                 assert_close([out[row, :count]], [exact(row, news, count)], dtype, machine)

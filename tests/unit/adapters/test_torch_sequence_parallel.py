@@ -11,6 +11,7 @@ from attrs import evolve
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
 from rollgrad.adapters.models.torch.shared_recurrence import for_each
 from rollgrad.domain.batches.packed import pack
@@ -154,4 +155,4 @@ def test_a_layer_with_other_heads_than_the_settings_say_is_refused() -> None:
     plan = group.share(build_layout(sequence_parallel.batch(0, 5))).plan(torch.nn.Linear(1, 1))
     query, key = torch.zeros(1, 6, 4, 8), torch.zeros(1, 3, 4, 8)
     with pytest.raises(ConfigurationError, match=r"layer 1 has 3 key/value heads, .* leave --ds\.sequence"):
-        plan.attend(1, query, key, key, 1.0, None)
+        plan.attend(1, query, key, key, ScoreForm(1.0))

@@ -11,6 +11,7 @@ from rollgrad.adapters.models.torch.attention import ForestAttention
 from rollgrad.adapters.models.torch.determinism import compute_deterministically
 from rollgrad.adapters.models.torch.kernels import sdpa_on
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.score_form import ScoreForm
 from rollgrad.application.settings.sections.actor import ActorConfig
 from rollgrad.entrypoints.composition.models import compute_device
 from tests.fakes import cluster
@@ -56,7 +57,7 @@ def attended(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
     leaves = [
         torch.randn(1, heads, tokens, 64, generator=generator).to(device, dtype).requires_grad_() for heads in (4, 2, 2)
     ]
-    out = ForestAttention(NODES, device=device, dtype=dtype).attend(0, *leaves, 0.3, None)  # type: ignore[arg-type]
+    out = ForestAttention(NODES, device=device, dtype=dtype).attend(0, *leaves, ScoreForm(0.3))
     weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(device)
     return [x.detach().to("cpu") for x in (out, *torch.autograd.grad((out.float() * weights).sum(), leaves))]
 
