@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import attrs
+
 import rollgrad
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines
@@ -18,7 +20,7 @@ from rollgrad.entrypoints.cli.chat import ChatArguments, chat
 from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
 from rollgrad.entrypoints.cli.exit_status import EXIT_CLOSED, EXIT_DEFECT, EXIT_ERROR, SIGNAL_STATUS
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments, generate, score
-from rollgrad.entrypoints.cli.help import HELP_FLAGS, asks_for_help, show_help
+from rollgrad.entrypoints.cli.help import HELP_FLAGS, asks_for_help, show_flags, show_help
 from rollgrad.entrypoints.cli.logs import configure_logging as configure_logging
 from rollgrad.entrypoints.cli.loop import LOOPS, run_loop
 from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments, merge
@@ -26,13 +28,20 @@ from rollgrad.entrypoints.cli.offline import TRAINERS
 from rollgrad.entrypoints.cli.parsing import DoctorArguments, parse
 from rollgrad.entrypoints.cli.replay import ReplayArguments, replay_run
 from rollgrad.entrypoints.cli.rescore import RescoreArguments, rescore_run
-from rollgrad.entrypoints.cli.runs import export_rollouts, inspect_run, report_of_run
+from rollgrad.entrypoints.cli.runs import (
+    ExportArguments,
+    InspectArguments,
+    ReportArguments,
+    export_rollouts,
+    inspect_run,
+    report_of_run,
+)
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
 from rollgrad.entrypoints.cli.serve_tinker import ServeTinkerArguments, serve_tinker
 from rollgrad.entrypoints.cli.training import evaluate, run_offline, run_rl, train_offline, train_rl
 from rollgrad.entrypoints.cli.translated import problems, show_translation
-from rollgrad.entrypoints.cli.ui import serve_runs
+from rollgrad.entrypoints.cli.ui import UIArguments, serve_runs
 from rollgrad.entrypoints.names.suggestions import unknown_command
 from rollgrad.entrypoints.redaction import OutputClosedError, redacted_output
 from rollgrad.entrypoints.translation.draft import TranslatedCommand, TranslatedRun
@@ -233,6 +242,20 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (doctor, "show what this machine offers, and whether the installation works"),
 }
 
+FLAGS: Mapping[str, type[attrs.AttrsInstance]] = {
+    "ui": UIArguments,
+    "inspect": InspectArguments,
+    "report": ReportArguments,
+    "export": ExportArguments,
+    "chat": ChatArguments,
+    "serve agent": ServeAgentArguments,
+    "serve reward": ServeRewardArguments,
+    "serve tinker": ServeTinkerArguments,
+    "merge-lora": MergeLoraArguments,
+    "doctor": DoctorArguments,
+}
+"""Commands that read no settings of a run, and the classes of their flags."""
+
 WIDTH = max(map(len, COMMANDS))
 
 USAGE = "\n".join(
@@ -252,6 +275,8 @@ def _dispatch(arguments: list[str]) -> int:
     for name, (command, _) in COMMANDS.items():
         words = name.split()
         if arguments[: len(words)] == words:
+            if name in FLAGS and asks_for_help(arguments[len(words) :]):
+                return show_flags(name, FLAGS[name])
             return command(arguments[len(words) :])
     if arguments[:1] == ["--version"]:
         sys.stdout.write(f"rollgrad {rollgrad.__version__}\n")

@@ -1,8 +1,10 @@
-"""`--help` of the commands that read a run's settings: the essential ones, a section, or all.
+"""`--help` of the commands that read a run's settings (the essential ones, a section, or all), and of those with a few
+flags of their own.
 
 Written from the fields of the settings, without torch and tyro, so that it comes at once.
 """
 
+import ast
 import inspect
 import re
 import shutil
@@ -10,6 +12,8 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -149,7 +153,7 @@ GENERATE_ESSENTIALS: Mapping[str, Sequence[str]] = {
 }
 
 REPLAY_EXAMPLE = """  rollgrad replay runs/first --step 1"""
-REPLAY_ESSENTIALS: Mapping[str, Sequence[str]] = {"The update": ("step",)}
+REPLAY_ESSENTIALS: Mapping[str, Sequence[str]] = {}
 RESCORE_EXAMPLE = """  rollgrad rescore runs/first --reward.function_path reward.py"""
 SCORE_EXAMPLE = """  rollgrad score --input replies.jsonl --reward.verifier last_number --out scored.jsonl"""
 
@@ -206,6 +210,13 @@ ESSENTIALS = {
 """The example and the essential settings of each command that reads the settings of a run."""
 
 
+PLACES: Mapping[str, str] = {
+    **dict.fromkeys(("replay", "rescore", "inspect", "report"), "RUN "),
+    "export": "pairs|sft|messages RUN ",
+    "ui": "[DIR] ",
+}
+"""Words that a command takes without a flag, with a space behind them."""
+
 OF_EXAMPLES = ("train sft", "train dpo", "train kto", "train kd", "train rm", "train prm", "data show")
 
 
@@ -254,6 +265,33 @@ def show_help(command: str, kind: type[attrs.AttrsInstance], arguments: Sequence
     return 0
 
 
+def show_flags(command: str, kind: type[attrs.AttrsInstance]) -> int:
+    """Prints the --help of a command whose flags are the fields of `kind`, with a docstring below each."""
+    docs = {name: doc for base in reversed(kind.__mro__[:-1]) for name, doc in _field_docs(base).items()}
+    lines = [f"usage: rollgrad {command} {PLACES.get(command, '')}[OPTIONS]"]
+    for paragraph in inspect.cleandoc(kind.__doc__ or "").split("\n\n"):
+        lines += ["", *_wrapped(paragraph, "")]
+    lines.append("")
+    for field in attrs.fields(kind):
+        lines += _setting(Setting(field.name, field.type, field.default, docs[field.name]), brief=False)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Returns the docstrings that stand below the fields of a class, by their names."""
+    body = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: " ".join(str(text.value.value).split())
+        for field, text in pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
+
+
 def _topic(arguments: Sequence[str]) -> str | None:
     index = next(index for index, word in enumerate(arguments) if word.partition("=")[0] in HELP_FLAGS)
     _, equals, value = arguments[index].partition("=")
@@ -266,7 +304,7 @@ def _essentials(command: str, kind: type[attrs.AttrsInstance], sections: Sequenc
     example, groups = ESSENTIALS[command]
     own = [setting for setting in settings.values() if "." not in setting.name]
     lines = [
-        f"usage: rollgrad {command} [--config FILE.yaml] [--SECTION.SETTING VALUE ...]",
+        f"usage: rollgrad {command} {PLACES.get(command, '')}[--config FILE.yaml] [--SECTION.SETTING VALUE ...]",
         "",
         *_wrapped(inspect.cleandoc(kind.__doc__ or "").replace(" below", ""), ""),
         "",
@@ -334,13 +372,13 @@ def _value(kind: Any) -> str:
     if get_origin(kind) is tuple:
         return f"{_value(parts[0])} ..." if parts[-1] is Ellipsis else " ".join(map(_value, parts))
     if get_origin(kind) is dict:
-        return "NAME NUMBER ..."
+        return "NAME NUMBER ..." if parts[1] is float else "NAME VALUE ..."
     if issubclass(kind, StrEnum):
         return "{" + ",".join(kind) + "}"
     return _VALUES.get(kind) or str(kind.__name__).upper()
 
 
-_VALUES: Mapping[Any, str] = {bool: "[True|False]", int: "INTEGER", float: "NUMBER", str: "TEXT"}
+_VALUES: Mapping[Any, str] = {bool: "[True|False]", int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 def _default(setting: Setting) -> str:

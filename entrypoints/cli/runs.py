@@ -15,7 +15,7 @@ from rollgrad.entrypoints.cli.places import take_places
 
 @define(kw_only=True)
 class ExportArguments:
-    """Writes rollouts of a run as JSONL rows for training on examples: rollgrad export pairs|sft|messages RUN.
+    """Writes rollouts of a run as JSONL rows for training on examples.
 
     pairs: the best and the worst reply of each group, for train dpo and train rm. sft: the best, as prompt and
     completion, for train sft. messages: every reply as a conversation. Replies that were cut off are left out, and so
@@ -73,8 +73,8 @@ def _run(command: str, kind: type[attrs.AttrsInstance], arguments: Sequence[str]
 
 @define(kw_only=True)
 class ReportArguments:
-    """Writes the page of a run with a choice of its rollouts into one HTML file: rollgrad report RUN. It opens by a
-    double click, needs no server, and is at most 3 MB large."""
+    """Writes the page of a run with a choice of its rollouts into one HTML file, which opens by a double click, needs
+    no server, and is at most 3 MB large."""
 
     output: Path | None = None
     """File to write; by default report.html in the run's directory, which is replaced."""
@@ -98,8 +98,8 @@ def report_of_run(arguments: Sequence[str]) -> int:
 
 @define(kw_only=True)
 class InspectArguments:
-    """Shows how a run goes or ended: rollgrad inspect RUN. It prints the status, where metrics began and are, and what
-    keeps the run from learning; also of one that is going on or was killed."""
+    """Shows how a run goes or ended: its status, where metrics began and are, and what keeps it from learning; also of
+    one that is going on or was killed."""
 
     json: bool = False
     """Print JSON."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class ServeRewardArguments:
     """Serves a reward model: POST /get_reward {query, prompts, labels} answers {rewards, scores, extra_logs}.
 
-    The server's address is the one line on stdout. Clients send the token as `Authorization: Bearer TOKEN`; a training
-    run takes it from ROLLGRAD_REWARD_TOKEN.
+    The server's address is the one line on stdout. Clients send the token as a bearer token; a training run takes
+    it from ROLLGRAD_REWARD_TOKEN.
     """
 
     model: str = ""

@@ -17,8 +17,8 @@ from rollgrad.entrypoints.cli.places import take_places
 
 @define(kw_only=True)
 class UIArguments:
-    """Serves a page that shows runs while they go on and afterwards: rollgrad ui [DIR]. DIR is the directory of a run,
-    or one below which there are runs; by default the newest run below runs/.
+    """Serves a page that shows runs while they go on and afterwards. DIR is the directory of a run, or one below which
+    there are runs; by default the newest run below runs/.
 
     The page's address is the one line on stdout. Nothing is written but stars, tags and notes (RUN/notes.jsonl).
     """

@@ -13,6 +13,7 @@ from rollgrad.application.settings.rules.examples import UNREAD, sft_errors
 from rollgrad.application.settings.rules.generation import generation_errors, scoring_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sft import SFTRun
+from rollgrad.entrypoints.cli.commands import FLAGS
 from rollgrad.entrypoints.cli.data import DataShowArguments
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments
 from rollgrad.entrypoints.cli.help import ESSENTIALS
@@ -115,9 +116,31 @@ def test_an_unknown_section_names_the_sections(topic: str, message: str, capsys:
     assert message in capsys.readouterr().err
 
 
-def test_help_imports_neither_torch_nor_the_parser() -> None:
+@pytest.mark.parametrize("command", FLAGS)
+def test_commands_with_flags_of_their_own_show_all_of_them(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = helped(capsys, command)
+    assert text.startswith(f"usage: rollgrad {command} ")
+    assert shown(text) == list(flag_kinds(FLAGS[command]))
+    assert not re.search(r"^  --\S+ .*\n(?!      \S)", text, re.MULTILINE)  # each has its docstring
+    assert max(map(len, text.splitlines())) <= 80
+    assert "None" not in text
+    assert "***" not in text
+
+
+@pytest.mark.parametrize("command", ["export", "inspect", "report", "ui", "replay", "rescore"])
+def test_usage_shows_the_words_without_a_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.match(
+        rf"usage: rollgrad {command} \S*(RUN|DIR)", helped(capsys, command).replace("messages ", "messages")
+    )
+
+
+@pytest.mark.parametrize("words", [["train", "rl", "--help", "all"], ["chat", "--help"]])
+def test_help_imports_neither_torch_nor_the_parser(words: list[str]) -> None:
     script = (
-        "import sys\nfrom rollgrad.entrypoints.cli.main import main\nmain(['train', 'rl', '--help', 'all'])\n"
+        f"import sys\nfrom rollgrad.entrypoints.cli.main import main\nmain({words})\n"
         "heavy = {'torch', 'tyro', 'transformers', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
     )
