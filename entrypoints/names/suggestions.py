@@ -11,6 +11,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from rollgrad.entrypoints.names.names_of_verl import ROOTS, verl_answer
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES, openrlhf_name
 
 _VERL = "write its overrides behind rollgrad train rl, which answers each with the name here."
@@ -65,13 +66,16 @@ MOST_CANDIDATES = 4
 TAKING: Mapping[str, tuple[str, ...]] = {"config": (".yaml", ".yml"), "model": ("",)}
 """Flags that a file or directory without a flag is likely to belong to, by the end of its name."""
 
+PLAIN_VALUE = re.compile(r"(?!(null|None)$)[\w.][\w./:@-]*")
+"""A value that is written in our flags as it is in verl's overrides: a number or a name, no list and no template."""
+
 LONGEST_LAUNCHER = 20
 """Words among which the program is looked for that a line starts."""
 
 
 def unknown_flag(word: str, known: Collection[str], command: str) -> str:
     """Returns one sentence about a word that is neither a flag of the command nor a value."""
-    name, equals, _ = word.lstrip("-+").partition("=")
+    name, equals, value = word.lstrip("-+").partition("=")
     plain = name.replace("-", "_")
     if not word.startswith("-") and (not equals or advice(plain, known) is None):
         flag = next((flag for flag, suffixes in TAKING.items() if flag in known and word.endswith(suffixes)), None)
@@ -79,7 +83,10 @@ def unknown_flag(word: str, known: Collection[str], command: str) -> str:
             return f"{word!r} belongs to no flag: did you mean --{flag} {word}?"
         return f"{word!r} belongs to no flag: see rollgrad {command} --help."
     if not word.startswith("-"):  # verl's own form
-        return f"{word!r} is not a flag, which begins with -- : {_advice_clause(plain, known, '--')}"
+        clause = _advice_clause(plain, known, "--")
+        if clause.startswith("did you mean") and PLAIN_VALUE.fullmatch(value):
+            clause = f"write {clause.removeprefix('did you mean ').rstrip('?')} {value}."
+        return f"{word!r} is no flag of ours: {clause}"
     hint = _advice_clause(plain, known, "--") or f"see rollgrad {command} --help."
     return f"{word.partition('=')[0]} is not a flag; {hint}"
 
@@ -125,8 +132,10 @@ def advice(name: str, known: Collection[str]) -> str | None:
     ('actor.adam.lr', 'rollout.n_samples_per_prompt', None)
     """
     name = name.lower()
-    other = OTHER_NAMES.get(name)
+    other = OTHER_NAMES.get(name, verl_answer(name))
     if other is not None and other in known:
+        return other
+    if name.partition(".")[0] in ROOTS and "train.seed" in known:
         return other
     if not any("." in candidate for candidate in known):  # a command that trains nothing, which no sentence is about
         same = (other or "").split(".")[-1]

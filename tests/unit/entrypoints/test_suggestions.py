@@ -8,6 +8,7 @@ from rollgrad.entrypoints.cli.commands import COMMANDS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
+from rollgrad.entrypoints.names.names_of_verl import verl_answer
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES
 from rollgrad.entrypoints.names.suggestions import (
     OTHER_COMMANDS,
@@ -49,6 +50,25 @@ trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_fre
 trainer.val_before_train=True trainer.resume_mode=auto trainer.default_local_dir=ckpt
 """
 
+VERL_SECTIONS = """
+actor_rollout_ref.actor.optim.betas actor_rollout_ref.actor.optim.clip_grad actor_rollout_ref.actor.optim.optimizer
+actor_rollout_ref.actor.fsdp_config.reshard_after_forward actor_rollout_ref.actor.fsdp_config.model_dtype
+actor_rollout_ref.actor.tau_pos actor_rollout_ref.actor.freeze_vision_tower actor_rollout_ref.actor.loss_scale_factor
+actor_rollout_ref.actor.entropy_checkpointing actor_rollout_ref.actor.checkpoint.load_contents
+actor_rollout_ref.actor.router_replay.mode actor_rollout_ref.actor.profiler.tool_config.npu.level
+actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size actor_rollout_ref.ref.strategy
+actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.rollout.seed actor_rollout_ref.rollout.expert_parallel_size
+actor_rollout_ref.rollout.enable_prefix_caching actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space
+actor_rollout_ref.rollout.multi_turn.max_parallel_calls actor_rollout_ref.rollout.multi_turn.interaction_config_path
+actor_rollout_ref.rollout.agent.default_agent_loop actor_rollout_ref.rollout.checkpoint_engine.backend
+actor_rollout_ref.rollout.trace.backend actor_rollout_ref.model.mtp.enable actor_rollout_ref.model.lora.rank
+actor_rollout_ref.model.override_config.attn_implementation actor_rollout_ref.hybrid_engine data.tool_config_path
+critic.fsdp.param_offload reward_model.n_gpus_per_node reward.reward_manager.name reward.num_workers
+reward.sandbox_fusion.url algorithm.rollout_correction.loss_type algorithm.filter_groups.metric
+distillation.teacher_models.teacher_model.model_path global_profiler.steps ray_kwargs.ray_init.num_cpus
+"""
+"""Names of verl's `ppo_trainer.yaml` that its launch scripts seldom set."""
+
 
 TRL_NAMES = sorted(
     {
@@ -56,7 +76,7 @@ TRL_NAMES = sorted(
         *fields("transformers", "transformers/training_args.py", "TrainingArguments"),
     }
 )
-VERL_NAMES = [word.partition("=")[0] for word in VERL_SCRIPT.split()]
+VERL_NAMES = [word.partition("=")[0] for word in (VERL_SCRIPT + VERL_SECTIONS).split()]
 OPENRLHF_NAMES = sorted({*FLAT, *FLAGS} - set(SETTINGS))
 
 
@@ -85,7 +105,7 @@ def test_every_name_of_trl_and_verl_is_answered_by_meaning(name: str) -> None:
     if name in SETTINGS:
         return
     same = [setting for setting in SETTINGS if setting.split(".")[-1] == name]
-    assert name in OTHER_NAMES or len(same) == 1, name
+    assert name in OTHER_NAMES or verl_answer(name) is not None or len(same) == 1, name
     assert is_known(advice(name, SETTINGS))
 
 
@@ -122,6 +142,23 @@ def test_the_same_meaning(name: str, setting: str) -> None:
     assert advice(name, SETTINGS) == setting
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("actor_rollout_ref.actor.router_replay.mode", "actor.router_replay"),
+        ("actor_rollout_ref.actor.profiler.enable", "train.profile_steps"),
+        ("actor_rollout_ref.rollout.n_gpus_per_node", "vllm.num_engines"),
+        ("actor_rollout_ref.rollout.enable_prefix_caching", "common beginnings"),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload", "ref.offload"),
+        ("custom_reward_function.name", "FILE:NAME"),
+        ("reward.num_workers", "reward.remote_url"),
+    ],
+)
+def test_a_name_of_verl_is_never_taken_for_ours_that_only_ends_alike(name: str, words: str) -> None:
+    assert words in str(advice(name, SETTINGS))
+    assert advice("actor_rollout_ref.model.enable", SETTINGS) is None
+
+
 @pytest.mark.parametrize("name", ["eval.top_p", "critic.eps_clip", "reward.beta", "foo", "xyz.abc", "rate"])
 def test_no_suggestion_is_better_than_a_wrong_one(name: str) -> None:
     assert advice(name, SETTINGS) is None
@@ -144,9 +181,11 @@ def errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--actor.muon.lrs 1", "did you mean --actor.muon.lr?"),
         ("--rewrad.model_name_or_path x", "did you mean --reward.model_name_or_path?"),
         ("--rolout.batch_size 4", "did you mean --rollout.batch_size?"),
-        ("trainer.total_epochs=3", "'trainer.total_epochs=3' is not a flag"),
-        ("trainer.total_epochs=3", "did you mean --train.num_episodes?"),
-        ("+data.train_files=x", "did you mean --data.prompt_dataset?"),
+        ("trainer.total_epochs=3", "'trainer.total_epochs=3' is no flag of ours: write --train.num_episodes 3."),
+        ("+data.train_files=a/x.parquet", "write --data.prompt_dataset a/x.parquet."),
+        ("data.train_files=['a','b']", "is no flag of ours: did you mean --data.prompt_dataset?"),
+        ("trainer.total_training_steps=null", "did you mean --train.max_steps?"),
+        ("train.seed=3", "write --train.seed 3."),
         ("--beta 0.1 --epsilon 0.2", "--beta is not a flag; did you mean --algo.kl.init_coef?"),
         ("--beta 0.1 --epsilon 0.2", "--epsilon is not a flag; did you mean --actor.eps_clip?"),
     ],
@@ -180,7 +219,7 @@ def test_other_commands_are_not_told_of_training(
         ("trainer:\n  total_epochs: 3\n", "trainer.total_epochs is not a setting; did you mean train.num_episodes?"),
         (
             "algorithm:\n  kl_ctrl:\n    kl_coef: 1\n",
-            "algorithm.kl_ctrl.kl_coef is not a setting; did you mean algo.kl",
+            "algorithm.kl_ctrl.kl_coef is not a setting; write --algo.kl.init_coef, if",
         ),
     ],
 )
