@@ -8,7 +8,7 @@ Invariant: prompts, rewards and tools are made like those of the run. Does not o
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -121,7 +121,7 @@ class _Trial:
             if told := prompt.teacher_token_ids:
                 self._say(f"What the reference reads in its place ({len(told)} tokens):")
                 self._say(container.codec().decode(told, special_tokens=True))
-        self._judge([*shown, *(held_out or [])[:1]])
+        self._judge({"": shown, "to a held-out prompt, ": (held_out or [])[:1]})
 
     def _plan(self, survey: Survey | None, held_out: Sequence[Prompt]) -> None:
         """Prints the memory plan: by the longest prompt that there is, where an episode is a prompt and a reply, and by
@@ -147,8 +147,8 @@ class _Trial:
                 "the longest, and a longer one takes more memory. Bound them by --rollout.max_episode_tokens."
             )
 
-    def _judge(self, prompts: Sequence[Prompt]) -> None:
-        """Calls the reward with a made-up reply to each prompt."""
+    def _judge(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
+        """Calls the reward with a made-up reply to each prompt; the keys say in words which prompts they are."""
         config = self._config
         if config.train.agent_func_path is not None:
             file = self._attempt(self.container.agent_file)
@@ -164,15 +164,18 @@ class _Trial:
             return self._say(UNASKED[kind])
         if reward is None:
             return None
-        for prompt in prompts:
-            self._attempt(partial(self._judge_one, reward, prompt))
+        for which, its in prompts.items():
+            for prompt in its:
+                self._attempt(partial(self._judge_one, reward, prompt, which))
         return None
 
-    def _judge_one(self, reward: Any, prompt: Prompt) -> None:
-        reply = str(prompt.label) if isinstance(prompt.label, str | int | float) else MADE_UP
+    def _judge_one(self, reward: Any, prompt: Prompt, which: str) -> None:
+        labelled = isinstance(prompt.label, str | int | float)
+        reply = str(prompt.label) if labelled else MADE_UP
         request = answer_request(self.container.codec(), prompt, reply, step=0)
         (judged,) = asyncio.run(reward.score([request]))
-        self._say(f"The reward of a made-up reply, {reply!r}, is {judged.value:g}.")
+        made = "the label alone" if labelled else "made up"
+        self._say(f"The reward of the reply {reply!r} ({which}{made}) is {judged.value:g}.")
 
     def _usable(self, *keys: str) -> bool:
         """Returns whether nothing is known to be wrong with these settings."""
