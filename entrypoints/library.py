@@ -14,6 +14,7 @@ from rollgrad.application.settings.rules import validate, validate_evaluation
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.unit_ratio import log_ratios
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.cluster import keep_roles
@@ -119,6 +120,11 @@ def container_with(
     if environment is not None:
         container.environment.override(providers.Object(environment))
     if reward is not None:
+        if not isinstance(reward, RewardSource) and not callable(reward):
+            raise ConfigurationError(
+                f"reward is a {type(reward).__name__}, which cannot be called: give one function. Several become one "
+                "that returns {'rewards': {name: numbers}}, which config.reward.weights weighs."
+            )
         source = (
             reward
             if isinstance(reward, RewardSource)

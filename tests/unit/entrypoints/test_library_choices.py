@@ -1,4 +1,5 @@
-"""A program may assign a setting's value as a text, in any spelling, to runs of every trainer over examples."""
+"""A program may assign a setting's value as a text, in any spelling, to runs of every trainer over examples; what it
+gives as a reward is called."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ from rollgrad.application.settings.kd import KDRun
 from rollgrad.application.settings.kto import KTORun
 from rollgrad.application.settings.prm import PRMRun
 from rollgrad.application.settings.rm import RMRun
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError, RollgradError
+from rollgrad.entrypoints.library import container_with
 from rollgrad.entrypoints.offline import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
 
 CASES = [
@@ -42,3 +45,8 @@ def test_one_that_names_none_is_refused(train: Callable[..., Any], kind: Any) ->
     run.actor.dtype = "bf17"
     with pytest.raises(ConfigurationError, match=r"actor.dtype is 'bf17', which is none of auto, bfloat16, .*: change"):
         train(run)
+
+
+def test_several_rewards_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigurationError, match=r"reward is a list, which cannot be called: give one function\."):
+        container_with(RLConfig(), [len, max], None, {})  # type: ignore[arg-type]
