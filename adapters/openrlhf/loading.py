@@ -54,6 +54,11 @@ def load_agent_file(path: str) -> AgentFile:
     # An agent file may import a class Environment from elsewhere; a class that it defines itself has precedence.
     if environment is not None and (cls is None or environment.__module__ == module.__name__):
         return AgentFile(environment=environment)
+    if cls is None and "step" in vars(module):
+        raise ConfigurationError(
+            f"{FLAG} {path} defines a function step, as in OpenRLHF 0.8: make it the method of a class "
+            "AgentInstance(AgentInstanceBase), as docs/migration.md#agent-files shows."
+        )
     if cls is None:
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         raise ConfigurationError(
@@ -80,10 +85,16 @@ def _made(cls: Any, path: str) -> Any:
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if wanted:
+        plays = "execute" in vars(cls)
+        fix = (
+            f"let execute() take what it needs of {', '.join(EXECUTE)}, and return the episode's dict rather than put "
+            "it in a queue."
+            if plays
+            else "derive it from MultiTurnAgentExecutor, whose __init__ takes the class of the agent instance alone."
+        )
         raise ConfigurationError(
             f"{FLAG} {path}: AgentExecutor.__init__ takes {', '.join(wanted)}, as in OpenRLHF 0.8, but an executor is "
-            f"made without arguments: let execute() take what it needs of {', '.join(EXECUTE)}, and return the "
-            "episode's dict rather than put it in a queue."
+            f"made without arguments: {fix}"
         )
     execute = getattr(cls, "execute", None)
     if not callable(execute):

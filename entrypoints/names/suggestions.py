@@ -29,7 +29,7 @@ OTHER_COMMANDS: Mapping[str, str] = {
     "prm": "write rollgrad train prm.",
     **dict.fromkeys(("train reward", "rm", "reward"), "write rollgrad train rm, or rollgrad serve reward."),
     **dict.fromkeys(
-        ("train distill", "distill", "train gkd"),
+        ("train distill", "distill", "train gkd", "gkd"),
         "write rollgrad train kd, or rollgrad train rl --algo.preset on_policy_distill.",
     ),
     **dict.fromkeys(("rs", "rejection_sampling", "best_of_n"), "write rollgrad loop rs."),

@@ -1,6 +1,7 @@
 """The draft of a translation: the flags of another tool's command, and the settings that they become."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from attrs import Factory, define, frozen
@@ -9,6 +10,11 @@ from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.names.flags import Program
 from rollgrad.entrypoints.translation.words import Given, read_values
+
+
+def is_run(path: Path) -> bool:
+    """Returns whether a directory is no model, but that of a run with one."""
+    return (path / "model" / "config.json").is_file() and not (path / "config.json").exists()
 
 
 @frozen
@@ -79,8 +85,12 @@ class Draft:
             self.set(flag.to, self.value(name))
 
     def set(self, name: str, value: Any) -> None:
-        """Sets one of our settings."""
+        """Sets one of our settings. A model that is the directory of a run here, where the other tool would have saved
+        the model itself, is the model in it."""
         *sections, key = name.split(".")
+        if key in ("model_name_or_path", "model") and isinstance(value, str) and is_run(Path(value)):
+            value, run = str(Path(value) / "model"), value
+            self.changed.append(f"{run}: the directory of a run, whose model is {value}")
         branch = self.settings
         for section in sections:
             branch = branch.setdefault(section, {})

@@ -22,6 +22,7 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import structure_run
 from rollgrad.entrypoints.names.flags import Program
 from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS, NOTHING, UPLOADED
+from rollgrad.entrypoints.names.suggestions import OTHER_COMMANDS
 from rollgrad.entrypoints.translation.draft import Draft, TranslatedRun
 from rollgrad.entrypoints.translation.schedules import SCHEDULERS
 from rollgrad.entrypoints.translation.words import Given, options, parse
@@ -73,9 +74,8 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
     words, script = launched(argv[1:] if argv[:1] == ["trl"] else argv)
     if not words or words[0] not in COMMANDS:
         given = words[0] if words else "nothing"
-        raise ConfigurationError(
-            f"{given} is no command of TRL that is translated: write rollgrad trl with one of {', '.join(COMMANDS)}."
-        )
+        ours = OTHER_COMMANDS.get(given.replace("-", "_"), f"write rollgrad trl with one of {', '.join(COMMANDS)}.")
+        raise ConfigurationError(f"{given} is no command of TRL that is translated: {ours}")
     name, program = words[0], COMMANDS[words[0]]
     draft = Draft(program=program, options=options(program, _with_file(parse(words[1:]), program)))
     _check(draft)

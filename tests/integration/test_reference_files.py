@@ -365,6 +365,11 @@ class AgentExecutor(AgentExecutorBase):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        (
+            "async def step(state, action, label, **kwargs): ...",
+            "a function step, as in OpenRLHF 0.8: make it the method",
+        ),
+        (OLD_CONSTRUCTOR.partition("    async")[0], "derive it from MultiTurnAgentExecutor"),
         (OLD_CONSTRUCTOR, "takes max_steps, max_length, llm_engine, hf_tokenizer, result_queue, as in OpenRLHF 0.8"),
         (
             OLD_CONSTRUCTOR.replace(", max_steps, max_length, llm_engine, hf_tokenizer, result_queue", ""),

@@ -112,6 +112,21 @@ def test_every_flag_has_one_fate() -> None:
     assert all(flag.to is None and flag.reason is None for flag in FLAGS.values() if flag.always)
 
 
+def test_a_model_may_be_the_directory_of_the_run_that_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("sft/model", "rm/model", "plain", "plain/model"):
+        Path(place).mkdir(parents=True)
+        Path(place, "config.json").write_text("{}")
+    command = "--pretrain sft --reward_pretrain rm --critic_pretrain plain --prompt_data d.jsonl"
+    config, notes = translated_config([*MODULE, *command.split()])
+    assert config.actor.model_name_or_path == str(Path("sft/model"))
+    assert config.reward.model_name_or_path == str(Path("rm/model"))
+    assert config.critic.model_name_or_path == "plain"
+    assert [note for note in notes if "directory of a run" in note] == [
+        f"not identical: {run}: the directory of a run, whose model is {Path(run, 'model')}" for run in ("sft", "rm")
+    ]
+
+
 def test_few_flags_of_today_are_not_honoured() -> None:
     """A lower number here is progress; a higher one is a flag that no longer does what it asks for."""
     today = {name: flag for name, flag in FLAGS.items() if flag.reason != REMOVED}

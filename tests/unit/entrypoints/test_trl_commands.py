@@ -534,7 +534,9 @@ def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["vllm-serve"], "vllm-serve is no command of TRL"),
+        (["vllm-serve"], "vllm-serve is no command of TRL that is translated: start an engine with `vllm serve`"),
+        (["gkd"], "gkd is no command of TRL that is translated: write rollgrad train kd, or rollgrad train rl --algo."),
+        (["bco"], "bco is no command of TRL that is translated: write rollgrad trl with one of sft, dpo, kto, reward"),
         (["sft", "--learning_rat", "1"], "did you mean --learning_rate?"),
         (["sft", "--first", "1", "--second"], "--second is not a flag of trl sft"),  # beside the first
         (["python", "train_grpo.py"], "train_grpo.py is no script of TRL's"),
