@@ -145,7 +145,7 @@ combination = {
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(**combination, ranks=st.integers(1, 5))
 def test_any_sharding_in_any_order_gives_the_same_gradient(
     loss: str, aggregation: str, seed: int, estimator: str, correction: CorrectionSettings | None, ranks: int
@@ -166,7 +166,7 @@ def test_any_sharding_in_any_order_gives_the_same_gradient(
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(**combination, poison=st.sampled_from([math.nan, math.inf, -math.inf]), padding=st.integers(0, 3))
 def test_masked_tokens_change_nothing(
     loss: str,
