@@ -2,7 +2,7 @@
 own count of allocated bytes, beside the plan.
 
     python benchmarks/memory_plan.py                 # eleven architectures: some minutes on two cores
-    python benchmarks/memory_plan.py --smoke         # two of them, smaller, in seconds
+    python benchmarks/memory_plan.py --smoke         # one of them, smaller, in seconds
     python benchmarks/memory_plan.py qwen3 gemma2    # these alone
 
 A step of each role runs with random weights: an update of actor and critic in two micro-batches, that of the actor also
@@ -251,7 +251,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    names = arguments.architectures or (("llama", "olmo2") if arguments.smoke else ARCHITECTURES)
+    names = arguments.architectures or (("llama",) if arguments.smoke else ARCHITECTURES)
     work = Work(width=64, layers=2, samples=4) if arguments.smoke else Work()
     rows: list[Row] = []
     print(f"{'architecture':14} {'role':18} {'measured MiB':>12} {'planned MiB':>12} ratio")
