@@ -179,7 +179,9 @@ def test_a_run_trains_on_the_gpus_of_an_engine(
     config.train.max_steps, config.train.colocate_all = 2, True
     config.cluster.enable, config.cluster.timeout, config.ds.zero_stage = True, 600, 3
     config.ckpt.output_dir, config.logger.console = str(tmp_path / "run"), False
+    before = {*Path("/dev/shm").glob("vllm_dist_*")}
     rollgrad.train(config, reward=FakeRewardSource(letters))
+    assert {*Path("/dev/shm").glob("vllm_dist_*")} <= before, "no name is left of what its processes shared"
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     steps = [line for line in lines if "reward/mean" in line]
     assert len(steps) == 2

@@ -10,12 +10,14 @@ from rollgrad.adapters.engines.vllm.loaders import ONE_BY_ONE
 @pytest.fixture(autouse=True)
 def repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undone after the test."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     monkeypatch.setattr(gdn_attention, "_causal_conv1d_fwd_cpu", lambda *, x: x)  # not all processors have the kernel
     monkeypatch.setattr(CPURouter, "__init__", CPURouter.__init__)
+    monkeypatch.setattr(_CPUSHMDistributed, "_init_cpu_shm", _CPUSHMDistributed._init_cpu_shm)
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
     repair()
 

@@ -1,6 +1,9 @@
-"""Repairs of vLLM 0.32 where it computes other numbers on a CPU than on a GPU."""
+"""Repairs of vLLM 0.32 where it computes other numbers on a CPU than on a GPU, or leaves memory behind."""
 
+from pathlib import Path
 from typing import Any
+
+SHM = Path("/dev/shm")
 
 
 def repair() -> None:
@@ -8,6 +11,7 @@ def repair() -> None:
     _route_as_one_group()
     _rotate_heads_apart()
     _convolve_single_tokens()
+    _unlink_joined_memory()
 
 
 def _route_as_one_group() -> None:
@@ -53,3 +57,18 @@ def _convolve_single_tokens() -> None:
         return convolve(x=x if x.shape[1] > 1 else x[:, 0].clone()[None].transpose(0, 1), **named)
 
     gdn_attention._causal_conv1d_fwd_cpu = convolved
+
+
+def _unlink_joined_memory() -> None:
+    """Takes the names of the memory that processes of one engine share out of /dev/shm once all of them have mapped it.
+    vLLM does so where a process ends by itself, which its workers never do: 4 MiB each would stay."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    join = _CPUSHMDistributed._init_cpu_shm
+
+    def joined(group: Any) -> Any:
+        handle = join(group)
+        (SHM / f"{group.group_name}_{group.communicator.rank}").unlink(missing_ok=True)
+        return handle
+
+    _CPUSHMDistributed._init_cpu_shm = joined
