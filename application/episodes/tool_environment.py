@@ -13,6 +13,7 @@ import structlog
 from attrs import evolve
 
 from rollgrad.application.foreign import error_text, foreign_code
+from rollgrad.domain.algorithms.equality import reaches
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.messages import Action, Message, ToolCall, ToolResult, tool_message
 from rollgrad.domain.episodes.prompts import Prompt
@@ -167,7 +168,7 @@ class ToolEnvironment(Environment):
         assert self._prompt is not None
         judged = await self.reward_hook(answer, self._prompt)
         self._attempts += 1
-        passed = ((judged.reward or 0.0) if judged.score is None else judged.score) >= self._pass_threshold
+        passed = reaches((judged.reward or 0.0) if judged.score is None else judged.score, self._pass_threshold)
         if self._attempts < self._allowed and not passed:
             return StepResult(
                 observation=[*results, {"role": "user", "content": WRONG}], metrics=self._metrics(), score=0.0

@@ -6,6 +6,7 @@ import torch
 from attrs import frozen
 
 from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.domain.algorithms.equality import reaches
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
 
@@ -45,7 +46,7 @@ class ToldPassedReplies:
         told: dict[tuple[int, int], tuple[int, ...]] = {}
         for group in groups:
             samples = sorted((sample[0] for sample in group.samples), key=lambda sample: sample.sample_id)
-            passed = [sample for sample in samples if sample.score >= self.pass_threshold][:2]
+            passed = [sample for sample in samples if reaches(sample.score, self.pass_threshold)][:2]
             texts = [self.tell(group.prompt, self.decode(_reply(sample))) for sample in passed]
             for sample in samples:
                 others = [text for each, text in zip(passed, texts, strict=True) if each is not sample]

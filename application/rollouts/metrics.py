@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from rollgrad.application.rollouts.groups import RolloutGroup
-from rollgrad.domain.algorithms.equality import differ
+from rollgrad.domain.algorithms.equality import differ, reaches
 from rollgrad.domain.episodes.trajectory import Trajectory
 
 
@@ -40,8 +40,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         "rollout/truncated_share": sum(any(t.stop_reason.truncated for t in s) for s in samples) / count,
         "rollout/zero_spread_share": sum(not differ(s) for s in scored) / len(scored),
         "rollout/group_std_mean": sum(statistics.pstdev(s) for s in scored) / len(scored),
-        "rollout/all_passed_share": sum(min(s) >= pass_threshold for s in scored) / len(scored),
-        "rollout/all_failed_share": sum(max(s) < pass_threshold for s in scored) / len(scored),
+        "rollout/all_passed_share": sum(reaches(min(s), pass_threshold) for s in scored) / len(scored),
+        "rollout/all_failed_share": sum(not reaches(max(s), pass_threshold) for s in scored) / len(scored),
         "rollout/duplicate_share": 1 - sum(_different(group) for group in groups) / count,
     }
     if min(rewards) < max(rewards) and min(lengths) < max(lengths):
@@ -49,7 +49,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
             metrics["rollout/reward_length_correlation"] = statistics.correlation(rewards, [float(n) for n in lengths])
     for name, passed in (("passed", True), ("failed", False)):
         pairs = zip(samples, lengths, strict=True)
-        chosen = [length for sample, length in pairs if (sample[0].score >= pass_threshold) is passed]
+        chosen = [length for sample, length in pairs if reaches(sample[0].score, pass_threshold) is passed]
         if chosen:
             metrics[f"rollout/response_length_{name}"] = sum(chosen) / len(chosen)
     for key in {key for sample in samples for key in sample[0].metrics}:

@@ -4,6 +4,8 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from rollgrad.domain.algorithms.equality import reaches
+
 MOST_SETS = 64
 """Held-out data sets that have metrics of their own, at most: MMLU's 57 subjects have, a column of ids has not."""
 
@@ -95,7 +97,7 @@ def summarise(
     if not counted:
         raise ValueError("There are no scores to summarise.")
     n = min(len(scores) for scores in counted)
-    passes = [(len(scores), sum(score >= threshold for score in scores)) for scores in counted]
+    passes = [(len(scores), sum(reaches(score, threshold) for score in scores)) for scores in counted]
     sizes = _sizes(n)
     metrics = {f"pass@{k}": math.fsum(pass_at_k(m, c, k) for m, c in passes) / len(counted) for k in sizes}
     metrics[f"mean@{n}"] = math.fsum(math.fsum(scores) / len(scores) for scores in counted) / len(counted)
@@ -104,6 +106,6 @@ def summarise(
     }
     voting = [answers for answers in answers_by_prompt or () if answers]
     if n > 1 and any(answer is not None for answers in voting for answer in answers):
-        passed = [[score >= threshold for score in scores] for scores in counted]
+        passed = [[reaches(score, threshold) for score in scores] for scores in counted]
         metrics[f"maj@{n}"] = math.fsum(map(majority_passes, voting, passed)) / len(counted)
     return metrics

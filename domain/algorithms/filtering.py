@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
-from rollgrad.domain.algorithms.equality import differ
+from rollgrad.domain.algorithms.equality import differ, reaches
 
 EMPTY = "empty"
 """Reason for the rejection of a group without any sample."""
@@ -29,7 +29,7 @@ class GroupFilter:
         if not scores:
             return EMPTY
         if self.score_spread and not differ(scores):
-            return "too_easy" if max(scores) >= self.pass_threshold else "too_hard"
+            return "too_easy" if reaches(max(scores), self.pass_threshold) else "too_hard"
         if self.score_range is not None:
             mean = sum(scores) / len(scores)
             if mean <= self.score_range[0]:

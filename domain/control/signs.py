@@ -2,6 +2,7 @@
 of it. Pure. Does not own: how long a sign has to last (`findings`).
 """
 
+from rollgrad.domain.algorithms.equality import reaches
 from rollgrad.domain.control.machine_signs import MACHINE_RULES
 from rollgrad.domain.control.rule import LearningSettings, Metrics, Rule, in_rollouts, in_steps
 
@@ -59,7 +60,7 @@ def _constant_reward(metrics: Metrics, run: LearningSettings) -> float | None:
 def _describe_constant_reward(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     value, replies = metrics["reward/min"], f"{metrics['rollout/samples']:.0f} replies"
     evidence = f"The reward was {value:g} for every reply of {in_rollouts(rollouts)} ({replies} each)"
-    if value >= run.pass_threshold:
+    if reaches(value, run.pass_threshold):
         return f"{evidence}: all prompts are solved, there is nothing left to learn.", "--data.prompt_dataset"
     settings = "samples.jsonl, the reward (--reward.verifier, --reward.function_path, ...) and --data.label_key"
     return f"{evidence}: it tells no reply from another.", settings

@@ -8,7 +8,8 @@ from structlog.testing import capture_logs
 
 from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutService
-from rollgrad.domain.algorithms.evaluation import MOST_SETS
+from rollgrad.domain.algorithms.evaluation import MOST_SETS, summarise, summary_names
+from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
@@ -96,6 +97,15 @@ async def test_the_threshold_decides_what_passes() -> None:
     metrics = await evaluate({"c": "x"}, FakeAgentExecutor(play), threshold=0.5)
     assert metrics["eval/pass@1"] == 0.5
     assert metrics["eval/pass@2"] == 1.0
+
+
+def test_a_reply_whose_parts_make_a_whole_passes_whatever_rounding_leaves() -> None:
+    whole = 0.7 + 0.2 + 0.1
+    assert whole < 1.0
+    metrics = summarise([[whole, 0.99]], 1.0, [["yes", None]])
+    assert (metrics["pass@1"], metrics["pass@2"], metrics["maj@2"]) == (0.5, 1.0, 1.0)
+    assert set(metrics) == set(summary_names(2)), "and all are known before there are any"
+    assert GroupFilter(score_spread=True).rejection([whole, whole], []) == "too_easy"
 
 
 async def test_several_sources_are_also_reported_one_by_one() -> None:
