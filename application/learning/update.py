@@ -12,6 +12,7 @@ from torch import Tensor
 from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import REFERENCE_KL
+from rollgrad.domain.algorithms.repetition import repeats
 from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.batches.metrics import Common, Count, Metric, Total, over_steps
 from rollgrad.domain.batches.packed import RolloutBatch, counts, spread
@@ -122,6 +123,8 @@ class UpdateService:
         learn: chooses those at which the policy loss counts, or None for all.
         mask_truncated: leave rollouts that were cut off out of the steps of policy and critic. An update whose rollouts
             were all cut off takes no step.
+        mask_repetition: leave those out as well that have so many sampled tokens in a row of which the policy was
+            certain (`repeats`); None leaves none out.
         pass_threshold: score from which a reply's likelihood is raised, for losses with such a term.
     """
 
@@ -143,6 +146,7 @@ class UpdateService:
         keep: Callable[[RolloutBatch], Tensor] | None = None,
         learn: Callable[[RolloutBatch], Tensor] | None = None,
         mask_truncated: bool = False,
+        mask_repetition: int | None = None,
         pass_threshold: float = 1.0,
     ) -> None:
         self._policy = policy
@@ -160,6 +164,7 @@ class UpdateService:
         self._keep = keep
         self._learn = learn
         self._mask_truncated = mask_truncated
+        self._mask_repetition = mask_repetition
         self._pass_threshold = pass_threshold
         self.under_way = False
         """Whether a `run` has taken some of its optimizer steps, but not all; after an error it stays so."""
@@ -195,7 +200,8 @@ class UpdateService:
         steps: list[dict[str, float]] = []
         listening = Listening(objective)
         loss_weights_N = torch.zeros(batch.token_count)
-        learned = self._learned(batch)
+        repeated_S = self._repeated(batch)
+        learned = self._learned(batch, repeated_S)
         for step_batch in self._steps(batch, learned):
             _put(loss_weights_N, _stretches(step_batch), step_batch.filled("loss_weights_N"))
             metrics: dict[str, float] = {}
@@ -211,6 +217,8 @@ class UpdateService:
             steps.append(metrics)
         self.under_way = False
         combined = over_steps(steps)
+        if self._mask_repetition is not None:
+            combined["policy/repetition_share"] = float(repeated_S.float().mean())
         logprobs_N, entropies_N, clipped_N = listening.columns(batch.token_count)
         return UpdateReport(
             metrics=combined,
@@ -255,11 +263,16 @@ class UpdateService:
         share = learned * trained.rollouts / step_batch.rollouts
         return metrics | {"policy/trained_share": share} | gradient_share_by_turn(step_batch)
 
-    def _learned(self, batch: RolloutBatch) -> Tensor:
+    def _repeated(self, batch: RolloutBatch) -> Tensor:
+        """Returns the sequences that are left out for a repetition."""
+        if self._mask_repetition is None:
+            return torch.zeros(len(batch), dtype=torch.bool)
+        return repeats(batch.rollout_logprobs_N, batch.action_mask_N, batch.lengths_S, self._mask_repetition)
+
+    def _learned(self, batch: RolloutBatch, repeated_S: Tensor) -> Tensor:
         """Returns the units that are learned from, by place."""
-        if not self._mask_truncated:
-            return torch.arange(batch.unit_count)
-        return (torch.bincount(batch.units_S, batch.truncated_S.double()) == 0).nonzero()[:, 0]
+        left_out_S = batch.truncated_S | repeated_S if self._mask_truncated else repeated_S
+        return (torch.bincount(batch.units_S, left_out_S.double()) == 0).nonzero()[:, 0]
 
     def _steps(self, batch: RolloutBatch, learned_U: Tensor) -> Iterator[RolloutBatch]:
         """Yields the batch of each optimizer step, with its loss weights and its places in the whole batch."""

@@ -272,6 +272,7 @@ class RLContainer(EngineContainer):
         keep=providers.Callable(make_token_filter, base.config),
         learn=providers.Callable(make_learned_tokens, base.config),
         mask_truncated=base.config.provided.algo.mask_truncated,
+        mask_repetition=base.config.provided.algo.mask_repetition,
         pass_threshold=base.config.provided.reward.pass_threshold,
     )
     sampling = providers.Callable(make_sampling, base.config)

@@ -247,6 +247,20 @@ def test_asynchronous_runs_take_out_the_mean_score(workspace: Path, tiny_model_d
 
 
 @pytest.mark.parametrize("pipeline", ["alternating", "overlapping"])
+def test_rollouts_that_repeat_themselves_are_left_out(workspace: Path, pipeline: str) -> None:
+    """A policy that is hardly ever in doubt, at a low temperature, seems to repeat itself all the time."""
+    flags = ["--algo.mask_repetition", "3", "--train.max_steps", "2"]
+    if pipeline == "overlapping":
+        flags += ["--train.async_enable", "--train.partial_rollout", "keep"]
+    assert train(*flags) == 0
+    assert [row["policy/repetition_share"] for row in metrics()] == [0.0, 0.0]
+    assert train(*flags, "--rollout.temperature", "0.02", "--ckpt.output_dir", "cold") == 0
+    for row in metrics("cold"):
+        assert row["policy/repetition_share"] > 0
+        assert row.get("policy/trained_share", 0.0) <= 1 - row["policy/repetition_share"]
+
+
+@pytest.mark.parametrize("pipeline", ["alternating", "overlapping"])
 def test_the_most_uncertain_tokens_are_learned_from(workspace: Path, tiny_model_dir: Path, pipeline: str) -> None:
     """However the step is divided; also of replies that go on under new weights."""
     flags = ["--algo.top_entropy_quantile", "0.2"]

@@ -149,6 +149,12 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             "reply is worth, but algo.mask_truncated learns nothing from one: leave "
             "--reward.stop_properly_penalty_coef or --algo.mask_truncated out."
         )
+    window, longest = config.algo.mask_repetition, config.rollout.max_new_tokens
+    if window is not None and window > longest:
+        yield (
+            f"algo.mask_repetition is {window}, but no reply has more than {longest} tokens (rollout.max_new_tokens): "
+            "lower --algo.mask_repetition, or leave it out."
+        )
     traits = traits_of(config.algo.advantage.estimator)
     yield from _unshaped_problems(config) if "reward_parts" in traits.needs else ()
     yield from _unrewarded_problems(config) if "teacher" in traits.needs else ()

@@ -59,7 +59,7 @@ class AlgoConfig:
     top_entropy_quantile: float = setting(
         1.0,
         "Share of an optimizer step's action tokens at which the policy loss counts: those where the policy before the "
-        "update was most uncertain (0.2 of Wang et al. 2025, arXiv:2506.01939); 1 counts it at all.",
+        "update was most uncertain (0.2 of Wang et al. 2025, arXiv:2506.01939); 1 counts it at every token.",
         SOME_SHARE,
     )
     mask_truncated: bool = setting(
@@ -67,6 +67,12 @@ class AlgoConfig:
         "Learn nothing from replies that were cut off: they are left out of the loss of policy and critic, so that a "
         "long reply is not punished for being unfinished (DAPO's overlong filtering); baselines still count their "
         "rewards.",
+    )
+    mask_repetition: int | None = setting(
+        None,
+        "Learn nothing from rollouts that repeat themselves: those with so many sampled tokens in a row each of which "
+        "had a probability above 0.99 (3000 is usual); none turns it off.",
+        COUNT,
     )
     dynamic_filtering_enable: bool = setting(
         False,

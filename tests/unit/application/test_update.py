@@ -337,6 +337,28 @@ def test_masked_truncated_rollouts_teach_nothing(counts: list[int], data: st.Dat
     assert bool((report.loss_weights_N[finished_N & packed.action_mask_N] > 0).all())
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=6), st.booleans(), st.data())
+def test_rollouts_that_repeat_themselves_teach_nothing(counts: list[int], cut: bool, data: st.DataObject) -> None:
+    """As those that were cut off, which they may be as well; a rollout repeats itself if one of its branches does."""
+    packed = branched(counts)
+    loops_S = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(packed), max_size=len(packed))))
+    certain_N = loops_S[packed.sequence_ids_N] & packed.action_mask_N
+    packed = evolve(
+        packed,
+        rollout_logprobs_N=torch.where(certain_N, 0.0, -1.0),
+        truncated_S=torch.arange(len(packed)) == 0,
+    )
+    left_out_S = loops_S | packed.truncated_S if cut else loops_S
+    learned_S = ~torch.isin(packed.sample_ids_S, packed.sample_ids_S[left_out_S])
+    assume(bool(learned_S.any()))
+    found, expected = FakePolicy(), FakePolicy()
+    report = service(found, mask_repetition=1, mask_truncated=cut).run(packed, OBJECTIVE)
+    service(expected).run(packed.select(learned_S.nonzero()[:, 0]), OBJECTIVE)
+    torch.testing.assert_close(found.state_dict()["table"], expected.state_dict()["table"])
+    assert report.metrics["policy/repetition_share"] == pytest.approx(float(loops_S.float().mean()))
+
+
 def test_an_update_whose_rollouts_were_all_cut_off_takes_no_step() -> None:
     policy, critic = FakePolicy(lr=0.5), FakeValue()
     packed = batch([4, 1])
