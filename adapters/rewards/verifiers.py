@@ -106,6 +106,8 @@ class VerifierReward(RewardSource):
             and counts in the metric `judge_timed_out`, one that breaks the judge in `judge_failed`.
         format_pattern: regular expression that the whole reply must match.
         isolation: of the processes of these verifiers.
+        unlabelled: a reply without a label that it can be compared with scores 0, for something else that judges it by
+            its answer.
 
     Raises:
         ConfigurationError: the format verifier has no pattern, or one that is not a regular expression, or the machine
@@ -119,8 +121,10 @@ class VerifierReward(RewardSource):
         timeout: float,
         format_pattern: str | None = None,
         isolation: JudgeIsolation = JudgeIsolation.SANDBOX,
+        unlabelled: bool = False,
     ) -> None:
         self._kind = kind
+        self._unlabelled = unlabelled
         self._pattern = _checked(format_pattern) if kind is Verifier.FORMAT else ""
         worker = {Verifier.MATH: math_worker, Verifier.FORMAT: format_worker}.get(kind)
         self._pool = JudgePool(worker, timeout=timeout, isolation=isolation) if worker else None
@@ -140,10 +144,12 @@ class VerifierReward(RewardSource):
 
     async def _judge(self, request: RewardRequest) -> Reward:
         label = request.label
+        answer = answer_of(self._kind, request.response)
         problem = label_problem(self._kind, label)
+        if problem is not None and self._unlabelled:
+            return Reward(value=0.0, answer=answer)
         if problem is not None:
             raise RewardError(f"A prompt of {request.prompt.datasource!r}: {problem}")
-        answer = answer_of(self._kind, request.response)
         if self._pool is not None:
             verdict = await self._verdict(self._pool, str(label), request.response)
             return Reward(value=verdict.value, metrics=verdict.metrics, answer=answer)

@@ -107,7 +107,7 @@ class MultiTurnExecutor(AgentExecutor):
             )
             return request.failure(FailureKind.DATA, full)
         ended = stop_reason or StopReason.LENGTH
-        last, parts, answer = session.last, session.last.reward_parts, None
+        last, parts, answer = session.last, session.last.reward_parts, session.last.answer
         score, metrics = last.score, {"turns": float(ledger.turns), "branches": float(ledger.branches), **last.metrics}
         if last.reward is None:
             reward = await self._judge(session, ledger, request, response, ended)

@@ -128,7 +128,13 @@ class ToolEnvironment(Environment):
             step=self._step,
         )
         (reward,) = await self._rewards.score([request])
-        return StepResult(reward=reward.value, score=reward.score, metrics=reward.metrics, reward_parts=reward.parts)
+        return StepResult(
+            reward=reward.value,
+            score=reward.score,
+            metrics=reward.metrics,
+            reward_parts=reward.parts,
+            answer=reward.answer,
+        )
 
     def hint(self, text: str) -> Message:
         """Returns a message for the model that no user sees."""

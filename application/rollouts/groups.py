@@ -151,6 +151,7 @@ class RolloutService:
         refill: Callable[[RolloutGroup], bool] = lambda group: False,
         first_group_id: int = 0,
         greedy_baseline: bool = False,
+        judge: Callable[[RolloutGroup], RolloutGroup] = lambda group: group,
         doing: str = "sampling",
     ) -> AsyncIterator[RolloutGroup]:
         """Yields groups in the order in which they finish, until all that were started have.
@@ -163,6 +164,7 @@ class RolloutService:
             refill: whether another group is started after this finished one.
             first_group_id: id of the first group; ids of the others follow in the order of their prompts.
             greedy_baseline: also play each prompt greedily, for `RolloutGroup.baseline`.
+            judge: returns a group with what its samples are worth together.
             doing: what it is for, for people who wait.
 
         Raises:
@@ -189,6 +191,7 @@ class RolloutService:
                     group_id=next(numbers),
                     slots=slots,
                     greedy_baseline=greedy_baseline,
+                    judge=judge,
                     on_end=tell,
                 )
             )
@@ -241,6 +244,7 @@ class RolloutService:
         group_id: int,
         slots: EpisodeSlots,
         greedy_baseline: bool = False,
+        judge: Callable[[RolloutGroup], RolloutGroup] = lambda group: group,
         on_end: Callable[[], None] = lambda: None,
     ) -> RolloutGroup:
         """Plays one group; the arguments are as for `stream`, and `on_end` is called after each episode."""
@@ -275,7 +279,7 @@ class RolloutService:
         baselines = [math.fsum(t.reward for t in result) for result in results[samples:] if isinstance(result, list)]
         if len(baselines) < len(greedy):
             played = []  # nothing to compare the samples with
-        return RolloutGroup(
+        group = RolloutGroup(
             group_id=group_id,
             prompt=prompt,
             trajectories=tuple(trajectory for result in played for trajectory in result),
@@ -283,6 +287,7 @@ class RolloutService:
             baseline=baselines[0] if baselines else None,
             seconds=seconds,
         )
+        return judge(group)
 
 
 async def not_in_silence(wait: Callable[[], Awaitable[Result]], groups: int) -> Result:

@@ -8,7 +8,7 @@ timing; prompts played = groups returned + rejected by reason + kept for the nex
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import field, frozen
@@ -27,7 +27,8 @@ from rollgrad.domain.ports.prompt_source import PromptSource
 @frozen(kw_only=True)
 class SamplingPlan:
     """Plan of a rollout: `groups` groups of `samples` samples each. `in_flight` groups are started at once (at least
-    `groups`; more is over-sampling), and at most `budget` x `groups` prompts are played."""
+    `groups`; more is over-sampling), and at most `budget` x `groups` prompts are played. `judge` returns a group with
+    what its samples are worth together."""
 
     groups: int
     samples: int
@@ -35,6 +36,7 @@ class SamplingPlan:
     budget: float = 10.0
     group_filter: GroupFilter = field(factory=GroupFilter)
     greedy_baseline: bool = False
+    judge: Callable[[RolloutGroup], RolloutGroup] = lambda group: group
 
 
 class GroupSampler:
@@ -89,6 +91,7 @@ class GroupSampler:
                     group_id=deal.group_id,
                     slots=slots,
                     greedy_baseline=self._plan.greedy_baseline,
+                    judge=self._plan.judge,
                 )
                 for deal in self._again
             )
@@ -138,6 +141,7 @@ class GroupSampler:
                 refill=refill,
                 first_group_id=self._dealer.next_group,
                 greedy_baseline=plan.greedy_baseline,
+                judge=plan.judge,
             )
             async for _ in stream:
                 pass

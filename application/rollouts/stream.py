@@ -166,6 +166,7 @@ class GroupStream:
                 group_id=deal.group_id,
                 slots=self._slots,
                 greedy_baseline=self._plan.greedy_baseline,
+                judge=self._plan.judge,
             )
             task = self._tasks[deal.group_id] = asyncio.create_task(played)
             task.add_done_callback(partial(self._ended, deal.group_id))

@@ -64,6 +64,17 @@ def best_at_k(scores: Sequence[float], k: int) -> float:
     return math.fsum(score * (math.comb(place, k - 1) / math.comb(n, k)) for place, score in ranked)
 
 
+def majority(answers: Sequence[str | None]) -> str | None:
+    """Returns the answer that most samples gave; of several with as many votes, the one that was given first; None if
+    nobody gave any.
+
+    >>> majority(["7", None, "5", "5", "7"])
+    '7'
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    return max(votes, key=lambda answer: votes[answer], default=None)
+
+
 def majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> float:
     """Returns whether the answer that most samples gave passes (self-consistency, Wang et al. 2023, arXiv:2203.11171):
     the share of passes among the samples that gave it, of several answers with as many votes the mean of theirs. A

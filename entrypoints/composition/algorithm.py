@@ -6,6 +6,7 @@ from attrs import evolve
 from torch import Tensor
 
 from rollgrad.application.rollouts.sampler import SamplingPlan
+from rollgrad.application.rollouts.voting import voted
 from rollgrad.application.settings.correction import correction_level
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.train import PartialRollout
@@ -141,6 +142,7 @@ def make_sampling_plan(config: RLConfig) -> SamplingPlan:
             need_spread=algo.dynamic_filtering_spread,
         ),
         greedy_baseline="greedy_baseline" in estimator_traits(algo.advantage.estimator).needs,
+        **({"judge": voted} if config.reward.majority_vote else {}),
     )
 
 

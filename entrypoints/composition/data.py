@@ -60,7 +60,8 @@ def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any
         seed=config.train.seed,
         max_samples=data.max_samples,
     )
-    source = DatasetPromptSource(dataset, _builder(config, codec, _teacher(config)), seed=config.train.seed)
+    builder = _builder(config, codec, _teacher(config), unlabelled=config.reward.majority_vote)
+    source = DatasetPromptSource(dataset, builder, seed=config.train.seed)
     return _taught_within_positions(config, _within_positions(config, environment, source, "rollout"))
 
 
@@ -156,7 +157,10 @@ def _teacher(config: RLConfig) -> TeacherTemplate | None:
     return None if template is None else TeacherTemplate.read(template)
 
 
-def _builder(config: RLConfig, codec: TemplateCodec, teacher: TeacherTemplate | None = None) -> PromptBuilder:
+def _builder(
+    config: RLConfig, codec: TemplateCodec, teacher: TeacherTemplate | None = None, *, unlabelled: bool = False
+) -> PromptBuilder:
+    """Returns what makes prompts from rows, which need no labels if they are `unlabelled`."""
     verifier, fetched = config.reward.verifier, make_fetched_images(config.data)
     rubric = config.reward.judge_rubric_key
     if verifier is None:
@@ -172,8 +176,8 @@ def _builder(config: RLConfig, codec: TemplateCodec, teacher: TeacherTemplate | 
     return PromptBuilder(
         codec,
         config.data,
-        labels_are_read=verifier is not Verifier.FORMAT,
-        label_problem=partial(label_problem, verifier),
+        labels_are_read=verifier is not Verifier.FORMAT and not unlabelled,
+        label_problem=(lambda label, key: None) if unlabelled else partial(label_problem, verifier),
         fetched=fetched,
         teacher=teacher,
     )

@@ -141,6 +141,7 @@ class RLContainer(EngineContainer):
             timeout=base.config.provided.reward.timeout,
             format_pattern=base.config.provided.reward.format_pattern,
             isolation=base.config.provided.reward.isolation,
+            unlabelled=base.config.provided.reward.majority_vote,
         ),
         reasoning_gym=providers.Resource(
             closed_at_end,

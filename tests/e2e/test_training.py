@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import rollgrad
 from rollgrad.adapters.engines.embedded.weights import SharedWeights
+from rollgrad.adapters.tracking.trajectory_files import read_trajectories
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
@@ -244,6 +245,28 @@ def test_asynchronous_runs_take_out_the_mean_score(workspace: Path, tiny_model_d
         assert 16 / 1000 < min(masses) <= max(masses) <= 1
     assert max(row["policy/centering_residual"] for row in later) > 1e-3
     assert moved(tiny_model_dir, workspace / "out" / "model") > 1e-4
+
+
+@pytest.mark.parametrize("pipeline", ["alternating", "overlapping"])
+def test_a_vote_needs_no_labels(workspace: Path, tiny_model_dir: Path, pipeline: str) -> None:
+    """The kept rollouts are worth what their group has elected; held-out ones what their labels say."""
+    held_out = [json.loads(line) for line in Path("prompts.jsonl").read_text().splitlines()]
+    Path("held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
+    Path("prompts.jsonl").write_text("\n".join(json.dumps({"input": row["input"]}) for row in held_out))
+    flags = ["--reward.function_path", "None", "--reward.verifier", "exact_match", "--reward.majority_vote"]
+    flags += ["--data.label_key", "None", "--rollout.max_new_tokens", "1", "--rollout.temperature", "0.3"]
+    if pipeline == "overlapping":
+        flags += ["--train.async_enable", "--train.partial_rollout", "keep"]
+    assert train(*flags) == 0
+    for step in (1, 2):
+        kept = read_trajectories(Path(f"out/trajectories/step-00000{step}.parquet")).to_pylist()
+        for group in {row["group_id"] for row in kept}:
+            rows = sorted((row for row in kept if row["group_id"] == group), key=lambda row: row["sample_id"])
+            replies = [tuple(row["token"][row["prompt_tokens"] :]) for row in rows]
+            elected = max(replies, key=replies.count)
+            assert [row["score"] for row in rows] == [float(reply == elected) for reply in replies]
+    assert any(row["reward/mean"] < 1 for row in metrics())
+    assert all(row["reward/mean"] >= 1 / 3 for row in metrics())
 
 
 @pytest.mark.parametrize("pipeline", ["alternating", "overlapping"])

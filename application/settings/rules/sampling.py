@@ -8,7 +8,7 @@ from rollgrad.application.settings.presets import traits_of
 from rollgrad.application.settings.rules.asynchrony import correction_fix
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import RouterReplay
-from rollgrad.application.settings.sections.reward import RewardConfig
+from rollgrad.application.settings.sections.reward import RewardConfig, Verifier
 from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.algorithms.settings import AdvantageSettings, CorrectionLevel, KLAgainst, Normalise, OldLogprobs
@@ -149,6 +149,7 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             "reply is worth, but algo.mask_truncated learns nothing from one: leave "
             "--reward.stop_properly_penalty_coef or --algo.mask_truncated out."
         )
+    yield from _vote_problems(config)
     window, longest = config.algo.mask_repetition, config.rollout.max_new_tokens
     if window is not None and window > longest:
         yield (
@@ -217,6 +218,40 @@ def _negative_problems(config: RLConfig) -> Iterator[str]:
                 f"{config.algo.advantage.estimator} takes none below 0: leave --reward.{key} out, or set "
                 "--reward.clip_range with a lower bound of 0."
             )
+
+
+def _vote_problems(config: RLConfig) -> Iterator[str]:
+    """Yields the problems of rewards by a vote."""
+    reward, samples = config.reward, config.rollout.n_samples_per_prompt
+    if not reward.majority_vote:
+        return
+    out = "leave --reward.majority_vote out"
+    if samples < 2:
+        yield (
+            f"reward.majority_vote is on, but rollout.n_samples_per_prompt is {samples}: set "
+            f"--rollout.n_samples_per_prompt to 2 or more, or {out}."
+        )
+    mute = {
+        "verifier": reward.verifier is Verifier.FORMAT,
+        "model_name_or_path": reward.model_name_or_path is not None,
+        "remote_url": reward.remote_url is not None,
+        "judge_url": reward.judge_url is not None,
+    }
+    for key in (key for key, is_set in mute.items() if is_set):
+        yield (
+            f"reward.majority_vote is on, but reward.{key} {getattr(reward, key)} does not say what a reply answers: "
+            f"set --reward.verifier to last_number, exact_match or math, or {out}."
+        )
+    if config.agent.attempts > 1:
+        yield (
+            f"reward.majority_vote is on, but agent.attempts is {config.agent.attempts}, which tells a wrong answer, "
+            f"and until the last reply nobody knows which are: leave --agent.attempts out, or {out}."
+        )
+    if "greedy_baseline" in traits_of(config.algo.advantage.estimator).needs:
+        yield (
+            f"reward.majority_vote is on, but algo.advantage.estimator {config.algo.advantage.estimator} compares with "
+            f"a greedy rollout, which has no part in the vote: set --algo.advantage.estimator to group_norm, or {out}."
+        )
 
 
 def rollout_problems(config: RLConfig) -> Iterator[str]:

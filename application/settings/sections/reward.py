@@ -141,6 +141,12 @@ class RewardConfig(ShapingSettings):
     verifier: Verifier | None = setting(
         None, "Built-in reward: last_number, exact_match, math (math-verify) or format."
     )
+    majority_vote: bool = setting(
+        False,
+        "Give 1 to the replies whose answer most of a prompt's replies gave, and 0 to the others, in the place of the "
+        "reward of training, so that it needs no labels (TTRL). A verifier finds the answers, or a reward function "
+        "returns them.",
+    )
     format_pattern: str | None = setting(
         None, "Regular expression that the whole reply must match, for the format verifier.", only_if=BY_FORMAT
     )

@@ -93,6 +93,12 @@ async def test_verdicts_have_the_answer() -> None:
     assert [(reward.value, reward.answer) for reward in rewards] == [(0.0, "7"), (1.0, "8")]
 
 
+async def test_replies_without_a_label_have_an_answer_where_something_else_judges() -> None:
+    verifier = VerifierReward(Verifier.LAST_NUMBER, timeout=TIMEOUT, unlabelled=True)
+    rewards = await verifier.score([ask("It is 7.", None), ask("8", [8]), ask("8", 8)])
+    assert [(reward.value, reward.answer) for reward in rewards] == [(0.0, "7"), (0.0, "8"), (1.0, "8")]
+
+
 async def test_exact_match_ignores_the_space_around_and_nothing_else() -> None:
     assert await value(Verifier.EXACT_MATCH, " Paris\n", "Paris") == 1.0
     assert await value(Verifier.EXACT_MATCH, "7", 7) == 1.0

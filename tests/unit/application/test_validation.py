@@ -173,6 +173,8 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"reward.normalize": Normalise.DATASET, "reward.normalize_mean_std": (0.5, 2.0)},
         {"reward.overlong_buffer_len": 100, "reward.overlong_penalty_factor": 0.5, "algo.mask_truncated": True},
         {"algo.mask_repetition": 500, "rollout.max_new_tokens": 1000},
+        GROUPS | {"reward.majority_vote": True},
+        GROUPS | {"reward.majority_vote": True, "reward.verifier": None, "reward.function_path": "r.py"},
         {"reward.cosine_length": True, "reward.cosine_exceeded": -1.0, "reward.stop_properly_penalty_coef": 0.5},
         GROUPS | {"reward.group_length_coef": 0.1, "reward.overlong_buffer_len": 100},
         TOOLS | {"reward.overlong_buffer_len": 2000, "rollout.max_episode_tokens": 4000},
@@ -500,6 +502,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         GROUPS | {"reward.group_length_coef": 0.1, "reward.cosine_length": True},
         "--reward.group_length_coef or --reward",
+    ),
+    (
+        {"reward.majority_vote": True},
+        "--rollout.n_samples_per_prompt to 2 or more, or leave --reward.majority_vote out",
+    ),
+    (
+        GROUPS | {"reward.majority_vote": True, "reward.verifier": None, "reward.remote_url": "http://a"},
+        "remote_url http://a does not say what a reply answers",
+    ),
+    (GROUPS | {"reward.majority_vote": True, "agent.attempts": 2}, "leave --agent.attempts out"),
+    (
+        GROUPS | {"reward.majority_vote": True, "algo.advantage.estimator": "remax"},
+        "a greedy rollout, which has no part in the vote",
     ),
     ({"algo.mask_repetition": 500, "rollout.max_new_tokens": 400}, "lower --algo.mask_repetition, or leave it out"),
     ({"algo.mask_truncated": True, "reward.stop_properly_penalty_coef": 0.5}, "or --algo.mask_truncated out"),
