@@ -72,6 +72,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "dr_grpo,m2po": _STALE,
     "on_policy_distill": {},
     "iw_opd": {},
+    "opsd": {},
+    "sdpo": {},
 }
 """Presets and what they need besides."""
 SMOKE = ("grpo", "on_policy_distill")

@@ -9,7 +9,7 @@ from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
 
 def voted(group: RolloutGroup) -> RolloutGroup:
     """Returns a group whose samples earned 1 if they gave the answer that most of them gave, else 0 (TTRL, Zuo et al.
-    2025, arXiv:2504.16084, section 2.2); what they had earned is replaced."""
+    2025, arXiv:2504.16084); what they had earned is replaced."""
     samples = sorted(group.samples, key=lambda sample: sample[0].sample_id)
     elected = majority([sample[0].answer for sample in samples])
     trajectories: list[Trajectory] = []

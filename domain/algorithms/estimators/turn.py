@@ -86,7 +86,7 @@ def process_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advan
 @estimator("gigpo")
 def gigpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """Group-in-group advantages (Feng et al. 2025, "Group-in-Group Policy Optimization for LLM Agent Training",
-    arXiv:2505.10978, eq. 3, 7, 8): the rollout's outcome, normalised in its group, plus `step_weight` times the
+    arXiv:2505.10978, eq. 8): the rollout's outcome, normalised in its group, plus `step_weight` times the
     discounted sum of its rewards from the turn on, normalised among all turns of the group that were played in the same
     state. Both are divided by the unbiased standard deviation. A turn whose state no other shares has the first alone.
 

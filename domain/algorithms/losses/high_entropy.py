@@ -1,5 +1,5 @@
 """Policy loss at the tokens alone where the policy was most uncertain (Wang et al. 2025, "Beyond the 80/20 Rule",
-arXiv:2506.01939, eq. 5): few tokens of a reasoning decide which way it goes, and these are where to learn."""
+arXiv:2506.01939, section 5): few tokens of a reasoning decide which way it goes, and these are where to learn."""
 
 import math
 

@@ -593,7 +593,7 @@ def loss_weights(mode: str, batch: list[Sequence], max_length: int) -> list[floa
 
 
 def high_entropy(entropies: list[float], actions: list[bool], share: float) -> list[bool]:
-    """Wang et al. 2025, eq. 5: tokens whose entropy is at least the quantile 1 - share, between neighbours linear."""
+    """Wang et al. 2025, section 5: entropy is at least the quantile 1 - share, between neighbours linear."""
     ordered = sorted(h for h, action in zip(entropies, actions, strict=True) if action)
     if not ordered:
         return list(actions)
