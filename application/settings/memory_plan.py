@@ -14,11 +14,11 @@ from rollgrad.application.settings.memory_places import Machine, RoleMemory
 from rollgrad.application.settings.memory_plan_passes import (
     FLOAT32_BYTES,
     embedded_bytes,
+    exchanged_bytes,
     head_bytes,
     offloaded_bytes,
     pass_tokens,
     scoring_bytes,
-    shared_keys_bytes,
     training_bytes,
 )
 from rollgrad.application.settings.model_shape import ModelShape
@@ -126,7 +126,7 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     masters = trained * FLOAT32_BYTES
     average = trained * FLOAT32_BYTES if role == "actor" and config.train.enable_ema else 0  # in the machine's memory
     passes = training_bytes(config, shape, tokens, compute_bytes, head, machine.gpu) + shape.dequantised(compute_bytes)
-    passes += shared_keys_bytes(config, shape, tokens, compute_bytes, trained=True)
+    passes += exchanged_bytes(config, shape, tokens, compute_bytes, trained=True)
     if config.cluster.enable and config.cluster.strategy is Strategy.FSDP2:
         size = where.processes
         row = evolve(
@@ -249,7 +249,7 @@ def _reference(
     # The logits come after the layers, from what the last of them returns.
     last = tokens * shape.hidden * compute_bytes + head_bytes(config, shape, tokens, compute_bytes, machine.gpu)
     scoring = scoring_bytes(config, shape, tokens, compute_bytes)
-    scoring += shared_keys_bytes(config, shape, tokens, compute_bytes)
+    scoring += exchanged_bytes(config, shape, tokens, compute_bytes)
     passes = max(scoring, last) + shape.dequantised(compute_bytes)
     ds, offloaded = config.ds, 0
     fsdp2 = config.cluster.strategy is Strategy.FSDP2

@@ -50,13 +50,15 @@ class ModelShape:
     bits; `embedding` those of the input embedding, which is `tied` to the output's if both are one; `experts` those of
     a mixture's experts that processes divide, each token going to `experts_per_token` of a layer's; `stored` is the
     bytes of a number in the model's files, 0 if it is not known; `attending` layers keep keys (None: all do), and
-    `state_bytes` are those of the states of a sequence, of any length."""
+    `state_bytes` are those of the states of a sequence, of any length. `heads` are those of queries, 0 if they are not
+    known."""
 
     parameters: int
     layers: int
     hidden: int
     kv_heads: int
     head_dim: int
+    heads: int = 0
     adapters: int = 0
     quantised: int = 0
     embedding: int = 0
@@ -77,6 +79,11 @@ class ModelShape:
     def keeping(self) -> int:
         """Layers that keep keys."""
         return self.layers if self.attending is None else self.attending
+
+    @property
+    def query_heads(self) -> int:
+        """Heads of queries: `heads`, where these are known."""
+        return self.heads or max(self.kv_heads, self.hidden // max(1, self.head_dim))
 
     @property
     def trained(self) -> int:

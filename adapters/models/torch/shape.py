@@ -60,6 +60,7 @@ def model_shape(
         hidden=text.hidden_size,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        heads=getattr(text, "num_attention_heads", 0) or 0,
         adapters=adapter_numbers(model, lora, at=f"{section}.lora") if lora is not None and lora.rank else 0,
         quantised=quantised_numbers(model) if isinstance(lora, LoraConfig) and lora.load_in_4bit else 0,
         embedding=embedding.numel(),

@@ -20,9 +20,11 @@ from rollgrad.application.settings.memory_plan_passes import (
     CENTRED_BYTES,
     DISTILLED_LOGITS,
     DISTILLED_SLICES,
+    EXCHANGED,
     FUSED_DISTILLED_LOGITS,
     INPUTS_AT_ONCE,
     WHOLE_ACTIVATIONS_PER_HIDDEN,
+    exchanged_bytes,
     head_bytes,
     pass_tokens,
 )
@@ -283,7 +285,8 @@ def test_a_reference_that_is_told_more_reads_more(estimator: KLEstimator, tokens
         assert plan(config, told=more)["reference"].passes == read * LAYER * 2
     config.algo.kl.estimator = KLEstimator.K1
     config.cluster.enable, config.actor.num_gpus_per_node, config.ds.sequence_parallel_size = True, 2, 2
-    assert plan(config, told=64)["reference"].passes == (64 + 16) / 2 * LAYER * 2
+    exchanged = exchanged_bytes(config, SHAPE, (64 + 16) // 2, 2)
+    assert plan(config, told=64)["reference"].passes == (64 + 16) / 2 * LAYER * 2 + exchanged
 
 
 def test_checkpointing_keeps_layer_inputs_and_one_layer() -> None:
@@ -445,7 +448,8 @@ def test_processes_that_share_a_sequence_divide_its_tokens() -> None:
     config = cluster_config(0)
     config.train.max_tokens_per_micro_batch = 1
     config.ds.sequence_parallel_size = 2
-    assert plan(config, compute_bytes=4)["actor"].passes == 8 * 3 * LAYER * 4
+    exchanged = exchanged_bytes(config, SHAPE, 8, 4, trained=True)
+    assert plan(config, compute_bytes=4)["actor"].passes == 8 * 3 * LAYER * 4 + exchanged
 
 
 @pytest.mark.parametrize(
@@ -456,14 +460,24 @@ def test_teams_that_share_a_sequence_have_keys_of_all_its_tokens(
     checkpointing: Checkpointing, attending: int | None, layers: int
 ) -> None:
     config = cluster_config(0)
-    config.train.max_tokens_per_micro_batch, config.algo.kl.init_coef = 1, 0.1
     config.actor.gradient_checkpointing = checkpointing
     config.ds.sequence_parallel_size = 4
-    own = 4 * (2 * 2 * 4) * 4  # of the four tokens of a process
-    shapes = [evolve(SHAPE, kv_heads=heads, attending=attending) for heads in (4, 2)]
-    divided, teams = (plan(config, compute_bytes=4, shape=shape) for shape in shapes)
-    for role, kept in (("actor", (layers - 1) * 1.5), ("reference", 0)):
-        assert teams[role].passes - divided[role].passes == own * (3 + kept)
+    shape = evolve(SHAPE, kv_heads=2, heads=8, attending=attending)
+    own, queries = 5 * (2 * 2 * 4) * 4, 5 * (8 * 4) * 4
+    exchanged = EXCHANGED * (queries + 2 * own)
+    assert exchanged_bytes(config, shape, 5, 4) == exchanged
+    assert exchanged_bytes(config, shape, 5, 4, trained=True) == exchanged + (layers - 1) * 1.5 * own
+
+
+def test_one_team_exchanges_its_own_queries_keys_and_values() -> None:
+    config = cluster_config(0)
+    config.ds.sequence_parallel_size = 2
+    shape = evolve(SHAPE, kv_heads=2, heads=8)
+    assert exchanged_bytes(config, shape, 5, 4, trained=True) == EXCHANGED * 5 * (8 + 2 * 2) * 4 * 4
+    # Where no heads are divided, queries stay where they are.
+    assert exchanged_bytes(config, evolve(shape, kv_heads=1), 5, 4) == EXCHANGED * 2 * 5 * 2 * 4 * 4
+    config.ds.sequence_parallel_size = 1
+    assert exchanged_bytes(config, shape, 5, 4, trained=True) == 0
 
 
 @pytest.mark.parametrize(("tied", "share"), [(False, 200 + 400), (True, 500)])
