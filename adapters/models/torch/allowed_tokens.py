@@ -31,8 +31,9 @@ def follow_grammars(model: Any, masks: Masks | None) -> None:
 
 @frozen(kw_only=True, eq=False)
 class AllowedTokens:
-    """The tokens that are possible in some of a batch's rows of logits: `rows_R` int64, indices of these rows, and
-    `bits_RB` uint8, as `Masks` returns them, both on one device."""
+    """The tokens that are possible in some of a batch's rows of logits: `rows_R` int64, ascending, indices of these
+    rows, on the CPU, which need not ask a GPU for them; and `bits_RB` uint8, as `Masks` returns them, on the device of
+    logits."""
 
     rows_R: Tensor
     bits_RB: Tensor
@@ -40,19 +41,20 @@ class AllowedTokens:
     def restrict(self, logits_AV: Tensor, start: int, first: int = 0) -> None:
         """Sets the logits of all other tokens to minus infinity. The first of `logits_AV` are those of row `start`, and
         in each row the first is that of the token `first` of the vocabulary."""
-        inside_R = (self.rows_R >= start) & (self.rows_R < start + len(logits_AV))
-        rows, vocabulary = self.rows_R[inside_R] - start, logits_AV.shape[1]
+        bounds = torch.searchsorted(self.rows_R, torch.tensor([start, start + len(logits_AV)]))
+        inside = slice(*bounds.tolist())
+        rows, vocabulary = to_device(self.rows_R[inside] - start, logits_AV.device), logits_AV.shape[1]
         place_8 = torch.arange(BITS, dtype=torch.uint8, device=rows.device)
-        allowed = ((self.bits_RB[inside_R, :, None] >> place_8) & 1).flatten(1)[:, first : first + vocabulary] > 0
+        allowed = ((self.bits_RB[inside, :, None] >> place_8) & 1).flatten(1)[:, first : first + vocabulary] > 0
         # The head may have rows beyond the tokenizer's tokens, which are never possible.
         allowed = torch.nn.functional.pad(allowed, (0, vocabulary - allowed.shape[1]))
         logits_AV[rows] = logits_AV[rows].masked_fill(~allowed, float("-inf"))
 
 
-def allowed_tokens(model: Any, batch: PackedBatch, actions_B: Tensor) -> AllowedTokens | None:
+def allowed_tokens(model: Any, batch: PackedBatch, places_B: Tensor, device: torch.device) -> AllowedTokens | None:
     """Returns the tokens that were possible in the place of each action token of `batch` that was sampled under a
-    grammar; None if there is none. Rows are counted among `actions_B`, the action tokens that this process computes (a
-    group of processes divides them), whose device the result is on.
+    grammar, for logits on a device; None if there is none. Rows are counted among `places_B`, ascending, those of the
+    action tokens that this process computes (a group of processes divides them).
 
     Raises:
         ConfigurationError: the model was made without the means to follow grammars.
@@ -67,7 +69,7 @@ def allowed_tokens(model: Any, batch: PackedBatch, actions_B: Tensor) -> Allowed
             "log-probs: let replies be free where they are sampled."
         )
     rows_N = torch.full((batch.token_count,), -1)
-    rows_N[batch.action_mask_N.nonzero()[actions_B.cpu(), 0]] = torch.arange(len(actions_B))
+    rows_N[places_B] = torch.arange(len(places_B))
     rows, bits = [], []
     for start, segments in zip(batch.starts_S.tolist(), batch.prescribed_S, strict=True):
         for segment in segments:
@@ -76,5 +78,4 @@ def allowed_tokens(model: Any, batch: PackedBatch, actions_B: Tensor) -> Allowed
             here_T = rows_N[part] >= 0
             rows.append(rows_N[part][here_T])
             bits.append(masks(segment.grammar, batch.tokens_N[part].tolist())[here_T])
-    device = actions_B.device
-    return AllowedTokens(rows_R=to_device(torch.cat(rows), device), bits_RB=to_device(torch.cat(bits), device))
+    return AllowedTokens(rows_R=torch.cat(rows), bits_RB=to_device(torch.cat(bits), device))

@@ -23,6 +23,7 @@ from rollgrad.adapters.models.torch.chunked_logprobs import (
     of_product,
 )
 from rollgrad.adapters.models.torch.compatibility import logit_form
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.application.settings.memory_plan_passes import DISTILLED_SLICES
 from rollgrad.domain.algorithms.losses.distillation import divergence, with_rest
 from rollgrad.domain.batches.packed import PackedBatch
@@ -96,16 +97,18 @@ class KeptTeacher:
 
     settings: DistillationSettings
 
-    def targets(self, batch: PackedBatch, actions_B: Tensor) -> Targets:
-        """Returns the targets at those action tokens of a batch that have the indices `actions_B`, on its device.
+    def targets(self, batch: PackedBatch, places_B: Tensor, device: torch.device) -> Targets:
+        """Returns the targets at the `places_B` of a batch, on a device.
 
         Raises:
             ValueError: it has no predictions.
         """
-        places_B = batch.action_mask_N.nonzero()[:, 0][actions_B.to(batch.tokens_N.device)]
-        ids_BK = batch.filled("teacher_ids_NK")[places_B].to(actions_B.device, torch.int64)
+        ids_BK, logprobs_BK = (
+            to_device(batch.filled(name).index_select(0, places_B), device)
+            for name in ("teacher_ids_NK", "teacher_logprobs_NK")
+        )
         # Rounding to float16 left them without a sum of 1.
-        logprobs_BK = batch.filled("teacher_logprobs_NK")[places_B].to(actions_B.device).float().log_softmax(1)
+        ids_BK, logprobs_BK = ids_BK.long(), logprobs_BK.float().log_softmax(1)
         return lambda part: Target(logprobs_AB=logprobs_BK[part], ids_AK=ids_BK[part])
 
 

@@ -44,11 +44,13 @@ from rollgrad.domain.batches.teaching import as_taught
 class ActionRows:
     """The action tokens that this process computes, on the model's device: `actions_B`, their indices among all
     `count`; `hidden_BH`, the hidden states that are read for them; `targets_B`, the tokens that are predicted there:
-    themselves, unless the batch asks for others."""
+    themselves, unless the batch asks for others. `places_B`, their indices in the batch, are on its device, where what
+    else a batch has of them is chosen: to ask a GPU for them would be to wait for its whole pass."""
 
     hidden_BH: Tensor
     targets_B: Tensor
     actions_B: Tensor
+    places_B: Tensor
     count: int
     routing: tuple[Tensor, ...] = ()
     """Result of `expert_balance.routed` over all tokens, if requested."""
@@ -82,12 +84,14 @@ def action_hidden(
     hidden_CH = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])
     action_A = batch.action_mask_N.nonzero()[:, 0]
     actions_B, rows_B = share.actions(layout.index_N.index_select(0, action_A - back))
-    targets_B = batch.predicted_N.index_select(0, action_A.index_select(0, actions_B))
+    places_B = action_A.index_select(0, actions_B)
+    targets_B = batch.predicted_N.index_select(0, places_B)
     device = hidden_CH.device
     return ActionRows(
         hidden_BH=hidden_CH.index_select(0, to_device(rows_B, device)),
         targets_B=to_device(targets_B, device),
         actions_B=to_device(actions_B, device),
+        places_B=places_B,
         count=len(action_A),
         routing=_routing(outputs, chosen, token_counts(layout, batch)) if routing else (),
     )
@@ -188,27 +192,27 @@ class PackedLM(nn.Module):
         """Returns the log-probs and entropies of the action tokens, with `routing` also the routers' counts."""
         rows = action_hidden(self.model, batch, self.group, routing=routing, back=self._back)
         taught = () if self._teacher is None else (self._targets(batch, rows, self._teacher), self._teacher.settings)
-        allowed = allowed_tokens(self.model, batch, rows.actions_B)
-        centred = sampler_head(batch, rows.actions_B) if torch.is_grad_enabled() else None
+        device = rows.hidden_BH.device
+        allowed = allowed_tokens(self.model, batch, rows.places_B, device)
+        centred = sampler_head(batch, rows.places_B, device) if torch.is_grad_enabled() else None
         columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught, allowed=allowed, sampler=centred)
         return *self.group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
 
     def _targets(self, batch: PackedBatch, rows: ActionRows, teacher: Teacher | KeptTeacher) -> Targets:
         """Returns what the teacher says at the action tokens that this process computes."""
         if isinstance(teacher, KeptTeacher):
-            return teacher.targets(batch, rows.actions_B)
+            return teacher.targets(batch, rows.places_B, rows.hidden_BH.device)
         return live_logits(teacher, batch, self.group, self.model.config.get_text_config().vocab_size)
 
 
-def sampler_head(batch: PackedBatch, actions_B: Tensor) -> SamplerHead | None:
-    """Returns the sampler's most likely tokens at those action tokens of a batch that have the indices `actions_B`, on
-    its device; None where the batch has none."""
+def sampler_head(batch: PackedBatch, places_B: Tensor, device: torch.device) -> SamplerHead | None:
+    """Returns the sampler's most likely tokens at the `places_B` of a batch, on a device; None where the batch has
+    none."""
     if batch.sampler_ids_NK is None:
         return None
-    places_B = batch.action_mask_N.nonzero()[:, 0][actions_B.to(batch.tokens_N.device)]
     return SamplerHead(
-        ids_AK=batch.sampler_ids_NK[places_B].to(actions_B.device, torch.int64),
-        logprobs_AK=batch.filled("sampler_logprobs_NK")[places_B].to(actions_B.device),
+        ids_AK=to_device(batch.sampler_ids_NK.index_select(0, places_B), device).long(),
+        logprobs_AK=to_device(batch.filled("sampler_logprobs_NK").index_select(0, places_B), device),
     )
 
 

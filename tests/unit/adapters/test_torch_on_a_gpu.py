@@ -2,25 +2,33 @@
 are those of the CPU."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, fields
 
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.models.torch.allowed_tokens import follow_grammars
+from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher
+from rollgrad.adapters.models.torch.forward import PackedLM, scattered
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy, TorchReference
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.sections.actor import AdapterConfig
+from rollgrad.domain.algorithms.losses.centering import ScoreCentering
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
+from rollgrad.domain.batches.examples import DemonstrationBatch
+from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
-from tests.fakes import cluster
+from tests.fakes import cluster, grammars
 from tests.pretended_gpu import CUDA, TO_GPU, OnGPU, pretended_gpu
 from tests.tiny_architectures import tiny_model
 
@@ -87,6 +95,48 @@ def test_an_update_on_a_gpu_is_the_cpu_s(path: Path, dtype: torch.dtype) -> None
     rounding = 1e-5 if dtype == torch.float32 else 0.06
     for mine, theirs in zip(found, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=rounding, abs=rounding)
+
+
+def centred(batch: PackedBatch) -> tuple[PackedBatch, dict[str, Any]]:
+    ids_NK = torch.arange(3, dtype=torch.int32).expand(batch.token_count, 3).contiguous()
+    likely = evolve(batch, sampler_ids_NK=ids_NK, sampler_logprobs_NK=torch.full(ids_NK.shape, -2.0))
+    return likely, {"centering": ScoreCentering()}
+
+
+def taught(batch: PackedBatch) -> tuple[PackedBatch, dict[str, Any]]:
+    columns = {field.name: getattr(batch, field.name) for field in fields(PackedBatch) if field.init}
+    ids_NK = torch.arange(3, dtype=torch.int32).expand(batch.token_count, 3).contiguous()
+    logprobs_NB = torch.full((batch.token_count, 4), 0.25).log().half()
+    known = {"teacher_ids_NK": ids_NK, "teacher_logprobs_NK": logprobs_NB}
+    told = DemonstrationBatch(**columns, sample_ids_S=torch.zeros(len(batch)), **known)
+    return told, {"teacher": KeptTeacher(DistillationSettings(top_k=3))}
+
+
+def prescribed(batch: PackedBatch) -> tuple[PackedBatch, dict[str, Any]]:
+    return grammars.prescribed(batch), {}
+
+
+@pytest.mark.parametrize("told", [centred, taught, prescribed])
+@pytest.mark.parametrize("path", ["llama"], indirect=True)
+def test_nothing_that_a_batch_says_of_tokens_waits_for_a_pass(path: Path, told: Callable[..., Any]) -> None:
+    """A pass and its gradient wait as often as without it: once for the results, and once for their gradients."""
+    plain = cluster.batch()
+    more, settings = told(plain)
+    waits = []
+    for batch, given in ((plain, {}), (more, settings)):
+        found = []
+        for device in (CPU, CUDA):
+            with pretended_gpu() if device == CUDA else nullcontext(Counter[str]()) as waited:
+                model = loaded(path, device)
+                follow_grammars(model, grammars.chance_masks(model.config.vocab_size))
+                packed = PackedLM(model, **given)
+                waited.clear()
+                columns_KN = scattered(packed(batch), batch)
+                torch.stack(columns_KN).sum().backward()
+                waits.append(waited.copy())
+                found.append(torch.stack(columns_KN).detach())
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert waits[1] == waits[3]
 
 
 def adapted(path: Path, device: torch.device) -> list[dict[str, float]]:
