@@ -175,11 +175,9 @@ def step(of: Any, *batches: Any) -> Any:
 
 def planned_gib(samples: int, prompt: int, reply: int, kind: Any, *, offloads: bool) -> float:
     """GiB of an actor's update by the memory plan, of so many replies to a prompt in one micro-batch."""
-    from rollgrad.adapters.models.torch.pass_memory import measured_passes
-    from rollgrad.adapters.models.torch.shape import model_shape
     from rollgrad.application.settings.memory_places import Machine
-    from rollgrad.application.settings.memory_plan import memory_plan
     from rollgrad.application.settings.run import RLConfig
+    from rollgrad.entrypoints import dry_run
 
     run = RLConfig()
     run.algo.advantage.estimator, run.algo.kl.init_coef = "group_norm", 0.0
@@ -191,10 +189,7 @@ def planned_gib(samples: int, prompt: int, reply: int, kind: Any, *, offloads: b
     with tempfile.TemporaryDirectory() as folder:
         config().save_pretrained(folder)
         run.actor.model_name_or_path = folder
-        ways = {"longest": prompt + reply, "checkpointing": kind, "offloads": offloads}
-        passes = measured_passes(folder, dtype=DT, device=DEV, **ways)
-        shape = evolve(model_shape("actor.model_name_or_path", folder), passes=passes)
-    return memory_plan(run, shape, compute_bytes=2, machine=machine)[0].total / 2**30
+        return dry_run._rows(run, dry_run._shapes(run, DT, DEV), machine, DT)[0].total / 2**30
 
 
 def engine_of(m: Any, rows: int, *, captured: bool = True) -> Any:
