@@ -109,7 +109,7 @@ def _groups(config: RLConfig, row: RoleMemory) -> int:
         return 0
     ds, experts = config.ds, config.cluster.expert_parallel_size
     # Those that share layers, and those that have the same share of them; likewise experts.
-    groups = 1 + (ds.sequence_parallel_size > 1)
+    groups = 1 + (ds.sequence_parallel_size > 1) + (row.role in ("actor", "critic") and _copied_over(config) > 0)
     groups += sum((size > 1) + (1 < size < row.processes) for size in (ds.tensor_parallel_size, experts))
     return groups
 
@@ -159,7 +159,8 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     if stage == PARAMETERS:
         buffer = bucket * FLOAT32_BYTES
         passes += buffer + min(GATHERED_NUMBERS * compute_bytes, weights)  # sent as float32, in another order
-        weights = math.ceil(weights / size)
+        copied = _copied_over(config)
+        weights = math.ceil(weights / size) + (math.ceil(weights / copied) if copied else 0)
     else:
         passes += bucket * (compute_bytes + (FLOAT32_BYTES if compute_bytes < FLOAT32_BYTES else 0))
     average = math.ceil(average / size)
@@ -180,6 +181,15 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
         offloaded=offloaded,
         keeps_gradients=stage == PARAMETERS,
     )
+
+
+def _copied_over(config: RLConfig) -> int:
+    """Returns over how many processes ZeRO's last stage divides a second copy of what is trained, from which it gathers
+    weights in backward passes (hpZ; Wang et al. 2023, arXiv:2306.10209); 0 without one."""
+    extra = (config.ds.extra or {}).get("zero_optimization") or {}
+    over = int(extra.get("zero_hpz_partition_size", 1))
+    deepspeed = config.cluster.enable and config.cluster.strategy is Strategy.DEEPSPEED
+    return over if over > 1 and deepspeed and config.ds.zero_stage == PARAMETERS else 0
 
 
 def _at_rest(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:

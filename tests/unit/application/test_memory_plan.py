@@ -632,6 +632,19 @@ def test_each_group_has_its_memory(section: str, key: str, size: int, groups: in
     assert plan(cluster_config(processes=1), GPU)["actor"].groups == 1, "one process alone has that of weights"
 
 
+def test_a_second_copy_of_weights_is_divided_over_fewer_processes() -> None:
+    config = cluster_config(3)
+    config.vllm.sync_backend = SyncBackend.SHARED_MEMORY
+    before = plan(config, GPU)["actor"]
+    config.ds.extra = {"zero_optimization": {"zero_hpz_partition_size": 2}}
+    row = plan(config, GPU)["actor"]
+    assert (row.weights - before.weights, row.groups - before.groups) == (2000 / 2, 1)
+    config.ds.param_offload = True
+    assert plan(config, GPU)["actor"].weights == 0
+    config.ds.param_offload, config.ds.zero_stage = False, 2
+    assert plan(config, GPU)["actor"].groups == 1, "which DeepSpeed has at its last stage alone"
+
+
 def test_weights_cross_memory_of_gpus_in_buckets() -> None:
     config = cluster_config(processes=2)
     wide = evolve(SHAPE, embedding=200 * 2**20)
