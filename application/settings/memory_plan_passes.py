@@ -117,7 +117,8 @@ def exchanged_bytes(
 ) -> int:
     """Returns what a pass over so many of a process's own tokens holds besides where processes share a sequence
     (`adapters.models.torch.sequence_parallel`): `EXCHANGED` copies, in the layer that computes, of the tokens' queries,
-    keys and values, and of the keys and values of other teams' tokens. Those of the keys that queries see are kept for
+    keys and values, and of the keys and values of other teams' tokens, or of what states are computed from, whatever is
+    more. Those of the keys that queries see are kept for
     the backward pass, unless that computes the layer again."""
     size = config.ds.sequence_parallel_size
     if size == 1:
@@ -128,7 +129,8 @@ def exchanged_bytes(
     queries = tokens * shape.query_heads * shape.head_dim * compute_bytes if heads > 1 else 0
     kept = shape.keeping - 1 if trained and config.actor.gradient_checkpointing is Checkpointing.OFF else 0
     of_teams = kept * (teams - 0.5) if teams > 1 else 0
-    return math.ceil(EXCHANGED * (queries + teams * own) + own * of_teams)
+    at_once = max(queries + teams * own, tokens * shape.columns * compute_bytes)
+    return math.ceil(EXCHANGED * at_once + own * of_teams)
 
 
 def head_bytes(

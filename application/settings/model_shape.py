@@ -50,7 +50,8 @@ class ModelShape:
     bits; `embedding` those of the input embedding, which is `tied` to the output's if both are one; `experts` those of
     a mixture's experts that processes divide, each token going to `experts_per_token` of a layer's; `stored` is the
     bytes of a number in the model's files, 0 if it is not known; `attending` layers keep keys (None: all do), and
-    `state_bytes` are those of the states of a sequence, of any length. `heads` are those of queries, 0 if they are not
+    `state_bytes` are those of the states of a sequence, of any length, which a layer computes from so many `columns` of
+    a token at most. `heads` are those of queries, 0 if they are not
     known."""
 
     parameters: int
@@ -68,6 +69,7 @@ class ModelShape:
     stored: int = 0
     attending: int | None = None
     state_bytes: int = 0
+    columns: int = 0
     headless: bool = False
     """Whether it has no output embedding, as models of values and scores."""
     compares: bool = False

@@ -204,24 +204,25 @@ def _trained(model: Any, states: States, rows: int, length: int) -> tuple[int, "
     return saved, alive
 
 
-def counted_states(model: Any) -> tuple[int, int]:
-    """Returns the bytes of the states after a sequence that the layers of a model on the meta device hand on, and the
-    greatest common divisor of the heads that have some; 0 where none have."""
+def counted_states(model: Any) -> tuple[int, int, int]:
+    """Returns the bytes of the states after a sequence that the layers of a model on the meta device hand on, the
+    greatest common divisor of the heads that have some, and the numbers of a token from which a layer computes its
+    states at most; 0 where none have."""
     if not recurrent_types(model):
-        return 0, 0
+        return 0, 0, 0
     install_attention(model)
     plan = UncomputedAttention(1, 1, torch.device("meta"), model.dtype)
     plan.recurrence = counted = _CountedStates([Node(0, 1)], device=torch.device("meta"))
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     with torch.no_grad(), _Alive(model):  # which answers the questions of its code
         backbone(model)(input_ids=ids, use_cache=False, attention_plan=plan)
-    return counted.nbytes, counted.heads
+    return counted.nbytes, counted.heads, counted.columns
 
 
 class _CountedStates(ForestRecurrence):
-    """Counts the states of a pass over one token."""
+    """Counts the states of a pass over one token, and the numbers that a scan reads of it."""
 
-    nbytes = 0
+    nbytes = columns = 0
 
     def convolve(self, convolution: Convolution, x: Tensor, width: int) -> Tensor:
         """Implements `Recurrence.convolve`."""
@@ -230,6 +231,7 @@ class _CountedStates(ForestRecurrence):
 
     def scan_to_ends(self, scan: Scan, columns: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Implements `ForestRecurrence.scan_to_ends`."""
+        self.columns = max(self.columns, sum(column.numel() for column in columns))
         result, states = super().scan_to_ends(scan, columns)
         self.nbytes += sum(state.nbytes for state in states)
         return result, states

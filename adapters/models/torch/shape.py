@@ -45,7 +45,7 @@ def model_shape(
         text = settings.get_text_config()
         shapes = _cache_shapes(settings) if _keeps_keys(model) else []
         kv_heads, head_dim = max(shapes, key=math.prod, default=(0, 0))
-        states, heads = counted_states(model) if _keeps_keys(model) else (0, 0)
+        states, heads, columns = counted_states(model) if _keeps_keys(model) else (0, 0, 0)
     except Exception as error:  # the code of a model's class and its settings may raise anything
         raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
     section = key.partition(".")[0]
@@ -70,6 +70,7 @@ def model_shape(
         stored=0 if settings.dtype is None else settings.dtype.itemsize,
         attending=len(shapes) if states else None,
         state_bytes=states,
+        columns=columns,
     )
 
 

@@ -93,6 +93,9 @@ def test_the_size_of_states_is_what_sequences_have(model_type: str, tmp_path: Pa
     shape = model_shape("actor.model_name_or_path", str(tmp_path))
     assert shape.state_bytes == decoder.sequence_bytes
     assert shape.attending == (2 if model_type == "falcon_h1" else 1)
+    # Values, gates, queries and keys of two heads of 16; inputs of 64, time steps, and two rows of 4 that all share.
+    columns = {"qwen3_5_text": 2 * (16 + 2 + 2 * 16), "lfm2": 0, "falcon_h1": 64 + 4 + 2 * 4, "jamba": 2 * 64 + 2 * 4}
+    assert shape.columns == columns[model_type]
 
 
 async def test_no_more_rows_than_half_of_the_memory_has_states_for(monkeypatch: pytest.MonkeyPatch) -> None:

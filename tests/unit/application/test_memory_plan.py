@@ -476,6 +476,8 @@ def test_one_team_exchanges_its_own_queries_keys_and_values() -> None:
     assert exchanged_bytes(config, shape, 5, 4, trained=True) == EXCHANGED * 5 * (8 + 2 * 2) * 4 * 4
     # Where no heads are divided, queries stay where they are.
     assert exchanged_bytes(config, evolve(shape, kv_heads=1), 5, 4) == EXCHANGED * 2 * 5 * 2 * 4 * 4
+    # Of states, what they are computed from.
+    assert exchanged_bytes(config, evolve(shape, columns=100), 5, 4) == EXCHANGED * 5 * 100 * 4
     config.ds.sequence_parallel_size = 1
     assert exchanged_bytes(config, shape, 5, 4, trained=True) == 0
 
