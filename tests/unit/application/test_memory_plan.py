@@ -571,6 +571,9 @@ def test_vllm_takes_its_share_of_a_gpu() -> None:
     row = plan(config, GPU)["engines"]
     assert (row.processes, row.weights, row.total - row.buckets) == (16, 250, 500_000)
     assert plan(config)["engines"].passes == CPU_CACHE_BYTES
+    config.vllm.extra = {"kv_cache_memory_bytes": 10**9}
+    assert {plan(config, machine)["engines"].passes for machine in (CPU, GPU)} == {10**9}, "which is beyond the share"
+    assert plan(config, H100)["engines"].passes == H100.gpu // 2 - 250, "what else it has in its share is not known"
 
 
 def test_the_driver_samples_on_a_gpu_of_the_actor() -> None:
