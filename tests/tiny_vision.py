@@ -305,8 +305,10 @@ def tiny_vlm(family: str, *, seed: int = 0) -> tuple[Any, Any]:
     """A random model of a family, whose parts all have an effect, and its processor."""
     import torch
 
+    from tests import tiny_vision_families
+
     torch.manual_seed(seed)
-    model, processor = globals()[family]()
+    model, processor = (globals().get(family) or getattr(tiny_vision_families, family))()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:

@@ -25,7 +25,8 @@ IMAGE_PARTS = ("image", "image_url")
 """Types of the parts of a message that hold an image."""
 
 NOT_COMPARED = ("gemma3",)
-"""Types of models whose tokens of an image see each other, which not all of vLLM's attention computes."""
+"""Types of models whose tokens of an image see each other, which not all of vLLM's attention computes; those of Gemma 4
+do so by a setting."""
 
 WITHOUT_ADAPTERS = ("llava_onevision",)
 """Types of models with images beside which vLLM computes no adapters (its classes without `SupportsLoRA`)."""
@@ -213,7 +214,9 @@ def load_processor(name_or_path: str, tokenizer: Any, *, flag: str) -> Any:
         if is_torchvision_available():
             processor = AutoProcessor.from_pretrained(name_or_path)
         else:
-            processor = without_videos(_processor_class(name_or_path)).from_pretrained(name_or_path)
+            kind = _processor_class(name_or_path)
+            absent = {VIDEO_PART: None} if VIDEO_PART in kind.get_attributes() else {}  # which SmolVLM's has to be told
+            processor = without_videos(kind).from_pretrained(name_or_path, **absent)
     if getattr(processor, "image_token", None) is None:
         raise CheckpointError(f"{flag} is {name_or_path!r}, whose {type(processor).__name__} takes no images.")
     processor.tokenizer = tokenizer
@@ -239,8 +242,9 @@ def check_compared(name_or_path: str) -> None:
     """
     import transformers
 
-    kind = transformers.AutoConfig.from_pretrained(name_or_path).model_type
-    if kind in NOT_COMPARED:
+    config = transformers.AutoConfig.from_pretrained(name_or_path)
+    kind = config.model_type
+    if kind in NOT_COMPARED or getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision":
         raise ConfigurationError(
             f"vLLM samples from {name_or_path!r}, a {kind}, whose images it has not been shown to compute as the "
             "trainer does: sample with the embedded engine (--rollout.engine embedded), or leave out --data.image_key."

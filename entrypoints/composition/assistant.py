@@ -161,7 +161,13 @@ def _load(arguments: AssistantArguments, name: str) -> Any:
     sampled_on = default_device()
     # vLLM takes most of a GPU's memory, so what it is brought passes through the CPU's.
     device = torch.device("cpu") if arguments.engine is Engine.VLLM else sampled_on
-    return load_causal_lm(name, dtype=resolve_dtype(arguments.dtype, sampled_on), device=device, flag=FLAG).eval()
+    return load_causal_lm(
+        name,
+        dtype=resolve_dtype(arguments.dtype, sampled_on),
+        device=device,
+        flag=FLAG,
+        images=sees_images(arguments.model),
+    ).eval()
 
 
 def _load_newer(arguments: AssistantArguments, shape: ModelShape | None, name: str) -> Any:

@@ -139,13 +139,13 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool, 
         "sleep_level": sleep_level(config),
         "records_experts": config.actor.router_replay is RouterReplay.ENGINE,
         "likeliest": config.algo.score_centering_top_k,
-        "extra": {**_without_tower(name), **(config.vllm.extra or {})},
+        "extra": {**({} if config.data.image_key else _without_tower(name)), **(config.vllm.extra or {})},
     }
 
 
 def _without_tower(name: str) -> dict[str, Any]:
-    """Returns the engine argument by which vLLM makes no tower for images where the trainer has none, of whose weights
-    it would get none in a push."""
+    """Returns the engine argument by which vLLM makes no tower for images where the trainer, of texts, has none, of
+    whose weights it would get none in a push."""
     if not leaves_tower_out(load_model_config(name, flag="--actor.model_name_or_path")):
         return {}
     return {"limit_mm_per_prompt": {"image": 0, "video": 0}}

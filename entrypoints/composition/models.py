@@ -105,6 +105,7 @@ def make_actor_model(
         flag=flag,
         load_in_4bit=load_in_4bit,
         float32_head=actor.float32_head,
+        images=images is not None,
         shard=shard,
     )
     if images is not None:
@@ -219,7 +220,14 @@ def make_critic(
     renders the images that it sees."""
     device, flag = compute_device(actor), "--critic.model_name_or_path"
     name = critic.model_name_or_path or actor.model_name_or_path
-    model, head = load_critic(name, dtype=resolve_dtype(actor.dtype, device), device=device, flag=flag, shard=shard)
+    model, head = load_critic(
+        name,
+        dtype=resolve_dtype(actor.dtype, device),
+        device=device,
+        flag=flag,
+        images=images is not None,
+        shard=shard,
+    )
     if images is not None:
         check_images(model, images, name, flag)
     if critic.lora.rank:

@@ -129,19 +129,19 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(padded)
 
 
-def model_factory(config: Any) -> Any:
+def model_factory(config: Any, *, images: bool = False) -> Any:
     """Returns the class of transformers that loads a causal language model with these settings: another one if it also
-    sees images."""
+    sees images, which for some (Qwen3.5) counts only with `images`."""
     import transformers
 
-    text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not (images and leaves_tower_out(config))
     sees = is_vision_language(config) and not text
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
 def leaves_tower_out(config: Any) -> bool:
-    """Returns whether the files of a model have a tower for images that the class which loads it here has not: that of
-    Qwen3.5 as a language model."""
+    """Returns whether the files of a model have a tower for images that the class which loads it for texts has not:
+    that of Qwen3.5 as a language model."""
     import transformers
 
     text, whole = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

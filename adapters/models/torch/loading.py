@@ -51,6 +51,7 @@ def load_causal_lm(
     load_in_4bit: bool = False,
     float32_head: bool = False,
     headless: bool = False,
+    images: bool = False,
     shard: Shard | None = None,
 ) -> Any:
     """Returns a causal language model in eval mode with packed attention installed, or computed padded; it may see
@@ -64,6 +65,7 @@ def load_causal_lm(
         load_in_4bit: its linear layers but the head are quantised (`quantised.py`), and cannot be trained.
         float32_head: its logits are computed in float32.
         headless: its files need not have an output embedding, which is not used.
+        images: it is to see images, if it can.
         shard: divides the weights over processes, each of which then reads its own share alone; not of a model in 4
             bits. All processes must load it together.
 
@@ -79,7 +81,7 @@ def load_causal_lm(
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cudnn.allow_tf32 = False  # float32 is float32, also in the first layer of such a tower
     quantised = four_bits(dtype, device) if load_in_4bit else {}
-    factory = _factory(name_or_path, flag, headless=headless)
+    factory = _factory(name_or_path, flag, headless=headless, images=images)
     with sharded_loading(None if load_in_4bit else shard):
         model, info = _from_pretrained(factory, name_or_path, flag, dtype=dtype, output_loading_info=True, **quantised)
     _require_weights(model, info["missing_keys"], name_or_path, flag, headless=headless)
@@ -115,7 +117,7 @@ def load_causal_lm(
     return model
 
 
-def _factory(name_or_path: str, flag: str, *, headless: bool) -> Any:
+def _factory(name_or_path: str, flag: str, *, headless: bool, images: bool) -> Any:
     """Returns the class of transformers that loads a model.
 
     Raises:
@@ -133,7 +135,7 @@ def _factory(name_or_path: str, flag: str, *, headless: bool) -> Any:
             f"{flag} is {name_or_path!r}, a {kinds[0]}, which judges texts and writes none: name a causal language "
             "model."
         )
-    return model_factory(settings)
+    return model_factory(settings, images=images)
 
 
 def _processor_files(name_or_path: str) -> dict[str, bytes]:
@@ -169,6 +171,7 @@ def load_critic(
     device: torch.device,
     flag: str,
     load_in_4bit: bool = False,
+    images: bool = False,
     shard: Shard | None = None,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Returns a model as `load_causal_lm` does, and the scalar head in its checkpoint.
@@ -182,7 +185,14 @@ def load_critic(
     from safetensors import SafetensorError
 
     model = load_causal_lm(
-        name_or_path, dtype=dtype, device=device, flag=flag, load_in_4bit=load_in_4bit, headless=True, shard=shard
+        name_or_path,
+        dtype=dtype,
+        device=device,
+        flag=flag,
+        load_in_4bit=load_in_4bit,
+        headless=True,
+        images=images,
+        shard=shard,
     )
     try:
         head = _scalar_head(name_or_path)

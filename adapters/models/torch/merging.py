@@ -17,7 +17,7 @@ from torch import Tensor
 from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor, sees_images
 from rollgrad.adapters.models.torch.classifier import classifier_class
 from rollgrad.adapters.models.torch.image_check import small_image
-from rollgrad.adapters.models.torch.images import model_factory
+from rollgrad.adapters.models.torch.images import leaves_tower_out, model_factory
 from rollgrad.adapters.models.torch.loading import (
     _from_pretrained,
     _processor_files,
@@ -99,9 +99,9 @@ def merge_lora(
     place = _tokenizer_place(adapter, base)
     tokenizer = _tokenizer(place)
     reward_model = reward_model or config.task_type == CLASSIFIER
-    factory = _factory(base, "--model", reward_model=reward_model)
+    factory = _factory(base, "--model", adapter, reward_model=reward_model)
     loaded, dequantised = _base_model(factory, base, config, load_in_4bit=load_in_4bit, reward_model=reward_model)
-    inputs = _inputs(base, tokenizer)
+    inputs = _inputs(base, tokenizer, sees=getattr(loaded.config, "vision_config", None) is not None)
     wrapped = _with_adapters(loaded, adapter, config)
     before = _scores(wrapped, inputs, reward_model=reward_model)
     own = dtype or loaded.dtype
@@ -173,12 +173,20 @@ def _tokenizer(place: str) -> Any:
     return _from_pretrained(AutoTokenizer, place, "--model")
 
 
-def _factory(name_or_path: str, flag: str, *, reward_model: bool) -> Any:
-    """Returns the class that loads a model, or a reward model."""
+def _factory(name_or_path: str, flag: str, adapter: str, *, reward_model: bool) -> Any:
+    """Returns the class that loads a model, or a reward model. One that may see images or not (Qwen3.5) does if the
+    layers of `adapter` are called as those of a model that sees them."""
+    import peft
     from transformers import AutoConfig
 
     config = _from_pretrained(AutoConfig, name_or_path, flag)
-    return classifier_class(config) if reward_model else model_factory(config)
+    if reward_model:
+        return classifier_class(config)
+    if not leaves_tower_out(config):
+        return model_factory(config)
+    with foreign_code(lambda words: CheckpointError(f"The adapters of {adapter} cannot be read: {words}")):
+        names = peft.load_peft_weights(adapter, device="cpu")
+    return model_factory(config, images=any(".language_model." in name for name in names))
 
 
 def _base_model(factory: Any, base: str, config: Any, *, load_in_4bit: bool, reward_model: bool) -> tuple[Any, bool]:
@@ -249,11 +257,11 @@ def _merge(wrapped: Any) -> int:
     return len(layers)
 
 
-def _inputs(base: str, tokenizer: Any) -> list[dict[str, Tensor]]:
-    """Returns a model's arguments for each text that is compared; the last is of an image too, if it sees any."""
+def _inputs(base: str, tokenizer: Any, *, sees: bool) -> list[dict[str, Tensor]]:
+    """Returns a model's arguments for each text that is compared; the last is of an image too, if it `sees` any."""
     found = [{**tokenizer(text, return_tensors="pt", add_special_tokens=False)} for text in TEXTS]
     inputs = [{"input_ids": encoded["input_ids"]} for encoded in found]
-    if sees_images(base):
+    if sees and sees_images(base):
         renderer = ImageRenderer(load_processor(base, tokenizer, flag="--model"))
         inputs.append(renderer.inputs(f"{renderer.mark} {TEXTS[0]}", small_image()))
     return inputs

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import inspect
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -19,11 +20,13 @@ from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.image_check import check_images
 from rollgrad.adapters.models.torch.images import joined_tensors, placeholders
+from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.application.episodes.ledger import TokenLedger
 from rollgrad.application.episodes.runtime import AgentRuntime
 from rollgrad.application.episodes.session import AgentSession
 from rollgrad.domain.batches.packed import RolloutBatch, pack
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.episodes.messages import Action
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
@@ -32,9 +35,14 @@ from rollgrad.domain.ports.chat_codec import RenderedPrompt
 from rollgrad.domain.ports.environment import Environment, StepResult, WholePrompt
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from tests.compiled_layers import AS_IT_IS, AS_WRITTEN, compiler, graphs
-from tests.tiny_vision import ask, codec_of, picture, tiny_vlm
+from tests.fakes import images as image_models
+from tests.tiny_vision import TEXT, ask, codec_of, picture, save_tiny_vlm, tiny_vlm
 
 EXACT = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "internvl", "llava_onevision", "gemma3")
+WIDE_FAMILIES = [
+    pytest.param(family, marks=pytest.mark.wide)
+    for family in ("qwen2_vl", "qwen3_vl_moe", "glm4v", "llava", "llava_next")
+]
 RED, BLUE, WIDE = picture((200, 0, 0)), picture((0, 0, 200)), picture((0, 150, 0), width=56, height=24)
 
 
@@ -93,7 +101,7 @@ def batch_of(codec: TemplateCodec) -> RolloutBatch:
     )
 
 
-@pytest.mark.parametrize("family", EXACT)
+@pytest.mark.parametrize("family", [*EXACT, *WIDE_FAMILIES])
 def test_packed_values_and_gradients_are_those_of_one_sequence_at_a_time(family: str) -> None:
     model, processor = tiny_vlm(family)
     own = copy.deepcopy(model)
@@ -112,6 +120,17 @@ def test_packed_values_and_gradients_are_those_of_one_sequence_at_a_time(family:
             torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5 * largest, rtol=0, msg=name)
             seen += float(mine.grad.abs().max()) * ("vis" in name)
     assert seen > 0  # the tower learns
+
+
+def test_a_model_of_texts_or_images_is_loaded_for_what_it_is_to_see(tmp_path: Path) -> None:
+    """Qwen3.5, whose tower a run of texts leaves out."""
+    path = save_tiny_vlm("qwen3_5", tmp_path)
+    seeing = image_models.policy(path).module  # which compares what it makes of images
+    reading = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="--model")
+    tower = {name for name, _ in seeing.named_parameters() if "visual" in name}
+    assert tower
+    assert not any("visual" in name for name, _ in reading.named_parameters())
+    assert len([*seeing.parameters()]) == len([*reading.parameters()]) + len(tower)
 
 
 @pytest.mark.slow
@@ -158,7 +177,7 @@ def test_tokens_and_tensors_are_those_of_the_processor(family: str) -> None:
     assert mark not in spelled.token_ids[placed.stop :]  # a mark that the user spells out is text
 
 
-@pytest.mark.parametrize("family", EXACT)
+@pytest.mark.parametrize("family", [*EXACT, *WIDE_FAMILIES])
 def test_a_family_is_accepted(family: str) -> None:
     model, processor = tiny_vlm(family)
     tower = model.config.vision_config._attn_implementation
@@ -329,3 +348,66 @@ def test_a_conversation_goes_on_with_images(family: str) -> None:
     followed = ledger.follow(f" so {mark}", [WIDE])
     assert followed.images[0] == first.images[0]
     assert followed.images[1].image == whole.images[1].image
+
+
+def gemma4(kind: str | None) -> Any:
+    """A Gemma 4 with a layer that looks back a little, and one that sees all."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = {**TEXT, "vocab_size": 60, "head_dim": 8, "global_head_dim": 8, "sliding_window": 6, "pad_token_id": 0}
+    tower = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+    config = Gemma4Config(
+        text_config={
+            **text,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": 60,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": kind,
+        },
+        vision_config={
+            **tower,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "head_dim": 16,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 128,
+        },
+        audio_config=None,
+        image_token_id=59,
+        video_token_id=58,
+        audio_token_id=57,
+        tie_word_embeddings=False,
+    )
+    model = Gemma4ForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["vision", None])
+def test_tokens_of_an_image_see_each_other_where_layers_have_windows(kind: str | None) -> None:
+    """Gemma 4, larger and smaller ones; its processor needs torchvision, so that the tensors are made here."""
+    model = gemma4(kind)
+    own = copy.deepcopy(model)
+    places_P2 = torch.cartesian_prod(torch.arange(8), torch.arange(8))
+    tensors = {"pixel_values": torch.rand(1, 64, 48), "image_position_ids": places_P2[None]}
+    image = Image(digest="image", data=b"", tensors=tensors)
+    batch = pack([played_to(image, reply, sample) for sample, reply in enumerate(([5, 9, 11], [7, 8]))])
+    install_attention(model)
+    found_A, expected_A = PackedLM(model)(batch)[0], one_by_one(own, batch)
+    torch.testing.assert_close(found_A, expected_A, atol=1e-5, rtol=1e-5)
+
+
+def played_to(image: Image, reply: list[int], sample: int) -> Trajectory:
+    """A reply to a prompt with 16 tokens of an image."""
+    placed = PlacedImage(image=image, start=3, stop=19)
+    builder = TrajectoryBuilder([5, 6, 7, *[59] * 16, 8, 9], group_id=0, sample_id=sample, images=(placed,))
+    made = [-1.0] * len(reply)
+    builder.add_action(
+        Generation(token_ids=reply, logprobs=made, versions=[0] * len(reply), stop_reason=StopReason.STOP)
+    )
+    return builder.build(stop_reason=StopReason.STOP)

@@ -255,8 +255,13 @@ def test_the_command(base: Callable[..., tuple[Any, Path]], tmp_path: Path, caps
     ]
 
 
-@pytest.mark.parametrize("kind", ["policy", "reward"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, kind) for family in ("qwen2_5_vl", "qwen3_vl", "idefics3") for kind in ("policy", "reward")),
+        ("qwen3_5", "policy"),
+    ],
+)
 def test_models_that_see_images_are_merged(tmp_path: Path, family: str, kind: str) -> None:
     """Their adapters may be of the tower, too; the processor's files are written beside the weights."""
     base = save_tiny_vlm(family, tmp_path / "base")
@@ -266,7 +271,7 @@ def test_models_that_see_images_are_merged(tmp_path: Path, family: str, kind: st
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(base)
-    factory = classifier_class(config) if kind == "reward" else model_factory(config)
+    factory = classifier_class(config) if kind == "reward" else model_factory(config, images=True)
     model = factory.from_pretrained(base, dtype=torch.float32)
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     options = {"task_type": "SEQ_CLS", "modules_to_save": []} if kind == "reward" else {}
@@ -284,3 +289,13 @@ def test_models_that_see_images_are_merged(tmp_path: Path, family: str, kind: st
     assert any("vis" in name for name in changed)
     assert all(torch.equal(found[name], plain[name]) for name in plain.keys() - changed)
     assert load_processor(str(tmp_path / "out"), load_tokenizer(str(tmp_path / "out"), flag=FLAG), flag=FLAG)
+
+
+def test_adapters_of_a_language_model_alone_are_merged_into_it(tmp_path: Path) -> None:
+    """Qwen3.5, which is trained without its tower where there are no images."""
+    base = save_tiny_vlm("qwen3_5", tmp_path / "base")
+    model = load_causal_lm(base, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+    adapters = peft_adapters(model, tmp_path / "adapters")
+    merged = merge_lora(str(tmp_path / "adapters"), tmp_path / "out", model=base)
+    assert merged.difference < 1e-4
+    assert merged.layers == len(adapters) / 2
