@@ -250,29 +250,43 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if ctx.further and others[-1] is not None:
             first = torch.zeros_like(normaliser) if grad_logprobs is None else grad_logprobs
             pulls = torch.cat([first[:, None], others[-1]], 1)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        mean_share = None if grad_mean is None else grad_mean / ctx.size
-        for start in range(0, len(hidden), ctx.rows):
-            part = slice(start, start + ctx.rows)
-            restrict = _restriction(ctx.allowed, start, ctx.vocabulary.first)
+        columns = (normaliser, grad_entropy, entropy, grad_mean, None if grad_mean is None else grad_mean / ctx.size)
+
+        def gradient(part: slice) -> Tensor:
+            restrict = _restriction(ctx.allowed, part.start, ctx.vocabulary.first)
             asked = [None] * 3 if pulls is None else [c[part, : pulls.shape[1]] for c in (index, mine, pulls)]
-            columns = (normaliser, grad_entropy, entropy, grad_mean, mean_share)
             of = [*asked, *(None if column is None else column[part, None] for column in columns)]
             form, dtype, temperature = ctx.form, weight.dtype, ctx.temperature
-            grad = _of_logits(_logit_gradient, hidden[part], weight, bias, form, restrict, temperature, dtype, *of)
-            torch.mm(grad, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                if weight.dtype == torch.float32:
-                    grad_weight.addmm_(grad.t(), hidden[part])
-                else:
-                    grad_weight += grad.t() @ hidden[part]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-        ctx.vocabulary.sum(grad_hidden)
-        cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 9
+            return _of_logits(_logit_gradient, hidden[part], weight, bias, form, restrict, temperature, dtype, *of)
+
+        return *pulled_back(ctx, gradient, hidden, weight, bias), *[None] * 9
+
+
+def pulled_back(
+    ctx: Any, gradient: Callable[[slice], Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients at hidden states, weight and bias from those at their product, which `gradient` computes
+    for a run of rows, in the weight's format. `ctx` has how many `rows` are computed together, and the `vocabulary`."""
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+    for start in range(0, len(hidden), ctx.rows):
+        part = slice(start, start + ctx.rows)
+        grad = gradient(part)
+        torch.mm(grad, weight, out=grad_hidden[part])
+        if grad_weight is not None:
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad.t(), hidden[part])
+            else:
+                grad_weight += grad.t() @ hidden[part]
+        if grad_bias is not None:
+            grad_bias += grad.sum(0)
+    ctx.vocabulary.sum(grad_hidden)
+    return (
+        grad_hidden,
+        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+    )
 
 
 def _restriction(allowed: AllowedTokens | None, start: int, first: int) -> Restrict | None:

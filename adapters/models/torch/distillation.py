@@ -21,6 +21,7 @@ from rollgrad.adapters.models.torch.chunked_logprobs import (
     LogitForm,
     VocabularyShare,
     of_product,
+    pulled_back,
 )
 from rollgrad.adapters.models.torch.compatibility import logit_form
 from rollgrad.adapters.models.torch.moving import to_device
@@ -184,24 +185,15 @@ class _ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         hidden, weight, bias, targets = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         pulls = torch.stack([grads[0], grads[1], grads[3]])
         own = slice(ctx.vocabulary.first, ctx.vocabulary.first + len(weight))
         whole = (weight, bias, ctx.form, ctx.vocabulary, ctx.size, ctx.teacher)
-        for start in range(0, len(hidden), ctx.rows):
-            part = slice(start, start + ctx.rows)
+
+        def gradient(part: slice) -> Tensor:
             of = (part, ctx.settings, ctx.temperature, targets[part], pulls[:, part], weight.dtype)
-            grad = _of_logits(_logit_gradient, hidden[part], *whole, *of)[:, own]
-            torch.mm(grad, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-        ctx.vocabulary.sum(grad_hidden)
-        cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 6
+            return _of_logits(_logit_gradient, hidden[part], *whole, *of)[:, own]
+
+        return *pulled_back(ctx, gradient, hidden, weight, bias), *[None] * 6
 
 
 def _of_logits(
