@@ -5,7 +5,8 @@ write (`adapters/chat/training_text`).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -120,17 +121,11 @@ class Preparer:
     def _steps(self, sample: Steps) -> TrainingTokens:
         """A solution; at the last token of each labelled step the weight is 1 + the label."""
         solution = sample.solution
-        try:
+        with _template_code():
             if isinstance(solution, Conversation):
                 text = self._text(solution.template_kwargs)
                 return text.judged(solution.messages, solution.tools, sample.ends, sample.labels)
             return self._text({}).judged_plain(solution.prompt, solution.completion, sample.ends, sample.labels)
-        except (ConfigurationError, RowError):
-            raise
-        except DataError as error:
-            raise _refused(error) from error
-        except Exception as error:  # a template is a program of the model's authors: it fails in every way
-            raise RowError(Reason.REFUSED, f"The chat template fails: {type(error).__name__}: {error}"[:500]) from error
 
     def _reply(self, sample: Conversation | PlainText) -> TrainingTokens:
         """A reply that is judged whole."""
@@ -140,7 +135,7 @@ class Preparer:
         return made
 
     def _tokens(self, sample: Conversation | PlainText | Pretokenised) -> TrainingTokens:
-        try:
+        with _template_code():
             match sample:
                 case Conversation():
                     text = self._text(sample.template_kwargs)
@@ -151,12 +146,6 @@ class Preparer:
                     return self._text({}).plain(sample.prompt, sample.completion, train_prompt=sample.whole)
                 case Pretokenised():
                     return self._given(sample)
-        except (ConfigurationError, RowError):
-            raise
-        except DataError as error:
-            raise _refused(error) from error
-        except Exception as error:  # a template is a program of the model's authors: it fails in every way
-            raise RowError(Reason.REFUSED, f"The chat template fails: {type(error).__name__}: {error}"[:500]) from error
 
     def _text(self, template_kwargs: Mapping[str, Any]) -> TrainingText:
         key = json.dumps(template_kwargs, sort_keys=True, default=repr)
@@ -184,10 +173,18 @@ class Preparer:
         return evolve(branch, weights=tuple(weights), images=images)
 
 
-def _refused(error: DataError) -> RowError:
-    """The error of a row of which an image, or the chat template, cannot make tokens."""
-    reason = Reason.IMAGE if isinstance(error, ImageError) else Reason.REFUSED
-    return RowError(reason, " ".join(str(error).split())[:500])
+@contextmanager
+def _template_code() -> Iterator[None]:
+    """Makes the error of a row of any of the block, in which an image or the chat template cannot make tokens."""
+    try:
+        yield
+    except (ConfigurationError, RowError):
+        raise
+    except DataError as error:
+        reason = Reason.IMAGE if isinstance(error, ImageError) else Reason.REFUSED
+        raise RowError(reason, " ".join(str(error).split())[:500]) from error
+    except Exception as error:  # a template is a program of the model's authors: it fails in every way
+        raise RowError(Reason.REFUSED, f"The chat template fails: {type(error).__name__}: {error}"[:500]) from error
 
 
 def _refuse_equal(branches: Sequence[TokenBranch]) -> None:
