@@ -20,6 +20,7 @@ from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchRef
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
 from rollgrad.adapters.system.clock import SystemClock
 from rollgrad.adapters.system.usage import MemoryUsage
+from rollgrad.application.pipelines.schedule import Schedule
 from rollgrad.entrypoints.composition.chat import make_codec, make_image_renderer, make_tokenizer
 from rollgrad.entrypoints.composition.cluster import Cluster, Role
 from rollgrad.entrypoints.composition.lifetimes import closed_at_end
@@ -38,6 +39,23 @@ from rollgrad.entrypoints.composition.outputs import make_checkpoints, make_prof
 def trainer_kind(config: Any) -> str:
     """Returns the kind of trainer: in this process, or in a cluster."""
     return "cluster" if config.cluster.enable else "process"
+
+
+def make_schedule(config: Any, steps: int, *first: object) -> Schedule:
+    """Returns the schedule of a run of so many steps. What comes `first` is made by then, though not read: wrong data
+    are refused before a model is loaded."""
+    ckpt = config.ckpt
+    return Schedule(
+        steps=steps,
+        eval_steps=config.eval.steps,
+        save_steps=ckpt.save_steps,
+        state_steps=ckpt.state_steps,
+        state_minutes=ckpt.state_minutes,
+        state_in_background=ckpt.async_save,
+        best_metric=ckpt.best_metric,
+        best_value=ckpt.best_value,
+        patience=ckpt.early_stopping_patience,
+    )
 
 
 class BaseContainer(containers.DeclarativeContainer):

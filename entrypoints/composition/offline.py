@@ -9,11 +9,10 @@ from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.application.learning.examples import ExampleLearner
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget
 from rollgrad.application.pipelines.run import Run
-from rollgrad.application.pipelines.schedule import Schedule
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.rule import LearningSettings
-from rollgrad.entrypoints.composition.base import BaseContainer
+from rollgrad.entrypoints.composition.base import BaseContainer, make_schedule
 from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.examples import (
     Preparation,
@@ -54,12 +53,6 @@ def make_roles(run: OfflineRun) -> dict[str, Role]:
 def evaluation_kind(dataset: str | None) -> str:
     """Returns whether there is something to evaluate on."""
     return "none" if dataset is None else "examples"
-
-
-def make_schedule(*first: object, **settings: Any) -> Schedule:
-    """Returns the schedule. What comes `first` is made by then, though not read: wrong data are refused before a model
-    is loaded."""
-    return Schedule(**settings)
 
 
 def describe_examples(config: Any, examples: Any) -> Description:
@@ -133,18 +126,7 @@ class OfflineContainer(BaseContainer):
     run = providers.Singleton(  # the schedule first: data that cannot be used are refused before the model is loaded
         Run,
         schedule=providers.Callable(
-            make_schedule,
-            eval_examples,
-            first,
-            steps=BaseContainer.total_steps,
-            eval_steps=BaseContainer.config.provided.eval.steps,
-            save_steps=BaseContainer.config.provided.ckpt.save_steps,
-            state_steps=BaseContainer.config.provided.ckpt.state_steps,
-            state_minutes=BaseContainer.config.provided.ckpt.state_minutes,
-            state_in_background=BaseContainer.config.provided.ckpt.async_save,
-            best_metric=BaseContainer.config.provided.ckpt.best_metric,
-            best_value=BaseContainer.config.provided.ckpt.best_value,
-            patience=BaseContainer.config.provided.ckpt.early_stopping_patience,
+            make_schedule, BaseContainer.config, BaseContainer.total_steps, eval_examples, first
         ),
         steps=steps,
         models=learner,

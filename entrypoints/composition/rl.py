@@ -24,7 +24,6 @@ from rollgrad.application.pipelines.alternating import Alternating
 from rollgrad.application.pipelines.learner import RLLearner
 from rollgrad.application.pipelines.overlapping import Overlapping
 from rollgrad.application.pipelines.run import Run
-from rollgrad.application.pipelines.schedule import Schedule
 from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutService
 from rollgrad.application.rollouts.progress import Progress
@@ -66,7 +65,7 @@ from rollgrad.entrypoints.composition.algorithm import (
     pipeline_kind,
     reference_kind,
 )
-from rollgrad.entrypoints.composition.base import trainer_kind
+from rollgrad.entrypoints.composition.base import make_schedule, trainer_kind
 from rollgrad.entrypoints.composition.data import (
     dataset_kind,
     make_dataset_source,
@@ -296,18 +295,7 @@ class RLContainer(EngineContainer):
         curriculum=providers.Callable(make_curriculum, base.config),
     )
     sample_log = providers.Resource(closed_at_end, make_sample_log, base.config, base.codec, base.sink)
-    schedule = providers.Callable(
-        Schedule,
-        steps=rollouts,
-        eval_steps=base.config.provided.eval.steps,
-        save_steps=base.config.provided.ckpt.save_steps,
-        state_steps=base.config.provided.ckpt.state_steps,
-        state_minutes=base.config.provided.ckpt.state_minutes,
-        state_in_background=base.config.provided.ckpt.async_save,
-        best_metric=base.config.provided.ckpt.best_metric,
-        best_value=base.config.provided.ckpt.best_value,
-        patience=base.config.provided.ckpt.early_stopping_patience,
-    )
+    schedule = providers.Callable(make_schedule, base.config, rollouts)
     tells_teacher = providers.Singleton(make_tells_teacher, base.config, base.codec, judged)
     learner = providers.Singleton(
         RLLearner,
