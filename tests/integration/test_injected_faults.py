@@ -403,7 +403,7 @@ async def test_what_watches_a_fleet(fault: Callable[[], BaseException]) -> None:
         member.freeze()
         await asyncio.sleep(0)
         with pytest.MonkeyPatch.context() as patch:
-            trap = Trap(patch, fleet, "_offer")
+            trap = Trap(patch, fleet._watched, "offer")
             trap.arm(fault, 0)
             return await outcomes(waits, EngineError)
 
