@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollgrad.adapters.system.event_lines import EventLines
 from rollgrad.adapters.system.retries import PassingError, attempts
+from rollgrad.adapters.system.server_sent_events import ServerSentEvents
 from rollgrad.application.foreign import foreign_code
 from rollgrad.application.rare_warning import RareWarning
 from rollgrad.domain.errors import EngineError
@@ -161,14 +161,12 @@ class ServerClient:
         with foreign_code(PassingError):
             async with self._http().stream("POST", self.url + path, json=body) as response:
                 if response.headers.get("content-type", "").startswith(EVENT_STREAM) and response.is_success:
-                    lines = EventLines()
+                    events = ServerSentEvents()
                     async for part in response.aiter_bytes():
-                        for line in lines.feed(part):
-                            name, _, data = line.partition(":")
-                            if name == "data" and data.strip() == END_OF_EVENTS:
+                        for data in events.feed(part):
+                            if data == END_OF_EVENTS:
                                 return
-                            if name == "data":
-                                yield self._checked(path, 200, json.loads(data))
+                            yield self._checked(path, 200, json.loads(data))
                     raise ConnectionError("the answer broke off")
                 await response.aread()
                 whole = response

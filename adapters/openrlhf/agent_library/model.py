@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rollgrad.adapters.system.event_lines import EventLines
+from rollgrad.adapters.system.server_sent_events import ServerSentEvents
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError, EngineError
 
@@ -15,8 +15,8 @@ MAX_TOKENS = 10240
 TEMPERATURE = 0.6
 TIMEOUT = 600.0
 """Seconds that a server may take for one reply, or for the next part of a streamed one."""
-EVENT, END_OF_STREAM = "data: ", "data: [DONE]"
-"""Beginning of a line with an event of a stream, and the line after the last."""
+END_OF_STREAM = "[DONE]"
+"""Data of the last event of a stream."""
 
 
 Piece = tuple[list[int], str]
@@ -105,14 +105,12 @@ class OpenAIEngine(LLMEngine):
             if response.status_code != 200:
                 response.read()
                 raise EngineError(f"{url} answered {response.status_code} ({response.text[:200]!r}).")
-            lines = EventLines()
-            for line in (line for part in response.iter_bytes() for line in lines.feed(part)):
-                if line == END_OF_STREAM:
+            events = ServerSentEvents()
+            for data in (data for part in response.iter_bytes() for data in events.feed(part)):
+                if data == END_OF_STREAM:
                     _require_tokens(url, whole)
                     return
-                if not line.startswith(EVENT):
-                    continue  # a comment that keeps the connection alive, or the empty line after an event
-                event = _object(url, line.removeprefix(EVENT))
+                event = _object(url, data)
                 if "error" in event:
                     raise EngineError(f"{url} broke a reply off: {event['error']}.")
                 piece = _piece(event)
