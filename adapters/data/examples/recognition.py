@@ -4,7 +4,7 @@ Invariant: if several formats fit, none is chosen: that is an error that names t
 say (`formats`).
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import field, frozen
@@ -81,22 +81,53 @@ def find_format(
         DataError: no format or several fit, or columns of the one that is set are missing.
     """
     present = set(columns)
-    shown_columns = ", ".join(sorted(present - {"datasource"})) or "none"
     if settings.format is ExampleFormat.STEPS:
-        columns_of_steps = step_columns(settings)
-        missing = [
-            column
-            for column in columns_of_steps.values()
-            if column not in present and column.partition(".")[0] not in present
-        ]
-        if missing:
-            raise DataError(
-                f"{name!r} has no column {' and no column '.join(map(repr, missing))}, which labelled steps need: its "
-                f"columns are {shown_columns}; name them with "
-                f"{', '.join(f'--data.{key}' for key in columns_of_steps)}, and set --data.placeholder if a row is one "
-                "text."
-            )
-        return settings.format
+        return _steps_format(present, name, settings)
+    _check_named(present, name, settings)
+    match settings.format:
+        case ExampleFormat.UNPAIRED:
+            return _labelled_format(present, name, settings)
+        case ExampleFormat.PAIRS:
+            return _pairs_format(present, name, settings)
+        case ExampleFormat.AUTO:
+            return _recognised(present, name, settings, labels)
+    missing = [] if settings.input_key else [c for c in COLUMNS[settings.format] if c not in present]
+    if missing:
+        raise DataError(
+            f"{_lacks(name, missing)}, which --data.format {settings.format} needs: its columns are {_shown(present)}; "
+            "set --data.format to another, or auto."
+        )
+    return settings.format
+
+
+def _shown(present: set[str]) -> str:
+    """Returns columns for an error, but for the one that reading adds."""
+    return ", ".join(sorted(present - {"datasource"})) or "none"
+
+
+def _lacks(name: str, missing: Sequence[str]) -> str:
+    """Returns the beginning of an error about columns that a data set does not have."""
+    return f"{name!r} has no column {' and no column '.join(map(repr, missing))}"
+
+
+def _is_there(column: str, present: set[str]) -> bool:
+    """Returns whether there is a column, or the one that a nested one is in."""
+    return column in present or column.partition(".")[0] in present
+
+
+def _steps_format(present: set[str], name: str, settings: ReadingSettings) -> ExampleFormat:
+    columns = step_columns(settings)
+    missing = [column for column in columns.values() if not _is_there(column, present)]
+    if missing:
+        raise DataError(
+            f"{_lacks(name, missing)}, which labelled steps need: its columns are {_shown(present)}; name them with "
+            f"{', '.join(f'--data.{key}' for key in columns)}, and set --data.placeholder if a row is one text."
+        )
+    return ExampleFormat.STEPS
+
+
+def _check_named(present: set[str], name: str, settings: ReadingSettings) -> None:
+    """Checks that columns which are set by name are there."""
     judged = settings.format in (ExampleFormat.PAIRS, ExampleFormat.UNPAIRED)
     named = {
         "prompt" if judged else "input": settings.input_key,
@@ -104,30 +135,24 @@ def find_format(
         "label": settings.label_key,
     }
     for flag, key in named.items():
-        if key is not None and key not in present and key.partition(".")[0] not in present:
-            raise DataError(
-                f"{name!r} has no column {key!r}: set --data.{flag}_key to one of its columns ({shown_columns})."
-            )
-    if settings.format is ExampleFormat.UNPAIRED:
-        return _labelled_format(present, name, settings)
-    if settings.format is ExampleFormat.PAIRS:
-        given = (settings.chosen_key, settings.rejected_key)
-        missing = [name for name, key in zip(PAIR_COLUMNS, given, strict=True) if key is None and name not in present]
-        if missing and (any(given) or ranked_column(present) is None):
-            flags = " and ".join(f"--data.{name}_key" for name in missing)
-            raise DataError(
-                f"{name!r} has no column {' and no column '.join(map(repr, missing))}, but pairs have one for each "
-                f"reply: its columns are {shown_columns}; name the columns with {flags}."
-            )
-        return settings.format
-    if settings.format is not ExampleFormat.AUTO:
-        missing = [] if settings.input_key else [c for c in COLUMNS[settings.format] if c not in present]
-        if missing:
-            raise DataError(
-                f"{name!r} has no column {' and no column '.join(map(repr, missing))}, which --data.format "
-                f"{settings.format} needs: its columns are {shown_columns}; set --data.format to another, or auto."
-            )
-        return settings.format
+        if key is not None and not _is_there(key, present):
+            raise DataError(f"{_lacks(name, [key])}: set --data.{flag}_key to one of its columns ({_shown(present)}).")
+
+
+def _pairs_format(present: set[str], name: str, settings: ReadingSettings) -> ExampleFormat:
+    given = (settings.chosen_key, settings.rejected_key)
+    missing = [column for column, key in zip(PAIR_COLUMNS, given, strict=True) if key is None and column not in present]
+    if missing and (any(given) or ranked_column(present) is None):
+        flags = " and ".join(f"--data.{column}_key" for column in missing)
+        raise DataError(
+            f"{_lacks(name, missing)}, but pairs have one for each reply: its columns are {_shown(present)}; name the "
+            f"columns with {flags}."
+        )
+    return ExampleFormat.PAIRS
+
+
+def _recognised(present: set[str], name: str, settings: ReadingSettings, labels: Sequence[Any]) -> ExampleFormat:
+    """Returns the format that columns tell, where none is set."""
     if settings.input_key is not None:
         answered = settings.output_key is not None or (settings.input_key != REPLY_COLUMN and REPLY_COLUMN in present)
         return ExampleFormat.COMPLETION if answered else ExampleFormat.MESSAGES
@@ -151,7 +176,7 @@ def find_format(
             )
     known = "; ".join(f"{kind}: {', '.join(needed)}" for kind, needed in COLUMNS.items())
     raise DataError(
-        f"{name!r} has the columns {shown_columns}, of which no format can be told ({known}): rename columns, or set "
+        f"{name!r} has the columns {_shown(present)}, of which no format can be told ({known}): rename columns, or set "
         "--data.input_key and --data.output_key."
     )
 
@@ -168,7 +193,7 @@ def step_columns(settings: ReadingSettings) -> dict[str, str]:
     }
 
 
-def _labelled_format(present: Set[str], name: str, settings: ReadingSettings) -> ExampleFormat:
+def _labelled_format(present: set[str], name: str, settings: ReadingSettings) -> ExampleFormat:
     """Returns whether rows are labelled replies, or pairs, each of which is two of them."""
     paired = dict(zip(PAIR_COLUMNS, (settings.chosen_key, settings.rejected_key), strict=True))
     labelled = {"prompt": settings.input_key, REPLY_COLUMN: settings.output_key, LABEL_COLUMN: settings.label_key}
@@ -186,9 +211,8 @@ def _labelled_format(present: Set[str], name: str, settings: ReadingSettings) ->
         missing = [column for column, key in labelled.items() if key is None and column not in present]
         flags = " and ".join(f"--data.{column}_key" for column in missing)
         raise DataError(
-            f"{name!r} has no column {' and no column '.join(map(repr, missing))}, which labelled replies need, nor "
-            f"pairs (chosen, rejected): its columns are {', '.join(sorted(present)) or 'none'}; name the columns with "
-            f"{flags}."
+            f"{_lacks(name, missing)}, which labelled replies need, nor pairs (chosen, rejected): its columns are "
+            f"{_shown(present)}; name the columns with {flags}."
         )
     return ExampleFormat.UNPAIRED
 
