@@ -209,11 +209,11 @@ ESSENTIALS = {
 }
 """The example and the essential settings of each command that reads the settings of a run."""
 
-
 PLACES: Mapping[str, str] = {
     **dict.fromkeys(("replay", "rescore", "inspect", "report"), "RUN "),
     "export": "pairs|sft|messages RUN ",
     "ui": "[DIR] ",
+    "eval": "[MODEL ...] ",
 }
 """Words that a command takes without a flag, with a space behind them."""
 

@@ -75,7 +75,7 @@ class TrainArguments(TrainFlags, RLConfig):
 
 @define(kw_only=True)
 class EvalArguments(EvalFlags, RLConfig):
-    """Evaluates actor.model_name_or_path on eval.dataset. It reads the settings of a training run."""
+    """Evaluates actor.model_name_or_path, or each MODEL, on eval.dataset. It reads the settings of a training run."""
 
 
 @define(kw_only=True)

@@ -3,6 +3,9 @@
 import json
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
+
+from attrs import evolve
 
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules import evaluation_errors, setting_errors
@@ -90,19 +93,31 @@ def evaluate(arguments: Sequence[str]) -> int:
     if asks_for_help(arguments):
         return show_help("eval", EvalArguments, arguments)
     configure_logging()
-    parsed, config, unread = parse_run(EvalArguments, RLConfig, "eval", arguments)
-    errors = [*unread, *spelling_errors(config), *evaluation_errors(config)]
+    models = list(takewhile(_may_be_model, arguments))
+    parsed, config, unread = parse_run(EvalArguments, RLConfig, "eval", arguments[len(models) :])
+    named = models or [config.actor.model_name_or_path]
+    runs = [evolve(config, actor=evolve(config.actor, model_name_or_path=model)) for model in named]
+    errors = [*unread, *spelling_errors(config), *evaluation_errors(runs[0])]
     if parsed.print_config:
-        return _print_config(config, errors)
+        return _print_config(runs[0], errors)
     from rollgrad.entrypoints.dry_run import eval_file_problems
 
-    raise_together([*errors, *eval_file_problems(config).values()])
+    raise_together([*errors, *(problem for run in runs for problem in eval_file_problems(run).values())])
     with results_only_on_stdout():
         from rollgrad.entrypoints.library import evaluate as evaluate_model
 
-        metrics = evaluate_model(config)
+        metrics = {run.actor.model_name_or_path: evaluate_model(run) for run in runs}
     if parsed.json:
-        sys.stdout.write(json.dumps(metrics, indent=2) + "\n")
+        told = metrics if len(metrics) > 1 else metrics[named[0]]
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    elif len(metrics) > 1:
+        show_metrics(str(config.eval.dataset), metrics)
     else:
-        show_metrics(f"{config.actor.model_name_or_path} on {config.eval.dataset}", {"value": metrics})
+        show_metrics(f"{named[0]} on {config.eval.dataset}", {"value": metrics[named[0]]})
     return 0
+
+
+def _may_be_model(word: str) -> bool:
+    """Returns whether a word before the first flag may name a model: it is no file of settings, and no override as
+    other tools have them."""
+    return not word.startswith("-") and "=" not in word and not word.endswith((".yaml", ".yml"))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -460,6 +461,15 @@ def test_evaluation_with_several_samples(workspace: Path, capsys: pytest.Capture
     assert 0 <= found["eval/pass@1"] <= found["eval/pass@2"] <= found["eval/pass@4"] <= 1
     assert main(["eval", "--config", "run.yaml", *flags]) == 0
     assert "eval/pass@4" in capsys.readouterr().out
+    shutil.copytree(rollgrad.load_config("run.yaml").actor.model_name_or_path, "copied")
+    few = (*flags, "--eval.max_samples", "2")
+    assert main(["eval", "copied", "./copied", "--config", "run.yaml", *few, "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert both["copied"] == both["./copied"]
+    assert main(["eval", "copied", "./copied", "--config", "run.yaml", *few]) == 0
+    assert re.search(r"metric .* copied .* ./copied", capsys.readouterr().out)
+    assert main(["eval", "copied", "absent/", "--config", "run.yaml", *few]) == 2
+    assert "'absent/'" in capsys.readouterr().err
     assert not Path("out").exists(), "evaluation writes nothing"
 
 
