@@ -18,11 +18,14 @@ from rich.text import Text
 
 from rollgrad.adapters.data.datasets.survey import Survey, Surveyed
 from rollgrad.application.episodes.judging import answer_request
+from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.application.settings.derived import longest_sample, longest_sequence
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.validation import range_problems, with_defaults
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
+from rollgrad.domain.ports.chat_codec import RenderedPrompt
+from rollgrad.domain.ports.environment import tool_schema
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rewards import check_reward_model, reward_kind
@@ -115,13 +118,26 @@ class _Trial:
         if held_out:
             longest = max(len(prompt.token_ids) for prompt in held_out)
             self._say(f"Held-out prompts: {len(held_out):,}; the longest has {longest:,} tokens.")
+        talks = config.agent.tools is not None or config.agent.system_prompt is not None
         for prompt in shown:
-            self._say(f"A prompt, as the model sees it ({len(prompt.token_ids)} tokens; label {prompt.label!r}):")
-            self._say(prompt.text)
+            tokens, text = len(prompt.token_ids), prompt.text
+            if talks and (opening := self._attempt(partial(asyncio.run, self._opening(prompt)))):
+                tokens, text = len(opening.token_ids), opening.text
+            self._say(f"A prompt, as the model sees it ({tokens} tokens; label {prompt.label!r}):")
+            self._say(text)
             if told := prompt.teacher_token_ids:
                 self._say(f"What the reference reads in its place ({len(told)} tokens):")
                 self._say(container.codec().decode(told, special_tokens=True))
         self._judge({"": shown, "to a held-out prompt, ": (held_out or [])[:1]})
+
+    async def _opening(self, prompt: Prompt) -> RenderedPrompt:
+        """Returns a conversation as it begins with the run's tools, of servers too, and its system prompt."""
+        box = self.container.tool_box()
+        try:
+            world = ToolEnvironment(await box.open(), system_prompt=self._config.agent.system_prompt)
+            return self.container.codec().render(await world.reset(prompt), [tool_schema(tool) for tool in world.tools])
+        finally:
+            await box.aclose()
 
     def _plan(self, survey: Survey | None, held_out: Sequence[Prompt]) -> None:
         """Prints the memory plan: by the longest prompt that there is, where an episode is a prompt and a reply, and by

@@ -8,7 +8,7 @@ from rollgrad.adapters.tools.basic import FinalTool, ThinkTool
 from rollgrad.adapters.tools.mcp import McpTools, check_server, connect
 from rollgrad.adapters.tools.python import PythonTool
 from rollgrad.application.settings.sections.agent import PythonIsolation
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, RollgradError, raise_together
 from rollgrad.domain.ports.environment import Tool
 
 MCP = "mcp:"
@@ -46,21 +46,29 @@ class ToolBox:
         self._servers: list[str] = []
         self._connections: list[McpTools] = []
         self._opening = Slots(1)
+        problems: list[RollgradError] = []
         for name in (part.strip() for part in (names or "").split(",") if part.strip()):
-            if name.startswith(MCP):
-                check_server(name.removeprefix(MCP))
-                self._servers.append(name.removeprefix(MCP))
-            elif name.endswith(".py"):
-                self._tools += _tools_of(name, flag)
-            elif name in made:
-                self._tools.append(made[name]())
-            else:
-                known = ", ".join(made)
-                raise ConfigurationError(
-                    f"{flag} names {name!r}, which is no tool: the built-in ones are {known}; a file of functions ends "
-                    f"in .py, and an MCP server is {MCP}COMMAND or {MCP}URL."
-                )
+            try:
+                self._add(name, made)
+            except RollgradError as error:
+                problems.append(error)
+        raise_together(problems)
         self._check(self._tools)
+
+    def _add(self, name: str, made: Mapping[str, Callable[[], Tool]]) -> None:
+        if name.startswith(MCP):
+            check_server(name.removeprefix(MCP))
+            self._servers.append(name.removeprefix(MCP))
+        elif name.endswith(".py"):
+            self._tools += _tools_of(name, self._flag)
+        elif name in made:
+            self._tools.append(made[name]())
+        else:
+            known = ", ".join(made)
+            raise ConfigurationError(
+                f"{self._flag} names {name!r}, which is no tool: the built-in ones are {known}; a file of functions "
+                f"ends in .py, and an MCP server is {MCP}COMMAND or {MCP}URL."
+            )
 
     async def open(self) -> Sequence[Tool]:
         """Returns all tools; connects to the MCP servers on the first call.

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,25 @@ def test_episodes_that_nothing_bounds_are_told(run: Any) -> None:
     assert (status, errors) == (0, [])
     assert "No setting bounds an episode of several turns: the plan takes 1,028 tokens" in output
     assert "No setting bounds" not in run(*turns, "--rollout.max_episode_tokens", "300")[1]
+
+
+def test_a_prompt_is_shown_with_the_tools_that_the_model_is_offered(run: Any) -> None:
+    flags = ("--dry_run", "--agent.system_prompt", "Think first.", "--rollout.max_episode_tokens", "2000")
+    status, output, errors, _ = run(*flags, "--agent.tools", "think")
+    assert (status, errors) == (0, [])
+    shown = output.partition("A prompt, as the model sees it (")[2]
+    assert "Think first." in shown
+    assert '"name": "think"' in shown
+    Path("broken.py").write_text("raise SystemExit(1)")
+    status, output, errors, _ = run(*flags, "--agent.tools", f"think,mcp:{sys.executable} broken.py")
+    assert status == 2
+    assert len(errors) == 1
+    assert "broken.py' cannot be used" in errors[0]
+
+
+def test_all_names_that_are_no_tools_are_told(run: Any) -> None:
+    _, _, errors, _ = run("--dry_run", "--agent.tools", "hammer,absent.py,think")
+    assert [any(name in error for error in errors) for name in ("'hammer'", "'absent.py'")] == [True, True]
 
 
 def test_everything_that_is_wrong_is_told_at_once(run: Any) -> None:
