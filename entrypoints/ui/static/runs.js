@@ -32,12 +32,12 @@ function Row({ run, chosen, choose }) {
     <td><input type="checkbox" aria-label="Compare ${run.name}" checked=${chosen} onChange=${() => choose(run.id)} /></td>
     <td class="main"><a href=${link(["r", run.id])}>${run.name}</a>${run.problems?.length > 0 && html` <span class="problem" title=${run.problems.join("\n")}>${run.problems.length} unreadable</span>`}</td>
     <td title=${run.reason ?? ""}><${Status} status=${run.status} />${run.status === "running" && run.heartbeat_age !== null && html`<span class="soft"> ${duration(run.heartbeat_age)} ago</span>`}</td>
-    <td>${run.model ?? "–"}</td><td>${run.dataset ?? "–"}</td>
-    <td class="right">${progress}</td>
+    <td data-name="Model">${run.model ?? "–"}</td><td data-name="Data">${run.dataset ?? "–"}</td>
+    <td class="right" data-name="Steps">${progress}</td>
     <td><${Sparkline} values=${run.rewards ?? []} label=${run.spark ?? "reward"} /></td>
-    <td class="right" title=${run.eval?.metric ?? ""}>${run.eval ? `${number(run.eval.best)} at ${number(run.eval.best_step)}` : "–"}</td>
-    <td class="right">${duration(run.seconds)}</td>
-    <td>${run.started ? new Date(run.started).toLocaleString([], { dateStyle: "short", timeStyle: "short" }) : "–"}</td>
+    <td class="right" data-name="Best evaluation" title=${run.eval?.metric ?? ""}>${run.eval ? `${number(run.eval.best)} at ${number(run.eval.best_step)}` : "–"}</td>
+    <td class="right" data-name="Time">${duration(run.seconds)}</td>
+    <td data-name="Started">${run.started ? new Date(run.started).toLocaleString([], { dateStyle: "short", timeStyle: "short" }) : "–"}</td>
   </tr>`;
 }
 
