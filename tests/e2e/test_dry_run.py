@@ -79,7 +79,7 @@ def test_rows_of_other_systems_are_shown_and_trained_on_without_naming_columns(r
     assert sum(columns[schema] in line for line in others) == 2  # of training and of evaluation
     assert "<|im_start|>user\n" in output
     assert "+1?<|im_end|>\n<|im_start|>assistant\n" in output
-    assert output.count(", is 1.") == 2  # the label itself as the reply
+    assert output.count(") is 1.") == 2  # the label itself as the reply
     assert re.search(r"A step takes at least [\d.]+ s if", output)
     assert not Path("out").exists()
     assert run(*data)[0] == 0
