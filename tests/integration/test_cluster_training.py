@@ -260,12 +260,8 @@ def test_learning_from_examples_in_several_processes_is_that_in_one(
 @pytest.mark.usefixtures("runs_share_processes")
 @pytest.mark.parametrize(
     "division",
-    [
-        pytest.param({"ds.zero_stage": 2}, marks=pytest.mark.wide),
-        {"ds.zero_stage": 3},
-        {"cluster.strategy": Strategy.FSDP2},
-    ],
-    ids=["ZeRO-2", "ZeRO-3", "FSDP2"],
+    [{"ds.zero_stage": 3}, {"cluster.strategy": Strategy.FSDP2}],
+    ids=["ZeRO-3", "FSDP2"],
 )
 def test_replies_of_a_prescribed_form_are_learned_from_in_several_processes(
     make: Callable[..., RLConfig], division: Mapping[str, Any], tmp_path: Path

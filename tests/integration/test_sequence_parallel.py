@@ -30,10 +30,8 @@ EVERYWHERE = pytest.mark.parametrize(
 AT_ITS_STAGES = pytest.mark.parametrize(
     ("group", "model_dir", "stage", "width"),
     [
-        pytest.param(2, "Llama", 2, 2, marks=pytest.mark.wide),
         (2, "Llama", 3, 2),
         (2, "Mistral", 2, 2),
-        pytest.param(2, "Mistral", 3, 2, marks=pytest.mark.wide),
         pytest.param(4, "Mistral", 2, 2, marks=pytest.mark.wide),
         (4, "Mistral", 3, 2),
         pytest.param(4, "Llama", 3, 4, marks=pytest.mark.wide),

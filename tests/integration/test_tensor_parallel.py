@@ -41,7 +41,6 @@ everywhere = pytest.mark.parametrize(
         (ONE_PAIR, "Qwen3", 3),
         pytest.param(TWO_PAIRS, "Qwen3", 0, marks=pytest.mark.wide),
         pytest.param(TWO_PAIRS, "Qwen2", 2, marks=pytest.mark.wide),
-        pytest.param(TWO_PAIRS, "Qwen3", 2, marks=pytest.mark.wide),
         (TWO_PAIRS, "Qwen2", 3),
     ],
     indirect=["group", "model_dir"],
