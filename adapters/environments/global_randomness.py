@@ -27,7 +27,7 @@ class _Turn:
 
 
 class _Turns:
-    """Whose turn it is, in this process."""
+    """Knows whose turn it is, in this process."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -1,4 +1,4 @@
-"""What a teacher that is told more reads in the place of each rollout's prompt."""
+"""Prompts that a teacher which is told more reads in the place of each rollout's own."""
 
 from collections.abc import Callable, Mapping, Sequence
 

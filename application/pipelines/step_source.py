@@ -1,5 +1,5 @@
-"""What a run is made of: the source of its steps and what it promises, the models and their evaluation; and how an
-update that has begun is finished."""
+"""Parts that a run is made of: the source of its steps and what it promises, the models and their evaluation; and how
+an update that has begun is finished."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence

@@ -73,7 +73,7 @@ class RolloutGroup:
 
     @property
     def answers(self) -> list[str | None]:
-        """What each sample answered; None where that is unknown."""
+        """Answer of each sample; None where that is unknown."""
         return [sample[0].answer for sample in self.samples]
 
     @property

@@ -1,4 +1,4 @@
-"""What tells people how far a rollout is."""
+"""Progress of a rollout, as people are told of it."""
 
 from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.domain.ports.progress import ShowsProgress

@@ -129,7 +129,7 @@ def world(started: World) -> World:
 
 
 def actors_of_ray(actor_id: str) -> dict[str, Any]:
-    """What Ray knows of an actor."""
+    """Returns what Ray knows of an actor."""
     from ray._private.state import actors
 
     known: dict[str, Any] = actors(actor_id)

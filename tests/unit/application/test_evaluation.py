@@ -79,7 +79,7 @@ async def test_the_branches_of_an_episode_count_once() -> None:
 
 
 async def test_most_samples_decide_what_an_answer_is_worth() -> None:
-    """Of two samples with different answers each is half of it; nothing is said where no answer is known."""
+    """Each of two samples with different answers is half of it; nothing is said where no answer is known."""
 
     def answering(request: EpisodeRequest) -> list[Trajectory]:
         (played,) = cast("list[Trajectory]", play(request))

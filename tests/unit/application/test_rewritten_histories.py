@@ -201,7 +201,7 @@ def talk(turns: int, *, forgetful: bool, reward: float = 0.0) -> TokenLedger:
 
 @pytest.mark.parametrize("forgetful", [False, True])
 def test_a_turn_s_state_is_what_was_said_since_the_reply_before(forgetful: bool) -> None:
-    """Whatever was replied, and whether or not the template rewrites the history; one that has a name is apart."""
+    """It is so whatever was replied, whether or not the template rewrites the history; one with a name is apart."""
 
     def states(ledger: TokenLedger) -> list[int | None]:
         played = ledger.trajectories(group_id=0, sample_id=0, stop_reason=StopReason.STOP)

@@ -1,4 +1,4 @@
-"""What a teacher reads that is told a reply of the group which passed."""
+"""A teacher reads more that is told a reply of the group which passed."""
 
 from attrs import evolve
 from hypothesis import given

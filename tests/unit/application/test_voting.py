@@ -16,7 +16,7 @@ ANSWERS = st.lists(st.sampled_from(["1", "2", "3", None]), min_size=1, max_size=
 
 @given(ANSWERS, st.randoms())
 def test_the_answer_of_most_earns_1_wherever_it_stands(answers: list[str | None], random: st.DataObject) -> None:
-    """Of several with as many votes that of the first sample; whatever was earned before is replaced."""
+    """The first sample decides between several with as many votes; whatever was earned before is replaced."""
     samples = [
         [
             evolve(made, answer=answer, score=0.5, reward_parts={"old": 1.0})

@@ -44,7 +44,7 @@ def test_the_chosen_tokens_are_those_of_the_definition(
 
 
 def test_shares_by_hand() -> None:
-    """Of eleven tokens the quantile 0.7 is that of the fourth: rounding takes none of them away."""
+    """The quantile 0.7 of eleven tokens is that of the eighth: rounding takes none of them away."""
     entropies_N, everywhere = torch.arange(11.0), torch.ones(11, dtype=torch.bool)
     chosen = {s: int(high_entropy_tokens(entropies_N, everywhere, s).sum()) for s in (0.1, 0.2, 0.3, 0.7, 0.75, 0.9)}
     assert chosen == {0.1: 2, 0.2: 3, 0.3: 4, 0.7: 8, 0.75: 8, 0.9: 10}

@@ -17,7 +17,7 @@ TOKENS = st.lists(
 def test_a_row_is_found_within_its_sequence(
     sequences: list[list[tuple[bool, float]]], window: int, poison: float
 ) -> None:
-    """Whatever stands where nothing was sampled."""
+    """It does not matter what stands where nothing was sampled."""
     wanted = []
     for tokens in sequences:
         row = longest = 0

@@ -198,7 +198,7 @@ def test_best_at_k_is_the_mean_over_subsets(scores: list[float], data: st.DataOb
 
 @given(answers=st.lists(st.sampled_from(["1", "2", "3", None]), min_size=1, max_size=9), right=st.integers(1, 4))
 def test_the_answer_of_most_samples_passes(answers: list[str | None], right: int) -> None:
-    """Of answers with as many votes one is drawn: the mean over the draws. The order of samples does not matter."""
+    """One of several answers with as many votes is drawn: the mean over draws. The order of samples does not matter."""
     counts = {answer: answers.count(answer) for answer in answers if answer is not None}
     winners = [answer for answer, count in counts.items() if count == max(counts.values())]
     expected = sum(answer == str(right) for answer in winners) / len(winners) if winners else 0.0
