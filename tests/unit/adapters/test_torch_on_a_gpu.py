@@ -107,8 +107,9 @@ def taught(batch: PackedBatch) -> tuple[PackedBatch, dict[str, Any]]:
     columns = {field.name: getattr(batch, field.name) for field in fields(PackedBatch) if field.init}
     ids_NK = torch.arange(3, dtype=torch.int32).expand(batch.token_count, 3).contiguous()
     logprobs_NB = torch.full((batch.token_count, 4), 0.25).log().half()
-    known = {"teacher_ids_NK": ids_NK, "teacher_logprobs_NK": logprobs_NB}
-    told = DemonstrationBatch(**columns, sample_ids_S=torch.zeros(len(batch)), **known)
+    told = DemonstrationBatch(
+        **columns, sample_ids_S=torch.zeros(len(batch)), teacher_ids_NK=ids_NK, teacher_logprobs_NK=logprobs_NB
+    )
     return told, {"teacher": KeptTeacher(DistillationSettings(top_k=3))}
 
 
@@ -132,7 +133,7 @@ def test_nothing_that_a_batch_says_of_tokens_waits_for_a_pass(path: Path, told: 
                 packed = PackedLM(model, **given)
                 waited.clear()
                 columns_KN = scattered(packed(batch), batch)
-                torch.stack(columns_KN).sum().backward()
+                torch.stack(columns_KN).sum().backward()  # type: ignore[no-untyped-call]
                 waits.append(waited.copy())
                 found.append(torch.stack(columns_KN).detach())
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
@@ -142,7 +143,7 @@ def test_nothing_that_a_batch_says_of_tokens_waits_for_a_pass(path: Path, told: 
 def adapted(path: Path, device: torch.device) -> list[dict[str, float]]:
     """Metrics of updates of adapters with dropout, on embeddings with noise, and norms of the weights after them."""
     model = loaded(path, device)
-    add_lora(model, AdapterConfig(rank=2, alpha=4.0, dropout=0.1), seed=0)
+    add_lora(model, AdapterConfig(rank=2, alpha=4, dropout=0.1), seed=0)
     policy = TorchPolicy(model, load_tokenizer(str(path), flag=FLAG), cluster.SETTINGS, neftune_alpha=1.0)
     return [cluster.trained(policy), {str(n): float(t.float().cpu().norm()) for n, t in enumerate(weights(policy))}]
 
