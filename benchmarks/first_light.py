@@ -38,6 +38,7 @@ benchmarks.__path__ = [str(ROOT / "benchmarks")]  # not those of another package
 
 from benchmarks.first_light_common import RUN, Found  # noqa: E402
 from benchmarks.first_light_engines import cluster, vllm  # noqa: E402
+from benchmarks.first_light_families import families  # noqa: E402
 from benchmarks.first_light_fast import (  # noqa: E402
     attention_is_fast,
     compiled,
@@ -94,7 +95,8 @@ SECTIONS = {
     fsdp2: 60,
     compiled: 120,
     vllm: 180,
-    cluster: 300,
+    cluster: 460,
+    families: 300,
     gpu_tests: 120,
     deepspeed: 150,
     divisions: 420,

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.domain.batches.packed import pack
-from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.model_sweep import TABLE
 from tests.tiny_architectures import tiny_model
@@ -32,6 +33,7 @@ from tests.tiny_models import SHARE, make_tiny_tokenizer, saved
 HEAD = "| pushed to vLLM | |\n"
 """First line of the table."""
 FLAG = "--actor.model_name_or_path"
+CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Nats, of the mean difference of a log-prob, by number format."""
 MOVED = 0.05
@@ -221,15 +223,23 @@ async def _examine(findings: list[Finding]) -> None:
 
 
 @asynccontextmanager
-async def started(name: str, **extra: Any) -> AsyncIterator[tuple[VLLMEngine, TorchPolicy]]:
-    """vLLM with a tiny model of a type, `extra` its engine arguments, and the trainer of the same model."""
-    dtype = number_format(name)
+async def started(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device = CPU,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    **extra: Any,
+) -> AsyncIterator[tuple[VLLMEngine, TorchPolicy]]:
+    """vLLM with a tiny model of a type, `extra` its engine arguments and `settings` those of ours, and the trainer of
+    the same model on a device."""
+    dtype = dtype or number_format(name)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tiny_tokenizer()
         assert len(tokenizer) == VOCABULARY
-        settings = {"vocab_size": VOCABULARY, **SIZES, **TYPES[name]}
-        path = str(saved(tiny_model(name, **settings), tokenizer, Path(folder)))
-        model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=FLAG)
+        sizes = {"vocab_size": VOCABULARY, **SIZES, **TYPES[name]}
+        path = str(saved(tiny_model(name, **sizes), tokenizer, Path(folder)))
+        model = load_causal_lm(path, dtype=dtype, device=device, flag=FLAG)
         policy = TorchPolicy(model, tokenizer, OptimizerSettings(lr=0.0))
         engine = VLLMEngine(
             path,
@@ -240,6 +250,7 @@ async def started(name: str, **extra: Any) -> AsyncIterator[tuple[VLLMEngine, To
             threads=1,
             memory_fraction=SHARE,
             extra=extra,
+            **settings,
         )
         try:
             yield engine, policy
@@ -261,15 +272,20 @@ Reply = tuple[tuple[int, ...], Sequence[int], Sequence[float]]
 
 async def sampled(engine: VLLMEngine) -> list[Reply]:
     """Replies to prompts of random tokens."""
+    return [(prompt, made.token_ids, made.logprobs) for prompt, made in await generated(engine)]
+
+
+async def generated(engine: VLLMEngine, **params: Any) -> list[tuple[tuple[int, ...], Generation]]:
+    """Prompts of random tokens, and what is generated for them with these parameters of sampling."""
     draw = torch.Generator().manual_seed(0)
     prompts = [tuple(torch.randint(3, VOCABULARY, (count,), generator=draw).tolist()) for count in PROMPTS]
 
-    async def reply(prompt: tuple[int, ...], seed: int) -> Reply:
-        params = SamplingParams(max_new_tokens=REPLY, seed=seed)
-        made = await engine.generate(GenerationRequest(prompt_token_ids=prompt, params=params))
-        return prompt, made.token_ids, made.logprobs
+    async def reply(prompt: tuple[int, ...], seed: int) -> Generation:
+        asked = SamplingParams(max_new_tokens=REPLY, seed=seed, **params)
+        return await engine.generate(GenerationRequest(prompt_token_ids=prompt, params=asked))
 
-    return await asyncio.gather(*(reply(prompt, seed) for seed, prompt in enumerate(prompts)))
+    made = await asyncio.gather(*(reply(prompt, seed) for seed, prompt in enumerate(prompts)))
+    return [*zip(prompts, made, strict=True)]
 
 
 def gap(policy: TorchPolicy, replies: Sequence[Reply]) -> float:
