@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -26,13 +27,25 @@ def reward_func(completions, **given):
 """Reward of a run: something that a random model can learn."""
 
 TOLD = (
-    *("time/", "sync/", "memory/", "policy/mismatch", "policy/grad_norm", "policy/ref_kl", "critic/grad_norm"),
+    *(
+        "time/",
+        "sync/",
+        "memory/",
+        "policy/mismatch",
+        "policy/grad_norm",
+        "policy/ref_kl",
+        "critic/grad_norm",
+        "policy/centering",
+    ),
     *("reward/mean", "rollout/response_length_mean"),
 )
 """Beginnings of the names of metrics that are kept."""
 
-LONGEST = 150.0
-"""Seconds of a run at most."""
+LONGEST = 225.0
+"""Seconds of a run at most: vLLM alone took 78 to start on an H200, and compiles for the first of them."""
+
+LETTERS, FILES = 2500, 4
+"""Letters of an error that are kept of a run that failed, and processes of which they are."""
 
 SOON = 3e-4
 """Learning rate at which a step changes log-probs by far more than the formats of numbers do."""
@@ -157,7 +170,7 @@ def in_a_cluster(out: Any) -> None:
         out,
         {
             "zero 2": [*shared, "--ds.zero_stage", "2", *ipc],
-            "fsdp2": [*shared, "--cluster.strategy", "fsdp2"],
+            "fsdp2": [*shared, "--cluster.strategy", "fsdp2", "--algo.score_centering_top_k", "20"],
         },
     )
 
@@ -170,6 +183,7 @@ def runs_of(out: Any, runs: dict[str, list[str]], *, longest: float = LONGEST) -
         rows = [{"input": f"What is {a} plus {b}?"} for a in range(20) for b in range(20)]
         prompts.write_text("\n".join(map(json.dumps, rows)))
         reward.write_text(REWARD)
+        sizes = ("2", "4", "8") if RUN.tiny else ("32", "8", "256")
         for name, words in runs.items():
             path = Path(folder) / re.sub(r"\W+", "_", name)
             t = time.perf_counter()
@@ -179,18 +193,17 @@ def runs_of(out: Any, runs: dict[str, list[str]], *, longest: float = LONGEST) -
                     *("--actor.model_name_or_path", folder, "--actor.dtype", "bfloat16", "--actor.adam.lr", "1e-5"),
                     *("--data.prompt_dataset", str(prompts), "--reward.function_path", str(reward)),
                     *("--algo.kl.init_coef", "0.01"),
-                    *("--rollout.batch_size", "32", "--rollout.n_samples_per_prompt", "8"),
-                    *("--rollout.max_new_tokens", "256", "--train.max_steps", "3"),
+                    *("--rollout.batch_size", sizes[0], "--rollout.n_samples_per_prompt", sizes[1]),
+                    *("--rollout.max_new_tokens", sizes[2], "--train.max_steps", "3"),
                     *("--ckpt.output_dir", str(path), *words),
                 ],
                 longest,
             )
-            seconds = round(time.perf_counter() - t, 1)
-            if status:
-                out[name] = {"FAILED": status, "seconds": seconds}
-                continue
-            steps = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-            out[name] = {"seconds": seconds, "steps": [_told(step) for step in steps]}
+            kept = path / "metrics.jsonl"
+            lines = kept.read_text().rpartition("\n")[0].splitlines() if kept.exists() else []
+            steps = [json.loads(line) for line in lines]
+            result = {"seconds": round(time.perf_counter() - t, 1), "steps": [_told(step) for step in steps]}
+            out[name] = {"FAILED": status, **result, "said": _said()} if status else result
     assert not any("FAILED" in found for found in out.values())
 
 
@@ -201,6 +214,18 @@ def _run(words: list[str], longest: float) -> int | str:
         return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=longest).returncode
     except subprocess.TimeoutExpired:
         return f"took more than {longest:g} s"
+
+
+def _said() -> dict[str, str]:
+    """The first error of each process of Ray that had one, vLLM's among them: Ray shows them nobody."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray", "session_latest", "logs")
+    found: dict[str, str] = {}
+    for log in sorted(folder.glob("worker-*"), key=lambda log: log.stat().st_mtime, reverse=True):
+        said = log.read_text(errors="replace")
+        begun = said.find("Traceback")
+        if begun >= 0 and len(found) < FILES:
+            found[log.name] = said[begun : begun + LETTERS]
+    return found
 
 
 def _told(step: dict[str, float]) -> dict[str, float]:
