@@ -70,6 +70,11 @@ def peak_gib() -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
 
 
+def reserved_gib() -> float:
+    """What torch held of the GPU at most for itself, gaps between tensors included."""
+    return torch.cuda.max_memory_reserved() / 2**30 if GPU else 0.0
+
+
 def allocated() -> int:
     return torch.cuda.memory_allocated() if GPU else 0
 

@@ -27,6 +27,7 @@ from benchmarks.first_light_common import (
     planned_gib,
     play,
     policy,
+    reserved_gib,
     same,
     step,
     sync,
@@ -107,7 +108,8 @@ def head(out: Any) -> None:
 
 def update(out: Any) -> None:
     """Whole optimizer steps of one process: tokens a second, share of an H100's 989 TFLOP/s, memory; and whether all
-    ways to keep activations have the same gradients."""
+    ways to keep activations, and to take memory, have the same gradients."""
+    from rollgrad.adapters.models.torch.allocator import let_segments_grow
     from rollgrad.application.settings.sections.actor import Checkpointing
 
     ways = {"kept": Checkpointing.OFF, "selective": Checkpointing.SELECTIVE, "checkpointed": Checkpointing.FULL}
@@ -119,6 +121,8 @@ def update(out: Any) -> None:
             if samples == 1 or RUN.tiny:  # the plan counts a prompt as often as it has replies
                 planned = planned_gib(samples, prompt, reply, kind, offloads=way == "offloaded")
                 out[f"{name}; {way}; planned_gib"] = round(planned, 1)
+    let_segments_grow()
+    _updates(out, "kept, segments grow", model())
     norms: dict[str, list[float]] = {}
     for key, found in out.items():
         if isinstance(found, dict):
@@ -184,6 +188,7 @@ def _updates(out: Any, way: str, made: Any, trained: Any = None, **settings: Any
                 "mfu_of_989": round(flops / t / 1e-3 / 989e12, 3),
                 "ms": round(t, 1),
                 "peak_gib": round(peak_gib(), 1),
+                "reserved_gib": round(reserved_gib(), 1),
                 "grad_norm": round(step(trained, b)["grad_norm"], 5),
             }
         except torch.OutOfMemoryError as error:

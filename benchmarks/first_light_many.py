@@ -69,12 +69,14 @@ def ipc(out: Any) -> None:
     import torch.multiprocessing as mp
 
     mp.set_start_method("spawn", force=True)
+    from rollgrad.adapters.models.torch.allocator import let_segments_grow
     from rollgrad.adapters.weights.cuda_ipc import exported
 
-    weights = list(model().state_dict().items())[:-1]  # the head is the embedding
     to, back = mp.Queue(), mp.Queue()
     child = mp.Process(target=_consume, args=(RUN.packed, to, back))
     child.start()
+    let_segments_grow()  # as processes of models do, and engines do not
+    weights = list(model().state_dict().items())[:-1]  # the head is the embedding
     back.get(timeout=60)
     rounds = []
     for _ in range(3):
