@@ -32,6 +32,11 @@ NO_PEFT = "{at}.rank is {rank}, but LoRA needs peft: pip install rollgrad[lora],
 ADAPTER = "default"
 """Peft's name for the only adapter of a model."""
 
+SCANNED = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+UNADAPTED = (".out_proj",)
+"""Types whose scans may read the weight of their output projection without its layer, and the name of that: peft adapts
+none (`_check_lora_target_modules_mamba`)."""
+
 SAVED_PREFIX = "base_model.model."
 """Prefix of weights' names in peft's files, which are written from a model in two wrappers."""
 
@@ -96,7 +101,7 @@ def add_lora(model: Any, lora: AdapterConfig, *, seed: int, at: str = "actor.lor
         bias="none",
     )
     settings.base_model_name_or_path = model.name_or_path
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), as_named():
         torch.default_generator.manual_seed(seed)  # peft draws on the CPU, wherever the model is
         peft.inject_adapter_in_model(settings, model, ADAPTER)
     for layer in _layers(model):
@@ -104,6 +109,20 @@ def add_lora(model: Any, lora: AdapterConfig, *, seed: int, at: str = "actor.lor
             for matrix in _matrices(layer):
                 matrix.data = matrix.data.to(layer.base_layer.compute_dtype)
     model.eval()
+
+
+@contextmanager
+def as_named() -> Iterator[None]:
+    """Lets peft adapt the layers that are named inside the block. It takes names that layers and single experts have in
+    common, such as gate_proj of a shared expert, for those of experts in older files, and would adapt all experts."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    convert = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda config, **given: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = convert
 
 
 def adapter_numbers(model: Any, lora: AdapterConfig, *, at: str = "actor.lora") -> int:
@@ -241,12 +260,14 @@ def _targets(model: Any, wanted: tuple[str, ...], at: str = "actor.lora") -> lis
     head = model.get_output_embeddings()
     sees = getattr(model.config, "vision_config", None) is not None
     of_text = set((model.get_decoder() if sees else model).modules())  # what images go through gets no adapters
+    unadapted = UNADAPTED if model.config.model_type in SCANNED else ()
     linear = [
         name
         for name, part in model.named_modules()
         if part in of_text
         and isinstance(part, (nn.Linear, Conv1D))
         and part is not head  # the head's weight is read without its layer
+        and not name.endswith(unadapted)
     ]
     if wanted == ALL_LINEAR:
         return linear

@@ -7,6 +7,7 @@ log-probs that the model with adapters gives; otherwise nothing is written. Noth
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rollgrad.adapters.models.torch.loading import (
     _require_weights,
     default_device,
 )
+from rollgrad.adapters.models.torch.lora import as_named
 from rollgrad.adapters.models.torch.quantised import four_bits
 from rollgrad.adapters.models.torch.saving import PROCESSOR_FILES, save_pretrained, writing
 from rollgrad.application.foreign import foreign_code
@@ -232,7 +234,10 @@ def _with_adapters(model: Any, adapter: str, config: Any) -> Any:
     config.inference_mode = True
     with foreign_code(unfit), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped = kinds.get(config.task_type, peft.PeftModel)(model, config, NAME)
+        names = {name for name, _ in model.named_modules()}
+        whole = isinstance(config.target_modules, list | set) and set(config.target_modules) <= names
+        with as_named() if whole else nullcontext():  # as rollgrad writes them
+            wrapped = kinds.get(config.task_type, peft.PeftModel)(model, config, NAME)
         result = wrapped.load_adapter(adapter, NAME, torch_device=str(default_device()))
     wrong = [*result.missing_keys, *result.unexpected_keys]
     if wrong:

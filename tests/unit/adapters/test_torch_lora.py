@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import adapter_numbers, add_lora
+from rollgrad.adapters.models.torch.lora import SAVED_PREFIX, adapter_numbers, adapter_weights, add_lora, plain_weights
 from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, TorchReference
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.shape import model_shape
@@ -24,6 +24,7 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingE
 from rollgrad.entrypoints.composition.models import make_critic
 from tests.adapted_models import branching_batch, learn, logprobs, plain
 from tests.fakes import cluster
+from tests.tiny_architectures import tiny_model as tiny_architecture
 from tests.tiny_models import saved, tiny_model
 
 FLAG = "--actor.model_name_or_path"
@@ -93,6 +94,33 @@ def by_hand(policy: TorchPolicy, base: Any) -> dict[str, Tensor]:
         target = f"{name.partition('.lora_A.')[0]}.weight"
         merged[target] += SCALE * (product.T if type(base).__name__ == "GPT2LMHeadModel" else product)
     return merged
+
+
+ATTENTION_AND_GATES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("name", "adapted"),
+    [
+        ("qwen2_moe", {*ATTENTION_AND_GATES, "shared_expert_gate"}),
+        ("falcon_h1", {*ATTENTION_AND_GATES, "in_proj"}),
+    ],
+)
+def test_layers_are_adapted_as_they_are_named(name: str, adapted: set[str]) -> None:
+    """Peft would adapt the experts of a mixture in the place of its shared expert, and refuses the output projection of
+    a scan."""
+    model = tiny_architecture(name)
+    before = {key: parameter.clone() for key, parameter in model.named_parameters()}
+    add_lora(model, LORA, seed=0)
+    layers = {weight.name.rpartition(".lora_")[0] for weight in adapter_weights(model)}
+    assert {layer.rpartition(".")[2] for layer in layers} == adapted
+    found = {weight.name: weight for weight in plain_weights(model)}
+    assert {name for name, weight in found.items() if weight.layer is not None} == {
+        f"{layer.removeprefix(SAVED_PREFIX)}.weight" for layer in layers
+    }
+    assert all(torch.equal(found[key].value(lambda part: part), tensor) for key, tensor in before.items())
+    with pytest.raises(ConfigurationError, match=r"target_modules has 'out_proj', but the linear layers"):
+        add_lora(tiny_architecture("falcon_h1"), LoraConfig(rank=4, target_modules=("out_proj",)), seed=0)
 
 
 def test_adapters_are_counted_before_there_are_any(family_dir: Path) -> None:

@@ -13,13 +13,14 @@ from rollgrad.adapters.models.torch import merging
 from rollgrad.adapters.models.torch.classifier import classifier_class
 from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.lora import adapter_weights, add_lora, save_adapter
 from rollgrad.adapters.models.torch.merging import merge_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.entrypoints.cli.main import main
+from tests.tiny_architectures import tiny_model as tiny_architecture
 from tests.tiny_models import saved, tiny_model
 from tests.tiny_vision import save_tiny_reward, save_tiny_vlm
 
@@ -289,6 +290,21 @@ def test_models_that_see_images_are_merged(tmp_path: Path, family: str, kind: st
     assert any("vis" in name for name in changed)
     assert all(torch.equal(found[name], plain[name]) for name in plain.keys() - changed)
     assert load_processor(str(tmp_path / "out"), load_tokenizer(str(tmp_path / "out"), flag=FLAG), flag=FLAG)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+def test_adapters_of_a_mixture_are_merged_into_the_layers_that_they_name(
+    name: str, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    """Peft would take those of a shared expert for adapters of all experts."""
+    base = str(saved(tiny_architecture(name, vocab_size=len(tiny_tokenizer)), tiny_tokenizer, tmp_path / "base"))
+    model = load_causal_lm(base, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+    add_lora(model, LoraConfig(rank=RANK, alpha=ALPHA), seed=0)
+    adapters = {weight.name: torch.randn_like(weight.parameter) / 10 for weight in adapter_weights(model)}
+    save_adapter(model, adapters, tmp_path / "adapters")
+    merged = merge_lora(str(tmp_path / "adapters"), tmp_path / "out", model=base)
+    assert merged.difference < 1e-4
+    assert merged.layers == len(adapters) / 2
 
 
 def test_adapters_of_a_language_model_alone_are_merged_into_it(tmp_path: Path) -> None:
