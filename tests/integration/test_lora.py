@@ -165,6 +165,16 @@ async def gaps(
     return found
 
 
+needs_vllm = pytest.mark.parametrize("parts", VLLM[2:], indirect=True)
+
+
+@needs_vllm
+async def test_before_the_first_push_vllm_samples_as_with_fresh_adapters(parts: Parts) -> None:
+    """Of an adapter without layers it would die. The first test with this engine, which has taken none."""
+    policy, engine, _ = parts
+    assert max(map(abs, await gaps(policy, engine, engine.version))) < ADAPTED_TOLERANCE
+
+
 async def test_the_engine_samples_what_the_trainer_computes(parts: Parts) -> None:
     policy, engine, channel = parts
     before = policy.score(pack([make_trajectory(PROMPT, [7, 8, 9])])).logprobs_N
@@ -177,7 +187,6 @@ async def test_the_engine_samples_what_the_trainer_computes(parts: Parts) -> Non
     assert (after - before).abs().max() > 0.5, "the adapters have learnt"
 
 
-needs_vllm = pytest.mark.parametrize("parts", VLLM[2:], indirect=True)
 """Settings of the engine that takes adapters alone."""
 
 

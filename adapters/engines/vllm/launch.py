@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -157,7 +157,10 @@ def _cache_bytes(model: Any, sequences: int) -> int:
 
 def shut_down(llm: Any) -> None:
     """Ends vLLM's processes; what `AsyncLLM` does again when it is deleted, after its modules are gone, is left out."""
-    llm.shutdown()
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):  # one that it was about to kill has just ended
+        llm.shutdown()
     llm.shutdown = lambda: None
 
 

@@ -2,14 +2,13 @@
 
 vLLM loads adapters from peft's files, so the tensors of a transfer are written to a directory in shared memory, for as
 long as the loading takes. The adapter keeps its id and its slot: requests in flight go on with the new
-one. Until the first comes it is an empty one, which like fresh adapters changes nothing.
+one. Until the first comes requests have none, which like fresh adapters changes nothing: vLLM loads no empty one.
 """
 
 import asyncio
 import json
 import shutil
 import tempfile
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,16 +57,10 @@ class AdapterCore(LocalCore):
     """
 
     def __init__(self, llm: Any, lora: LoraConfig) -> None:
-        from vllm.lora.request import LoRARequest
-
         super().__init__(llm)
         self._lora = lora
         self._tensors: dict[str, Tensor] = {}
         self._complete = False
-        self._empty = Path(tempfile.mkdtemp(prefix=PREFIX))
-        weakref.finalize(self, shutil.rmtree, self._empty, ignore_errors=True)
-        self._write({}, self._empty)
-        self._lora_request = LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(self._empty))  # loaded by who has no adapter
 
     async def begin_update(self, info: Mapping[str, Any] | None) -> None:
         """Implements `Core.begin_update`."""
@@ -113,7 +106,8 @@ class AdapterCore(LocalCore):
             ) from error
         finally:
             shutil.rmtree(path)
-        shutil.rmtree(self._empty, ignore_errors=True)  # who loses the adapter from now on must fail
+        # Loaded by who has lost the adapter, and is no more, so that it fails.
+        self._lora_request = LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(path))
 
     def _write(self, tensors: dict[str, Tensor], path: Path) -> None:
         """Writes an adapter in peft's format."""

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rollgrad.adapters.engines.vllm import plugin
-from rollgrad.adapters.engines.vllm.launch import start
+from rollgrad.adapters.engines.vllm.launch import shut_down, start
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.errors import MissingExtraError
 
@@ -87,3 +87,16 @@ def test_the_names_of_processes_are_those_of_vllm() -> None:
     source = (Path(found.origin).parent / "v1" / "engine" / "utils.py").read_text(encoding="utf-8")
     (name,) = (line for line in source.splitlines() if line.strip().startswith("name=") and "EngineCore" in line)
     assert name.count(f'"{plugin.ENGINE_CORE}') == 2, name
+
+
+def test_a_process_that_ends_while_vllm_is_shut_down_is_no_error() -> None:
+    """vLLM asks psutil for the children of a process that it is to kill, which may be gone by then."""
+    import psutil
+
+    class Ending:
+        def shutdown(self) -> None:
+            raise psutil.NoSuchProcess(1)
+
+    llm = Ending()
+    shut_down(llm)
+    llm.shutdown()  # nothing is done again
