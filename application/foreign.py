@@ -27,6 +27,15 @@ def error_text(error: BaseException) -> str:
     return _cut(f"{type(error).__name__}: {words}" if words else type(error).__name__)
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's words; its `repr` where it has none.
+
+    >>> first_line(ValueError("no number")), first_line(ValueError())
+    ('no number', 'ValueError()')
+    """
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 def error_place(error: BaseException) -> str:
     """Returns where in a user's own file an error came from, as ` (reward.py, line 5)`; nothing where it came from
     libraries and rollgrad alone."""

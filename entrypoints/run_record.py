@@ -24,6 +24,7 @@ import structlog
 import rollgrad
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.checkpoints.names import RUN_FILE
+from rollgrad.application.foreign import first_line
 from rollgrad.entrypoints.redaction import known_secrets, redact
 
 log = structlog.get_logger(__name__)
@@ -85,8 +86,7 @@ class RunRecord:
         if isinstance(error, KeyboardInterrupt):
             self.interrupted("SIGINT")
         elif error is not None:
-            said = (str(error) or repr(error)).splitlines()[0]
-            self._facts |= {"status": RunStatus.FAILED, "reason": redact(said, known_secrets())}
+            self._facts |= {"status": RunStatus.FAILED, "reason": redact(first_line(error), known_secrets())}
         elif self._facts["status"] is RunStatus.RUNNING:
             self._facts["status"] = RunStatus.FINISHED
         self._facts["ended"] = _now()

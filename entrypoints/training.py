@@ -17,6 +17,7 @@ from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
+from rollgrad.application.foreign import first_line
 from rollgrad.application.pipelines.run import BEST_MODEL, FINAL_MODEL, Run
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.cluster import ClusterConfig
@@ -223,7 +224,7 @@ def upload(model: Path, repository: str) -> None:
     except Exception as error:  # of many kinds, and none is a reason to lose the run's result
         log.warning(
             f"the model could not be uploaded; hf upload {repository} {model} does it",
-            reason=redact(str(error).splitlines()[0] if str(error) else repr(error), known_secrets()),
+            reason=redact(first_line(error), known_secrets()),
         )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import structlog
 
+from rollgrad.application.foreign import first_line
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 HUB_SECONDS = 10.0
@@ -69,7 +70,7 @@ def check_upload(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise ConfigurationError(
-            f"ckpt.push_to_hub is {repository!r}, a name that the hub does not take: {str(error).splitlines()[0]}"
+            f"ckpt.push_to_hub is {repository!r}, a name that the hub does not take: {first_line(error)}"
         ) from error
     if constants.HF_HUB_OFFLINE:
         raise ConfigurationError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollgrad.adapters.system.python_file import USER_MODULE
 from rollgrad.adapters.system.waiting import waiting_for
+from rollgrad.application.foreign import first_line
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 
 CONNECT_SECONDS = 60
@@ -95,7 +96,7 @@ class RaySession:
                 _init(address or "local", settings)
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigurationError(
-                f"cluster.address is {address!r}, where no Ray cluster answers ({str(error).splitlines()[0]}): start "
+                f"cluster.address is {address!r}, where no Ray cluster answers ({first_line(error)}): start "
                 "one with `ray start --head`, or leave --cluster.address out to run on this machine."
             ) from error
 

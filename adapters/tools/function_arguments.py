@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from rollgrad.application.foreign import first_line
 from rollgrad.domain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -39,10 +40,9 @@ class FunctionArguments:
         except (PydanticUserError, NameError, TypeError, ValueError) as error:
             if isinstance(error, ConfigurationError):
                 raise
-            reason = str(error).splitlines()[0]
             raise ConfigurationError(
-                f"The tool {tool!r} has an argument that no JSON schema describes ({reason}): annotate its arguments "
-                "with JSON types, dataclasses or pydantic models."
+                f"The tool {tool!r} has an argument that no JSON schema describes ({first_line(error)}): annotate its "
+                "arguments with JSON types, dataclasses or pydantic models."
             ) from error
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 import torch
 
-from rollgrad.application.foreign import foreign_code, is_being_cancelled
+from rollgrad.application.foreign import first_line, foreign_code, is_being_cancelled
 from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.application.pipelines.step_source import Evaluation, StepReport, StepSource, TrainedModels, finished
@@ -145,8 +145,9 @@ class Run(Generic[Sample]):
             self._tell_failure(error)
             self._rescue(error)
             if _lacks_memory(error):
-                reason = (str(error) or repr(error)).splitlines()[0]
-                raise OutOfMemory(f"Step {self._done + 1} ran out of memory ({reason}): {self._less_memory}") from error
+                raise OutOfMemory(
+                    f"Step {self._done + 1} ran out of memory ({first_line(error)}): {self._less_memory}"
+                ) from error
             raise
         try:
             self._save(FINAL_MODEL)
@@ -243,7 +244,7 @@ class Run(Generic[Sample]):
         if not isinstance(self._sink, RunTracker):
             return
         try:
-            self._sink.fail(f"{type(error).__name__}: {(str(error) or repr(error)).splitlines()[0]}")
+            self._sink.fail(f"{type(error).__name__}: {first_line(error)}")
         except Exception as second:  # of a caller's own tracker: the training must be saved in any case
             log.warning("the tracker does not know that the run failed", reason=repr(second))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rollgrad.application.foreign import first_line
 from rollgrad.domain.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -103,9 +104,8 @@ def writing(path: Path, *, flag: str = "--ckpt.output_dir") -> Iterator[None]:
     except CheckpointError:
         raise
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk by an error of its own
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"The model cannot be written to {path} ({reason}): make room there, or choose another {flag}."
+            f"The model cannot be written to {path} ({first_line(error)}): make room there, or choose another {flag}."
         ) from error
 
 
