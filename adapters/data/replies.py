@@ -9,6 +9,7 @@ from typing import Any
 from rollgrad.adapters.chat.image_marks import placed_images
 from rollgrad.adapters.chat.pictures import bare
 from rollgrad.adapters.data.kept_images import KeptImages
+from rollgrad.adapters.system.plain_values import is_json
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.replies import Reply, UnsampledReply
@@ -64,9 +65,9 @@ def reply_row(reply: Reply, *, model: str, logprobs: bool, images: KeptImages | 
         "stop_reason": str(reply.stop_reason),
         "model": model,
         "seed": reply.seed,
-        "label": prompt.label if _is_json(prompt.label) else str(prompt.label),
+        "label": prompt.label if is_json(prompt.label) else str(prompt.label),
         "datasource": prompt.datasource,
-        "metadata": {name: value for name, value in prompt.metadata.items() if _is_json(value)},
+        "metadata": {name: value for name, value in prompt.metadata.items() if is_json(value)},
     }
     if not logprobs:
         del row["logprobs"]
@@ -217,14 +218,6 @@ def line_of(row: Row) -> bytes:
         return f"{json.dumps(row, ensure_ascii=False)}\n".encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which a data set may hold
         return f"{json.dumps(row)}\n".encode()
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
 
 
 def shown(value: Any) -> str:

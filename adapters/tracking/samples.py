@@ -7,6 +7,7 @@ from typing import Any
 
 import structlog
 
+from rollgrad.adapters.system.plain_values import as_utf8
 from rollgrad.adapters.tracking.line_file import LineFile
 from rollgrad.adapters.tracking.trajectory_table import Spans, without_secrets
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -51,7 +52,9 @@ class SampleWriter:
             log.warning("no more samples are written", path=str(self._path), error=repr(error))
             return
         if self._tell is not None:
-            self._tell(step, [{name: _sendable(value) for name, value in line.items()} for line in lines])
+            # No tracker can send lone halves of surrogate pairs.
+            sent = [{k: as_utf8(v) if isinstance(v, str) else v for k, v in line.items()} for line in lines]
+            self._tell(step, sent)
 
     def close(self) -> None:
         """Writes the samples that wait; idempotent."""
@@ -67,8 +70,3 @@ class SampleWriter:
             "reward": trajectory.reward,
             "stop_reason": trajectory.stop_reason.value,
         }
-
-
-def _sendable(value: Any) -> Any:
-    """Returns a text without lone halves of surrogate pairs, which no tracker can send."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

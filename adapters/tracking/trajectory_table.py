@@ -11,6 +11,7 @@ import numpy
 from attrs import field, frozen
 
 from rollgrad.adapters.chat.pictures import named_images
+from rollgrad.adapters.system.plain_values import as_utf8, is_json
 from rollgrad.adapters.tracking.trajectory_files import HIDDEN_TOKEN
 from rollgrad.adapters.tracking.trajectory_schema import SHOWN, TOKEN_NUMBERS, schema
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -183,16 +184,8 @@ def _of_group(group: RolloutGroup, secrets: Spans) -> dict[str, Any]:
 
 def _source(prompt: Prompt, secrets: Spans) -> str:
     """Returns label and row of a prompt as JSON; what JSON cannot hold (pictures, dates) is left out."""
-    row = {str(name): value for name, value in prompt.metadata.items() if _is_json(value)}
-    return json.dumps(_plain({"label": prompt.label if _is_json(prompt.label) else None, "row": row}, secrets))
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
+    row = {str(name): value for name, value in prompt.metadata.items() if is_json(value)}
+    return json.dumps(_plain({"label": prompt.label if is_json(prompt.label) else None, "row": row}, secrets))
 
 
 def _label(label: Any, secrets: Spans) -> str:
@@ -220,7 +213,7 @@ def without_secrets(text: str, secrets: Spans) -> str:
 
 def _text(text: str, secrets: Spans) -> str:
     """Returns a text without its secrets; UTF-8 has no lone halves of surrogate pairs, which become escapes."""
-    return without_secrets(text, secrets).encode("utf-8", "backslashreplace").decode()
+    return as_utf8(without_secrets(text, secrets))
 
 
 def _numbers(named: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -256,7 +249,7 @@ def _token_columns(batch: RolloutBatch, text: TokenText, secrets: Spans) -> dict
     kinds_N = numpy.full(len(tokens_N), OBSERVATION, dtype=numpy.int8)
     kinds_N[numbers("action_mask_N")] = ACTION
     kinds_N[numbers("positions_N") < numpy.repeat(numbers("prompt_lengths_S"), lengths_S)] = PROMPT
-    written = [text.encode("utf-8", "backslashreplace").decode() for text in (*texts, HIDDEN, "")]
+    written = [as_utf8(text) for text in (*texts, HIDDEN, "")]
     return {
         "token": tokens_N,
         "token_text": pa.DictionaryArray.from_arrays(pa.array(index_N), pa.array(written)),

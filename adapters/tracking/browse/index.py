@@ -3,7 +3,6 @@
 Invariants: a file that cannot be read is named, and the others are shown; a file is read again only if it changed.
 """
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from rollgrad.adapters.checkpoints.names import SAMPLES_FILE
+from rollgrad.adapters.system.plain_values import finite
 from rollgrad.adapters.tracking.browse.filters import Kind, parse_filter
 from rollgrad.adapters.tracking.browse.notes import Note, read_notes
 from rollgrad.adapters.tracking.browse.summaries import (
@@ -203,7 +203,7 @@ class Rollouts:
         columns = {"keys": "key", "x": x, "y": y} | ({"color": color} if color else {})
         drawn = {
             made: [
-                _point(value)
+                finite(value)
                 for value in (self.table["key"] if made == "keys" else self.column(name)).take(shown).to_pylist()
             ]
             for made, name in columns.items()
@@ -289,7 +289,3 @@ def stamp(path: Path) -> tuple[int, int]:
 
 def _even(count: int, most: int) -> list[int]:
     return [number * count // most for number in range(most)]
-
-
-def _point(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

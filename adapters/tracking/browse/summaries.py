@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from rollgrad.adapters.system.plain_values import as_utf8, finite
 from rollgrad.adapters.tracking.browse.filters import Kind
 from rollgrad.adapters.tracking.trajectory_files import PREFIXES, read_trajectories
 from rollgrad.adapters.tracking.trajectory_schema import SHOWN, schema
@@ -235,23 +236,14 @@ def sample_rows(path: Path) -> "pyarrow.Table":
             )
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             continue  # an incomplete last line, or what is no sample
-    clean = [{key: _clean(value) for key, value in row.items()} for row in rows]
+    clean = [{key: as_utf8(v) if isinstance(v, str) else v for key, v in row.items()} for row in rows]
     return pa.Table.from_pylist(clean, schema=_stored())
-
-
-def _clean(value: Any) -> Any:
-    """Returns a text as UTF-8 can hold it."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def plain(row: Mapping[str, Any], maps: Sequence[str] = tuple(MAPS.values())) -> dict[str, Any]:
     """Returns a row as JSON holds it: named numbers as objects, numbers that are not finite as null."""
-    return {name: _named(value) if name in maps else _finite(value) for name, value in row.items()}
+    return {name: _named(value) if name in maps else finite(value) for name, value in row.items()}
 
 
 def _named(pairs: Any) -> dict[str, Any]:
-    return {name: _finite(value) for name, value in pairs or ()}
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
+    return {name: finite(value) for name, value in pairs or ()}

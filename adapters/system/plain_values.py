@@ -1,0 +1,32 @@
+"""Values as JSON and UTF-8 can hold them."""
+
+import json
+import math
+from typing import Any
+
+
+def is_json(value: Any) -> bool:
+    """Returns whether JSON can hold a value.
+
+    >>> is_json({"a": [1, None]}), is_json({"a": b"1"})
+    (True, False)
+    """
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def finite(value: Any) -> Any:
+    """Returns None for a number that is infinite or no number at all, and any other value as it is."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def as_utf8(text: str) -> str:
+    r"""Returns a text in which lone halves of surrogate pairs, which UTF-8 cannot hold, are written out.
+
+    >>> as_utf8("\ud800 ä")
+    '\\ud800 ä'
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
