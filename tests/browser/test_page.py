@@ -354,6 +354,24 @@ def test_runs_are_laid_over_each_other(page: Page) -> None:
     assert "prompt_dataset" not in page.page.inner_text(".settings")
 
 
+@pytest.mark.parametrize("later", ["findings", "metrics"])
+def test_a_run_begins_with_its_name_whatever_is_answered_last(page: Page, later: str) -> None:
+    page.open("#/")
+    held: list[Any] = []
+    pattern = re.compile(rf"/api/run/sums/{later}")
+    page.page.route(pattern, lambda route: held.append(route))
+    page.page.evaluate("location.hash = '#/r/sums'")
+    first = page.page.locator("figure.chart" if later == "findings" else ".findings").first
+    first.wait_for()
+    for request in held:
+        request.continue_()
+    page.page.unroute(pattern)
+    page.page.locator(".findings").wait_for()
+    page.page.locator("figure.chart").first.wait_for()
+    titles = page.page.locator("main h1, main h2").all_inner_texts()
+    assert [title.split()[0] for title in titles[:3]] == ["sums", "Findings", "Curves"]
+
+
 def test_two_moments_of_a_prompt_are_compared_word_by_word(page: Page) -> None:
     page.open("#/r/sums/compare")
     replies = page.run_code("""async () => {

@@ -9,9 +9,10 @@ const SHOWN = 20_000; // characters of a text before the reader asks for more: a
 
 /** Shows what was asked for, that it is on its way, or why it did not come. */
 export function Answer({ answer, children }) {
-  if (answer.error && !answer.value) return html`<p class="problem" role="alert">${answer.error.message}</p>`;
-  if (!answer.value) return html`<p class="soft" role="status">Reading …</p>`;
-  return html`${answer.error && html`<p class="problem" role="alert">${answer.error.message}</p>`}${children(answer.value)}`;
+  const problem = answer.error && html`<p class="problem" role="alert">${answer.error.message}</p>`;
+  const waits = !answer.error && html`<p class="soft" role="status">Reading …</p>`;
+  // One element, whatever is in it: Preact puts what replaces several by other ones behind its neighbours.
+  return html`<div class="answer">${problem}${answer.value ? children(answer.value) : waits}</div>`;
 }
 
 const SIGNS = { running: "●", finished: "✓", interrupted: "❙❙", failed: "✕", crashed: "✕", unknown: "?" };
