@@ -49,6 +49,12 @@ VLLM = (
 )
 """Files whose tests start vLLM, for which the same holds. The first four share the fixture `_vllm`, which takes as long
 to start as any of them."""
+IMPORTS_VLLM = (
+    *("integration/test_weight_loading.py", "integration/test_weight_backends.py"),
+    *("integration/test_vllm_division.py", "integration/test_vllm_experts.py", "integration/test_vllm_repairs.py"),
+    "unit/entrypoints/test_library_settings.py",
+)
+"""Files whose tests import vLLM without starting it, at four seconds of the processor and half a gigabyte."""
 LONG = ("e2e/test_demo.py", "integration/test_benchmarks.py", "integration/test_serve_reward.py")
 """Other files that take a minute and more."""
 CLUSTER_GPUS = 8
@@ -83,8 +89,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Returns the scheduler of `--dist loadfile`, which gives all files of RAY to one process, and so those of VLLM and
-    those with a browser."""
+    """Returns the scheduler of `--dist loadfile`, which gives all files of RAY to one process, and so those of VLLM,
+    those that import it, and those with a browser."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -94,7 +100,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = file_of(nodeid)
             if file.startswith("browser/"):
                 return "browser"
-            return "Ray" if file in RAY else "vLLM" if file in VLLM else super()._split_scope(nodeid)
+            scopes = {"Ray": RAY, "vLLM": VLLM, "imports vLLM": IMPORTS_VLLM}
+            return next((name for name, files in scopes.items() if file in files), super()._split_scope(nodeid))
 
     return Scheduler(config, log)
 
