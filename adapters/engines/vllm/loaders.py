@@ -47,6 +47,10 @@ def complete_loaders(model: Any) -> None:
     if getattr(head, "bias", None) is not None:
         # Models that vLLM takes from transformers (Phi) get a new bias each time that they load one.
         head._register_bias = _keep_bias
+    for module in model.modules():
+        if getattr(module, "is_fused_checkpoint_transposed", False):
+            # In files of Qwen3-VL experts lie the other way round than in transformers, and so than they are sent.
+            module.is_fused_checkpoint_transposed = False
     if any(type(module).__name__ in ONE_BY_ONE for module in model.modules()):
         model.load_weights = partial(_load_apart, model.load_weights)
 

@@ -76,6 +76,15 @@ def test_a_loader_without_a_name_gets_that_of_its_function() -> None:
     assert weight.weight_loader.__name__ == "loaded"
 
 
+def test_experts_are_not_turned_that_lie_as_in_transformers() -> None:
+    """Those of Qwen3-VL, which lie the other way round in files."""
+    model, experts = Loaded(), cast(Any, nn.Module())
+    experts.is_fused_checkpoint_transposed = True
+    model.experts = experts
+    complete_loaders(model)
+    assert not experts.is_fused_checkpoint_transposed
+
+
 def test_a_bias_that_a_model_registers_anew_stays_where_kernels_read_it() -> None:
     """vLLM's models of transformers' code make one each time that they load it."""
 
