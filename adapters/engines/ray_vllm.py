@@ -13,7 +13,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from rollgrad.adapters.engines.token_streams import News, TokenStreams, ToldTokens
-from rollgrad.adapters.ray.session import ray_module, show_gpus
+from rollgrad.adapters.ray.session import machine, ray_module, show_gpus
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver
 from rollgrad.adapters.weights.shared_buckets import SharedMemory
@@ -50,7 +50,7 @@ class EngineHost:
         finally:
             gc.enable()
         self._engine = engine
-        return engine.max_tokens, _machine()
+        return engine.max_tokens, machine()
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Returns the result of one of the engine's coroutine methods."""
@@ -150,8 +150,8 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
             EngineError: it did not start.
         """
         started = await self._await("starting", self._actor.handle.start.remote(self._settings, self._devices))
-        self.max_tokens, machine = started
-        self._near = machine == _machine()
+        self.max_tokens, place = started
+        self._near = place == machine()
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -339,10 +339,6 @@ def _with_files_alone(request: GenerationRequest) -> GenerationRequest:
     """Returns a request whose images are their files, of which vLLM makes the tensors itself: they are far smaller."""
     images = [evolve(placed, image=evolve(placed.image, tensors={})) for placed in request.images]
     return evolve(request, images=tuple(images))
-
-
-def _machine() -> str:
-    return str(ray_module().get_runtime_context().get_node_id())
 
 
 def _actor_name(actor: _Actor) -> str:

@@ -45,6 +45,11 @@ def cluster_gpus() -> float:
     return float(ray_module().cluster_resources().get("GPU", 0))
 
 
+def machine() -> str:
+    """Returns Ray's id of this process's machine."""
+    return str(ray_module().get_runtime_context().get_node_id())
+
+
 def own_gpus() -> list[str]:
     """Returns the ids of the GPUs that Ray has given this process, in the order of their numbers."""
     devices = ray_module().get_runtime_context().get_accelerator_ids().get("GPU", [])

@@ -22,6 +22,7 @@ from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.episodes.trajectory import NO_VERSION, Trajectory
 from rollgrad.domain.ports.environment import Action, StepResult
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.adapted_models import plain
 
 TOLERANCE = 1e-4
 """Largest difference of a float32 log-prob: products are summed in another order, no more."""
@@ -97,13 +98,7 @@ def rows(config: RLConfig) -> list[dict[str, float]]:
 
 
 def parameters(path: Path) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in plain_model(path).named_parameters()}
-
-
-def plain_model(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return {name: p.detach() for name, p in plain(path, torch.float32).named_parameters()}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -208,7 +203,7 @@ def test_each_token_has_the_logprob_of_the_weights_that_drew_it(
 
     result = rollgrad.train(config, sample_log=keep, **single_turn(config))
     paths = [tiny_model_dir, *(result.output_dir / f"step_{step}" for step in range(1, 6)), result.model]
-    models = [plain_model(path) for path in paths]
+    models = [plain(path, torch.float32) for path in paths]
     mixed = 0
     for t in seen:
         sampled = t.versions_T != NO_VERSION

@@ -36,6 +36,7 @@ from rollgrad.entrypoints.composition.engines import vllm_settings, weight_backe
 from rollgrad.entrypoints.composition.models import make_actor_model, make_reference_model, make_trained_actor
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.adapted_models import plain
 from tests.caught_requests import paused
 from tests.integration.test_vllm_engine import kept_scores
 from tests.scripts import ScriptHost
@@ -63,12 +64,6 @@ Parts = tuple[TorchPolicy, RolloutEngine, WeightChannel]
 def loaded(path: Path, *, load_in_4bit: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     cpu = torch.device("cpu")
     return load_causal_lm(str(path), dtype=dtype, device=cpu, flag=FLAG, load_in_4bit=load_in_4bit)
-
-
-def plain(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +304,7 @@ def train(config: RLConfig) -> tuple[Path, list[dict[str, float]]]:
 
 
 def parameters(path: Path) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in plain(path).named_parameters()}
+    return {name: p.detach() for name, p in plain(path, torch.float32).named_parameters()}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -327,7 +322,7 @@ def test_a_run_trains_the_layers_that_are_named(
     before, after = parameters(tiny_model_dir), parameters(model)
     changed = {name.split(".")[-2] for name, weight in after.items() if not torch.equal(weight, before[name])}
     assert changed == {"q_proj", "v_proj", "down_proj"}
-    adapted = PeftModel.from_pretrained(plain(tiny_model_dir), model / "adapter").merge_and_unload()
+    adapted = PeftModel.from_pretrained(plain(tiny_model_dir, torch.float32), model / "adapter").merge_and_unload()
     for name, weight in after.items():
         torch.testing.assert_close(adapted.get_parameter(name), weight, rtol=1e-5, atol=1e-6)
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from rollgrad.adapters.ray.placement import Slot
-from rollgrad.adapters.ray.session import ray_module, show_gpus
+from rollgrad.adapters.ray.session import machine, ray_module, show_gpus
 
 PASSES = frozenset(
     {"score", "scores", "logprobs", "values", "update", "sleep", "skip_weights", "gather_weights", "gather_adapter"}
@@ -151,8 +151,3 @@ def end_workers(workers: Sequence[Any]) -> None:
     for worker in workers:
         if ray.is_initialized():
             ray.kill(worker)
-
-
-def machine() -> str:
-    """Returns Ray's id of this process's machine."""
-    return str(ray_module().get_runtime_context().get_node_id())

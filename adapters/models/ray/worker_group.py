@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rollgrad.adapters.models.ray.rank_worker import end_workers, machine, start_by_deepspeed
-from rollgrad.adapters.ray.session import ray_module
+from rollgrad.adapters.models.ray.rank_worker import end_workers, start_by_deepspeed
+from rollgrad.adapters.ray.session import machine, ray_module
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import LostProcessError, RollgradError, WorkerError
 

@@ -15,8 +15,8 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, TorchReference
 from rollgrad.adapters.models.torch.quantised import is_quantised, quantised_numbers
 from rollgrad.application.settings.sections.actor import Checkpointing
-from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
+from tests.adapted_models import logprobs, plain
 from tests.compiled_layers import AS_IT_IS, compiler, graphs
 from tests.fakes import cluster, lora
 from tests.tiny_models import saved, tiny_model
@@ -55,23 +55,8 @@ def load(path: Path, dtype: torch.dtype = torch.float32, *, load_in_4bit: bool =
     return load_causal_lm(str(path), dtype=dtype, device=CPU, flag=cluster.FLAG, load_in_4bit=load_in_4bit)
 
 
-def plain(path: Path, dtype: torch.dtype = torch.float64) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-
-
 def qlora(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> TorchPolicy:
     return lora.policy(str(path), dtype=dtype, lora=lora.QLORA, **options)
-
-
-def logprobs(model: Any, batch: PackedBatch) -> Tensor:
-    """Returns the log-prob of every action token, from transformers' own attention, a sequence a call."""
-    rows = []
-    for tokens in batch.tokens_N.split(batch.lengths_S.tolist()):
-        log_softmax = model(tokens[None], attention_mask=torch.ones_like(tokens[None])).logits[0, :-1].log_softmax(-1)
-        rows.append(torch.cat([log_softmax.new_zeros(1), log_softmax.gather(1, tokens[1:, None])[:, 0]]))
-    return torch.where(batch.action_mask_N, torch.cat(rows), 0.0).detach()
 
 
 def raw(policy: TorchPolicy) -> dict[str, Tensor]:
