@@ -33,8 +33,9 @@ INPUTS_AT_ONCE = 2
 (`adapters.models.torch.offloading`)."""
 
 CACHE_BLOCK, PREFILL_TOKENS, SAMPLED_LOGITS = 128, 8192, 6
-"""Tokens of a block of the embedded engine's cache, those that it computes in one pass, and copies of a step's logits
-that sampling holds at once: sorted ones, their order, and running sums."""
+"""Tokens of a block of the embedded engine's cache; prompt tokens, padding included, that it computes in one pass at
+most (a longer prompt goes alone), which bounds the memory of activations; and copies of a step's logits that sampling
+holds at once: sorted ones, their order, and running sums."""
 
 
 LOGITS_OF_A_SLICE, MASKED_LOGITS = 3, 2.5

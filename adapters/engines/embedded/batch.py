@@ -18,12 +18,9 @@ from rollgrad.adapters.engines.embedded.recomputing import RecomputingDecoder
 from rollgrad.adapters.engines.embedded.rows import PromptKey, Row
 from rollgrad.adapters.engines.embedded.sampler import forbid, likeliest, read, sample
 from rollgrad.adapters.models.torch.moving import to_device
+from rollgrad.application.settings.memory_plan_passes import PREFILL_TOKENS
 from rollgrad.domain.control.request_flow import RequestFlow
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
-
-PREFILL_TOKENS = 8192
-"""Prompt tokens, padding included, prefilled in one pass, at most (a longer prompt goes alone): bounds the memory of
-activations."""
 
 STOP_STRING_WINDOW = 64
 """Latest tokens decoded when looking for a stop string; a stop string must fit in them."""

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from rollgrad.adapters.engines.embedded.states import SequenceStates
 from rollgrad.adapters.models.torch.moving import to_device
+from rollgrad.application.settings.memory_plan_passes import CACHE_BLOCK
 from rollgrad.domain.errors import EngineError
 
-BLOCK = 128
+BLOCK = CACHE_BLOCK
 """Tokens of a block."""
 
 
