@@ -190,7 +190,7 @@ def _show_packages(report: Report, asked: Requirements | None, gpus: Sequence[ma
         found = ", ".join(f"{package.name} {package.version}" for package in packages if package.version is not None)
         if extra not in NOT_TRIED:
             lacking = f"{', '.join(missing)} missing" if missing else ""
-            report.line(f"  [{extra}]".ljust(17) + "; ".join(part for part in (found, lacking) if part))
+            report.line(f"  [{extra}]".ljust(18) + "; ".join(part for part in (found, lacking) if part))
     for problem in asked.problems:
         report.problem(problem)
 

@@ -14,7 +14,7 @@ from typing import Any
 from rollgrad.entrypoints.names.names_of_verl import ROOTS, verl_answer
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES, openrlhf_name
 
-_VERL = "write its overrides behind rollgrad train rl, which answers each with the name here."
+_VERL = "write verl's overrides behind rollgrad train rl, which answers each with what to write in its place."
 _REINFORCE = "rollgrad train rl trains by reinforcement learning"
 
 OTHER_COMMANDS: Mapping[str, str] = {
