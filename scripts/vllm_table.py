@@ -1,7 +1,7 @@
 """Pushes weights of types of models to vLLM and writes the table of docs/models.md.
 
     python scripts/vllm_table.py            # all that are examined: about a minute each
-    python scripts/vllm_table.py gpt_oss    # these alone; the docs stay as they are
+    python scripts/vllm_table.py gpt_oss    # these alone, of models that see images too; the docs stay as they are
 
 Ends with status 1 where vLLM takes weights and computes something else without an error. Types for which a package is
 missing here keep their rows.
@@ -22,6 +22,7 @@ from tests.scripts import QUIET, VLLM_MODULES, ScriptHost
 
 os.environ |= QUIET
 from tests.model_sweep import TABLE
+from tests.vllm_image_sweep import examine as examine_images
 from tests.vllm_sweep import HEAD, NEEDS, TYPES, Finding, examine, rows, table
 
 
@@ -35,7 +36,7 @@ def main(names: list[str]) -> int:
         try:
             with forked_by(host.python()):
                 for name in names or [each for each in TYPES if each not in NEEDS or find_spec(NEEDS[each])]:
-                    found.append(examine(name))
+                    found.append(examine(name) if name in TYPES else examine_images(name))
                     gaps = f"before {found[-1].before:.0e}, after {found[-1].after:.0e}, moved {found[-1].moved:.0e}"
                     print(f"{found[-1].row} {found[-1].error or gaps}", flush=True)
         finally:

@@ -1,6 +1,8 @@
 """Models of transformers that see images, tiny and random, with their processors; and images for them."""
 
 import io
+import json
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ PARTS_TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TEXT = {
+NARROW = 8
+HEAD = ContextVar("width of the heads of language models", default=NARROW)
+"""vLLM's attention takes heads of 32 numbers or more on a CPU."""
+TEXT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -34,7 +39,6 @@ QWEN_TOWER = {
     "intermediate_size": 48,
     "num_heads": 2,
     "patch_size": 8,
-    "out_hidden_size": 32,
     "initializer_range": 0.2,
 }
 FAMILIES = ("qwen2_5_vl", "idefics3", "qwen3_vl", "internvl", "llava_onevision", "gemma3")
@@ -68,15 +72,28 @@ def _tokenizer(mark: str, *special: str, **named: str) -> Any:
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     tokenizer.chat_template = PARTS_TEMPLATE.replace("IMAGE", mark)
-    for name, token in named.items():
-        setattr(tokenizer, name, token)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    tokenizer._set_model_specific_special_tokens(named)  # as transformers does with those that files name
     return tokenizer
 
 
 def _text(tokenizer: Any, **more: Any) -> dict[str, Any]:
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return {**TEXT, "vocab_size": len(tokenizer), **ends, **more}
+    times, rope = HEAD.get() // NARROW, more.get("rope_parameters")
+    wide: dict[str, Any] = {"hidden_size": _width()}
+    if "head_dim" in more:
+        wide["head_dim"] = times * more["head_dim"]
+    if rope is not None:
+        wide["rope_parameters"] = {**rope, "mrope_section": [times * part for part in rope["mrope_section"]]}
+    return {**TEXT, "vocab_size": len(tokenizer), **ends, **more, **wide}
+
+
+def _width() -> int:
+    """The hidden size of language models."""
+    return int(TEXT["num_attention_heads"]) * HEAD.get()
+
+
+def _qwen_tower(**more: Any) -> dict[str, Any]:
+    return {**QWEN_TOWER, "out_hidden_size": _width(), **more}
 
 
 def _qwen_tokens(tokenizer: Any) -> dict[str, int]:
@@ -98,7 +115,7 @@ def qwen2_5_vl() -> tuple[Any, Any]:
         text_config=_text(
             tokenizer, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
         ),
-        vision_config={**QWEN_TOWER, "window_size": 32, "fullatt_block_indexes": [1]},
+        vision_config=_qwen_tower(window_size=32, fullatt_block_indexes=[1]),
         **_qwen_tokens(tokenizer),
         tie_word_embeddings=False,
     )
@@ -126,7 +143,7 @@ def qwen3_vl() -> tuple[Any, Any]:
                 "mrope_interleaved": True,
             },
         ),
-        vision_config={**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        vision_config=_qwen_tower(num_position_embeddings=64, deepstack_visual_indexes=[0]),
         **_qwen_tokens(tokenizer),
         tie_word_embeddings=False,
     )
@@ -151,11 +168,11 @@ def qwen3_5() -> tuple[Any, Any]:
             layer_types=["linear_attention", "full_attention"],
             linear_num_key_heads=3,
             linear_num_value_heads=6,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
+            linear_key_head_dim=8 if HEAD.get() == NARROW else 128,
+            linear_value_head_dim=8 if HEAD.get() == NARROW else 128,
             rope_parameters=rope | {"mrope_interleaved": True},
         ),
-        vision_config={**QWEN_TOWER, "num_position_embeddings": 64},
+        vision_config=_qwen_tower(num_position_embeddings=64),
         **_qwen_tokens(tokenizer),
         tie_word_embeddings=False,
     )
@@ -174,7 +191,7 @@ def idefics3() -> tuple[Any, Any]:
     )
     images = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
     config = Idefics3Config(
-        text_config={"model_type": "llama", **_text(tokenizer, head_dim=32)},  # which vLLM has on a CPU
+        text_config={"model_type": "llama", **_text(tokenizer), "head_dim": 32},  # which vLLM has on a CPU
         vision_config={
             "hidden_size": 32,
             "intermediate_size": 48,
@@ -318,15 +335,22 @@ def tiny_vlm(family: str, *, seed: int = 0) -> tuple[Any, Any]:
     return model.eval(), processor
 
 
-def save_tiny_vlm(family: str, path: Path, *, positions: int = 512) -> str:
-    """Writes a model of a family, of so many positions, with its processor; returns the folder."""
-    model, processor = tiny_vlm(family)
+def save_tiny_vlm(family: str, path: Path, *, positions: int = 512, head: int = NARROW) -> str:
+    """Writes a model of a family, of so many positions, with heads so wide, and its processor; returns the folder."""
+    model, processor = copy_context().run(_with_heads, head, family)
     model.config.text_config.max_position_embeddings = positions  # they are rotations, of which no weight knows
     model.save_pretrained(path)
     processor.save_pretrained(path)
     if VIDEO_PART in type(processor).__base__.get_attributes():  # published models have it, torchvision asks for it
-        (path / "video_preprocessor_config.json").write_text("{}")
+        # GLM-4.1V's has a size, which vLLM reads.
+        settings = {"size": {"shortest_edge": 256, "longest_edge": 65536}} if family == "glm4v" else {}
+        (path / "video_preprocessor_config.json").write_text(json.dumps(settings))
     return str(path)
+
+
+def _with_heads(width: int, family: str) -> tuple[Any, Any]:
+    HEAD.set(width)
+    return tiny_vlm(family)
 
 
 def save_tiny_reward(base: str, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.tiny_vision import QWEN_TOWER, _processor, _qwen_tokens, _text, _tokenizer
+from tests.tiny_vision import _processor, _qwen_tokens, _qwen_tower, _text, _tokenizer, _width
 
 TOWER = {
     "hidden_size": 32,
@@ -42,16 +42,17 @@ def _qwen(kind: str, processor: str, text: dict[str, Any], tower: dict[str, Any]
 
 def qwen2_vl() -> tuple[Any, Any]:
     """A Qwen2-VL."""
-    tower = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 8}
+    tower = {"depth": 2, "embed_dim": 32, "hidden_size": _width(), "num_heads": 2, "mlp_ratio": 2, "patch_size": 8}
     return _qwen("Qwen2VL", "Qwen2VLProcessor", {"rope_parameters": ROPE}, tower)
 
 
 def qwen3_vl_moe() -> tuple[Any, Any]:
     """A Qwen3-VL whose layers have experts."""
-    text = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    tower = {**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    tower = _qwen_tower(num_position_embeddings=64, deepstack_visual_indexes=[0])
     rope = {"rope_parameters": {**ROPE, "mrope_interleaved": True}}
-    return _qwen("Qwen3VLMoe", "Qwen3VLProcessor", {**text, **rope}, tower)
+    text = {"head_dim": 8, "norm_topk_prob": True}  # which vLLM reads, and published files have
+    return _qwen("Qwen3VLMoe", "Qwen3VLProcessor", {**text, **experts, **rope}, tower)
 
 
 def glm4v() -> tuple[Any, Any]:
@@ -62,8 +63,12 @@ def glm4v() -> tuple[Any, Any]:
     tokenizer = _tokenizer("<|begin_of_image|><|image|><|end_of_image|>", *GLM_MARKS.values())
     images = Glm4vImageProcessorPil(patch_size=8, merge_size=2, size={"shortest_edge": 256, "longest_edge": 4096})
     config = Glm4vConfig(
-        text_config=_text(tokenizer, rope_parameters={**ROPE, "partial_rotary_factor": 1.0}),
-        vision_config={**QWEN_TOWER, "image_size": 64},
+        text_config=_text(
+            tokenizer,
+            attention_bias=True,  # which vLLM reads, and published files have
+            rope_parameters={**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+        ),
+        vision_config=_qwen_tower(image_size=64),
         **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in GLM_MARKS.items()},
         tie_word_embeddings=False,
     )
@@ -115,4 +120,24 @@ def llava_next() -> tuple[Any, Any]:
         patch_size=8,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
+    )
+
+
+def mistral3() -> tuple[Any, Any]:
+    """A Mistral 3.1 with Pixtral's tower, whose processor needs torchvision: images keep their shape, and lines of them
+    end with a token."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PixtralProcessor
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    tokenizer = _tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    images = PixtralImageProcessorPil(size={"longest_edge": 48}, patch_size={"height": 8, "width": 8})
+    config = Mistral3Config(
+        text_config={"model_type": "mistral", **_text(tokenizer, head_dim=8, sliding_window=None)},
+        vision_config={"model_type": "pixtral", **TOWER, "image_size": 64},
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+    )
+    return Mistral3ForConditionalGeneration(config), PixtralProcessor(
+        images, tokenizer, chat_template=tokenizer.chat_template, patch_size=8, spatial_merge_size=2
     )

@@ -154,8 +154,8 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 """Settings of the tiny model of each type that is examined; vLLM reads some that transformers has no more, but that
 are in files of the type."""
-BFLOAT16 = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-"""Types that vLLM computes on a CPU in bfloat16 alone."""
+BFLOAT16 = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe_text"}
+"""Types, with images and without, that vLLM computes on a CPU in bfloat16 alone."""
 NEEDS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "torchvision")
 """Packages without which vLLM does not import its model of a type."""
 

@@ -9,6 +9,8 @@ import torch
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.adapters.weights.receiver_port import WeightsDifferError
 from tests.stale_matrices import STALE_WORKER
+from tests.vllm_image_sweep import available
+from tests.vllm_image_sweep import examine as examine_images
 from tests.vllm_sweep import TOLERANCES, TYPES, examine, gap, move, rows, sampled, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -31,6 +33,14 @@ def test_a_type_takes_weights_as_the_table_says(name: str) -> None:
     finding = examine(name)
     assert finding.exact, finding
     assert finding.row == rows()[name], "run scripts/vllm_table.py"
+
+
+@pytest.mark.wide
+@pytest.mark.usefixtures("vllm_host")
+@pytest.mark.parametrize("family", available())
+def test_a_family_sees_images_as_the_trainer_does(family: str) -> None:
+    finding = examine_images(family)
+    assert finding.exact, finding
 
 
 @pytest.mark.usefixtures("vllm_host")
