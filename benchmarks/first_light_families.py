@@ -75,7 +75,7 @@ async def _examined(kind: str, found: dict[str, Any]) -> None:
         channel = EngineWeights(engine, backend=cuda_ipc if GPU else shared_memory)
 
         async def compared(name: str) -> list[Any]:
-            made = await generated(engine, top_logprobs=LIKELIEST)
+            made: list[Any] = await generated(engine, top_logprobs=LIKELIEST)
             replies = [(prompt, reply.token_ids, reply.logprobs) for prompt, reply in made]
             found[name] = round(gap(trained, replies), 5)
             found[f"{name}, likely tokens"] = round(_likely_gap(trained, made), 5)
