@@ -94,6 +94,11 @@ def start(
         }
         arguments = AsyncEngineArgs(**{**settings, **chosen, **extra})
         model = arguments.create_model_config()
+        if cpu and arguments.enable_lora and model.is_moe:
+            raise ConfigurationError(
+                f"actor.lora.sync is adapter and the model is {arguments.model!r}, a mixture of experts, beside which "
+                "vLLM computes adapters on GPUs alone: leave --actor.lora.sync out."
+            )
         if longest is not None:
             held = min(model.max_model_len, max(longest, PROBE_TOKENS))  # so far as many as the model has positions
             model.max_model_len = arguments.max_model_len = held
@@ -136,6 +141,8 @@ def start(
         variables |= {} if threads is None else {"OMP_NUM_THREADS": str(max(1, threads // workers))}
         with _inherited(variables), printing_to_stderr():
             return AsyncLLM.from_engine_args(arguments)
+    except ConfigurationError:
+        raise
     except Exception as error:
         hint = (
             " If its log says that the model does not support LoRA, set --actor.lora.sync merged."
