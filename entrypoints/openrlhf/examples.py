@@ -168,6 +168,10 @@ def _finish_dpo(draft: Draft) -> None:
         draft.set("dpo.loss", [loss])
 
 
+SCORED_PAIRS = 512
+"""Pairs of the data itself whose scores a reward model is centred and scaled by, where none are held out."""
+
+
 def _finish_rm(draft: Draft) -> None:
     loss = draft.value("loss_type", "sigmoid")
     if loss == "logexp":
@@ -176,8 +180,13 @@ def _finish_rm(draft: Draft) -> None:
         given = draft.options["loss_type"]
         raise ConfigurationError(f"{loss} is none of sigmoid, logexp: change {given.flag}.")
     if draft.value("eval.dataset") is None:
+        data = draft.settings["data"]
+        draft.set("eval.dataset", data["dataset"])
+        draft.set("eval.split", data.get("split", "train"))
+        draft.set("eval.max_samples", SCORED_PAIRS)
         draft.changed.append(
-            "mean and standard deviation of scores are of --eval_dataset, in OpenRLHF else of the data"
+            "without --eval_dataset mean and standard deviation of scores, for --normalize_reward, are of "
+            f"{SCORED_PAIRS} pairs of the data, in OpenRLHF of a hundredth of them"
         )
 
 

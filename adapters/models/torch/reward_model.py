@@ -330,7 +330,8 @@ def _moments(config: Any, name_or_path: str, flag: str, *, wanted: bool) -> tupl
     if wanted and not usable:
         raise ConfigurationError(
             f"{flag} is set, but config.json of {name_or_path!r} has mean {pair[0]} and std {pair[1]}, not two numbers "
-            f"with a std above 0: leave {flag} out, or name a model that was saved with them."
+            f"with a std above 0: leave {flag} out, or name a model that has them, as train rm writes "
+            "with --eval.dataset."
         )
     if usable and not wanted:
         log.warning("mean and std of the reward model are not used", mean=pair[0], std=pair[1], to_use_them=flag)

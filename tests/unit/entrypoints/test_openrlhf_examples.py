@@ -222,6 +222,10 @@ def test_reward_models_learn_from_pairs() -> None:
         },
     )
     assert settings("train_rm", "--eval_dataset", "e.jsonl")["eval.split"] == "train"
+    without = settings("train_rm")
+    assert without["eval.dataset"] == without["data.dataset"]
+    assert without["eval.max_samples"] == 512
+    assert any("for --normalize_reward, are of 512 pairs" in note for note in translated("train_rm").notes)
     with pytest.raises(ConfigurationError, match="hinge is none of sigmoid, logexp"):
         translated("train_rm", "--model.loss_type", "hinge")
 
