@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from attrs import define
 
-from rollgrad.application.settings.offline import SUPERVISED_METRICS, OfflineRun
+from rollgrad.application.settings.offline import TOKEN_METRICS, OfflineRun
 from rollgrad.application.settings.rules.examples import example_errors, format_problems
 from rollgrad.application.settings.sections.examples import (
     ExampleAdamConfig,
@@ -88,7 +88,7 @@ class KDRun(OfflineRun):
 
     def evaluated(self) -> tuple[str, ...]:
         """Returns the metrics of `DistillationObjective`."""
-        return *SUPERVISED_METRICS, "divergence"
+        return *TOKEN_METRICS, "divergence"
 
 
 def kd_errors(run: KDRun) -> list[ConfigurationError]:

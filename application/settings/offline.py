@@ -20,8 +20,8 @@ from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.domain.settings import section
 
-SUPERVISED_METRICS = ("loss", "nll", "accuracy", "entropy", "bits_per_byte")
-"""Metrics of `SupervisedObjective`, with its loss."""
+TOKEN_METRICS = ("loss", "nll", "accuracy", "entropy")
+"""Metrics of `SupervisedObjective` that need no tokenizer, with its loss."""
 
 
 @define(kw_only=True)
@@ -40,7 +40,7 @@ class OfflineRun:
     def evaluated(self) -> tuple[str, ...]:
         """Returns the names of all metrics that an evaluation may have, without `eval/`: those of supervised
         fine-tuning, which other trainers replace."""
-        return SUPERVISED_METRICS
+        return *TOKEN_METRICS, "bits_per_byte"
 
 
 @define(kw_only=True)
