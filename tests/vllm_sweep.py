@@ -87,6 +87,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "gptj": {},
+    "falcon": {"num_kv_heads": 4, "ffn_hidden_size": 512},
     "opt": {},
     "persimmon": {},
     "helium": {},
@@ -238,6 +239,8 @@ async def started(
         tokenizer = make_tiny_tokenizer()
         assert len(tokenizer) == VOCABULARY
         sizes = {"vocab_size": VOCABULARY, **SIZES, **TYPES[name]}
+        if name == "falcon":
+            del sizes["head_dim"]  # which it computes
         path = str(saved(tiny_model(name, **sizes), tokenizer, Path(folder)))
         model = load_causal_lm(path, dtype=dtype, device=device, flag=FLAG)
         policy = TorchPolicy(model, tokenizer, OptimizerSettings(lr=0.0))
