@@ -121,5 +121,7 @@ install()
 def __getattr__(name: str) -> Any:
     """Loads public names on first use, so that `import rollgrad` costs nothing."""
     if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
+        found = getattr(import_module(_PUBLIC[name]), name)
+        import_module("rollgrad.entrypoints.cli.logs").log_by_default()
+        return found
     raise AttributeError(f"module 'rollgrad' has no attribute {name!r}")

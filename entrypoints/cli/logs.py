@@ -1,4 +1,4 @@
-"""Log of the commands."""
+"""Log of the commands, and of programs that use rollgrad as a library."""
 
 import logging
 import sys
@@ -25,3 +25,13 @@ def configure_logging() -> None:
         # looked up anew: while a progress bar is shown, it stands for stderr, and prints lines above itself
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
+
+
+def log_by_default() -> None:
+    """Does as `configure_logging` in a program that has not configured structlog, whose own default is standard output,
+    and tracebacks with the values of all variables, among which secrets may be. What the program configures later
+    holds."""
+    import structlog
+
+    if not structlog.is_configured():
+        configure_logging()
