@@ -144,6 +144,7 @@ def _plain_tracebacks() -> None:
     """Tracebacks in the log without the values of all variables, which take a quarter of a second each to write."""
     import structlog
 
+    structlog.reset_defaults()  # modules of tests may have used a public name, which configures a log
     structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
 
 
