@@ -124,6 +124,13 @@ def trl(arguments: Sequence[str]) -> int:
     return _translate(arguments, USAGE, translate_command)
 
 
+def verl(arguments: Sequence[str]) -> int:
+    """`rollgrad verl`."""
+    from rollgrad.entrypoints.verl.command import USAGE, translate_command
+
+    return _translate(arguments, USAGE, translate_command)
+
+
 def _translate(
     arguments: Sequence[str],
     usage: str,
@@ -234,6 +241,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "export": (export_rollouts, "write a run's rollouts as rows for train sft, train dpo and train rm"),
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
     "trl": (trl, "translate a command of TRL, and run it"),
+    "verl": (verl, "translate a command line of verl, and run it"),
     "chat": (talk, "talk to a model in the terminal, with its tools"),
     "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),
     "serve reward": (serve_reward, "serve a reward model over HTTP"),

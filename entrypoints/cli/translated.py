@@ -1,4 +1,4 @@
-"""`rollgrad openrlhf` and `rollgrad trl`: what is shown of a command that was translated."""
+"""`rollgrad openrlhf`, `rollgrad trl` and `rollgrad verl`: what is shown of a command that was translated."""
 
 import shlex
 import sys

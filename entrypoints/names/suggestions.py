@@ -14,7 +14,6 @@ from typing import Any
 from rollgrad.entrypoints.names.names_of_verl import ROOTS, verl_answer
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES, openrlhf_name
 
-_VERL = "write verl's overrides behind rollgrad train rl, which answers each with what to write in its place."
 _REINFORCE = "rollgrad train rl trains by reinforcement learning"
 
 OTHER_COMMANDS: Mapping[str, str] = {
@@ -40,7 +39,6 @@ OTHER_COMMANDS: Mapping[str, str] = {
     "vllm_serve": "start an engine with `vllm serve`, and name it with --rollout.engine server --rollout.server_urls.",
     **dict.fromkeys(("evaluate", "test"), "write rollgrad eval."),
     **dict.fromkeys(("env", "check", "info"), "write rollgrad doctor."),
-    "verl": _VERL,
     "help": "write rollgrad --help.",
     "version": "write rollgrad --version.",
 }
@@ -49,7 +47,7 @@ OTHER_COMMANDS: Mapping[str, str] = {
 LAUNCHED: Mapping[str, str] = {
     "openrlhf": "write rollgrad openrlhf before it, which translates it.",
     "trl": "write rollgrad trl before it, which translates it.",
-    "verl": _VERL,
+    "verl": "write rollgrad verl before it, which translates it.",
 }
 """Advice on a line that starts a program of another tool, by its package."""
 

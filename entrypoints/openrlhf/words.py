@@ -1,13 +1,12 @@
 """Finds the program that an OpenRLHF command starts."""
 
 import re
-import shlex
 from collections.abc import Sequence
 
 from attrs import frozen
 
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.translation.words import launcher_number
+from rollgrad.entrypoints.translation.words import launcher_number, shell_words
 
 TRAINER = "train_ppo_ray"
 SERVER = "serve_rm"
@@ -44,12 +43,7 @@ def read_command(argv: Sequence[str]) -> Command:
     Raises:
         ConfigurationError: the command cannot be translated.
     """
-    words = list(argv)
-    if len(words) == 1 and len(words[0].split()) > 1:
-        try:
-            words = shlex.split(words[0].replace("\\\n", " "), comments=True)
-        except ValueError as error:
-            raise ConfigurationError(f"The command cannot be split into words ({error}): check its quotes.") from error
+    words = shell_words(argv)
     for index, word in enumerate(words):
         match = MODULE.match(word)
         if match is None:

@@ -1,5 +1,6 @@
 """Parses the command line of another tool's program: its flags and their values."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,21 @@ class Given:
 
     def __str__(self) -> str:
         return self.flag if self.implied else " ".join((self.flag, *self.values))
+
+
+def shell_words(argv: Sequence[str]) -> list[str]:
+    """Returns the words of a command; a single word with spaces is a whole command, and is split as by a shell.
+
+    Raises:
+        ConfigurationError: it cannot be split.
+    """
+    words = list(argv)
+    if len(words) != 1 or len(words[0].split()) < 2:
+        return words
+    try:
+        return shlex.split(words[0].replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigurationError(f"The command cannot be split into words ({error}): check its quotes.") from error
 
 
 def parse(argv: Sequence[str]) -> list[Given]:

@@ -65,6 +65,7 @@ FOREIGN = {
     *("query-gpu", "format"),  # nvidia-smi
     *("variant", "include"),  # debootstrap
     *("shots", "seconds", "lora-rank", "smoke", "only", "rows", "longest", "pairs"),  # the benchmarks, by tyro
+    *("config-path", "config-dir", "config-name"),  # Hydra
     *("ink", "soft", "line", "ground", "card"),  # names of colours in a style sheet
 }
 """Flags of other tools, and of the benchmarks."""

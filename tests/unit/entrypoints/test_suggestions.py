@@ -254,11 +254,10 @@ def test_openrlhf_s_own_suggestions_stay(capsys: pytest.CaptureFixture[str]) -> 
     [
         (
             ["python3", "-m", "verl.trainer.main_ppo", "data.train_batch_size=8"],
-            "verl's overrides behind rollgrad train rl",
+            "rollgrad verl before it",
         ),
         (["accelerate", "launch", "trl/scripts/grpo.py"], "rollgrad trl before it"),
         (["deepspeed", "--module", "openrlhf.cli.train_sft"], "rollgrad openrlhf before it"),
-        (["verl"], "verl's overrides behind rollgrad train rl"),
     ],
 )
 def test_a_line_that_starts_another_tool_is_told_what_reads_it(words: list[str], advice: str) -> None:

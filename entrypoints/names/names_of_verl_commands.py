@@ -1,0 +1,355 @@
+"""The settings of verl's programs that `rollgrad verl` translates: those of `names_of_verl`, and of these the kinds and
+verl's defaults where several are translated together.
+"""
+
+from collections.abc import Mapping
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+import attrs
+
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.entrypoints.names.flags import Flag, Kind, Program
+from rollgrad.entrypoints.names.name_answers import CHECKPOINTS, LOADER, NO_REMOTE_CODE, alike
+from rollgrad.entrypoints.names.names_of_verl import PACKED, VERL
+
+SWITCH, INTEGER, NUMBER, TEXT, WORDS = Kind.SWITCH, Kind.INTEGER, Kind.NUMBER, Kind.TEXT, Kind.WORDS
+
+ACTOR, MODEL, ROLLOUT, REF = (f"actor_rollout_ref.{section}" for section in ("actor", "model", "rollout", "ref"))
+"""Sections of verl's trainer by reinforcement learning."""
+
+IS, RS = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs"
+"""Settings of verl's off-policy correction: weights, and masks."""
+
+SAYS_ALWAYS = ("True", "true")
+
+DONE: frozenset[str] = frozenset(
+    {
+        *(f"{MODEL}.use_remove_padding", "critic.model.use_remove_padding", f"{ACTOR}.use_remove_padding"),
+        *("data.filter_overlong_prompts", "data.return_raw_chat", "data.shuffle", "data.return_multi_modal_inputs"),
+        *(f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.enable_prefix_caching", f"{ROLLOUT}.calculate_log_probs"),
+        *("actor_rollout_ref.hybrid_engine", "trainer.balance_batch", f"{ROLLOUT}.do_sample", "critic.enable"),
+        *("reward_model.model.use_remove_padding", f"{ACTOR}.use_prefix_grouper"),
+        *("use_remove_padding", "model.use_remove_padding"),
+        *(f"{section}.use_dynamic_bsz" for section in (ACTOR, "critic")),
+        *(f"{section}.log_prob_use_dynamic_bsz" for section in (ROLLOUT, REF)),
+    }
+)
+"""Switches that every run has on, whatever is set."""
+
+IDLE: Mapping[str, tuple[str, ...]] = {
+    f"{ACTOR}.fsdp_config.fsdp_size": ("-1",),
+    f"{REF}.fsdp_config.fsdp_size": ("-1",),
+    f"{ROLLOUT}.mode": ("async", "sync"),
+    f"{ROLLOUT}.over_sample_rate": ("0", "0.0"),
+    f"{ACTOR}.router_replay.mode": ("disabled",),
+    f"{ACTOR}.optim.total_training_steps": ("-1",),
+    f"{ACTOR}.optim.lr_warmup_steps": ("-1", "0"),
+    "critic.optim.lr_warmup_steps": ("-1", "0"),
+    f"{MODEL}.lora_rank": ("0",),
+    f"{ROLLOUT}.top_k": ("-1",),
+    f"{ROLLOUT}.val_kwargs.top_k": ("-1", "0"),
+    f"{ROLLOUT}.val_kwargs.top_p": ("1", "1.0"),
+    "trainer.device": ("cuda",),
+    "trainer.critic_warmup": ("0",),
+    "data.dataloader_num_workers": ("0",),
+    "data.filter_overlong_prompts_workers": ("1",),
+    "reward_model.reward_manager": ("naive", "dapo", "prime", "batch"),
+    "reward.reward_manager.name": ("naive", "dapo", "prime", "batch"),
+    "reward.reward_manager.source": ("register",),
+}
+"""Values that ask for nothing."""
+
+OLDER: Mapping[str, str] = {
+    **alike(f"{ACTOR}.use_rmpad {MODEL}.use_rmpad critic.model.use_rmpad reward_model.model.use_rmpad", PACKED),
+    f"{ACTOR}.use_token_level_loss": "the aggregation is that of actor_rollout_ref.actor.loss_agg_mode.",
+    **alike(
+        f"data.image_patch_size data.audio_key data.mm_processor_kwargs data.val_only {MODEL}.use_shm data.use_shm",
+        LOADER,
+    ),
+    **alike(f"{ACTOR}.checkpoint.contents trainer.del_local_ckpt_after_load trainer.esi_redundant_time", CHECKPOINTS),
+    "trainer.v1": "rollouts and updates overlap with --train.async_enable.",
+    "trainer.use_v1": "there is one trainer.",
+    "skip": "rollouts are kept in trajectories/ of the run: see rollgrad replay.",
+    "critic.kl_ctrl": "KL's weight is that of algorithm.kl_ctrl.",
+    "critic.optim": "the critic's optimizer is set by --critic.adam.lr and its neighbours.",
+    "critic.loss_agg_mode": "the critic's loss is the mean over tokens.",
+    **alike("critic.shuffle critic.rollout_n critic.loss_scale_factor", LOADER),
+    **alike(
+        "critic.forward_max_token_len_per_gpu critic.forward_micro_batch_size_per_gpu",
+        "values are computed as log-probs are: see --train.max_tokens_per_scoring_pass.",
+    ),
+    "critic.ppo_max_token_len_per_gpu": "the critic's passes are as large as the actor's.",
+    f"{ACTOR}.calculate_sum_pi_squared": "it is no metric here.",
+    f"{ACTOR}.rollout_n": "it is that of actor_rollout_ref.rollout.n.",
+    f"{ROLLOUT}.logprobs_mode": "log-probs are those of the distribution that is sampled from.",
+    f"{ROLLOUT}.prometheus": "metrics are in metrics.jsonl: see rollgrad ui.",
+    f"{ROLLOUT}.disaggregation": "an engine computes prompts and replies.",
+    f"{ROLLOUT}.moe_load_balance_metrics_interval": "the balance of experts is a metric of every update.",
+    f"{ROLLOUT}.limit_images": "--data.max_images_per_prompt bounds the images of a prompt.",
+    f"{ROLLOUT}.use_fire_sampling": "replies are sampled with one temperature.",
+    "critic.model": NO_REMOTE_CODE,
+    **alike(
+        f"{ACTOR}.fsdp_config {REF}.fsdp_config critic.fsdp critic.model.fsdp_config reward_model.model.fsdp_config",
+        "FSDP2 divides each layer over all processes.",
+    ),
+    "reward_model.model.use_remove_padding": PACKED,
+    "hydra": "the run's files are in --ckpt.output_dir.",
+}
+"""Names that `names_of_verl` has not: of earlier releases, and those that are seldom set."""
+
+COLLECTED = ("data.apply_chat_template_kwargs", f"{ROLLOUT}.engine_kwargs.vllm")
+"""Sections whose names are another library's or a template's."""
+
+OFFLOADS = tuple(
+    f"{section}.{key}"
+    for section in (
+        *(f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron", "critic.fsdp", "critic.model.fsdp_config", "critic.megatron"),
+    )
+    for key in ("param_offload", "optimizer_offload", "grad_offload")
+)
+"""Switches that move what trains to the CPU's memory while engines sample."""
+
+AS_ACTOR: Mapping[str, str] = {
+    "critic.model.enable_gradient_checkpointing": f"{MODEL}.enable_gradient_checkpointing",
+    "critic.model.enable_activation_offload": f"{MODEL}.enable_activation_offload",
+    "critic.strategy": f"{ACTOR}.strategy",
+    "critic.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
+    f"{REF}.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
+}
+"""Settings of other models that are the actor's here, and the actor's."""
+
+_KL_CONTROL = "algorithm.kl_ctrl"
+_OVERLONG = (
+    *("reward_model.overlong_buffer", "custom_reward_function.overlong_buffer"),
+    *("reward_model.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.overlong_buffer_cfg"),
+    "reward.reward_manager.reward_kwargs.overlong_buffer_cfg",
+)
+
+TOGETHER: Mapping[str, Flag] = {
+    # The algorithm
+    "algorithm.adv_estimator": Flag(TEXT, default="gae"),
+    "algorithm.norm_adv_by_std_in_grpo": Flag(SWITCH, default=True),
+    "algorithm.gamma": Flag(NUMBER, default=1.0),
+    "algorithm.lam": Flag(NUMBER, default=1.0),
+    "algorithm.use_kl_in_reward": Flag(SWITCH),
+    "algorithm.kl_penalty": Flag(TEXT, default="kl"),
+    f"{_KL_CONTROL}.kl_coef": Flag(NUMBER, default=0.001),
+    f"{_KL_CONTROL}.type": Flag(TEXT, default="fixed"),
+    f"{_KL_CONTROL}.horizon": Flag(NUMBER, default=10000.0),
+    f"{_KL_CONTROL}.target_kl": Flag(NUMBER, default=0.1),
+    f"{ACTOR}.use_kl_loss": Flag(SWITCH),
+    f"{ACTOR}.kl_loss_coef": Flag(NUMBER, default=0.001),
+    f"{ACTOR}.kl_loss_type": Flag(TEXT, default="low_var_kl"),
+    "algorithm.filter_groups.enable": Flag(SWITCH),
+    "algorithm.filter_groups.metric": Flag(TEXT),
+    "algorithm.filter_groups.max_num_gen_batches": Flag(INTEGER, default=0),
+    IS: Flag(TEXT),
+    f"{IS}_threshold": Flag(TEXT, default="2.0"),
+    RS: Flag(TEXT),
+    f"{RS}_threshold": Flag(TEXT),
+    "algorithm.rollout_correction.bypass_mode": Flag(SWITCH),
+    f"{ACTOR}.policy_loss.loss_mode": Flag(TEXT, default="vanilla"),
+    f"{ACTOR}.clip_ratio": Flag(NUMBER, default=0.2),
+    f"{ACTOR}.clip_ratio_low": Flag(NUMBER),
+    f"{ACTOR}.clip_ratio_high": Flag(NUMBER),
+    f"{ACTOR}.clip_ratio_c": Flag(NUMBER, default=3.0),
+    f"{ACTOR}.tau_pos": Flag(NUMBER, default=1.0),
+    f"{ACTOR}.tau_neg": Flag(NUMBER, default=1.05),
+    f"{ACTOR}.policy_loss.clip_cov_ratio": Flag(NUMBER, default=0.0002),
+    f"{ACTOR}.policy_loss.clip_cov_lb": Flag(NUMBER, default=1.0),
+    f"{ACTOR}.policy_loss.clip_cov_ub": Flag(NUMBER, default=5.0),
+    f"{ACTOR}.policy_loss.kl_cov_ratio": Flag(NUMBER, default=0.0002),
+    f"{ACTOR}.policy_loss.ppo_kl_coef": Flag(NUMBER, default=0.1),
+    f"{ACTOR}.policy_loss.dro_beta": Flag(NUMBER),
+    f"{ACTOR}.loss_agg_mode": Flag(TEXT, default="token-mean"),
+    f"{ACTOR}.loss_scale_factor": Flag(NUMBER),
+    f"{ACTOR}.router_replay.mode": Flag(TEXT),
+    "algorithm.gigpo.step_advantage_w": Flag(NUMBER),
+    # Optimizers
+    f"{ACTOR}.optim.weight_decay": Flag(NUMBER, "actor.adam.weight_decay", default=0.01),
+    f"{ACTOR}.optim.betas": Flag(Kind.PAIR, "actor.adam.betas", default=[0.9, 0.999]),
+    f"{ACTOR}.optim.optimizer": Flag(TEXT, default="AdamW"),
+    f"{ACTOR}.grad_clip": Flag(NUMBER, "actor.max_norm"),
+    "critic.optim.lr": Flag(NUMBER),
+    "critic.optim.weight_decay": Flag(NUMBER, default=0.01),
+    "critic.optim.betas": Flag(Kind.PAIR, default=[0.9, 0.999]),
+    "critic.grad_clip": Flag(NUMBER),
+    "critic.cliprange_value": Flag(NUMBER),
+    "critic.model.path": Flag(TEXT),
+    "trainer.critic_warmup": Flag(INTEGER, idle=("0",), default=0),
+    **{
+        f"{section}.optim.{key}": flag
+        for section in (ACTOR, "critic")
+        for key, flag in {
+            "lr_scheduler_type": Flag(TEXT),
+            "warmup_style": Flag(TEXT),
+            "min_lr_ratio": Flag(NUMBER, default=0.0),
+            "lr_warmup_steps_ratio": Flag(NUMBER, default=0.0),
+            "lr_warmup_steps": Flag(INTEGER),
+        }.items()
+    },
+    f"{ACTOR}.optim.total_training_steps": Flag(
+        INTEGER, reason="trainer.total_training_steps says how long the run is", idle=("-1",)
+    ),
+    # The model
+    f"{MODEL}.enable_gradient_checkpointing": Flag(SWITCH, "actor.gradient_checkpointing", default=True),
+    f"{MODEL}.lora_rank": Flag(INTEGER),
+    f"{MODEL}.lora.rank": Flag(INTEGER),
+    f"{MODEL}.lora_alpha": Flag(INTEGER),
+    f"{MODEL}.lora.alpha": Flag(INTEGER),
+    f"{MODEL}.lora.dropout": Flag(NUMBER),
+    f"{MODEL}.target_modules": Flag(WORDS),
+    f"{MODEL}.lora.target_modules": Flag(WORDS),
+    **{
+        name: Flag(SWITCH, reason="it compiles verl's entropy of logits, which is computed in chunks here")
+        for name in (f"{ACTOR}.use_torch_compile", f"{ACTOR}.fsdp_config.use_torch_compile")
+    },
+    f"{ROLLOUT}.dtype": Flag(TEXT, reason="engines compute in the actor's format", idle=("bfloat16",)),
+    **{
+        name: Flag(WORDS, reason="it is as the actor's", idle=("-1", "1", *SAYS_ALWAYS))
+        for name in (
+            *AS_ACTOR,
+            *("trainer.max_critic_ckpt_to_keep", "reward_model.n_gpus_per_node"),
+            *("reward.reward_model.n_gpus_per_node", "critic.checkpoint.async_save"),
+        )
+    },
+    # Batches and lengths
+    "data.train_batch_size": Flag(INTEGER, "rollout.batch_size", default=1024),
+    "data.gen_batch_size": Flag(INTEGER),
+    f"{ROLLOUT}.n": Flag(INTEGER, "rollout.n_samples_per_prompt", default=1),
+    f"{ACTOR}.ppo_mini_batch_size": Flag(INTEGER, default=256),
+    f"{ACTOR}.ppo_micro_batch_size": Flag(INTEGER),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": Flag(INTEGER),
+    f"{ACTOR}.use_dynamic_bsz": Flag(SWITCH),
+    f"{ACTOR}.ppo_max_token_len_per_gpu": Flag(INTEGER, default=16384),
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": Flag(INTEGER),
+    f"{REF}.log_prob_max_token_len_per_gpu": Flag(INTEGER),
+    "data.max_prompt_length": Flag(INTEGER, "data.max_prompt_tokens", default=512),
+    "data.max_response_length": Flag(INTEGER, "rollout.max_new_tokens", default=512),
+    f"{ROLLOUT}.top_k": Flag(INTEGER),
+    "trainer.total_epochs": Flag(INTEGER, default=30),
+    "trainer.total_training_steps": Flag(INTEGER),
+    # The data
+    "data.train_files": Flag(WORDS),
+    "data.val_files": Flag(WORDS),
+    "data.prompt_key": Flag(TEXT, "data.input_key", default="prompt"),
+    "data.image_key": Flag(TEXT, "data.image_key"),
+    "data.train_max_samples": Flag(INTEGER),
+    "data.val_max_samples": Flag(INTEGER),
+    "data.filter_overlong_prompts": Flag(SWITCH),
+    "data.truncation": Flag(TEXT, default="error"),
+    # Rewards
+    "custom_reward_function.path": Flag(TEXT),
+    "custom_reward_function.name": Flag(TEXT, default="compute_score"),
+    "reward_model.enable": Flag(SWITCH),
+    "reward_model.model.path": Flag(TEXT),
+    "reward_model.model.fsdp_config.param_offload": Flag(SWITCH),
+    **{f"{_OVERLONG[0]}.{key}": flag for key, flag in {"enable": Flag(SWITCH), "len": Flag(INTEGER)}.items()},
+    f"{_OVERLONG[0]}.penalty_factor": Flag(NUMBER, default=1.0),
+    f"{_OVERLONG[0]}.log": Flag(SWITCH, reason="the penalty is a metric of every rollout", idle=SAYS_ALWAYS),
+    # Evaluation
+    f"{ROLLOUT}.val_kwargs.temperature": Flag(NUMBER, default=0.0),
+    f"{ROLLOUT}.val_kwargs.n": Flag(INTEGER, default=1),
+    f"{ROLLOUT}.val_kwargs.do_sample": Flag(SWITCH, default=False),
+    "trainer.test_freq": Flag(INTEGER, default=-1),
+    "trainer.val_before_train": Flag(SWITCH, default=True),
+    # Agents
+    f"{ROLLOUT}.multi_turn.enable": Flag(SWITCH),
+    f"{ROLLOUT}.multi_turn.tool_config_path": Flag(TEXT),
+    f"{ROLLOUT}.multi_turn.function_tool_path": Flag(TEXT),
+    f"{ROLLOUT}.multi_turn.interaction_config_path": Flag(TEXT),
+    f"{ROLLOUT}.multi_turn.max_assistant_turns": Flag(INTEGER),
+    f"{ROLLOUT}.multi_turn.max_user_turns": Flag(INTEGER),
+    # Processes and engines
+    "trainer.nnodes": Flag(INTEGER, default=1),
+    "trainer.n_gpus_per_node": Flag(INTEGER, default=8),
+    "model_engine": Flag(TEXT),
+    "actor_rollout_ref.nccl_timeout": Flag(NUMBER),
+    "trainer.ray_wait_register_center_timeout": Flag(
+        NUMBER, reason="processes are waited for as long as cluster.timeout says"
+    ),
+    f"{ACTOR}.strategy": Flag(TEXT),
+    **{name: Flag(SWITCH) for name in OFFLOADS},
+    f"{ACTOR}.fsdp_config.offload_policy": Flag(SWITCH),
+    f"{REF}.fsdp_config.param_offload": Flag(SWITCH),
+    f"{REF}.megatron.param_offload": Flag(SWITCH),
+    f"{ACTOR}.ulysses_sequence_parallel_size": Flag(INTEGER, default=1),
+    f"{ACTOR}.megatron.tensor_model_parallel_size": Flag(INTEGER, default=1),
+    f"{ACTOR}.megatron.expert_model_parallel_size": Flag(INTEGER, default=1),
+    f"{ROLLOUT}.name": Flag(TEXT, default="vllm"),
+    f"{ROLLOUT}.gpu_memory_utilization": Flag(NUMBER, default=0.5),
+    f"{ROLLOUT}.tensor_model_parallel_size": Flag(INTEGER, default=2),
+    f"{ROLLOUT}.pipeline_model_parallel_size": Flag(INTEGER, default=1),
+    f"{ROLLOUT}.max_num_batched_tokens": Flag(INTEGER),
+    f"{ROLLOUT}.enforce_eager": Flag(SWITCH),
+    f"{ROLLOUT}.enable_chunked_prefill": Flag(SWITCH),
+    **{name: Flag(WORDS) for name in COLLECTED},
+    # The run's files
+    "trainer.default_local_dir": Flag(TEXT),
+    "trainer.save_freq": Flag(INTEGER, default=-1),
+    "trainer.max_actor_ckpt_to_keep": Flag(INTEGER),
+    "trainer.resume_mode": Flag(TEXT, default="auto"),
+    "trainer.resume_from_path": Flag(TEXT),
+    "trainer.logger": Flag(WORDS),
+    "trainer.project_name": Flag(TEXT, default="verl_examples"),
+    "trainer.experiment_name": Flag(TEXT, default="gsm8k"),
+}
+"""Settings that are translated together with others, or have other defaults in verl."""
+
+SAME: Mapping[str, str] = {
+    **{
+        f"{other}.{key}": f"{_OVERLONG[0]}.{key}"
+        for other in _OVERLONG[1:]
+        for key in ("enable", "len", "penalty_factor", "log")
+    },
+    **{f"reward.{name}": name for name in TOGETHER if name.startswith("custom_reward_function.")},
+    "reward.reward_model.enable": "reward_model.enable",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    f"{ROLLOUT}.multi_turn.max_turns": f"{ROLLOUT}.multi_turn.max_assistant_turns",
+    "data.tool_config_path": f"{ROLLOUT}.multi_turn.tool_config_path",
+    "data.function_tool_path": f"{ROLLOUT}.multi_turn.function_tool_path",
+    f"{ACTOR}.optim.clip_grad": f"{ACTOR}.grad_clip",
+    f"{ACTOR}.fsdp_config.strategy": f"{ACTOR}.strategy",
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
+    f"{ACTOR}.megatron.context_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
+    "algorithm.rollout_is": IS,
+    "algorithm.rollout_is_threshold": f"{IS}_threshold",
+    f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
+    f"{ROLLOUT}.response_length": "data.max_response_length",
+}
+"""Other names of settings: of other releases, and of the same thing in another section."""
+
+_UNITS = {bool: SWITCH, int: INTEGER, float: NUMBER}
+
+
+def kind_of(setting: str, run: type[Any] = RLConfig) -> Kind:
+    """Returns the kind of one of our settings.
+
+    >>> kind_of("rollout.batch_size"), kind_of("eval.max_samples"), kind_of("actor.lora.target_modules")
+    (<Kind.INTEGER: 2>, <Kind.INTEGER: 2>, <Kind.WORDS: 5>)
+    """
+    kind: Any = run
+    for name in setting.split("."):
+        kind = attrs.fields_dict(kind)[name].type
+    parts = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if any(get_origin(part) is tuple for part in parts):
+        return WORDS if any(str in get_args(part) for part in parts) else Kind.PAIR
+    return next((unit for part, unit in _UNITS.items() if part in parts), TEXT)
+
+
+def _flag(name: str, answer: str) -> Flag:
+    idle = (*IDLE.get(name, ()), *(SAYS_ALWAYS if name in DONE else ()))
+    if " " in answer:
+        return Flag(WORDS, reason=answer.rstrip("."), idle=idle)
+    return Flag(kind_of(answer), answer, idle=idle)
+
+
+_FLAGS = {**{name: _flag(name, answer) for name, answer in {**VERL, **OLDER}.items()}, **TOGETHER}
+
+PPO = Program(
+    name="verl.trainer.main_ppo",
+    flags={name: flag for name, flag in _FLAGS.items() if name not in SAME},
+    names={**{name: (name,) for name in _FLAGS}, **{name: (same,) for name, same in SAME.items()}},
+)
+"""verl's trainer by reinforcement learning, and the recipe DAPO's."""

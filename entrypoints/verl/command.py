@@ -1,0 +1,57 @@
+"""Translates command lines of verl to rollgrad's settings.
+
+Settings with a counterpart of the same meaning, and those without one, are in `names.names_of_verl` and
+`names.names_of_verl_commands`; those that depend on each other are translated by `algorithm`, `run` and `cluster`, of
+supervised fine-tuning by `sft`. verl's defaults are applied, because they differ from ours. Importable without torch.
+"""
+
+from collections.abc import Sequence
+
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.entrypoints.config_io import structure_run
+from rollgrad.entrypoints.names.names_of_verl_commands import ACTOR, AS_ACTOR, PPO
+from rollgrad.entrypoints.translation.draft import TranslatedRun
+from rollgrad.entrypoints.verl.algorithm import translate_algorithm
+from rollgrad.entrypoints.verl.cluster import translate_cluster
+from rollgrad.entrypoints.verl.draft import RLDraft
+from rollgrad.entrypoints.verl.run import translate_run
+from rollgrad.entrypoints.verl.words import Command, known, read_command, read_overrides
+
+USAGE = """usage: rollgrad verl [--run] COMMAND...
+
+Translates a command of verl (python3 -m verl.trainer.main_ppo key=value ..., the recipe DAPO's, and
+verl.trainer.sft_trainer or fsdp_sft_trainer, with ray job submit or torchrun in front of them or not) to settings of
+rollgrad train rl or sft, and prints those that differ from the defaults as YAML. What has no counterpart, or not the
+same one, is listed on stderr. A file of --config-path and --config-name is read as verl does.
+
+  --run   train instead of printing
+"""
+
+
+def translate_command(argv: Sequence[str]) -> TranslatedRun:
+    """Returns the run of a command of verl, with notes.
+
+    Raises:
+        ConfigurationError: it cannot be translated.
+    """
+    command = read_command(argv)
+    return _translate_rl(command)
+
+
+def _translate_rl(command: Command) -> TranslatedRun:
+    overrides = read_overrides(command.words)
+    lost = [f"{word}: set it in front of rollgrad" for word in command.environment]
+    lost += overrides.told
+    program, options = known(PPO, overrides.given, lost)
+    draft = RLDraft(program=program, options=options, lost=lost, submitted=command.submitted)
+    engines = (draft.value("model_engine"), draft.value(f"{ACTOR}.strategy"), overrides.file)
+    draft.megatron = any("megatron" in str(engine) for engine in engines)
+    for name, same in AS_ACTOR.items():
+        if name in options and same in options and options[name].values == options[same].values:
+            del options[name]
+    for name in dict.fromkeys((*draft.options, *program.flags)):
+        draft.follow(name)
+    translate_algorithm(draft)
+    translate_run(draft)
+    translate_cluster(draft)
+    return TranslatedRun("train rl", structure_run(RLConfig, draft.settings), draft.notes)

@@ -1,0 +1,113 @@
+"""The draft of a translated command of verl."""
+
+from typing import Any
+
+from attrs import Factory, define
+
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS, EstimatorTraits, canonical_estimator
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.names.names_of_verl_commands import ACTOR, OFFLOADS, REF, SAYS_ALWAYS
+from rollgrad.entrypoints.translation.draft import Draft
+from rollgrad.entrypoints.verl.words import Override
+
+IDLE = ("False", "false", "null")
+"""Values that ask for nothing, whatever the setting."""
+
+
+@define(kw_only=True)
+class VerlDraft(Draft):
+    """A translation in progress."""
+
+    options: dict[str, Override] = Factory(dict)  # type: ignore[assignment] # what is given here are overrides
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Returns the value of a setting, as `Draft.value` does; None where the command takes it away."""
+        given = self.options.get(name)
+        return None if given is not None and given.unset else super().value(name, default)
+
+    def follow(self, name: str) -> None:
+        """Does as `Draft.follow`, for a setting that is not taken away."""
+        if name not in self.options or not self.options[name].unset:
+            super().follow(name)
+
+    def asks(self, name: str) -> bool:
+        """Returns whether a setting was given with a value that turns something on."""
+        given = self.options.get(name)
+        if given is None or given.unset:
+            return False
+        if given.values in [(idle,) for idle in IDLE]:
+            return SAYS_ALWAYS[0] in self.program.flags[name].idle  # which is on here, whatever is asked
+        return super().asks(name)
+
+    def positive(self, name: str) -> int:
+        """Returns a number that others are divided by or multiplied with.
+
+        Raises:
+            ConfigurationError: it is below 1.
+        """
+        value = self.value(name)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"{name} is {value}, but it must be at least 1: change it.")
+        return value
+
+
+@define(kw_only=True)
+class RLDraft(VerlDraft):
+    """A translation in progress of verl's trainer by reinforcement learning."""
+
+    submitted: bool = False
+    """Whether the command goes to a Ray cluster that runs already."""
+    megatron: bool = False
+    """Whether Megatron divides the models."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the run."""
+        return self.positive("trainer.nnodes") * self.positive("trainer.n_gpus_per_node")
+
+    @property
+    def estimator(self) -> str:
+        """The advantage estimator, by our name."""
+        name = canonical_estimator(str(self.value("algorithm.adv_estimator")))
+        return "dr_grpo" if name == "group_norm" and not self.value("algorithm.norm_adv_by_std_in_grpo") else name
+
+    @property
+    def traits(self) -> EstimatorTraits:
+        """Traits of the advantage estimator."""
+        return ESTIMATORS.get(self.estimator, EstimatorTraits())
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained."""
+        return "critic" in self.traits.needs
+
+    @property
+    def kl(self) -> tuple[float, bool]:
+        """The weight of KL, of which 0 loads no reference, and whether it is in the loss."""
+        if self.value(f"{ACTOR}.use_kl_loss", False):
+            return float(self.value(f"{ACTOR}.kl_loss_coef")), True
+        if self.value("algorithm.use_kl_in_reward", False):
+            return float(self.value("algorithm.kl_ctrl.kl_coef")), False
+        return 0.0, False
+
+    @property
+    def has_reward_model(self) -> bool:
+        """Whether a reward model is loaded."""
+        return bool(self.value("reward_model.enable", False))
+
+    @property
+    def plays(self) -> bool:
+        """Whether episodes have several turns."""
+        multi = "actor_rollout_ref.rollout.multi_turn"
+        return bool(self.value(f"{multi}.enable", False)) or any(
+            self.asks(f"{multi}.{key}_path") for key in ("tool_config", "function_tool", "interaction_config")
+        )
+
+    def sleepers(self) -> list[str]:
+        """Returns the switches given that move what trains out of the GPUs while engines sample."""
+        return [name for name in OFFLOADS if self.asks(name)]
+
+    def ref_offload(self) -> str | None:
+        """Returns the switch that keeps the reference in the CPU's memory, if it was given."""
+        names = (f"{REF}.fsdp_config.param_offload", f"{REF}.megatron.param_offload")
+        return next((name for name in names if self.asks(name)), None)

@@ -1,0 +1,245 @@
+"""The run of a verl command: batches, lengths, data, rewards, agents, evaluation, and its files."""
+
+from pathlib import Path
+
+import yaml
+
+from rollgrad.application.settings.sections.logger import TRACKERS
+from rollgrad.entrypoints.names.names_of_verl_commands import ACTOR, REF, ROLLOUT
+from rollgrad.entrypoints.verl.draft import RLDraft, VerlDraft
+
+REWARD_TIMEOUT = 180.0
+"""Seconds that a reward model may take, for which verl waits without end."""
+
+PASS_TOKENS = 16384
+"""Tokens of a pass at most where verl counts samples: our default."""
+
+OVERLONG = "reward_model.overlong_buffer"
+TEMPLATE = "data.apply_chat_template_kwargs."
+TURNS = f"{ROLLOUT}.multi_turn"
+
+
+def translate_run(draft: RLDraft) -> None:
+    """Sets `rollout`, `train`, `data`, `reward`, `agent`, `eval`, `ckpt` and `logger`.
+
+    Raises:
+        ConfigurationError: a value is not of its kind.
+    """
+    _batches(draft)
+    translate_length(draft, epochs="train.num_episodes")
+    _passes(draft)
+    _data(draft)
+    _agent(draft)
+    _reward(draft)
+    _evaluation(draft)
+    translate_files(draft)
+    translate_tracking(draft)
+
+
+def _batches(draft: RLDraft) -> None:
+    prompts, samples = draft.positive("data.train_batch_size"), draft.positive(f"{ROLLOUT}.n")
+    mini = draft.positive(f"{ACTOR}.ppo_mini_batch_size")
+    if mini > prompts:
+        draft.change(f"{ACTOR}.ppo_mini_batch_size", f"{prompts}, for a rollout has no more prompts")
+    draft.set("train.batch_size", min(mini, prompts) * samples)
+    draft.set("rollout.top_k", max(0, draft.value(f"{ROLLOUT}.top_k", 0) or 0))
+    if draft.value("data.gen_batch_size", prompts) != prompts:
+        filters = draft.value("algorithm.filter_groups.enable", False)
+        draft.lose(
+            "data.gen_batch_size",
+            "a group that is filtered is replaced by a new prompt at once, in verl by a batch of them"
+            if filters
+            else "a rollout samples the prompts that it trains on",
+        )
+
+
+def translate_length(draft: VerlDraft, *, epochs: str) -> None:
+    """Sets how long the run is: its steps, or passes over the data, which are the setting `epochs`.
+
+    Raises:
+        ConfigurationError: a value is not of its kind.
+    """
+    steps = draft.value("trainer.total_training_steps")
+    if steps is not None:
+        draft.set("train.max_steps", steps)
+        draft.lose("trainer.total_epochs", "trainer.total_training_steps says how long the run is, in verl too")
+    elif (passes := draft.value("trainer.total_epochs")) is not None:
+        draft.set(epochs, passes)
+
+
+def _passes(draft: RLDraft) -> None:
+    """Translates how much goes through a model at once: tokens with dynamic batches, else samples, each of which is
+    counted as long as the longest: as many may have that length."""
+    tokens = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    each, whole = f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size"
+    longest = draft.positive("data.max_prompt_length") + draft.positive("data.max_response_length")
+    scoring = (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", f"{REF}.log_prob_max_token_len_per_gpu")
+    if draft.value(f"{ACTOR}.use_dynamic_bsz", False):
+        draft.set("train.max_tokens_per_micro_batch", draft.value(tokens))
+        if (given := next((name for name in scoring if name in draft.options), None)) is not None:
+            draft.set("train.max_tokens_per_scoring_pass", draft.value(given))
+        for name in (each, whole):
+            if draft.asks(name):
+                draft.lose(name, "with use_dynamic_bsz passes are filled with tokens, in verl too")
+        return
+    for name in (tokens, *scoring):
+        draft.lose(name, "verl reads it with use_dynamic_bsz only")
+    micro = draft.value(each) or (draft.value(whole) or 0) // draft.gpus
+    if micro >= 1:
+        filled = min(micro * longest, PASS_TOKENS)
+        draft.set("train.max_tokens_per_micro_batch", filled)
+        for name in (each, whole):
+            draft.change(name, f"passes are filled up to {filled} tokens, however many samples these are")
+
+
+def _files(draft: VerlDraft, name: str) -> str | None:
+    return ",".join(draft.value(name) or ()) or None
+
+
+def _data(draft: RLDraft) -> None:
+    files = _files(draft, "data.train_files")
+    if files is not None:
+        draft.set("data.prompt_dataset", files)
+    for name, ours in (("train", "data"), ("val", "eval")):
+        most = draft.value(f"data.{name}_max_samples", -1)
+        if most is not None and most > 0 and (ours == "data" or "data.val_files" in draft.options):
+            draft.set(f"{ours}.max_samples", most)
+    if not draft.value("data.filter_overlong_prompts", False):
+        if draft.value("data.truncation") == "error":
+            draft.set("data.overlong", "error")
+        else:
+            draft.change("data.truncation", "longer prompts are dropped and counted, in verl cut")
+    values = {name.removeprefix(TEMPLATE): draft.options[name] for name in draft.options if name.startswith(TEMPLATE)}
+    if values:
+        draft.set(
+            "data.chat_template_kwargs",
+            {name: yaml.safe_load(" ".join(given.values)) for name, given in values.items()},
+        )
+
+
+def _agent(draft: RLDraft) -> None:
+    """Translates episodes of several turns, whose tools or environment are files here."""
+    if not draft.plays:
+        for key in ("max_assistant_turns", "max_user_turns"):
+            if draft.asks(f"{TURNS}.{key}"):
+                draft.lose(f"{TURNS}.{key}", "episodes have one turn, in verl too")
+        return
+    turns = [count for key in ("assistant", "user") if (count := draft.value(f"{TURNS}.max_{key}_turns"))]
+    if turns:
+        draft.set("rollout.max_turns", min(turns))
+    else:
+        draft.change(f"{TURNS}.enable", "an episode has 8 turns at most, in verl any number: see rollout.max_turns")
+    longest = draft.positive("data.max_prompt_length") + draft.positive("data.max_response_length")
+    draft.set("rollout.max_episode_tokens", longest)
+    for key, setting, what in (
+        ("interaction_config_path", "train.agent_func_path", "a class Environment"),
+        ("function_tool_path", "agent.tools", "functions with @rollgrad.tool"),
+        ("tool_config_path", "agent.tools", "functions with @rollgrad.tool"),
+    ):
+        name = f"{TURNS}.{key}"
+        if draft.asks(name):
+            file = str(Path(draft.value(name)).with_suffix(".py"))
+            draft.set(setting, file)
+            draft.change(name, f"{file}, a file that has {what} in the place of verl's classes: write it")
+            return
+    draft.changed.append(
+        "episodes have several turns without tools of the command's: name a file with functions with @rollgrad.tool in "
+        "agent.tools"
+    )
+    draft.set("agent.tools", "tools.py")
+
+
+def _reward(draft: RLDraft) -> None:
+    function = draft.value("custom_reward_function.path")
+    if function is not None:
+        draft.set("reward.function_path", f"{function}:{draft.value('custom_reward_function.name')}")
+    elif draft.has_reward_model:
+        draft.set("reward.model_name_or_path", draft.value("reward_model.model.path"))
+        draft.set("reward.timeout", REWARD_TIMEOUT)
+    else:
+        draft.set("reward.verifier", "math")
+        draft.changed.append(
+            "without custom_reward_function.path the verifier math judges, in verl what it has for the row's "
+            "data_source: set reward.function_path to a function of your own, or of verl's reward_score"
+        )
+    if function is not None and draft.has_reward_model:
+        draft.lose("reward_model.enable", "custom_reward_function.path judges, for a run has one reward")
+    elif not draft.has_reward_model and draft.asks("reward_model.model.path"):
+        draft.lose("reward_model.model.path", "no reward model is loaded without reward_model.enable")
+    if not draft.value(f"{OVERLONG}.enable", False):
+        for key in ("len", "penalty_factor"):
+            draft.lose(
+                f"{OVERLONG}.{key}", "there is no length penalty without overlong_buffer.enable, in verl neither"
+            )
+        return
+    draft.set("reward.overlong_buffer_len", draft.value(f"{OVERLONG}.len"))
+    draft.set("reward.overlong_penalty_factor", draft.value(f"{OVERLONG}.penalty_factor"))
+
+
+def _evaluation(draft: RLDraft) -> None:
+    sampling = [f"{ROLLOUT}.val_kwargs.{key}" for key in ("temperature", "n", "do_sample")]
+    dataset = _files(draft, "data.val_files")
+    if dataset is None:
+        for name in (*sampling, "trainer.test_freq", "trainer.val_before_train", "data.val_max_samples"):
+            if draft.asks(name) and draft.value(name) != -1:
+                draft.lose(name, "there is nothing to evaluate on without data.val_files")
+        return
+    draft.set("eval.dataset", dataset)
+    draft.set("eval.steps", max(-1, draft.value("trainer.test_freq") or -1))
+    if not draft.value("trainer.val_before_train"):
+        draft.change("trainer.val_before_train", "evaluates before and after training")
+    temperature, samples = draft.value(sampling[0]), draft.value(sampling[1])
+    if not draft.value(sampling[2]) or temperature == 0:
+        if samples > 1:
+            draft.change(sampling[1], "one sample of each prompt, for greedy samples are all alike")
+        if temperature:
+            draft.change(sampling[0], "evaluation is greedy without val_kwargs.do_sample")
+        temperature, samples = 0.0, 1
+    draft.set("eval.temperature", temperature)
+    draft.set("eval.n_samples_per_prompt", samples)
+
+
+def translate_files(draft: VerlDraft) -> None:
+    """Sets `ckpt`. verl saves training states, from which it continues by default.
+
+    Raises:
+        ConfigurationError: a value is not of its kind.
+    """
+    names = [draft.value(f"trainer.{key}_name") for key in ("project", "experiment")]
+    place = draft.value("trainer.default_local_dir") or "/".join(["checkpoints", *names])
+    draft.set("ckpt.output_dir", place)
+    frequency = draft.value("trainer.save_freq") or -1
+    if frequency > 0:
+        draft.set("ckpt.save_steps", frequency)
+        draft.set("ckpt.state_steps", frequency)
+    mode = draft.value("trainer.resume_mode")
+    draft.set("ckpt.resume", {"disable": "never", "resume_path": "always"}.get(str(mode), "auto"))
+    if draft.asks("trainer.resume_from_path"):
+        draft.lose("trainer.resume_from_path", f"a run continues in its own directory, {place}")
+    for name in ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"):
+        if draft.asks(name):
+            draft.set("ckpt.keep_models", draft.value(name))
+            draft.set("ckpt.keep_states", draft.value(name))
+
+
+def translate_tracking(draft: VerlDraft) -> None:
+    """Sets `logger`.
+
+    Raises:
+        ConfigurationError: a value is not of its kind.
+    """
+    asked = draft.value("trainer.logger")
+    if "trainer.logger" not in draft.options:
+        draft.changed.append("metrics are reported to no tracker, in verl to wandb: set logger.report_to wandb")
+    asked = asked or []
+    project, run = (draft.value(f"trainer.{key}_name") for key in ("project", "experiment"))
+    if "tensorboard" in asked:
+        draft.set("logger.tensorboard_dir", f"tensorboard_log/{project}/{run}")
+    if others := sorted({*asked} - {*TRACKERS, "tensorboard", "console", "file"}):
+        draft.lose(
+            "trainer.logger", f"metrics are reported to {', '.join(TRACKERS)} or tensorboard, not to {others[0]}"
+        )
+    if ours := [name for name in asked if name in TRACKERS]:
+        draft.set("logger.report_to", ours)
+        draft.set("logger.project", project)
+        draft.set("logger.run_name", run)

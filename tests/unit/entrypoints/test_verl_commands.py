@@ -1,0 +1,461 @@
+"""verl's command lines as settings of `rollgrad train rl` and `rollgrad train sft`."""
+
+import shlex
+import subprocess
+import sys
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.translated import problems
+from rollgrad.entrypoints.config_io import setting_names
+from rollgrad.entrypoints.names.names_of_verl_commands import PPO
+from rollgrad.entrypoints.translation.draft import TranslatedRun
+from rollgrad.entrypoints.verl.command import translate_command
+from rollgrad.entrypoints.verl.words import Override, known
+from tests.unit.entrypoints.test_suggestions import VERL_NAMES
+
+COMMANDS = Path(__file__).with_name("verl_commands.txt").read_text().split("\n\n")
+"""Commands with the settings of verl's launch scripts: GRPO and PPO on GSM8K, DAPO, several turns, Megatron, images."""
+
+LEAST = ("data.train_files=d.parquet", "actor_rollout_ref.model.path=m", "trainer.logger=[console]")
+GROUP = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def translated(*overrides: str) -> TranslatedRun:
+    """Settings of a command that lacks nothing; it must be one that can be trained."""
+    result = translate_command(["python3", "-m", "verl.trainer.main_ppo", *LEAST, *overrides])
+    assert problems(result) == []
+    return result
+
+
+def settings_of(result: TranslatedRun) -> dict[str, Any]:
+    return {name: attrgetter(name)(result.run) for name in setting_names(type(result.run))}
+
+
+def settings(*overrides: str) -> dict[str, Any]:
+    return settings_of(translated(*overrides))
+
+
+def holds(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return {name: found[name] for name in expected} == expected
+
+
+def notes(*overrides: str) -> str:
+    return "\n".join(translated(*overrides).notes)
+
+
+# The launch scripts.
+
+EXPECTED: list[dict[str, Any]] = [
+    {
+        "data.prompt_dataset": "gsm8k/train.parquet",
+        "data.overlong": "drop",
+        "algo.advantage.estimator": "group_norm",
+        "algo.kl.init_coef": 0.001,
+        "algo.kl.use_loss": True,
+        "algo.kl.estimator": "k3",
+        "actor.policy_loss_type": "ppo",
+        "actor.eps_clip_low_high": (0.2, 0.2),
+        "actor.dual_clip": 3.0,
+        "actor.loss_aggregation": "token_mean",
+        "actor.adam.lr": 1e-6,
+        "actor.adam.weight_decay": 0.01,
+        "actor.adam.betas": (0.9, 0.999),
+        "actor.gradient_checkpointing": "full",
+        "actor.num_gpus_per_node": 8,
+        "rollout.batch_size": 1024,
+        "rollout.n_samples_per_prompt": 5,
+        "rollout.max_new_tokens": 1024,
+        "rollout.top_k": 0,
+        "train.batch_size": 1280,
+        "train.num_episodes": 15,
+        "train.colocate_all": True,
+        "train.optimizer_sleeps": False,
+        "cluster.strategy": "fsdp2",
+        "ref.offload": True,
+        "vllm.num_engines": 4,
+        "vllm.tensor_parallel_size": 2,
+        "vllm.gpu_memory_utilization": 0.6,
+        "eval.dataset": "gsm8k/test.parquet",
+        "eval.steps": 5,
+        "eval.temperature": 0.0,
+        "ckpt.output_dir": "checkpoints/gsm8k/grpo",
+        "ckpt.save_steps": 20,
+        "ckpt.state_steps": 20,
+        "ckpt.resume": "auto",
+        "logger.report_to": ("wandb",),
+        "logger.run_name": "grpo",
+    },
+    {
+        "data.prompt_dataset": "gsm8k/train.parquet,math/train.parquet",
+        "data.overlong": "error",
+        "algo.advantage.estimator": "gae",
+        "algo.advantage.lambd": 0.95,
+        "algo.kl.init_coef": 0.01,
+        "algo.kl.use_loss": False,
+        "algo.kl.estimator": "k1",
+        "actor.lr_warmup_ratio": 0.1,
+        "critic.model_name_or_path": "Qwen/Qwen2-7B-Instruct",
+        "critic.adam.lr": 2e-5,
+        "critic.adam.weight_decay": 0.01,
+        "critic.lr_warmup_ratio": 0.05,
+        "critic.value_clip": 0.4,
+        "critic.freezing_steps": 2,
+        "actor.gradient_checkpointing": "full",
+        "train.batch_size": 256,
+        "train.max_tokens_per_micro_batch": 4 * 1536,
+        "reward.model_name_or_path": "sfairXC/FsfairX-LLaMA3-RM-v0.1",
+        "reward.offload": True,
+        "vllm.num_engines": 8,
+        "logger.tensorboard_dir": "tensorboard_log/verl_examples/gsm8k",
+        "ckpt.resume": "never",
+        "ckpt.save_steps": -1,
+    },
+    {
+        "cluster.address": "auto",
+        "actor.num_nodes": 16,
+        "actor.eps_clip_low_high": (0.2, 0.28),
+        "actor.dual_clip": 10.0,
+        "actor.max_norm": 0.5,
+        "actor.adam.weight_decay": 0.1,
+        "algo.kl.init_coef": 0.0,
+        "algo.dynamic_filtering_enable": True,
+        "algo.dynamic_filtering_budget": 30.0,
+        "reward.overlong_buffer_len": 4096,
+        "reward.overlong_penalty_factor": 0.9,
+        "rollout.batch_size": 512,
+        "train.batch_size": 512,
+        "train.max_tokens_per_micro_batch": 22528,
+        "train.max_tokens_per_scoring_pass": 30000,
+        "train.optimizer_sleeps": True,
+        "ref.offload": False,
+        "ds.sequence_parallel_size": 8,
+        "vllm.num_engines": 32,
+        "vllm.extra": {"enable_chunked_prefill": True, "max_num_batched_tokens": 22528},
+        "eval.temperature": 1.0,
+        "eval.n_samples_per_prompt": 32,
+        "ckpt.output_dir": "ckpts/DAPO",
+    },
+    {
+        "agent.tools": "config/gsm8k_tool_config.py",
+        "rollout.max_turns": 5,
+        "rollout.max_episode_tokens": 2048,
+        "rollout.engine": "vllm",
+        "train.batch_size": 4096,
+    },
+    {
+        "cluster.strategy": "deepspeed",
+        "ds.tensor_parallel_size": 2,
+        "train.optimizer_sleeps": True,
+        "train.num_episodes": 30,
+    },
+    {
+        "data.image_key": "images",
+        "data.chat_template_kwargs": {"enable_thinking": False},
+        "actor.lora.rank": 64,
+        "actor.lora.alpha": 32,
+        "actor.lora.target_modules": ("q_proj", "v_proj"),
+        "cluster.offload": True,
+        "train.optimizer_sleeps": False,
+        "reward.function_path": "my/reward.py:score",
+        "vllm.extra": {"disable_mm_preprocessor_cache": True},
+        "vllm.num_engines": 2,
+        "logger.report_to": (),
+    },
+]
+
+TOLD: list[tuple[str, ...]] = [
+    ("PYTHONUNBUFFERED=1: set it in front of rollgrad", "the verifier math judges"),
+    ("trainer.val_before_train=False: evaluates before", "critic.model.enable_gradient_checkpointing=False: it is"),
+    (
+        "data.gen_batch_size=1536: a group that is filtered is replaced",
+        "lr_warmup_steps=10: a share of the steps is needed",
+        "+actor_rollout_ref.model.override_config.attention_dropout=0.: tokenizer and config.json",
+        "ref.fsdp_config.param_offload=True: no reference is loaded",
+        "fsdp_config.param_offload=True: what the optimizer keeps sleeps",
+        "data.truncation=left: longer prompts are dropped",
+    ),
+    (
+        "config/gsm8k_multiturn_grpo.yaml: there is no such file",
+        "config/gsm8k_tool_config.py, a file that has functions with @rollgrad.tool",
+        "actor_rollout_ref.rollout.name=sglang: vLLM samples",
+    ),
+    ("pipeline_model_parallel_size=2: models are divided by DeepSpeed or FSDP2", "DeepSpeed divides the layers"),
+    ("offload_policy=True: the optimizer steps on the CPU",),
+]
+
+
+def test_there_are_six_commands() -> None:
+    assert len(COMMANDS) == len(EXPECTED) == len(TOLD) == 6
+
+
+@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("words", ["split by a shell", "one text", "continuations kept"])
+def test_the_settings_of_launch_scripts(index: int, words: str) -> None:
+    command = COMMANDS[index]
+    argv = {
+        "split by a shell": shlex.split(command),
+        "one text": [command.replace("\n", " \\\n")],
+        "continuations kept": [*shlex.split(command)[:3], "\\", *shlex.split(command)[3:], "$@"],
+    }[words]
+    result = translate_command(argv)
+    assert problems(result) == []
+    assert holds(settings_of(result), EXPECTED[index])
+    for told in TOLD[index]:
+        assert any(told in note for note in result.notes), told
+
+
+# The table.
+
+
+def test_every_setting_named_in_the_table_exists() -> None:
+    assert {flag.to for flag in PPO.flags.values() if flag.to} <= set(setting_names())
+    assert {name for names in PPO.names.values() for name in names} <= set(PPO.flags)
+
+
+@pytest.mark.parametrize("name", VERL_NAMES)
+def test_every_name_of_verl_is_known(name: str) -> None:
+    override = Override(name, ("1",), written=f"{name}=1")
+    _, options = known(PPO, [override], [])
+    assert list(options.values()) == [override]
+
+
+# What they mean.
+
+
+def test_the_defaults_of_verl_count() -> None:
+    expected = {
+        "algo.advantage.estimator": "gae",
+        "algo.kl.init_coef": 0.0,
+        "actor.lr_scheduler": "constant",
+        "critic.adam.lr": 1e-5,
+        "rollout.batch_size": 1024,
+        "rollout.max_new_tokens": 512,
+        "data.max_prompt_tokens": 512,
+        "data.input_key": "prompt",
+        "train.batch_size": 256,
+        "train.num_episodes": 30,
+        "ckpt.output_dir": "checkpoints/verl_examples/gsm8k",
+        "vllm.tensor_parallel_size": 2,
+        "vllm.gpu_memory_utilization": 0.5,
+    }
+    assert holds(settings(), expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=mse"), (0.001, True, "k2")),
+        ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=k3+"), (0.001, True, "k2")),
+        ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=kl"), (0.001, True, "k2")),
+        ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0"), (0.0, False, "k1")),
+        (("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=low_var_kl"), (0.001, False, "k3")),
+        (("algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"), (0.001, True, "k3")),
+        (("algorithm.kl_ctrl.kl_coef=0.5",), (0.0, False, "k1")),
+    ],
+)
+def test_kl(overrides: tuple[str, ...], expected: tuple[float, bool, str]) -> None:
+    found = settings(*GROUP, *overrides)
+    assert (found["algo.kl.init_coef"], found["algo.kl.use_loss"], found["algo.kl.estimator"]) == expected
+
+
+def test_an_adaptive_weight_of_kl() -> None:
+    adaptive = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2")
+    assert holds(settings(*adaptive), {"algo.kl.target": 0.2, "algo.kl.horizon": 10000.0})
+    assert settings(adaptive[0], adaptive[2])["algo.kl.target"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("grpo", "group_norm"),
+        ("rloo", "rloo"),
+        ("reinforce_plus_plus", "reinforce"),
+        ("reinforce_plus_plus_baseline", "reinforce_baseline"),
+        ("remax", "remax"),
+        ("opo", "opo"),
+        ("gpg", "gpg"),
+        ("grpo_passk", "pass_at_k"),
+    ],
+)
+def test_estimators(given: str, ours: str) -> None:
+    found = settings(f"algorithm.adv_estimator={given}", f"{ROLLOUT}.n=4")
+    assert found["algo.advantage.estimator"] == ours
+
+
+def test_grpo_without_the_deviation_is_dr_grpo() -> None:
+    found = settings(
+        *GROUP,
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+    )
+    assert holds(found, {"algo.advantage.estimator": "dr_grpo", "actor.loss_aggregation": "constant_length"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("gspo",), {"actor.policy_loss_type": "gspo", "actor.loss_aggregation": None, "actor.dual_clip": None}),
+        (("geo_mean",), {"actor.policy_loss_type": "gmpo"}),
+        (("sapo", f"{ACTOR}.tau_neg=1.1"), {"actor.sapo_tau": (1.0, 1.1), "actor.eps_clip_low_high": None}),
+        (("clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.01"), {"actor.cov_share": 0.01}),
+        (("kl_cov",), {"actor.cov_share": 0.0002, "actor.cov_kl_coef": 0.1}),
+        (("vanilla", f"{ACTOR}.clip_ratio=0.3"), {"actor.eps_clip_low_high": (0.3, 0.3)}),
+        (
+            ("vanilla", f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_high=0.4"),
+            {"actor.eps_clip_low_high": (0.3, 0.4)},
+        ),
+        (("vanilla", f"{ACTOR}.clip_ratio_c=null"), {"actor.dual_clip": None}),
+        (("vanilla", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"), {"actor.loss_aggregation": "sequence_mean"}),
+    ],
+)
+def test_policy_losses(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
+    mode, *others = overrides
+    assert holds(settings(*GROUP, f"{ACTOR}.policy_loss.loss_mode={mode}", *others), expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("rollout_is=token",), ("token", "truncate", 2.0)),
+        (("rollout_is=sequence", "rollout_is_threshold=5"), ("sequence", "truncate", 5.0)),
+        (("rollout_rs=token", "rollout_rs_threshold=0.5_3.0"), ("token", "mask", 3.0)),
+        (("rollout_rs=geometric", "rollout_rs_threshold=1.01"), ("geometric", "mask", 1.01)),
+    ],
+)
+def test_corrections(overrides: tuple[str, ...], expected: tuple[str, str, float]) -> None:
+    found = settings(*(f"algorithm.rollout_correction.{override}" for override in overrides))
+    assert tuple(found[f"algo.correction.{key}"] for key in ("level", "mode", "high")) == expected
+
+
+def test_warm_up_and_schedule() -> None:
+    found = settings(
+        f"{ACTOR}.optim.lr_warmup_steps=10",
+        "trainer.total_training_steps=100",
+        f"{ACTOR}.optim.warmup_style=cosine",
+        f"{ACTOR}.optim.min_lr_ratio=0.2",
+    )
+    expected = {"lr_warmup_ratio": 0.1, "lr_scheduler": "cosine_with_min_lr", "min_lr_ratio": 0.2}
+    assert holds(found, {f"actor.{key}": value for key, value in expected.items()} | {"train.max_steps": 100})
+
+
+def test_one_gpu_is_one_process() -> None:
+    one = ("trainer.n_gpus_per_node=1", f"{ACTOR}.fsdp_config.param_offload=True", f"{ACTOR}.strategy=fsdp2")
+    found = settings(*one)
+    assert holds(
+        found,
+        {"cluster.enable": False, "rollout.engine": "vllm", "vllm.tensor_parallel_size": 1, "vllm.num_engines": 1},
+    )
+    assert "param_offload=True: one process trains" in notes(*one)
+    assert settings(*one, f"{ROLLOUT}.name=hf")["rollout.engine"] == "embedded"
+
+
+def test_what_every_run_does_is_not_told() -> None:
+    silent = (
+        *("data.shuffle=True", "actor_rollout_ref.model.use_remove_padding=True", "trainer.balance_batch=True"),
+        *(f"{ROLLOUT}.free_cache_engine=True", "actor_rollout_ref.hybrid_engine=True", f"{ROLLOUT}.mode=async"),
+        *("trainer.device=cuda", f"{ACTOR}.fsdp_config.fsdp_size=-1", "reward_model.enable=False"),
+    )
+    assert translated(*silent).notes == translated().notes
+    assert "data.shuffle=False" in notes("data.shuffle=False")
+
+
+def test_a_reward_function() -> None:
+    assert settings("custom_reward_function.path=r.py")["reward.function_path"] == "r.py:compute_score"
+    newer = ("reward.custom_reward_function.path=r.py", "reward.custom_reward_function.name=f")
+    assert settings(*newer)["reward.function_path"] == "r.py:f"
+
+
+@pytest.mark.parametrize(
+    "kwargs", ["reward_model.reward_kwargs.overlong_buffer_cfg", "custom_reward_function.overlong_buffer"]
+)
+def test_the_length_penalty_by_its_other_names(kwargs: str) -> None:
+    found = settings(f"+{kwargs}.enable=True", f"+{kwargs}.len=64", f"+{kwargs}.penalty_factor=0.5")
+    assert holds(found, {"reward.overlong_buffer_len": 64, "reward.overlong_penalty_factor": 0.5})
+
+
+# Hydra.
+
+
+def test_the_grammar_of_hydra() -> None:
+    """A later override counts, null and ~ take a value away, and + adds one."""
+    assert settings("trainer.total_epochs=2", "trainer.total_epochs=3")["train.num_episodes"] == 3
+    assert settings("data.val_files=null", "trainer.test_freq=-1")["eval.dataset"] is None
+    assert settings(f"~{ACTOR}.clip_ratio_c")["actor.dual_clip"] is None
+    assert settings("++trainer.total_epochs=4")["train.num_episodes"] == 4
+    mapping = "+data.apply_chat_template_kwargs={enable_thinking:False,effort:'low'}"
+    assert settings(mapping)["data.chat_template_kwargs"] == {"enable_thinking": False, "effort": "low"}
+    assert settings("data.train_files=['~/a.parquet','b.parquet']")["data.prompt_dataset"] == (
+        f"{Path.home()}/a.parquet,b.parquet"
+    )
+    assert "+my.own=1: rollgrad knows no setting of verl's" in notes("+my.own=1")
+
+
+def test_a_file_of_settings_is_read_and_overrides_win(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "hydra: {searchpath: [here]}\ndefaults: [ppo_trainer, _self_, other]\n"
+        "data: {train_batch_size: 64, max_response_length: 32}\nalgorithm: {gamma: '${data.x}'}\n"
+    )
+    result = translate_command(
+        ["python3", "-m", "verl.trainer.main_ppo", f"--config-path={tmp_path}", "--config-name", "mine", *LEAST,
+         "data.max_response_length=16", "--cfg=job"]
+    )  # fmt: skip
+    assert holds(settings_of(result), {"rollout.batch_size": 64, "rollout.max_new_tokens": 16})
+    text = "\n".join(result.notes)
+    assert "mine.yaml: other: of files" in text
+    assert "algorithm.gamma=${data.x}: Hydra would fill it in" in text
+    assert "--cfg=job: it is a flag of Hydra" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.trian_files=x"], "did you mean data.train_files?"),
+        (["data.train_files=$HOME/x.parquet"], "a value is not filled in from '$H' on"),
+        (["data.train_batch_size=", "data.max_prompt_length="], "data.max_prompt_length= has no value"),
+        (["data.train_batch_size=many"], "it takes one integer"),
+        (["data.train_batch_size=0"], "data.train_batch_size is 0, but it must be at least 1"),
+        (["data.train_files=['a',", "'b']"], "close brackets, and quote what has spaces"),
+        (["algorithm.adv_estimator=mine"], "algorithm.adv_estimator is mine, but there are gae"),
+        ([f"{ACTOR}.policy_loss.loss_mode=mine"], "loss_mode is mine"),
+        ([f"{ACTOR}.loss_agg_mode=mine"], "loss_agg_mode is mine"),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=3"], "which do not divide the 8 of trainer.n_gpus_per_node"),
+        (["python3", "-m", "verl.trainer.main_eval", "data.path=x"], "write rollgrad score"),
+        (["python3", "-m", "verl.trainer.main_generation", "data.path=x"], "write rollgrad generate"),
+        (["python3", "-m", "recipe.mine.main_mine"], "the programs that are translated are main_ppo"),
+        (["python3", "train.py"], "The command names no program of verl"),
+        (["data.train_batch_size=8", "--run"], "No model is set"),
+        (["bash -c 'x"], "cannot be split into words"),
+    ],
+)
+def test_errors_are_sentences(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verl", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+# The command.
+
+
+def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verl", *shlex.split(COMMANDS[0])]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("# rollgrad train rl --config FILE\n")
+    path = tmp_path / "run.yaml"
+    path.write_text(output.out)
+    assert main(["train", "rl", "--config", str(path), "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["rollout"]["batch_size"] == 1024
+
+
+def test_help_comes_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verl", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: rollgrad verl")
+    code = "import sys, rollgrad.entrypoints.verl.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
