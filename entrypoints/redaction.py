@@ -40,6 +40,9 @@ COLUMNS = frozenset(
         "rubric",
         "fn",
         "metric",
+        "response",
+        "tools",
+        "thinking",
     }
 )
 """Words before `key` in names of columns and metrics: input_key, label_key, reward_fn_key, best_metric_key."""

@@ -30,7 +30,7 @@ DONE: frozenset[str] = frozenset(
         *(f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.enable_prefix_caching", f"{ROLLOUT}.calculate_log_probs"),
         *("actor_rollout_ref.hybrid_engine", "trainer.balance_batch", f"{ROLLOUT}.do_sample", "critic.enable"),
         *("reward_model.model.use_remove_padding", f"{ACTOR}.use_prefix_grouper"),
-        *("use_remove_padding", "model.use_remove_padding"),
+        *("use_remove_padding", "model.use_remove_padding", "data.balance_dp_token"),
         *(f"{section}.use_dynamic_bsz" for section in (ACTOR, "critic")),
         *(f"{section}.log_prob_use_dynamic_bsz" for section in (ROLLOUT, REF)),
     }
@@ -40,6 +40,7 @@ DONE: frozenset[str] = frozenset(
 IDLE: Mapping[str, tuple[str, ...]] = {
     f"{ACTOR}.fsdp_config.fsdp_size": ("-1",),
     f"{REF}.fsdp_config.fsdp_size": ("-1",),
+    "engine.fsdp_size": ("-1",),
     f"{ROLLOUT}.mode": ("async", "sync"),
     f"{ROLLOUT}.over_sample_rate": ("0", "0.0"),
     f"{ACTOR}.router_replay.mode": ("disabled",),
@@ -60,6 +61,12 @@ IDLE: Mapping[str, tuple[str, ...]] = {
 }
 """Values that ask for nothing."""
 
+OPTIMIZERS: Mapping[str, str] = {
+    **alike("optimizer_impl override_optimizer_config", "the optimizer is AdamW with float32 master weights, or Muon."),
+    **alike("num_cycles zero_indexed_step lr_wsd_stable_steps_ratio", "the learning rate falls once, to its floor."),
+}
+"""Settings of verl's optimizers without a counterpart, and why."""
+
 OLDER: Mapping[str, str] = {
     **alike(f"{ACTOR}.use_rmpad {MODEL}.use_rmpad critic.model.use_rmpad reward_model.model.use_rmpad", PACKED),
     f"{ACTOR}.use_token_level_loss": "the aggregation is that of actor_rollout_ref.actor.loss_agg_mode.",
@@ -72,7 +79,7 @@ OLDER: Mapping[str, str] = {
     "trainer.use_v1": "there is one trainer.",
     "skip": "rollouts are kept in trajectories/ of the run: see rollgrad replay.",
     "critic.kl_ctrl": "KL's weight is that of algorithm.kl_ctrl.",
-    "critic.optim": "the critic's optimizer is set by --critic.adam.lr and its neighbours.",
+    **{f"{model}.optim.{key}": why for model in (ACTOR, "critic") for key, why in OPTIMIZERS.items()},
     "critic.loss_agg_mode": "the critic's loss is the mean over tokens.",
     **alike("critic.shuffle critic.rollout_n critic.loss_scale_factor", LOADER),
     **alike(
@@ -172,6 +179,11 @@ TOGETHER: Mapping[str, Flag] = {
     f"{ACTOR}.optim.optimizer": Flag(TEXT, default="AdamW"),
     f"{ACTOR}.grad_clip": Flag(NUMBER, "actor.max_norm"),
     "critic.optim.lr": Flag(NUMBER),
+    "critic.optim.optimizer": Flag(TEXT, default="AdamW"),
+    **{
+        f"critic.optim.{key}": Flag(WORDS, reason="it is as the actor's")
+        for key in ("clip_grad", "total_training_steps")
+    },
     "critic.optim.weight_decay": Flag(NUMBER, default=0.01),
     "critic.optim.betas": Flag(Kind.PAIR, default=[0.9, 0.999]),
     "critic.grad_clip": Flag(NUMBER),
@@ -252,7 +264,7 @@ TOGETHER: Mapping[str, Flag] = {
     f"{ROLLOUT}.val_kwargs.temperature": Flag(NUMBER, default=0.0),
     f"{ROLLOUT}.val_kwargs.n": Flag(INTEGER, default=1),
     f"{ROLLOUT}.val_kwargs.do_sample": Flag(SWITCH, default=False),
-    "trainer.test_freq": Flag(INTEGER, default=-1),
+    "trainer.test_freq": Flag(TEXT, default="-1"),
     "trainer.val_before_train": Flag(SWITCH, default=True),
     # Agents
     f"{ROLLOUT}.multi_turn.enable": Flag(SWITCH),
@@ -287,7 +299,7 @@ TOGETHER: Mapping[str, Flag] = {
     **{name: Flag(WORDS) for name in COLLECTED},
     # The run's files
     "trainer.default_local_dir": Flag(TEXT),
-    "trainer.save_freq": Flag(INTEGER, default=-1),
+    "trainer.save_freq": Flag(TEXT, default="-1"),
     "trainer.max_actor_ckpt_to_keep": Flag(INTEGER),
     "trainer.resume_mode": Flag(TEXT, default="auto"),
     "trainer.resume_from_path": Flag(TEXT),

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.config_io import structure_run
-from rollgrad.entrypoints.names.names_of_verl_commands import ACTOR, AS_ACTOR, PPO
+from rollgrad.entrypoints.names.names_of_verl_commands import AS_ACTOR, PPO
 from rollgrad.entrypoints.translation.draft import TranslatedRun
 from rollgrad.entrypoints.verl.algorithm import translate_algorithm
 from rollgrad.entrypoints.verl.cluster import translate_cluster
-from rollgrad.entrypoints.verl.draft import RLDraft
+from rollgrad.entrypoints.verl.draft import RLDraft, read_draft
 from rollgrad.entrypoints.verl.run import translate_run
-from rollgrad.entrypoints.verl.words import Command, known, read_command, read_overrides
+from rollgrad.entrypoints.verl.sft import translate_sft
+from rollgrad.entrypoints.verl.words import SFT, Command, read_command
 
 USAGE = """usage: rollgrad verl [--run] COMMAND...
 
@@ -35,21 +36,16 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
         ConfigurationError: it cannot be translated.
     """
     command = read_command(argv)
-    return _translate_rl(command)
+    return translate_sft(command) if command.module in SFT else _translate_rl(command)
 
 
 def _translate_rl(command: Command) -> TranslatedRun:
-    overrides = read_overrides(command.words)
-    lost = [f"{word}: set it in front of rollgrad" for word in command.environment]
-    lost += overrides.told
-    program, options = known(PPO, overrides.given, lost)
-    draft = RLDraft(program=program, options=options, lost=lost, submitted=command.submitted)
-    engines = (draft.value("model_engine"), draft.value(f"{ACTOR}.strategy"), overrides.file)
-    draft.megatron = any("megatron" in str(engine) for engine in engines)
+    draft = read_draft(RLDraft, command, PPO)
     for name, same in AS_ACTOR.items():
-        if name in options and same in options and options[name].values == options[same].values:
-            del options[name]
-    for name in dict.fromkeys((*draft.options, *program.flags)):
+        pair = [draft.options.get(key) for key in (name, same)]
+        if all(pair) and len({given.values for given in pair if given}) == 1:
+            del draft.options[name]
+    for name in dict.fromkeys((*draft.options, *draft.program.flags)):
         draft.follow(name)
     translate_algorithm(draft)
     translate_run(draft)

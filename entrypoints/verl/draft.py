@@ -1,14 +1,15 @@
 """The draft of a translated command of verl."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import Factory, define
 
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS, EstimatorTraits, canonical_estimator
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.names.flags import Program
 from rollgrad.entrypoints.names.names_of_verl_commands import ACTOR, OFFLOADS, REF, SAYS_ALWAYS
 from rollgrad.entrypoints.translation.draft import Draft
-from rollgrad.entrypoints.verl.words import Override
+from rollgrad.entrypoints.verl.words import Command, Override, known, read_overrides
 
 IDLE = ("False", "false", "null")
 """Values that ask for nothing, whatever the setting."""
@@ -16,8 +17,11 @@ IDLE = ("False", "false", "null")
 
 @define(kw_only=True)
 class VerlDraft(Draft):
-    """A translation in progress."""
+    """A translation in progress. `file`: the name of the file that the configuration begins with."""
 
+    file: str = ""
+    submitted: bool = False
+    """Whether the command goes to a Ray cluster that runs already."""
     options: dict[str, Override] = Factory(dict)  # type: ignore[assignment] # what is given here are overrides
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -51,14 +55,31 @@ class VerlDraft(Draft):
         return value
 
 
+Kind = TypeVar("Kind", bound=VerlDraft)
+
+
+def read_draft(kind: type[Kind], command: Command, program: Program) -> Kind:
+    """Returns the draft of a command of a program, without settings.
+
+    Raises:
+        ConfigurationError: the program has not all of the settings.
+    """
+    overrides = read_overrides(command.words)
+    lost = [f"{word}: set it in front of rollgrad" for word in command.environment]
+    lost += overrides.told
+    program, options = known(program, overrides.given, lost)
+    return kind(program=program, options=options, lost=lost, file=overrides.file, submitted=command.submitted)
+
+
 @define(kw_only=True)
 class RLDraft(VerlDraft):
     """A translation in progress of verl's trainer by reinforcement learning."""
 
-    submitted: bool = False
-    """Whether the command goes to a Ray cluster that runs already."""
-    megatron: bool = False
-    """Whether Megatron divides the models."""
+    @property
+    def megatron(self) -> bool:
+        """Whether Megatron divides the models."""
+        engines = (self.value("model_engine"), self.value(f"{ACTOR}.strategy"), self.file)
+        return any("megatron" in str(engine) for engine in engines)
 
     @property
     def gpus(self) -> int:

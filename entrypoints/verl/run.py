@@ -1,5 +1,6 @@
 """The run of a verl command: batches, lengths, data, rewards, agents, evaluation, and its files."""
 
+import re
 from pathlib import Path
 
 import yaml
@@ -92,14 +93,15 @@ def _passes(draft: RLDraft) -> None:
             draft.change(name, f"passes are filled up to {filled} tokens, however many samples these are")
 
 
-def _files(draft: VerlDraft, name: str) -> str | None:
+def files(draft: VerlDraft, name: str) -> str | None:
+    """Returns the files of data in one text, with commas between them; None without any."""
     return ",".join(draft.value(name) or ()) or None
 
 
 def _data(draft: RLDraft) -> None:
-    files = _files(draft, "data.train_files")
-    if files is not None:
-        draft.set("data.prompt_dataset", files)
+    dataset = files(draft, "data.train_files")
+    if dataset is not None:
+        draft.set("data.prompt_dataset", dataset)
     for name, ours in (("train", "data"), ("val", "eval")):
         most = draft.value(f"data.{name}_max_samples", -1)
         if most is not None and most > 0 and (ours == "data" or "data.val_files" in draft.options):
@@ -109,12 +111,15 @@ def _data(draft: RLDraft) -> None:
             draft.set("data.overlong", "error")
         else:
             draft.change("data.truncation", "longer prompts are dropped and counted, in verl cut")
-    values = {name.removeprefix(TEMPLATE): draft.options[name] for name in draft.options if name.startswith(TEMPLATE)}
+    translate_template(draft)
+
+
+def translate_template(draft: VerlDraft) -> None:
+    """Sets the variables of the chat template."""
+    values = {name.removeprefix(TEMPLATE): given for name, given in draft.options.items() if name.startswith(TEMPLATE)}
     if values:
-        draft.set(
-            "data.chat_template_kwargs",
-            {name: yaml.safe_load(" ".join(given.values)) for name, given in values.items()},
-        )
+        variables = {name: yaml.safe_load(" ".join(given.values)) for name, given in values.items()}
+        draft.set("data.chat_template_kwargs", variables)
 
 
 def _agent(draft: RLDraft) -> None:
@@ -178,14 +183,14 @@ def _reward(draft: RLDraft) -> None:
 
 def _evaluation(draft: RLDraft) -> None:
     sampling = [f"{ROLLOUT}.val_kwargs.{key}" for key in ("temperature", "n", "do_sample")]
-    dataset = _files(draft, "data.val_files")
+    dataset = files(draft, "data.val_files")
     if dataset is None:
         for name in (*sampling, "trainer.test_freq", "trainer.val_before_train", "data.val_max_samples"):
-            if draft.asks(name) and draft.value(name) != -1:
+            if draft.asks(name) and draft.options[name].values != ("-1",):
                 draft.lose(name, "there is nothing to evaluate on without data.val_files")
         return
     draft.set("eval.dataset", dataset)
-    draft.set("eval.steps", max(-1, draft.value("trainer.test_freq") or -1))
+    draft.set("eval.steps", period(draft, "trainer.test_freq"))
     if not draft.value("trainer.val_before_train"):
         draft.change("trainer.val_before_train", "evaluates before and after training")
     temperature, samples = draft.value(sampling[0]), draft.value(sampling[1])
@@ -199,6 +204,15 @@ def _evaluation(draft: RLDraft) -> None:
     draft.set("eval.n_samples_per_prompt", samples)
 
 
+def period(draft: VerlDraft, name: str) -> int:
+    """Returns a number of steps from one thing to the next; -1 for none."""
+    text = str(draft.value(name) or -1)
+    if re.fullmatch(r"-?\d+", text):
+        return int(text) if int(text) > 0 else -1
+    draft.lose(name, "a number of steps is needed")
+    return -1
+
+
 def translate_files(draft: VerlDraft) -> None:
     """Sets `ckpt`. verl saves training states, from which it continues by default.
 
@@ -208,10 +222,9 @@ def translate_files(draft: VerlDraft) -> None:
     names = [draft.value(f"trainer.{key}_name") for key in ("project", "experiment")]
     place = draft.value("trainer.default_local_dir") or "/".join(["checkpoints", *names])
     draft.set("ckpt.output_dir", place)
-    frequency = draft.value("trainer.save_freq") or -1
-    if frequency > 0:
-        draft.set("ckpt.save_steps", frequency)
-        draft.set("ckpt.state_steps", frequency)
+    frequency = period(draft, "trainer.save_freq")
+    for key in ("save_steps", "state_steps"):
+        draft.set(f"ckpt.{key}", frequency)
     mode = draft.value("trainer.resume_mode")
     draft.set("ckpt.resume", {"disable": "never", "resume_path": "always"}.get(str(mode), "auto"))
     if draft.asks("trainer.resume_from_path"):

@@ -70,7 +70,9 @@ class Command:
     environment: tuple[str, ...] = ()
     """Variables of the environment that are set in front of it."""
     processes: int | None = None
-    """Processes that its launcher starts, on all machines; None without such a launcher."""
+    """Processes that its launcher starts on each machine; None where it does not say."""
+    machines: int = 1
+    """Machines that its launcher uses."""
 
 
 def read_command(argv: Sequence[str]) -> Command:
@@ -88,13 +90,13 @@ def read_command(argv: Sequence[str]) -> Command:
             advice = OTHERS.get(match[1], f"the programs that are translated are {', '.join(PROGRAMS)}.")
             raise ConfigurationError(f"{word} is no program of verl's that is translated: {advice}")
         launcher = words[:place]
-        each = launcher_number(launcher, ("nproc_per_node",))
         return Command(
             match[1],
             tuple(words[place + 1 :]),
             submitted=launcher[:3] == ["ray", "job", "submit"],
             environment=tuple(word for word in launcher if re.match(r"[A-Z_][A-Z0-9_]*=", word)),
-            processes=each and each * (launcher_number(launcher, ("nnodes",)) or 1),
+            processes=launcher_number(launcher, ("nproc_per_node",)),
+            machines=launcher_number(launcher, ("nnodes",)) or 1,
         )
     if words and re.match(r"[+~]*[a-z_]+(\.\w+)+=", words[0]):
         return Command(RL[0], tuple(words))
