@@ -171,7 +171,7 @@ def _aggregation(draft: RLDraft, loss: str) -> None:
 def _critic(draft: RLDraft) -> None:
     if not draft.has_critic:
         for name in draft.options:
-            if name.startswith("critic.") and draft.program.flags[name].reason is None:
+            if name.startswith("critic.") and draft.program.flags[name].reason is None and draft.asks(name):
                 draft.lose(name, f"{draft.estimator} has no critic, in verl neither")
         if draft.asks("trainer.critic_warmup"):
             draft.lose("trainer.critic_warmup", f"{draft.estimator} has no critic, in verl neither")

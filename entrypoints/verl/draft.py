@@ -126,7 +126,8 @@ class RLDraft(VerlDraft):
 
     def sleepers(self) -> list[str]:
         """Returns the switches given that move what trains out of the GPUs while engines sample."""
-        return [name for name in OFFLOADS if self.asks(name)]
+        trained = [name for name in OFFLOADS if self.has_critic or not name.startswith("critic.")]
+        return [name for name in trained if self.asks(name)]
 
     def ref_offload(self) -> str | None:
         """Returns the switch that keeps the reference in the CPU's memory, if it was given."""

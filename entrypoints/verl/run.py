@@ -85,8 +85,10 @@ def _passes(draft: RLDraft) -> None:
         return
     for name in (tokens, *scoring):
         draft.lose(name, "verl reads it with use_dynamic_bsz only")
-    micro = draft.value(each) or (draft.value(whole) or 0) // draft.gpus
-    if micro >= 1:
+    micro = draft.value(each)
+    if micro is None and (of_all := draft.value(whole)) is not None:
+        micro = max(1, of_all // draft.gpus)
+    if micro is not None and micro >= 1:
         filled = min(micro * longest, PASS_TOKENS)
         draft.set("train.max_tokens_per_micro_batch", filled)
         for name in (each, whole):
@@ -219,7 +221,7 @@ def translate_files(draft: VerlDraft) -> None:
     Raises:
         ConfigurationError: a value is not of its kind.
     """
-    names = [draft.value(f"trainer.{key}_name") for key in ("project", "experiment")]
+    names = [str(draft.value(f"trainer.{key}_name")) for key in ("project", "experiment")]
     place = draft.value("trainer.default_local_dir") or "/".join(["checkpoints", *names])
     draft.set("ckpt.output_dir", place)
     frequency = period(draft, "trainer.save_freq")

@@ -44,7 +44,7 @@ def translate_sft(command: Command) -> TranslatedRun:
 def _column(draft: VerlDraft, what: str) -> str:
     """Returns a column of prompts or replies; a key within it comes behind a dot."""
     key, inner = draft.value(f"data.{what}_key"), draft.value(f"data.{what}_dict_keys")
-    return f"{key}.{inner[0]}" if inner and f"data.{what}_key" in draft.options else str(key)
+    return f"{key}.{'.'.join(inner)}" if inner else str(key)
 
 
 def _rows(draft: VerlDraft) -> None:

@@ -14,10 +14,11 @@ from rollgrad.entrypoints.names.names_of_verl_commands import COLLECTED, IDLE
 from rollgrad.entrypoints.names.suggestions import nearest
 from rollgrad.entrypoints.translation.words import Given, launcher_number, shell_words
 
-MODULE = re.compile(r"(?:^|.*/)(?:verl|recipe)[./](?:\w+[./])*?(\w+?)(?:\.py)?$")
-"""A module of verl or of its recipes, or the file of one."""
+MODULE = re.compile(r"(?:.*/)?(verl|recipe)/(?:\w+/)*(\w+)\.py|(verl|recipe)\.(?:\w+\.)*(\w+)")
+"""The file of a program of verl or of its recipes, or its module."""
 
-RL = ("main_ppo", "main_dapo")
+RECIPE = "main_dapo"
+RL = ("main_ppo", RECIPE)
 SFT = ("sft_trainer", "fsdp_sft_trainer")
 PROGRAMS = (*RL, *SFT)
 
@@ -83,15 +84,16 @@ def read_command(argv: Sequence[str]) -> Command:
     """
     words = shell_words(argv)
     for place, word in enumerate(words):
-        match = MODULE.match(word)
-        if match is None or "=" in word:
+        match = MODULE.fullmatch(word)
+        if match is None:
             continue
-        if match[1] not in PROGRAMS:
-            advice = OTHERS.get(match[1], f"the programs that are translated are {', '.join(PROGRAMS)}.")
+        package, module = match[1] or match[3], match[2] or match[4]
+        if module not in PROGRAMS or (package == "recipe") != (module == RECIPE):
+            advice = OTHERS.get(module, f"the programs that are translated are {', '.join(PROGRAMS)}.")
             raise ConfigurationError(f"{word} is no program of verl's that is translated: {advice}")
         launcher = words[:place]
         return Command(
-            match[1],
+            module,
             tuple(words[place + 1 :]),
             submitted=launcher[:3] == ["ray", "job", "submit"],
             environment=tuple(word for word in launcher if re.match(r"[A-Z_][A-Z0-9_]*=", word)),
@@ -244,7 +246,10 @@ def known(program: Program, overrides: Sequence[Override], lost: list[str]) -> t
     flags, given, wrong = dict(program.flags), dict[str, Override](), list[ConfigurationError]()
     for override in overrides:
         name = override.flag
-        if name in program.names:
+        if name in COLLECTED:
+            if override.values:
+                wrong.append(ConfigurationError(f"{override} is no mapping: write {name}.NAME=VALUE."))
+        elif name in program.names:
             given.update(dict.fromkeys(program.names[name], override))
         elif (section := _section(name, program)) is not None:
             flags[name] = Flag(Kind.WORDS, reason=program.flags[section].reason, idle=IDLE.get(name, ()))

@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from rollgrad.application.settings.sft import SFTRun
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.translated import problems
 from rollgrad.entrypoints.config_io import setting_names
@@ -26,6 +28,7 @@ COMMANDS = Path(__file__).with_name("verl_commands.txt").read_text().split("\n\n
 """Commands with the settings of verl's launch scripts: GRPO and PPO on GSM8K, DAPO, several turns, Megatron, images."""
 
 LEAST = ("data.train_files=d.parquet", "actor_rollout_ref.model.path=m", "trainer.logger=[console]")
+SFT_LEAST = ("data.train_files=t.parquet", "trainer.logger=[console]")
 GROUP = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -229,6 +232,74 @@ def test_every_name_of_verl_is_known(name: str) -> None:
     assert list(options.values()) == [override]
 
 
+UNUSUAL = {
+    "algorithm.adv_estimator": "reinforce_plus_plus",
+    "algorithm.norm_adv_by_std_in_grpo": "False",
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.filter_groups.metric": "seq_reward",
+    "algorithm.kl_penalty": "mse",
+    f"{ACTOR}.kl_loss_type": "mse",
+    f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean",
+    f"{ACTOR}.policy_loss.loss_mode": "gspo",
+    f"{ACTOR}.router_replay.mode": "R2",
+    f"{ROLLOUT}.tensor_model_parallel_size": "4",
+    f"{ROLLOUT}.top_k": "7",
+    "trainer.resume_mode": "resume_path",
+    "trainer.logger": "wandb",
+    "trainer.device": "npu",
+    "engine": "megatron",
+    "optim": None,
+    "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_rs": "token",
+    "model_engine": "megatron",
+    "data.truncation": "left",
+}
+"""Values that ask for something; of the others a switch is turned on, and off."""
+
+BESIDE = {
+    f"{ACTOR}.kl_loss": (f"{ACTOR}.use_kl_loss=True",),
+    "algorithm.kl_": ("algorithm.use_kl_in_reward=True",),
+    "trainer.val_before_train": ("data.val_files=v",),
+    "critic": ("algorithm.adv_estimator=gae",),
+    "trainer.critic_warmup": ("algorithm.adv_estimator=gae",),
+    "reward_model.model": ("reward_model.enable=True",),
+    "custom_reward_function.name": ("custom_reward_function.path=r.py",),
+    f"{ACTOR}.use_dynamic_bsz": (f"{ACTOR}.ppo_max_token_len_per_gpu=999",),
+    f"{ACTOR}.megatron": ("model_engine=megatron",),
+    f"{ROLLOUT}.val_kwargs.d": ("data.val_files=v", f"{ROLLOUT}.val_kwargs.temperature=0.5"),
+    f"{ROLLOUT}.val_kwargs": ("data.val_files=v",),
+    "reward_model.overlong_buffer.enable": ("reward_model.overlong_buffer.len=7",),
+    "trainer.project_name": (),
+    "data.use_dynamic_bsz": ("data.max_token_len_per_gpu=999",),
+}
+"""What a setting depends on, by the beginning of its name."""
+
+
+@pytest.mark.parametrize("module", ["main_ppo", *SFT])
+def test_every_setting_is_honoured_or_the_reason_is_said(module: str) -> None:
+    """One that is given with an unusual value changes the settings, or is on a line of the notes."""
+    words = {"SWITCH": ("True", "False"), "INTEGER": ("3",), "NUMBER": ("0.25",), "PAIR": ("[0.1,0.2]",)}
+    program, least = (SFT[module], SFT_LEAST) if module in SFT else (PPO, (*LEAST, *GROUP))
+
+    @cache
+    def run(*overrides: str) -> TranslatedRun | str:
+        try:
+            return translate_command(["python3", "-m", f"verl.trainer.{module}", *least, *overrides])
+        except ConfigurationError as error:  # which names it
+            return str(error)
+
+    silent = []
+    for name, flag in program.flags.items():
+        base = next((given for beginning, given in BESIDE.items() if name.startswith(beginning)), ())
+        values = (UNUSUAL[name],) if name in UNUSUAL else words.get(flag.kind.name, ("['unusual']",))
+        if (
+            all(run(*base, f"{name}={value}") == run(*base) for value in values if value is not None)
+            and name != "optim"
+        ):
+            silent.append(name)
+    assert silent == []
+
+
 # What they mean.
 
 
@@ -385,8 +456,6 @@ def test_the_length_penalty_by_its_other_names(kwargs: str) -> None:
 
 # Supervised fine-tuning.
 
-SFT_LEAST = ("data.train_files=t.parquet", "trainer.logger=[console]")
-
 
 def fine_tuned(module: str, *overrides: str, launcher: tuple[str, ...] = ("torchrun", "-m")) -> dict[str, Any]:
     result = translate_command([*launcher, f"verl.trainer.{module}", *SFT_LEAST, *overrides])
@@ -518,6 +587,7 @@ def test_a_file_of_settings_is_read_and_overrides_win(tmp_path: Path) -> None:
         (["data.train_batch_size=", "data.max_prompt_length="], "data.max_prompt_length= has no value"),
         (["data.train_batch_size=many"], "it takes one integer"),
         (["data.train_batch_size=0"], "data.train_batch_size is 0, but it must be at least 1"),
+        (["data.apply_chat_template_kwargs=[a]"], "is no mapping: write data.apply_chat_template_kwargs.NAME=VALUE."),
         (["data.train_files=['a',", "'b']"], "close brackets, and quote what has spaces"),
         (["algorithm.adv_estimator=mine"], "algorithm.adv_estimator is mine, but there are gae"),
         ([f"{ACTOR}.policy_loss.loss_mode=mine"], "loss_mode is mine"),
@@ -525,6 +595,7 @@ def test_a_file_of_settings_is_read_and_overrides_win(tmp_path: Path) -> None:
         ([f"{ROLLOUT}.tensor_model_parallel_size=3"], "which do not divide the 8 of trainer.n_gpus_per_node"),
         (["python3", "-m", "verl.trainer.main_eval", "data.path=x"], "write rollgrad score"),
         (["python3", "-m", "verl.trainer.main_generation", "data.path=x"], "write rollgrad generate"),
+        (["python3", "-m", "recipe.one_step_off_policy.main_ppo", "a.b=1"], "the programs that are translated are"),
         (["python3", "-m", "recipe.mine.main_mine"], "the programs that are translated are main_ppo"),
         (["python3", "train.py"], "The command names no program of verl"),
         (["data.train_batch_size=8", "--run"], "No model is set"),
