@@ -94,6 +94,27 @@ OLDER: Mapping[str, str] = {
     f"{ROLLOUT}.disaggregation": "an engine computes prompts and replies.",
     f"{ROLLOUT}.moe_load_balance_metrics_interval": "the balance of experts is a metric of every update.",
     f"{ROLLOUT}.limit_images": "--data.max_images_per_prompt bounds the images of a prompt.",
+    **alike(
+        f"{ACTOR}.use_fused_kernels {ROLLOUT}.qat {ROLLOUT}.update_weights_bucket_megabytes transfer_queue",
+        "kernels, buffers and number formats of engines are chosen for the machine.",
+    ),
+    **alike(f"{ACTOR}.router_replay.record_file {ACTOR}.router_replay.replay_file", "experts are replayed in memory."),
+    **alike(f"{ROLLOUT}.skip_rollout {ROLLOUT}.skip_dump_dir", "a run samples: see rollgrad replay."),
+    f"{MODEL}.lora": "adapters are those of LoRA: see --actor.lora.rank and its neighbours.",
+    **alike("data.sampler data.datagen", LOADER),
+    "critic.forward_micro_batch_size": "values are computed as log-probs are.",
+    "custom_reward_function.reward_kwargs": "write them as defaults of the function's parameters.",
+    "reward.reward_kwargs": "a reward function reads what its parameters are called: docs/guide.md.",
+    "algorithm.filter_groups.max_inflight_gen_batches": "prompts are replaced one by one.",
+    **alike(
+        "algorithm.rollout_is_threshold_lower algorithm.rollout_is_mode algorithm.rollout_is_veto_threshold "
+        "algorithm.rollout_is_level",
+        "write --algo.correction.level, --algo.correction.mode and their bounds.",
+    ),
+    "algorithm.gdpo_reward_keys": "the rewards that a function names are normalised one by one.",
+    **alike("trainer.use_legacy_worker_impl", "there is one implementation."),
+    **alike("trainer.val_generations_to_log_to_wandb", "write --logger.log_samples."),
+    "trainer.log_train_freq": "write --logger.logging_steps.",
     f"{ROLLOUT}.use_fire_sampling": "replies are sampled with one temperature.",
     "critic.model": NO_REMOTE_CODE,
     **alike(
@@ -316,6 +337,8 @@ SAME: Mapping[str, str] = {
         for key in ("enable", "len", "penalty_factor", "log")
     },
     **{f"reward.{name}": name for name in TOGETHER if name.startswith("custom_reward_function.")},
+    "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
+    "trainer.seed": f"{ROLLOUT}.seed",
     "reward.reward_model.enable": "reward_model.enable",
     "reward.reward_model.model_path": "reward_model.model.path",
     f"{ROLLOUT}.multi_turn.max_turns": f"{ROLLOUT}.multi_turn.max_assistant_turns",

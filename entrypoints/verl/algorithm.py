@@ -291,7 +291,7 @@ def _correction(draft: RLDraft) -> None:
         return
     level = str(draft.value(name)).split(",")[0].removeprefix("token_k1").removeprefix("seq_") or "token"
     levels = {"token": "token", "sequence": "sequence", "geometric": "geometric", "mean_k1": "geometric"}
-    levels |= {"sum_k1": "sequence"}
+    levels |= {"sum_k1": "sequence", "True": "token"}  # as an older release has it
     try:
         ours, bounds = levels[level], _bounds(draft.value(f"{name}_threshold") or "2.0")
         high, low = bounds[-1], bounds[0] if len(bounds) > 1 else 1 / bounds[-1]

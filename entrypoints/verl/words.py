@@ -257,11 +257,20 @@ def known(program: Program, overrides: Sequence[Override], lost: list[str]) -> t
         elif override.added:
             lost.append(f"{override}: {UNKNOWN}")
         else:
-            suggestion = nearest(name, tuple(program.names))
+            suggestion = _suggestion(name, program)
             hint = f"did you mean {suggestion}?" if suggestion else "remove it."
             wrong.append(ConfigurationError(f"{name} is not a setting of {program.name}; {hint}"))
     raise_together(wrong)
     return evolve(program, flags=flags), given
+
+
+def _suggestion(name: str, program: Program) -> str | None:
+    """Returns the setting that a misspelt one is likely to be: one of its section, or of the same name in another."""
+    section, _, last = name.rpartition(".")
+    beside = {known.rpartition(".")[2]: known for known in program.names if known.rpartition(".")[0] == section}
+    if (similar := nearest(last, tuple(beside))) is not None:
+        return beside[similar]
+    return next((known for known in program.names if known.rpartition(".")[2] == last), None)
 
 
 def _section(name: str, program: Program) -> str | None:
