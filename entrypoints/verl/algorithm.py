@@ -104,7 +104,7 @@ def _kl(draft: RLDraft) -> None:
 
 def _policy_loss(draft: RLDraft) -> None:
     mode = str(draft.value(f"{POLICY_LOSS}.loss_mode"))
-    loss = {"gpg": "policy_gradient"}.get(mode, canonical_policy_loss(mode))
+    loss = {"gpg": "policy_gradient", "bypass_mode": "ppo"}.get(mode, canonical_policy_loss(mode))
     if loss not in POLICY_LOSSES:
         raise ConfigurationError(
             f"{POLICY_LOSS}.loss_mode is {mode}, but there are {', '.join(POLICY_LOSSES)}: change it, or define it in "
@@ -124,7 +124,7 @@ def _policy_loss(draft: RLDraft) -> None:
     if "dual_clip" in traits.uses:
         draft.set("actor.dual_clip", draft.value(f"{ACTOR}.clip_ratio_c"))
     else:
-        draft.lose(f"{ACTOR}.clip_ratio_c", f"the {loss} loss has no bound for negative advantages")
+        draft.lose(f"{ACTOR}.clip_ratio_c", f"the {loss} loss has no such bound here")
     _settings_of_losses(draft, loss)
     _aggregation(draft, loss)
     if replay := {"R2": "trainer", "R3": "engine"}.get(str(draft.value(f"{ACTOR}.router_replay.mode"))):
@@ -183,7 +183,8 @@ def _critic(draft: RLDraft) -> None:
     if draft.asks("critic.model.path"):
         draft.set("critic.model_name_or_path", draft.value("critic.model.path"))
     if warmup := draft.value("trainer.critic_warmup"):
-        draft.set("critic.freezing_steps", warmup)
+        draft.set("critic.freezing_steps", max(0, warmup - 1))
+        draft.change("trainer.critic_warmup", f"{max(0, warmup - 1)} rollouts, for verl counts the step that ends it")
 
 
 def translate_optimizer(draft: VerlDraft, section: str, ours: str) -> None:
@@ -281,7 +282,8 @@ def _correction(draft: RLDraft) -> None:
     Raises:
         ConfigurationError: there is no such level or threshold.
     """
-    if draft.value("algorithm.rollout_correction.bypass_mode", False):
+    mode = draft.value(f"{POLICY_LOSS}.loss_mode")
+    if draft.value("algorithm.rollout_correction.bypass_mode", False) or mode == "bypass_mode":
         draft.set("algo.old_logprobs", "rollout")
     masks = draft.asks(RS)
     name = RS if masks else IS

@@ -118,7 +118,7 @@ EXPECTED: list[dict[str, Any]] = [
         "critic.adam.weight_decay": 0.01,
         "critic.lr_warmup_ratio": 0.05,
         "critic.value_clip": 0.4,
-        "critic.freezing_steps": 2,
+        "critic.freezing_steps": 1,
         "actor.gradient_checkpointing": "full",
         "train.batch_size": 256,
         "train.max_tokens_per_micro_batch": 4 * 1536,
@@ -385,6 +385,7 @@ def test_grpo_without_the_deviation_is_dr_grpo() -> None:
         (("geo_mean",), {"actor.policy_loss_type": "gmpo"}),
         (("sapo", f"{ACTOR}.tau_neg=1.1"), {"actor.sapo_tau": (1.0, 1.1), "actor.eps_clip_low_high": None}),
         (("clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.01"), {"actor.cov_share": 0.01}),
+        (("bypass_mode",), {"actor.policy_loss_type": "ppo", "algo.old_logprobs": "rollout"}),
         (("kl_cov",), {"actor.cov_share": 0.0002, "actor.cov_kl_coef": 0.1}),
         (("vanilla", f"{ACTOR}.clip_ratio=0.3"), {"actor.eps_clip_low_high": (0.3, 0.3)}),
         (
