@@ -1,10 +1,9 @@
 """Translates the processes of a verl command: models, which share their GPUs with vLLM's engines, and those."""
 
-import yaml
-
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.names.names_of_verl_commands import ACTOR, ROLLOUT
 from rollgrad.entrypoints.verl.draft import RLDraft
+from rollgrad.entrypoints.verl.words import plain
 
 ENGINE_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm."
 SHARED = f"{ACTOR}.megatron.tensor_model_parallel_size"
@@ -120,5 +119,5 @@ def _engines(draft: RLDraft, gpus: int) -> None:
             draft.set(f"vllm.extra.{argument}", draft.value(f"{ROLLOUT}.{argument}"))
     for name, given in draft.options.items():
         if name.startswith(ENGINE_ARGUMENTS) and not given.unset:
-            values = [yaml.safe_load(value) for value in given.values]
+            values = [plain(value) for value in given.values]
             draft.set(f"vllm.extra.{name.removeprefix(ENGINE_ARGUMENTS)}", values[0] if len(values) == 1 else values)

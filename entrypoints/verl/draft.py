@@ -106,9 +106,9 @@ class RLDraft(VerlDraft):
     def kl(self) -> tuple[float, bool]:
         """The weight of KL, of which 0 loads no reference, and whether it is in the loss."""
         if self.value(f"{ACTOR}.use_kl_loss", False):
-            return float(self.value(f"{ACTOR}.kl_loss_coef")), True
+            return float(self.value(f"{ACTOR}.kl_loss_coef") or 0), True
         if self.value("algorithm.use_kl_in_reward", False):
-            return float(self.value("algorithm.kl_ctrl.kl_coef")), False
+            return float(self.value("algorithm.kl_ctrl.kl_coef") or 0), False
         return 0.0, False
 
     @property

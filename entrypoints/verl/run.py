@@ -1,13 +1,11 @@
 """The run of a verl command: batches, lengths, data, rewards, agents, evaluation, and its files."""
 
 import re
-from pathlib import Path
-
-import yaml
 
 from rollgrad.application.settings.sections.logger import TRACKERS
 from rollgrad.entrypoints.names.names_of_verl_commands import ACTOR, REF, ROLLOUT
 from rollgrad.entrypoints.verl.draft import RLDraft, VerlDraft
+from rollgrad.entrypoints.verl.words import plain
 
 REWARD_TIMEOUT = 180.0
 """Seconds that a reward model may take, for which verl waits without end."""
@@ -118,9 +116,12 @@ def _data(draft: RLDraft) -> None:
 
 def translate_template(draft: VerlDraft) -> None:
     """Sets the variables of the chat template."""
-    values = {name.removeprefix(TEMPLATE): given for name, given in draft.options.items() if name.startswith(TEMPLATE)}
-    if values:
-        variables = {name: yaml.safe_load(" ".join(given.values)) for name, given in values.items()}
+    variables = {
+        name.removeprefix(TEMPLATE): plain(" ".join(given.values))
+        for name, given in draft.options.items()
+        if name.startswith(TEMPLATE) and not given.unset
+    }
+    if variables:
         draft.set("data.chat_template_kwargs", variables)
 
 
@@ -145,7 +146,7 @@ def _agent(draft: RLDraft) -> None:
     ):
         name = f"{TURNS}.{key}"
         if draft.asks(name):
-            file = str(Path(draft.value(name)).with_suffix(".py"))
+            file = re.sub(r"\.\w+$", "", draft.value(name)) + ".py"
             draft.set(setting, file)
             draft.change(name, f"{file}, a file that has {what} in the place of verl's classes: write it")
             return
@@ -195,7 +196,7 @@ def _evaluation(draft: RLDraft) -> None:
     draft.set("eval.steps", period(draft, "trainer.test_freq"))
     if not draft.value("trainer.val_before_train"):
         draft.change("trainer.val_before_train", "evaluates before and after training")
-    temperature, samples = draft.value(sampling[0]), draft.value(sampling[1])
+    temperature, samples = draft.value(sampling[0]), draft.value(sampling[1]) or 1
     if not draft.value(sampling[2]) or temperature == 0:
         if samples > 1:
             draft.change(sampling[1], "one sample of each prompt, for greedy samples are all alike")

@@ -220,6 +220,14 @@ def _value(word: str, text: str) -> Any:
         ) from error
 
 
+def plain(text: str) -> Any:
+    """Returns a number, a truth or a text, as YAML reads it."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
 def _nested(key: str, value: Any, *, added: bool = True) -> Iterator[Override]:
     """Yields the override of a value, or those of a mapping."""
     if isinstance(value, Mapping) and value:

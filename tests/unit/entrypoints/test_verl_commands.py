@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -304,6 +305,13 @@ def test_every_setting_is_honoured_or_the_reason_is_said(module: str) -> None:
         ):
             silent.append(name)
     assert silent == []
+
+
+def test_a_setting_that_is_taken_away_is_no_defect() -> None:
+    on = ("data.val_files=v", "reward_model.overlong_buffer.enable=True", "algorithm.use_kl_in_reward=True")
+    for name in PPO.flags:
+        with suppress(ConfigurationError):
+            translate_command(["python3", "-m", "verl.trainer.main_ppo", *LEAST, *on, f"~{name}"])
 
 
 # What they mean.
