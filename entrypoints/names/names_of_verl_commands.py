@@ -22,17 +22,16 @@ IS, RS = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correctio
 """Settings of verl's off-policy correction: weights, and masks."""
 
 SAYS_ALWAYS = ("True", "true")
+"""What a switch is given to be on."""
 
 DONE: frozenset[str] = frozenset(
     {
         *(f"{MODEL}.use_remove_padding", "critic.model.use_remove_padding", f"{ACTOR}.use_remove_padding"),
-        *("data.filter_overlong_prompts", "data.return_raw_chat", "data.shuffle", "data.return_multi_modal_inputs"),
+        *("reward_model.model.use_remove_padding", f"{ACTOR}.use_prefix_grouper", "trainer.balance_batch"),
+        *("data.return_raw_chat", "data.shuffle", "data.return_multi_modal_inputs", "actor_rollout_ref.hybrid_engine"),
         *(f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.enable_prefix_caching", f"{ROLLOUT}.calculate_log_probs"),
-        *("actor_rollout_ref.hybrid_engine", "trainer.balance_batch", f"{ROLLOUT}.do_sample", "critic.enable"),
-        *("reward_model.model.use_remove_padding", f"{ACTOR}.use_prefix_grouper"),
-        *("use_remove_padding", "model.use_remove_padding", "data.balance_dp_token"),
-        *(f"{section}.use_dynamic_bsz" for section in (ACTOR, "critic")),
-        *(f"{section}.log_prob_use_dynamic_bsz" for section in (ROLLOUT, REF)),
+        *(f"{ROLLOUT}.do_sample", "critic.enable", "critic.use_dynamic_bsz"),
+        *(f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_use_dynamic_bsz"),
     }
 )
 """Switches that every run has on, whatever is set."""
@@ -43,16 +42,9 @@ IDLE: Mapping[str, tuple[str, ...]] = {
     "engine.fsdp_size": ("-1",),
     f"{ROLLOUT}.mode": ("async", "sync"),
     f"{ROLLOUT}.over_sample_rate": ("0", "0.0"),
-    f"{ACTOR}.router_replay.mode": ("disabled",),
-    f"{ACTOR}.optim.total_training_steps": ("-1",),
-    f"{ACTOR}.optim.lr_warmup_steps": ("-1", "0"),
-    "critic.optim.lr_warmup_steps": ("-1", "0"),
-    f"{MODEL}.lora_rank": ("0",),
-    f"{ROLLOUT}.top_k": ("-1",),
     f"{ROLLOUT}.val_kwargs.top_k": ("-1", "0"),
     f"{ROLLOUT}.val_kwargs.top_p": ("1", "1.0"),
     "trainer.device": ("cuda",),
-    "trainer.critic_warmup": ("0",),
     "data.dataloader_num_workers": ("0",),
     "data.filter_overlong_prompts_workers": ("1",),
     "reward_model.reward_manager": ("naive", "dapo", "prime", "batch"),

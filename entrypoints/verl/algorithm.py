@@ -30,6 +30,15 @@ COVARIANCES: Mapping[str, Mapping[str, str]] = {
 }
 """Settings of `policy_loss` that a loss reads, and the actor's here."""
 
+LEVELS = {
+    **{level: level for level in ("token", "sequence", "geometric")},
+    "token_k1": "token",
+    "seq_sum_k1": "sequence",
+    "seq_mean_k1": "geometric",
+    "True": "token",  # as an older release has it
+}
+"""verl's scopes of the ratio of a correction, which it bounds itself; of others it bounds a divergence."""
+
 POLICY_LOSS = f"{ACTOR}.policy_loss"
 
 
@@ -87,10 +96,12 @@ def _kl(draft: RLDraft) -> None:
     ours = KL_KINDS.get(kind.removesuffix("+"))
     if ours is None:
         raise ConfigurationError(f"{name} is {kind}, but there are kl, mse and low_var_kl: change it.")
-    if in_loss and (kind.endswith("+") or ours == "k1"):
+    if in_loss and kind.endswith("+"):
         ours = "k2"
-        draft.change(name, "the estimator is k2, which has that gradient" if kind.endswith("+") else "it becomes mse, "
-                     "for the gradient of k1 is zero on average")  # fmt: skip
+        draft.change(name, "the estimator is k2, which has that gradient")
+    elif in_loss and ours == "k1":
+        ours = "k2"
+        draft.change(name, "the estimator becomes k2, for the gradient of k1 is zero on average")
     draft.set("algo.kl.init_coef", coef)
     draft.set("algo.kl.use_loss", in_loss)
     draft.set("algo.kl.estimator", ours)
@@ -246,6 +257,10 @@ def translate_adapters(draft: VerlDraft, section: str) -> None:
             if name is not None and key != "rank" and values[key]:
                 draft.lose(name, "all weights are trained without a rank")
         return
+    name = given["target_modules"]
+    if name is not None and any(module.startswith("linear_") for module in values["target_modules"] or ()):
+        values["target_modules"] = ["all-linear"]
+        draft.change(name, "all linear layers get adapters, for these are Megatron's names of them")
     draft.set("actor.lora.alpha", 32 if f"{section}.lora.rank" in draft.options else 16)  # verl's defaults
     for key, value in values.items():
         draft.set(f"actor.lora.{key}", value)
@@ -291,11 +306,8 @@ def _correction(draft: RLDraft) -> None:
         for lost in (f"{IS}_threshold", f"{RS}_threshold"):
             draft.lose(lost, "samples are not corrected, in verl neither")
         return
-    level = str(draft.value(name)).split(",")[0].removeprefix("token_k1").removeprefix("seq_") or "token"
-    levels = {"token": "token", "sequence": "sequence", "geometric": "geometric", "mean_k1": "geometric"}
-    levels |= {"sum_k1": "sequence", "True": "token"}  # as an older release has it
     try:
-        ours, bounds = levels[level], _bounds(draft.value(f"{name}_threshold") or "2.0")
+        ours, bounds = LEVELS[str(draft.value(name))], _bounds(draft.value(f"{name}_threshold") or "2.0")
         high, low = bounds[-1], bounds[0] if len(bounds) > 1 else 1 / bounds[-1]
     except (KeyError, ValueError, ZeroDivisionError) as error:
         raise ConfigurationError(

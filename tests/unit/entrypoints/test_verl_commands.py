@@ -415,6 +415,7 @@ def test_policy_losses(overrides: tuple[str, ...], expected: dict[str, Any]) -> 
         (("rollout_is=token",), ("token", "truncate", 2.0)),
         (("rollout_is=sequence", "rollout_is_threshold=5"), ("sequence", "truncate", 5.0)),
         (("rollout_rs=token", "rollout_rs_threshold=0.5_3.0"), ("token", "mask", 3.0)),
+        (("rollout_rs=seq_sum_k1", "rollout_rs_threshold=0.5_3.0"), ("sequence", "mask", 3.0)),
         (("rollout_rs=geometric", "rollout_rs_threshold=1.01"), ("geometric", "mask", 1.01)),
     ],
 )
@@ -432,6 +433,12 @@ def test_warm_up_and_schedule() -> None:
     )
     expected = {"lr_warmup_ratio": 0.1, "lr_scheduler": "cosine_with_min_lr", "min_lr_ratio": 0.2}
     assert holds(found, {f"actor.{key}": value for key, value in expected.items()} | {"train.max_steps": 100})
+
+
+def test_adapters_of_megatron() -> None:
+    lora = (f"actor_rollout_ref.model.lora.{setting}" for setting in ("rank=8", "target_modules=[linear_qkv]"))
+    expected = {"rank": 8, "alpha": 32, "target_modules": ("all-linear",)}
+    assert holds(settings(*GROUP, *lora), {f"actor.lora.{key}": value for key, value in expected.items()})
 
 
 def test_one_gpu_is_one_process() -> None:
@@ -609,6 +616,7 @@ def test_a_file_of_settings_is_read_and_overrides_win(tmp_path: Path) -> None:
         (["data.train_files=['a',", "'b']"], "close brackets, and quote what has spaces"),
         (["algorithm.adv_estimator=mine"], "algorithm.adv_estimator is mine, but there are gae"),
         ([f"{ACTOR}.policy_loss.loss_mode=mine"], "loss_mode is mine"),
+        (["algorithm.rollout_correction.rollout_rs=token_k1,seq_max_k3"], "has no counterpart: write algo.correction"),
         ([f"{ACTOR}.loss_agg_mode=mine"], "loss_agg_mode is mine"),
         ([f"{ROLLOUT}.tensor_model_parallel_size=3"], "which do not divide the 8 of trainer.n_gpus_per_node"),
         (["python3", "-m", "verl.trainer.main_eval", "data.path=x"], "write rollgrad score"),
