@@ -1,4 +1,4 @@
-"""Bad inputs of whole commands, for `tests.fuzz`: chat, the servers, openrlhf, and models on the disk.
+"""Bad inputs of whole commands, for `tests.fuzz`: chat, the servers, translations, and models on the disk.
 
 A command that is not refused goes as far as it can: a reply to one message, a port that is bound and let go.
 """
@@ -71,12 +71,21 @@ FLAGS: dict[str, dict[str, list[str]]] = {
     },
 }
 """Values that each command has to refuse."""
-TRANSLATED = shlex.split("""python3 -m openrlhf.cli.train_ppo_ray --pretrain m --reward_pretrain r
+TRANSLATED = {
+    "openrlhf": shlex.split("""python3 -m openrlhf.cli.train_ppo_ray --pretrain m --reward_pretrain r
  --remote_rm_url reward.py --prompt_data d.jsonl
  --input_key input --train_batch_size 128 --rollout_batch_size 1024 --n_samples_per_prompt 8
  --max_epochs 1 --prompt_max_len 1024 --generate_max_len 1024 --zero_stage 3 --param_dtype bf16
  --actor_learning_rate 5e-7 --init_kl_coef 0.01 --advantage_estimator gae --vllm_num_engines 4 --eps_clip_low_high 0.2
- 0.27 --dynamic_filtering --dynamic_filtering_reward_range 0 1 --colocate_all_models --save_path out""")
+ 0.27 --dynamic_filtering --dynamic_filtering_reward_range 0 1 --colocate_all_models --save_path out"""),
+    "verl": shlex.split("""python3 -m verl.trainer.main_ppo --config-name=ppo_trainer algorithm.adv_estimator=grpo
+ data.train_files="['a.parquet','b.parquet']" data.train_batch_size=64 actor_rollout_ref.model.path=m
+ +data.apply_chat_template_kwargs={enable_thinking:False} actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=4
+ actor_rollout_ref.actor.clip_ratio_high=0.28 ~actor_rollout_ref.actor.clip_ratio_c trainer.logger=[console]
+ actor_rollout_ref.actor.use_kl_loss=True algorithm.rollout_correction.rollout_is=token trainer.save_freq=5
+ actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml trainer.total_training_steps=null"""),
+}
+"""Command lines of other tools that are translated."""
 
 
 def outcome_of(words: Sequence[str], typed: str = "") -> None:
@@ -110,10 +119,11 @@ def models(folder: Path) -> dict[str, Path]:
 
 
 def commands(draw: random.Random, folder: Path) -> Case:
-    """A flag of another kind, of one of the commands that keep a model, or in a command line of OpenRLHF."""
+    """A flag of another kind, of one of the commands that keep a model, or in a command line of another
+    tool."""
     places = models(folder)
     if draw.random() < 0.3:
-        return openrlhf(draw)
+        return translated(draw)
     name = draw.choice(list(FLAGS))
     words = [*name.split(), "--model", str(places["reward" if name == "serve reward" else "chat"])]
     words += ["--prompt", "go", "--max_new_tokens", "2"] if name == "chat" else ["--port", "0"]
@@ -139,9 +149,10 @@ def commands(draw: random.Random, folder: Path) -> Case:
     return Case(f"command {shlex.join(words)[:300]!r}", lambda: outcome_of(words, "hello\n/new\n"), refused=refused)
 
 
-def openrlhf(draw: random.Random) -> Case:
+def translated(draw: random.Random) -> Case:
     """A translated command with words exchanged, left out or put in."""
-    words = list(TRANSLATED)
+    tool = draw.choice(list(TRANSLATED))
+    words = list(TRANSLATED[tool])
     for _ in range(draw.choice([1, 1, 2, 5])):
         place, how = draw.randrange(len(words)), draw.randrange(4)
         if how == 0:
@@ -152,9 +163,11 @@ def openrlhf(draw: random.Random) -> Case:
             words.insert(place, draw.choice(WORDS))
         else:
             words[place] = (
-                flipped(draw, words[place].encode()).decode(errors="surrogateescape") if words[place] else "x"
+                flipped(draw, words[place].encode(errors="surrogateescape")).decode(errors="surrogateescape")
+                if words[place]
+                else "x"
             )
-    return Case(f"openrlhf {shlex.join(words)[-300:]!r}", lambda: outcome_of(["openrlhf", *words]))
+    return Case(f"{tool} {shlex.join(words)[-300:]!r}", lambda: outcome_of([tool, *words]))
 
 
 def checkpoints(draw: random.Random, folder: Path) -> Case:
