@@ -71,7 +71,7 @@ def peak_gib() -> float:
 
 
 def reserved_gib() -> float:
-    """What torch held of the GPU at most for itself, gaps between tensors included."""
+    """Returns what torch held of the GPU at most for itself, gaps between tensors included."""
     return torch.cuda.max_memory_reserved() / 2**30 if GPU else 0.0
 
 

@@ -60,7 +60,18 @@ def answer_of(kind: Verifier, response: str) -> str | None:
         return response.strip()
     box = boxed(response) if kind is Verifier.MATH else None
     number = last_number(response if box is None else "")
-    return box if number is None else str(number.normalize() + 0)  # of -0 and 0 the same text
+    return box if number is None else _shortest(number)
+
+
+def _shortest(number: Decimal) -> str:
+    """Returns the shortest text of a number, whatever its length: arithmetic on decimals would round it.
+
+    >>> _shortest(Decimal("-12.50")), _shortest(Decimal("-0.0")), _shortest(Decimal("100"))
+    ('-12.5', '0', '100')
+    """
+    text = format(number, "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
 
 
 def label_problem(kind: Verifier, label: Any, column: str | None = None) -> str | None:

@@ -99,7 +99,7 @@ def test_a_run_that_was_cut_off_is_continued_with_the_same_replies(
     replies = rollgrad.generate(settings(tiny_model_dir, prompts, max_concurrent=2), out)
     assert (replies.rows, replies.made) == (PROMPTS * SAMPLES, PROMPTS * SAMPLES - 2)
     assert tokens(out) == tokens(whole)
-    assert "an incomplete last line is removed" in capsys.readouterr().out
+    assert "an incomplete last line is removed" in capsys.readouterr().err
     before = out.read_bytes()
     assert rollgrad.generate(settings(tiny_model_dir, prompts), out).made == 0
     assert out.read_bytes() == before

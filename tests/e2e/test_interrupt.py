@@ -137,4 +137,4 @@ def test_ctrl_c_in_a_notebook_ends_the_run_too(
     assert result.interrupted
     assert result.steps >= 2
     assert (result.model / "model.safetensors").exists()
-    assert f"hf upload me/name {result.model} uploads this one" in capsys.readouterr().out
+    assert f"hf upload me/name {result.model} uploads this one" in capsys.readouterr().err

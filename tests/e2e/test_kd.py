@@ -320,7 +320,7 @@ def test_a_served_teacher_by_another_name_is_told(
     run.teacher.url, server.models = server.url, [{"id": "teacher", "root": "/models/another"}]
     run.train.max_steps, run.train.num_epochs = 1, 1
     rollgrad.train_kd(run)
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().err.split())
     assert said.count("the server of --teacher.url has 'teacher', which is taken for") == 1
 
 

@@ -133,13 +133,13 @@ def test_good_and_bad_replies_that_do_not_weigh_the_same(
     run = settings(tiny_model_dir, labelled, tmp_path / "run")
     run.train = ExampleTrainConfig(batch_size=BATCH, max_steps=1)
     rollgrad.train_kto(run)
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().err.split())
     assert "The 10 good replies weigh 1.67 times as much as the 6 bad ones" in said
     assert "--kto.desirable_weight between 0.6 and 0.8" in said
     run = settings(tiny_model_dir, labelled, tmp_path / "balanced", balance=True)
     run.train = ExampleTrainConfig(batch_size=16, max_steps=1)
     rollgrad.train_kto(run)
-    assert "good replies weigh" not in capsys.readouterr().out
+    assert "good replies weigh" not in capsys.readouterr().err
     (trained,) = [row for row in logged(tmp_path / "balanced") if "train/loss" in row]
     assert trained["train/loss"] == pytest.approx(0.5 * (10 + 6 * 10 / 6) / 16, abs=1e-5)
     labelled.write_text("".join(json.dumps(row) + "\n" for row in rows if row["label"]))

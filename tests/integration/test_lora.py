@@ -166,7 +166,7 @@ needs_vllm = pytest.mark.parametrize("parts", VLLM[2:], indirect=True)
 
 @needs_vllm
 async def test_before_the_first_push_vllm_samples_as_with_fresh_adapters(parts: Parts) -> None:
-    """Of an adapter without layers it would die. The first test with this engine, which has taken none."""
+    """It would die of an adapter without layers. The first test with this engine, which has taken none."""
     policy, engine, _ = parts
     assert max(map(abs, await gaps(policy, engine, 0))) < ADAPTED_TOLERANCE
 

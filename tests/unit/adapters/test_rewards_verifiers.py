@@ -74,6 +74,7 @@ async def test_last_number_reads_what_python_writes(number: int, places: int) ->
         (Verifier.LAST_NUMBER, ("7", "so 7.0", "= $7", "3 + 4 = 7.00"), "7"),
         (Verifier.LAST_NUMBER, ("1,000", "1000.0"), "1000"),
         (Verifier.LAST_NUMBER, ("0", "-0"), "0"),
+        (Verifier.LAST_NUMBER, ("1" * 10**6, "1" * 10**6 + ".0"), "1" * 10**6),
         (Verifier.LAST_NUMBER, ("seven", ""), None),
         (Verifier.EXACT_MATCH, ("yes", " yes\n"), "yes"),
         (Verifier.MATH, (r"\boxed{3}, no: \boxed{\frac{1}{2}}", r"$\boxed{\frac{1} {2}}$."), r"\frac{1}{2}"),

@@ -7,6 +7,7 @@ import pytest
 from rollgrad.application.settings.presets import PRESETS, preset_settings
 from rollgrad.application.settings.rules import validate
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, policy_loss_traits
+from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import setting_names, structure_config
 
@@ -22,7 +23,8 @@ BASE = {
 def test_each_preset_is_valid(name: str) -> None:
     needs = ESTIMATORS[str(preset_settings(name).get("algo.advantage.estimator", "gae"))].needs
     ref = {"ref": {"model_name_or_path": "teacher"}} if "teacher" in needs else {}
-    config = structure_config({**BASE, **ref}, preset=name)
+    plays = {"agent": {"attempts": 2}} if "states" in needs else {}
+    config = structure_config({**BASE, **ref, **plays}, preset=name)
     validate(config)
     assert set(preset_settings(name)) <= set(setting_names())
 
@@ -49,4 +51,4 @@ def test_every_name_is_documented() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     missing = [name for name in (*ESTIMATORS, *POLICY_LOSSES, *PRESETS) if f"`{name}`" not in text]
     assert not missing
-    assert all(policy_loss_traits(name).aggregation in ("token_mean", "sequence_mean") for name in POLICY_LOSSES)
+    assert all(policy_loss_traits(name).aggregation in list(Aggregation) for name in POLICY_LOSSES)

@@ -1,4 +1,4 @@
-"""What is logged in a program that uses rollgrad as a library."""
+"""The log of a program that uses rollgrad as a library."""
 
 import subprocess
 import sys
