@@ -176,12 +176,11 @@ def charts_of_reports() -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps what `datasets` caches out of the user's home. It reads the variable when it is imported, which takes as
-    long as hundreds of tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets-cache")))
-        yield
+def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps what `datasets` caches out of the user's home."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = Path(tmp_path_factory.mktemp("datasets-cache"))
 
 
 @pytest.fixture(scope="session")
