@@ -22,7 +22,7 @@ IS, RS = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correctio
 """Settings of verl's off-policy correction: weights, and masks."""
 
 SAYS_ALWAYS = ("True", "true")
-"""What a switch is given to be on."""
+"""Values with which a switch is on."""
 
 DONE: frozenset[str] = frozenset(
     {

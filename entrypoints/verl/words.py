@@ -41,7 +41,7 @@ OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatr
 """Names of verl's own files, whose defaults count in any case."""
 
 VARIABLE = re.compile(r"\$[\w{(@*]")
-"""What a shell, or Hydra, would have filled in."""
+"""Names that a shell, or Hydra, would have filled in."""
 
 UNKNOWN = "rollgrad knows no setting of verl's of this name"
 

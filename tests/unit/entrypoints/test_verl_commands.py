@@ -279,7 +279,7 @@ BESIDE = {
     "trainer.project_name": (),
     "data.use_dynamic_bsz": ("data.max_token_len_per_gpu=999",),
 }
-"""What a setting depends on, by the beginning of its name."""
+"""Words that a setting depends on, by the beginning of its name."""
 
 
 @pytest.mark.parametrize("module", ["main_ppo", *SFT])
