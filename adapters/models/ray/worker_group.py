@@ -69,10 +69,10 @@ class WorkerGroup:
         self._participants: dict[int, Any] = {}
         """Calls by which the other processes take part in the reading, by rank."""
         self._workers = [*workers]
-        with self._waiting("start"):
-            host, port = self._gather({0: self._workers[0].listen.remote()}, "answering")[0]
         self.pids: list[int] = []
         """Ids of the processes, by rank."""
+        with self._waiting("start"):
+            host, port = self._gather({0: self._workers[0].listen.remote()}, "answering")[0]
         with self._waiting("join one group"):
             self.pids = self._call_all("finding each other", lambda w: w.join.remote(host, port, timeout, start))
 
