@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -30,3 +31,8 @@ def as_utf8(text: str) -> str:
     '\\ud800 ä'
     """
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def row_as_utf8(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row whose texts are as `as_utf8` returns them, and whose other values are as they are."""
+    return {name: as_utf8(value) if isinstance(value, str) else value for name, value in row.items()}

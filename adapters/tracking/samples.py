@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from rollgrad.adapters.system.plain_values import as_utf8
+from rollgrad.adapters.system.plain_values import row_as_utf8
 from rollgrad.adapters.tracking.line_file import LineFile
 from rollgrad.adapters.tracking.trajectory_table import Spans, without_secrets
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -52,9 +52,7 @@ class SampleWriter:
             log.warning("no more samples are written", path=str(self._path), error=repr(error))
             return
         if self._tell is not None:
-            # No tracker can send lone halves of surrogate pairs.
-            sent = [{k: as_utf8(v) if isinstance(v, str) else v for k, v in line.items()} for line in lines]
-            self._tell(step, sent)
+            self._tell(step, [*map(row_as_utf8, lines)])  # no tracker can send lone halves of surrogate pairs
 
     def close(self) -> None:
         """Writes the samples that wait; idempotent."""

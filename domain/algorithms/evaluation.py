@@ -71,7 +71,7 @@ def majority(answers: Sequence[str | None]) -> str | None:
     >>> majority(["7", None, "5", "5", "7"])
     '7'
     """
-    votes = Counter(answer for answer in answers if answer is not None)
+    votes = _votes(answers)
     return max(votes, key=lambda answer: votes[answer], default=None)
 
 
@@ -79,12 +79,16 @@ def majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> fl
     """Returns whether the answer that most samples gave passes (self-consistency, Wang et al. 2023, arXiv:2203.11171):
     the share of passes among the samples that gave it, of several answers with as many votes the mean of theirs. A
     sample without an answer has no vote; where none has one, nothing passes."""
-    votes = Counter(answer for answer in answers if answer is not None)
+    votes = _votes(answers)
     if not votes:
         return 0.0
     most = max(votes.values())
     given = [each for answer, each in zip(answers, passed, strict=True) if answer is not None and votes[answer] == most]
     return sum(given) / len(given)
+
+
+def _votes(answers: Sequence[str | None]) -> Counter[str]:
+    return Counter(answer for answer in answers if answer is not None)
 
 
 def summarise(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from rollgrad.adapters.system.plain_values import as_utf8, finite
+from rollgrad.adapters.system.plain_values import finite, row_as_utf8
 from rollgrad.adapters.tracking.browse.filters import Kind
 from rollgrad.adapters.tracking.trajectory_files import PREFIXES, read_trajectories
 from rollgrad.adapters.tracking.trajectory_schema import SHOWN, schema
@@ -236,7 +236,7 @@ def sample_rows(path: Path) -> "pyarrow.Table":
             )
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             continue  # an incomplete last line, or what is no sample
-    clean = [{key: as_utf8(v) if isinstance(v, str) else v for key, v in row.items()} for row in rows]
+    clean = [*map(row_as_utf8, rows)]
     return pa.Table.from_pylist(clean, schema=_stored())
 
 
