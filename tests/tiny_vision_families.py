@@ -75,6 +75,18 @@ def glm4v() -> tuple[Any, Any]:
     return Glm4vForConditionalGeneration(config), _processor(Glm4vProcessor, images, tokenizer)
 
 
+def _llavas(kind: Any, images: Any, tokenizer: Any) -> Any:
+    """Returns a processor of class `kind`, for towers in patches of 8 pixels that begin with the state of a class."""
+    return kind(
+        images,
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
 def llava() -> tuple[Any, Any]:
     """A LLaVA 1.5, which takes features of the tower's last layer but one, without those of the first token."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
@@ -88,14 +100,7 @@ def llava() -> tuple[Any, Any]:
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_seq_length=16,
     )
-    return LlavaForConditionalGeneration(config), LlavaProcessor(
-        images,
-        tokenizer,
-        chat_template=tokenizer.chat_template,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
+    return LlavaForConditionalGeneration(config), _llavas(LlavaProcessor, images, tokenizer)
 
 
 def llava_next() -> tuple[Any, Any]:
@@ -113,14 +118,7 @@ def llava_next() -> tuple[Any, Any]:
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_seq_length=16,
     )
-    return LlavaNextForConditionalGeneration(config), LlavaNextProcessor(
-        images,
-        tokenizer,
-        chat_template=tokenizer.chat_template,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
+    return LlavaNextForConditionalGeneration(config), _llavas(LlavaNextProcessor, images, tokenizer)
 
 
 def mistral3() -> tuple[Any, Any]:
