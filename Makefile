@@ -40,7 +40,8 @@ help:
 	@echo "make demo-cluster  the first again in several processes: Ray, vLLM and DeepSpeed"
 	@echo "make check         linters and the fast tests"
 	@echo "make test          all tests but those of demos, benchmarks, deaths of processes, and more sizes of the same"
-	@echo "make ci            linters and all tests that this machine can run"
+	@echo "make test-all      all tests that this machine can run"
+	@echo "make ci            linters and all tests but more sizes of the same"
 	@echo "make lint          format, lint rules, types and layers"
 	@echo "make bench         benchmarks"
 	@echo "make clean         remove caches and build products"
@@ -68,7 +69,7 @@ test: $(VENV)/.test-stamp
 test-all: $(VENV)/.test-stamp
 	$(SAY_BROWSER)
 	@rm -f .pytest_cache/v/cache/lastfailed
-	($(call tests,$(PAGE))) || { [ $$? -eq 1 ] && $(BIN)/python scripts/failed_again.py; }
+	($(call tests,$(WITHOUT) $(PAGE))) || { [ $$? -eq 1 ] && $(BIN)/python scripts/failed_again.py; }
 
 check: lint
 	$(SAY_BROWSER)
@@ -82,7 +83,7 @@ lint: $(VENV)/.test-stamp
 
 # Linters run beside the first tests, most of which wait for processes of theirs.
 ci: $(VENV)/.test-stamp
-	@$(MAKE) --no-print-directory -j2 lint test-all
+	@$(MAKE) --no-print-directory -j2 lint test-all WITHOUT="and not wide"
 
 bench: $(VENV)/.bench-stamp
 	$(BIN)/pytest benchmarks --benchmark-only
