@@ -39,9 +39,17 @@ STATES_IN_HEADS = ("delta_rule", "state_spaces", "state_spaces_with_adapters", "
 EVERY = [name for name in CASES if name.startswith("every_")]
 """Cases that show of more models what others show."""
 
+DIVIDED_ALIKE = [
+    *("one_sample", "one_head_for_all_queries", "sinks", "capped_scores", "chunks_and_scaled_queries", "adapters"),
+    *("prescribed_replies", "compiled", "bfloat16", "fewer_query_heads_than_processes", "layers_with_unlike_heads"),
+]
+"""Cases that show nothing of three processes that two and four do not."""
+
+MORE = {2: EVERY, 3: DIVIDED_ALIKE}
+
 NAMES = {
     2: [name for name in CASES if name not in EVERY],
-    3: [name for name in CASES if name not in (*EVERY, *STATES_IN_HEADS, "another_batch")],
+    3: [name for name in CASES if name not in (*EVERY, *DIVIDED_ALIKE, *STATES_IN_HEADS, "another_batch")],
     4: [
         "another_batch",
         "two_heads",
@@ -80,9 +88,9 @@ def test_results_and_summed_gradients_are_those_of_one_process(results: Results,
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", EVERY)
-def test_so_they_are_of_every_model_that_hands_a_state_on(results: Results, name: str) -> None:
-    assert_as_one_process(results(2, tuple(EVERY)), name)
+@pytest.mark.parametrize(("processes", "name"), [(processes, name) for processes in MORE for name in MORE[processes]])
+def test_so_they_are_of_more_models_and_forms(results: Results, processes: int, name: str) -> None:
+    assert_as_one_process(results(processes, tuple(MORE[processes])), name)
 
 
 def assert_as_one_process(found: list[dict[str, Any]], name: str) -> None:
