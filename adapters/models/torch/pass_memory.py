@@ -25,6 +25,7 @@ from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
 from rollgrad.adapters.models.torch.attention import ATTENTION, backbone, install_attention
 from rollgrad.adapters.models.torch.images import model_factory
 from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.adapters.models.torch.like_layers import LikeLayers, Span, together
 from rollgrad.adapters.models.torch.norms import rms_norms
 from rollgrad.adapters.models.torch.offloading import PlainTransfers, transfers_of
 from rollgrad.adapters.models.torch.padded import use_exact_attention, use_own_attention
@@ -91,32 +92,38 @@ def measured_passes(
     from transformers import AutoConfig
 
     settings = AutoConfig.from_pretrained(str(Path(name).expanduser()))
-    with torch.device("meta"):
-        model = model_factory(settings).from_config(settings, dtype=dtype).eval()
-    try:
-        if judges:
-            return _judging(model, longest)
-        found = _measured(model, device, longest=longest, checkpointing=checkpointing, offloads=offloads)
-        return found if prompt is None or found.padded else evolve(found, prompted=_prompted(model, device, prompt))
-    except Exception as error:  # a model's code may do anything that has no meaning without numbers
-        log.debug(f"Passes of {type(model).__name__} cannot be measured without weights: {error}")
-        return None
+    # Inputs that are moved are on their device while the layer after theirs computes.
+    for shorter in (False,) if offloads else (True, False):
+        with torch.device("meta"):
+            model = model_factory(settings).from_config(settings, dtype=dtype).eval()
+        try:
+            layers = LikeLayers(model, shorter=shorter)
+            if judges:
+                return _judging(layers, longest)
+            found = _measured(layers, device, longest=longest, checkpointing=checkpointing, offloads=offloads)
+            if prompt is None or found.padded:
+                return found
+            return evolve(found, prompted=_prompted(layers, device, prompt))
+        except Exception as error:  # a model's code may do anything that has no meaning without numbers
+            log.debug(f"Passes of {type(model).__name__} cannot be measured without weights: {error}")
+    return None
 
 
 def _measured(
-    model: Any, device: torch.device, *, longest: int, checkpointing: Checkpointing, offloads: bool
+    layers: LikeLayers, device: torch.device, *, longest: int, checkpointing: Checkpointing, offloads: bool
 ) -> PassMemory:
+    model = layers.model
     states = partial(_states, model, device)
     try:
         if device.type == "cuda":
             _normalise_as_on_a_gpu(model)
         install_attention(model)
         padded, shapes = False, _shapes(longest)
-        scored = [_scored(model, states, *shape) for shape in shapes]
+        scored = [_scored(layers, states, *shape) for shape in shapes]
     except ConfigurationError:
         use_own_attention(model)
         padded, shapes = True, [(rows, longest) for rows in ROWS]
-        scored = [_scored(model, states, *shape) for shape in shapes]
+        scored = [_scored(layers, states, *shape) for shape in shapes]
     recomputation = Recomputation(
         model,
         AdapterDropout(model),
@@ -128,21 +135,21 @@ def _measured(
     passes = []
     for shape in shapes:
         with recomputation.during(model):
-            passes.append(_trained(model, states, *shape))
+            passes.append(_trained(layers, states, *shape))
     found = _found(shapes, scored, padded=padded)
     # Without recomputation a backward pass has two products for each of the forward pass.
     again = passes[-1][1].flops / math.prod(shapes[-1]) - 3 * found.flops
     return evolve(
         found,
         saved=_points(shapes, [saved for saved, _ in passes]),
-        trained=_points(shapes, [alive.peak for _, alive in passes]),
+        trained=_points(shapes, [both.rise for _, both in passes]),
         recomputed=max(0.0, again),
     )
 
 
-def _prompted(model: Any, device: torch.device, prompt: int) -> Points:
-    shapes = _shapes(prompt)
-    return _points(shapes, [_scored(model, partial(_states, model, device), *shape).peak for shape in shapes])
+def _prompted(layers: LikeLayers, device: torch.device, prompt: int) -> Points:
+    shapes, states = _shapes(prompt), partial(_states, layers.model, device)
+    return _points(shapes, [_scored(layers, states, *shape).rise for shape in shapes])
 
 
 def _normalise_as_on_a_gpu(model: Any) -> None:
@@ -151,17 +158,17 @@ def _normalise_as_on_a_gpu(model: Any) -> None:
         norm.forward = partial(UncomputedNorm.apply, norm.weight)
 
 
-def _judging(model: Any, longest: int) -> PassMemory:
-    shapes = [(rows, longest) for rows in ROWS]
+def _judging(layers: LikeLayers, longest: int) -> PassMemory:
+    shapes, states = [(rows, longest) for rows in ROWS], partial(_texts, layers.model)
     with UncomputedProducts():
-        with _Alive(model):  # which answers the questions of its code
-            use_exact_attention(model)
-        return _found(shapes, [_scored(model, partial(_texts, model), *shape) for shape in shapes], padded=True)
+        with _Alive(layers.model):  # which answers the questions of its code
+            use_exact_attention(layers.model)
+        return _found(shapes, [_scored(layers, states, *shape) for shape in shapes], padded=True)
 
 
-def _found(shapes: Sequence[tuple[int, int]], scored: Sequence["_Alive"], *, padded: bool) -> PassMemory:
+def _found(shapes: Sequence[tuple[int, int]], scored: Sequence[Span], *, padded: bool) -> PassMemory:
     return PassMemory(
-        scored=_points(shapes, [alive.peak for alive in scored]),
+        scored=_points(shapes, [span.rise for span in scored]),
         padded=padded,
         flops=scored[-1].flops / math.prod(shapes[-1]),
     )
@@ -178,30 +185,32 @@ def _points(shapes: Sequence[tuple[int, int]], found: Sequence[int]) -> Points:
 
 
 @torch.no_grad()
-def _scored(model: Any, states: States, rows: int, length: int) -> "_Alive":
+def _scored(layers: LikeLayers, states: States, rows: int, length: int) -> Span:
     """Returns what was counted in a pass without gradients, of so many sequences of that length."""
-    alive = _Alive(model)
-    with alive:
+    alive = _Alive(layers.model)
+    with alive, layers.marking(alive):
         states(rows, length)
-    return alive
+    return together(layers.stretched(alive.taken()))
 
 
-def _trained(model: Any, states: States, rows: int, length: int) -> tuple[int, "_Alive"]:
+def _trained(layers: LikeLayers, states: States, rows: int, length: int) -> tuple[int, Span]:
     """Returns the bytes at the end of a forward pass whose gradients follow, and what was counted in both passes.
     Gradients of weights are counted while they are computed."""
-    handles = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
-    alive = _Alive(model)
+    handles = [p.register_post_accumulate_grad_hook(_drop) for p in layers.model.parameters() if p.requires_grad]
+    alive = _Alive(layers.model)
     try:
         with alive:
-            found = states(rows, length)
-            saved = alive.now
+            with layers.marking(alive):
+                found = states(rows, length)
+            forward = layers.stretched(alive.taken())
             total = found.sum()
             del found
             total.backward()  # type: ignore[no-untyped-call]
+            backward = layers.stretched(alive.taken(), backward=True)
     finally:
         for handle in handles:
             handle.remove()
-    return saved, alive
+    return together(forward).change, together([*forward, *backward])
 
 
 def counted_states(model: Any) -> tuple[int, int, int]:
@@ -274,14 +283,37 @@ def _texts(model: Any, rows: int, length: int) -> Tensor:
 
 
 class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that operations inside have made and that live, and the FLOPs of products."""
+    """Counts the bytes of the tensors that operations inside have made and that live, and the FLOPs of products; also
+    for each of the spans that marks divide a pass into."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.flops = 0
+        self._begun = self._highest = self._computed = 0
+        self._spans: list[Span] = []
+        self._ends = False
         self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
 
+    def mark(self) -> None:
+        """Implements `Marked.mark`."""
+        rise, change = self._highest - self._begun, self.now - self._begun
+        self._spans.append(Span(rise, change, self.flops - self._computed))
+        self._begun, self._highest, self._computed = self.now, self.now, self.flops
+
+    def mark_soon(self) -> None:
+        """Implements `Marked.mark_soon`."""
+        self._ends = True
+
+    def taken(self) -> list[Span]:
+        """Returns the spans since it was last called, the one that has not ended among them."""
+        self.mark()
+        taken, self._spans = self._spans, []
+        return taken
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._ends:
+            self._ends = False
+            self.mark()
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             return False  # the answer to a question about numbers, such as whether any token is padding
         compute = grouped_product if func is aten._grouped_mm.default else func
@@ -299,7 +331,7 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._known.add(key)
         self.now += size
-        self.peak = max(self.peak, self.now)
+        self.peak, self._highest = max(self.peak, self.now), max(self._highest, self.now)
         weakref.finalize(storage, self._end, key, size)
 
     def _end(self, key: int, size: int) -> None:
