@@ -43,7 +43,7 @@ def train(
     Args:
         config: the run; see `rollgrad train rl --help` for every setting.
         reward: a function that returns one number a reply and gets what its parameters are called (`queries`,
-            `prompts`, `labels`, `completions`, columns of the row, ...; see docs/guide.md), or a `RewardSource`. It
+            `prompts`, `labels`, `completions`, columns of the row, ...; see docs/rewards.md), or a `RewardSource`. It
             replaces `config.reward`.
         environment: makes a fresh `Environment` (usually its class); episodes then have several turns, up to
             `config.rollout.max_turns`, and rewards come from the environment's steps; an episode whose last step has

@@ -96,7 +96,7 @@ OLDER: Mapping[str, str] = {
     **alike("data.sampler data.datagen", LOADER),
     "critic.forward_micro_batch_size": "values are computed as log-probs are.",
     "custom_reward_function.reward_kwargs": "write them as defaults of the function's parameters.",
-    "reward.reward_kwargs": "a reward function reads what its parameters are called: docs/guide.md.",
+    "reward.reward_kwargs": "a reward function reads what its parameters are called: docs/rewards.md.",
     "algorithm.filter_groups.max_inflight_gen_batches": "prompts are replaced one by one.",
     **alike(
         "algorithm.rollout_is_threshold_lower algorithm.rollout_is_mode algorithm.rollout_is_veto_threshold "

@@ -89,10 +89,25 @@ def run_python(code: str, workplace: Path) -> None:
     exec(compile(code, "<docs>", "exec"), {"__name__": "__main__"})
 
 
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives the headings of a page."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]:
+        for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+            target = page.parent / link if link else page
+            assert link.startswith("http") or target.exists(), f"{page.name}: {link}"
+            if anchor and target.suffix == ".md":
+                assert anchor in anchors(target), f"{page.name}: {link}#{anchor}"
+
+
+def test_the_readme_names_every_page() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text] == []
 
 
 def test_nothing_is_installed_from_an_index_that_does_not_have_it() -> None:
@@ -102,22 +117,22 @@ def test_nothing_is_installed_from_an_index_that_does_not_have_it() -> None:
         assert not re.findall(r"pip install (?:-\w+ )*[\"']?rollgrad(?!\[)", text), page.name
 
 
-def test_the_extras_that_the_readme_lists_are_those_there_are() -> None:
+def test_the_extras_that_are_listed_are_those_there_are() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    install = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Install")[2].partition("\n## ")[0]
-    listed = re.search(r"extras are (.*?);", install, re.DOTALL)
-    assert listed is not None
-    assert set(re.findall(r"`([\w-]+)`", listed[1])) == extras.keys()
+    table = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("## Extras")[2]
+    names = ",".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))
+    assert set(re.findall(r"`([\w-]+)`", names)) == extras.keys()
 
 
-def test_the_readme_counts_the_algorithms_that_there_are() -> None:
+def test_readme_and_table_count_the_algorithms_that_there_are() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     words = {12: "twelve", 13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen", 17: "seventeen"}
     words |= {18: "eighteen", 19: "nineteen", 20: "twenty", 21: "twenty-one", 22: "twenty-two"}
     estimators, losses = len(ESTIMATORS), len(POLICY_LOSSES)
     assert f"{words[estimators].capitalize()} estimators, {words[losses]} policy losses" in text
-    assert f"| {estimators} estimators (" in text
-    assert f"| {losses} policy losses (" in text
+    table = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    assert f"| {estimators} estimators (" in table
+    assert f"| {losses} policy losses (" in table
 
 
 def test_the_readme_begins_with_its_reader_then_python_then_the_picture() -> None:

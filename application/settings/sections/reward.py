@@ -64,7 +64,7 @@ class RewardConfig(ShapingSettings):
         None,
         "Python file with a function reward_func or compute_score, or FILE:NAME. It gets what its parameters are "
         "called: queries, prompts, completions, labels, messages, tokens, metadata, step, any column of the row: "
-        "docs/guide.md.",
+        "docs/rewards.md.",
     )
     model_name_or_path: str | None = setting(
         None,

@@ -41,7 +41,7 @@ OPENRLHF = {
     *INFERENCE.names,
 }
 TRL = {name for program in COMMANDS.values() for name in program.names}
-OPENRLHF_FILES = re.compile(r"openrlhf|translation|trl|migration\.md|guide\.md|redaction\.py")
+OPENRLHF_FILES = re.compile(r"openrlhf|translation|trl|migration\.md|redaction\.py")
 """Files that speak of OpenRLHF's flags; elsewhere they would be mistaken for ours."""
 
 PLACEHOLDERS = {"flag", "name", "section.flag", "section.no_flag", "SECTION.SETTING"}
