@@ -97,7 +97,7 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
     "gdpo": EstimatorTraits(needs=("group", "reward_parts")),
     "turn_group_norm": EstimatorTraits(needs=("group",), uses=("gamma",)),
     "process_group_norm": EstimatorTraits(needs=("group",)),
-    "gigpo": EstimatorTraits(needs=("group", "states"), uses=("gamma", "step_weight")),
+    "gigpo": EstimatorTraits(needs=("group", "states"), uses=("gamma", "step_weight", "no_std_norm")),
     "remax": EstimatorTraits(needs=("greedy_baseline",)),
     "flash_reinforce": EstimatorTraits(),
     "on_policy_distill": EstimatorTraits(needs=("teacher",)),

@@ -144,7 +144,9 @@ class AdvantageSettings:
         "Centre and scale advantages over nothing, the batch's action tokens or each group's; default: the "
         "estimator's own (batch for gae, reinforce and reinforce_baseline, else none).",
     )
-    no_std_norm: bool = setting(False, "Whiten by the mean only.")
+    no_std_norm: bool = setting(
+        False, "Whiten by the mean only; gigpo then compares episodes and turns by their means only, too (F_norm = 1)."
+    )
 
 
 class CorrectionLevel(StrEnum):

@@ -64,7 +64,8 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
             f"algo.advantage.lambd is {advantage.lambd} and algo.advantage.length_adaptive_alpha is "
             f"{advantage.length_adaptive_alpha}, which replaces it: leave --algo.advantage.lambd out."
         )
-    if advantage.no_std_norm and (advantage.whiten or traits.whiten) == Whiten.NONE:
+    scaled = (advantage.whiten or traits.whiten) != Whiten.NONE or "no_std_norm" in traits.uses
+    if advantage.no_std_norm and not scaled:
         yield (
             f"algo.advantage.no_std_norm is True, but the {estimator} estimator's advantages are not whitened: leave "
             "--algo.advantage.no_std_norm out, or set --algo.advantage.whiten to batch or group."

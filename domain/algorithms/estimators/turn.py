@@ -88,7 +88,8 @@ def gigpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """Group-in-group advantages (Feng et al. 2025, "Group-in-Group Policy Optimization for LLM Agent Training",
     arXiv:2505.10978, eq. 8): the rollout's outcome, normalised in its group, plus `step_weight` times the
     discounted sum of its rewards from the turn on, normalised among all turns of the group that were played in the same
-    state. Both are divided by the unbiased standard deviation. A turn whose state no other shares has the first alone.
+    state. Both are divided by the unbiased standard deviation, or with `no_std_norm` by nothing (F_norm = 1). A turn
+    whose state no other shares has the first alone.
 
     Raises:
         ValueError: `state_ids_N` is missing.
@@ -104,15 +105,18 @@ def gigpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     togo_U, size_U = (
         reverse_discounted_sum(each_U, lengths_R, params.gamma) for each_U in (rewards_U, rewards_U.abs())
     )
-    steps_U = _normalised(togo_U, size_U, cell_U)
+    steps_U = _normalised(togo_U, size_U, cell_U, std_norm=not params.no_std_norm)
     rollouts = Rollouts(inputs)
-    episodes_R = rollouts.normalised(rollouts.outcome_R, rollouts.size_R)
+    if params.no_std_norm:
+        episodes_R = rollouts.centred(rollouts.outcome_R)
+    else:
+        episodes_R = rollouts.normalised(rollouts.outcome_R, rollouts.size_R)
     return _with_token_rewards(inputs, actions, turns, episodes_R[rollout_U] + params.step_weight * steps_U)
 
 
-def _normalised(values_U: Tensor, size_U: Tensor, cell_U: Tensor) -> Tensor:
-    """Returns values minus the mean of their cell (numbered from 0), divided by its unbiased standard deviation; 0 in a
-    cell whose values differ by no more than the rounding error of its largest. NaN stays NaN."""
+def _normalised(values_U: Tensor, size_U: Tensor, cell_U: Tensor, *, std_norm: bool = True) -> Tensor:
+    """Returns values minus the mean of their cell (numbered from 0), divided by its unbiased standard deviation if
+    `std_norm`; 0 in a cell whose values differ by no more than the rounding error of its largest. NaN stays NaN."""
 
     def total(column_U: Tensor) -> Tensor:
         return column_U.new_zeros(len(column_U)).index_add_(0, cell_U, column_U)[cell_U]
@@ -121,7 +125,8 @@ def _normalised(values_U: Tensor, size_U: Tensor, cell_U: Tensor) -> Tensor:
     centred_U = values_U - total(values_U) / count_U
     std_U = (total(centred_U.square()) / (count_U - 1).clamp(min=1)).sqrt()
     size_U = torch.zeros_like(size_U).scatter_reduce(0, cell_U, size_U, "amax", include_self=False)[cell_U]
-    return torch.where(std_U <= SAME * size_U, 0.0, centred_U / (std_U + STD_FLOOR))
+    scaled_U = centred_U / (std_U + STD_FLOOR) if std_norm else centred_U
+    return torch.where(std_U <= SAME * size_U, 0.0, scaled_U)
 
 
 def _with_token_rewards(inputs: EstimatorInput, actions: Actions, turns: Turns, advantages_U: Tensor) -> Advantages:

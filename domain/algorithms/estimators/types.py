@@ -54,7 +54,7 @@ class EstimatorInput:
 
 EstimatorParams = AdvantageSettings
 """The section `algo.advantage`, which estimators read: `gamma`, `lambd`, `critic_lambd`, `length_adaptive_alpha`,
-`prefix_weight`, `pass_k`, `step_weight`."""
+`prefix_weight`, `pass_k`, `step_weight`, `no_std_norm`."""
 
 
 @frozen(kw_only=True, eq=False)

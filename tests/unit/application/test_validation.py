@@ -122,6 +122,7 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"algo.advantage.length_adaptive_alpha": 0.05, "critic.freezing_steps": 5},
         {"algo.advantage.estimator": "turn_gae", "algo.advantage.gamma": 0.9, "agent.attempts": 2},
         GROUPS | {"algo.advantage.estimator": "gigpo", "algo.advantage.step_weight": 0.5, "agent.attempts": 2},
+        GROUPS | {"algo.advantage.estimator": "gigpo", "algo.advantage.no_std_norm": True, "agent.attempts": 2},
         {"algo.advantage.estimator": "rloo", "algo.advantage.whiten": Whiten.GROUP, "algo.advantage.no_std_norm": True}
         | GROUPS,
         {"algo.advantage.estimator": "remax", "reward.clip_range": (0.0, 1.0)},

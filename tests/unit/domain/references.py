@@ -47,6 +47,7 @@ class Settings:
     prefix_weight: float = 0.5
     step_weight: float = 1.0
     pass_k: int = 2
+    no_std_norm: bool = False
 
 
 Rollout = tuple[int, int]
@@ -311,9 +312,14 @@ def process_group_norm(batch: list[Sequence]) -> Rows:
     return rows
 
 
-def gigpo(batch: list[Sequence], gamma: float, weight: float) -> Rows:
+def gigpo(batch: list[Sequence], gamma: float, weight: float, no_std_norm: bool) -> Rows:
     """The outcome normalised in the group, plus `weight` times the discounted rewards from the turn on, normalised
-    among all turns of the group in the same state; the KL still to come is added."""
+    among all turns of the group in the same state; the KL still to come is added. With `no_std_norm` both are compared
+    with the mean alone."""
+
+    def compared(value: float, among: list[float]) -> float:
+        return value - mean_of(among) if no_std_norm else standard(value, among)
+
     total = outcomes(batch)
     turns = {rollout: turns_of(batch, places) for rollout, places in episodes(batch).items()}
     steps: dict[tuple[Rollout, int], tuple[int, float]] = {}  # state and rewards to go
@@ -328,7 +334,7 @@ def gigpo(batch: list[Sequence], gamma: float, weight: float) -> Rows:
         for k, turn in enumerate(mine):
             state, togo = steps[rollout, k]
             alike = [g for (other, _), (s, g) in steps.items() if other[0] == rollout[0] and s == state]
-            advantage = standard(total[rollout], members(total, rollout[0])) + weight * standard(togo, alike)
+            advantage = compared(total[rollout], members(total, rollout[0])) + weight * compared(togo, alike)
             for i, t in turn:
                 rows[i][t] = (rows[i][t] or 0.0) + advantage
     return rows
@@ -360,7 +366,7 @@ def raw(kind: str, batch: list[Sequence], settings: Settings) -> tuple[Rows, Row
         case "process_group_norm":
             rows = process_group_norm(batch)
         case "gigpo":
-            rows = gigpo(batch, settings.gamma, settings.step_weight)
+            rows = gigpo(batch, settings.gamma, settings.step_weight, settings.no_std_norm)
         case "on_policy_distill":
             rows = [[x if a else None for x, a in zip(s.extras, s.actions, strict=True)] for s in batch]
         case "iw_opd":

@@ -51,6 +51,7 @@ SETTINGS = st.builds(
     prefix_weight=st.sampled_from([0.5, 0.0, 3.0]),
     pass_k=st.sampled_from([1, 2, 3, 8]),
     step_weight=st.sampled_from([1.0, 0.0, 0.5]),
+    no_std_norm=st.booleans(),
 )
 
 
@@ -511,6 +512,8 @@ def test_gigpo_by_hand() -> None:
     half = math.sqrt(0.5)
     for weight, wanted in ((0.0, [[-half, -half], [half, half]]), (1.0, [[-2 * half, -half], [2 * half, half]])):
         torch.testing.assert_close(found[weight], torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    by_means = ESTIMATORS["gigpo"](given_inputs, EstimatorParams(no_std_norm=True)).advantages_N.view(2, 3)[:, ::2]
+    assert by_means.tolist() == [[-1.0, -0.5], [1.0, 0.5]], "outcomes 1 and 2, the same of the first turns"
     alike = attrs.evolve(given_inputs, state_ids_N=torch.tensor([4, -1, 5, 4, -1, 5]))
     shared = ESTIMATORS["gigpo"](alike, EstimatorParams(gamma=0.5)).advantages_N.view(2, 3)[:, ::2]
     torch.testing.assert_close(shared, torch.tensor([[-half, -2 * half], [half, 2 * half]], dtype=torch.float64))
