@@ -336,10 +336,14 @@ def _put(whole_N: Tensor, stretches: Stretches, column_N: Tensor) -> None:
 
 
 def _with_gradient(batch: RolloutBatch) -> RolloutBatch:
-    """Returns the sequences with an advantage other than 0 where the loss counts; the first one if there is none, so
-    that a step is still taken."""
+    """Returns the sequences with an advantage other than 0 and a token where the loss counts, which need not be the
+    same one: `gmpo` has the sequence's mean advantage at each token. The first one if there is none, so that a step is
+    still taken."""
     assert batch.advantages_N is not None
-    busy_S = counts((batch.advantages_N != 0) & _learned(batch), batch.lengths_S) > 0
+    actions_N = batch.action_mask_N
+    busy_S = counts(actions_N & (batch.advantages_N != 0), batch.lengths_S) > 0
+    if batch.learned_N is not None:
+        busy_S &= counts(actions_N & batch.learned_N, batch.lengths_S) > 0
     return batch.select(busy_S.nonzero()[:, 0] if bool(busy_S.any()) else [0])
 
 

@@ -19,7 +19,7 @@ from rollgrad.domain.batches.packed import Batch, PackedBatch, RolloutBatch, pac
 from rollgrad.domain.batches.prefixes import shared_prefixes
 from rollgrad.domain.ports.models import PolicyObjective, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
-from rollgrad.testing.models import FakePolicy, FakeValue
+from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeValue
 
 OBJECTIVE = PolicyLossObjective()
 
@@ -285,6 +285,23 @@ def test_the_only_optimizer_step_tells_the_log_probs_before_it(sizes: list[int],
     assert torch.equal(told_N[known_N], before_N[known_N])
     left_out = {1} if skip and len(sizes) > 1 else set()  # the second sample's advantage is 0
     assert set(packed.sequence_ids_N[~known_N].tolist()) == left_out
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gmpo", "gspo", "topr"])
+def test_sequences_are_left_out_only_where_they_have_no_gradient(loss: str) -> None:
+    """The loss counts at the first token of each reply, where the second reply has an advantage of 0."""
+    packed = batch([3, 4, 2])
+    advantages_N = packed.filled("advantages_N").clone()
+    advantages_N[packed.sequence_ids_N == 1] = torch.tensor([0.0, 0.0, 0.0, 1.0, -0.5, 0.25])
+    packed = evolve(packed, advantages_N=advantages_N)
+    tables = []
+    for skip in (True, False):
+        policy = FakePolicy(torch.linspace(0, 1, VOCABULARY))
+        taken = service(policy, skip_idle=skip, learn=lambda step: step.positions_N == 2)
+        taken.run(packed, PolicyLossObjective(loss=loss))
+        tables.append(policy.state_dict()["table"])
+    torch.testing.assert_close(tables[0], tables[1])
+    assert not torch.equal(tables[0], torch.linspace(0, 1, VOCABULARY))
 
 
 @pytest.mark.parametrize("purpose", ["keep", "learn"])
