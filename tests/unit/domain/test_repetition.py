@@ -3,7 +3,7 @@
 import math
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollgrad.domain.algorithms.repetition import CERTAIN, repeats
@@ -13,6 +13,7 @@ TOKENS = st.lists(
 )
 
 
+@example([[(True, 0.0)], [(True, 0.0)]], 2, 0.0)
 @given(st.lists(TOKENS, min_size=1, max_size=4), st.integers(1, 5), st.sampled_from([math.nan, 0.0, -math.inf]))
 def test_a_row_is_found_within_its_sequence(
     sequences: list[list[tuple[bool, float]]], window: int, poison: float
