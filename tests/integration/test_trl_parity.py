@@ -170,6 +170,10 @@ class Outcome:
 def trainer_class(kind: str) -> Any:
     """TRL's class of that name. It imports vLLM, which takes longer than all tests of this file: only who runs them
     should wait for it."""
+    if kind == "GMPOTrainer":
+        from trl.experimental.gmpo import GMPOTrainer
+
+        return GMPOTrainer
     import trl
 
     return getattr(trl, kind)
@@ -204,7 +208,7 @@ def run_trl(kind: str, case: Case, **settings: Any) -> Outcome:
         return [row[: len(own)].tolist() for row, own in zip(values_BT, ids, strict=True)]
 
     generated: tuple[Any, ...] = ([[5] * int(n) for n in case.prompts_S], ids, ["reply"] * len(ids))
-    if kind == "GRPOTrainer":
+    if kind != "RLOOTrainer":
         sampled = rows(case.padded(case.rollout_N)) if settings.get("use_vllm") else None
         generated = (*generated[:2], rows(mask_BT.long()), generated[2], sampled, {}, None, None)
 
@@ -418,6 +422,14 @@ def test_cispo(case: Case) -> None:
 def test_sapo(case: Case) -> None:
     trl = run_trl("GRPOTrainer", case, loss_type="sapo", sapo_temperature_pos=0.8, sapo_temperature_neg=1.3, beta=BETA)
     agree(trl, run_ours(case, "sequence_mean", objective_of("sapo", sapo_tau=(0.8, 1.3), kl_coef=BETA)))
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.8])
+def test_gmpo(case: Case, spread: float) -> None:
+    """Of ratios within the clip range, and of such as are clipped."""
+    wide = evolve(case, logprobs_N=case.old_N + spread * (case.logprobs_N - case.old_N) / 0.3)
+    trl = run_trl("GMPOTrainer", wide, epsilon_low=0.4, epsilon_high=0.5, beta=BETA)
+    agree(trl, run_ours(wide, "sequence_mean", objective_of("gmpo", (0.4, 0.5), kl_coef=BETA)))
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.3, 0.8])
