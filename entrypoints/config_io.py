@@ -184,10 +184,10 @@ def _structured(
 def load_extension_file(path: Any) -> list[ConfigurationError]:
     """Runs the file with the user's algorithms, if one is named; returns why it cannot be."""
     if isinstance(path, str):
-        from rollgrad.adapters.system.python_file import load_python_file
+        from rollgrad.adapters.system.python_file import load_python
 
         try:
-            load_python_file(path, flag=f"--{EXTENSION}")
+            load_python(path, flag=f"--{EXTENSION}")
         except ConfigurationError as error:
             return [error]
     return []

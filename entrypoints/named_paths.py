@@ -9,7 +9,7 @@ from pathlib import Path
 from rollgrad.adapters.checkpoints.hub import find_model
 from rollgrad.adapters.checkpoints.weight_files import weights_problem
 from rollgrad.adapters.data.datasets.loading import check_address
-from rollgrad.application.settings.function_path import FunctionPath
+from rollgrad.application.settings.function_path import FunctionPath, is_module_name
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 
@@ -56,13 +56,14 @@ def check_dataset(key: str, name: str) -> None:
 
 
 def check_reward_file(config: RLConfig) -> None:
-    """Checks the files of a reward.
+    """Checks the files of a reward; a module is looked for when it is imported.
 
     Raises:
         ConfigurationError: one is missing.
     """
     function, judge = config.reward.function_path, config.reward.judge_prompt
-    files = {"function_path": function and FunctionPath.parse(function).file, "judge_prompt": judge}
+    code = function and FunctionPath.parse(function).file
+    files = {"function_path": None if code and is_module_name(code) else code, "judge_prompt": judge}
     for key, file in files.items():
         if file is not None and not Path(file).is_file():
             raise ConfigurationError(f"reward.{key} is {file!r}, which is no file: check --reward.{key}.")

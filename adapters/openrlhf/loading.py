@@ -7,7 +7,7 @@ from typing import Any
 from attrs import frozen
 
 from rollgrad.adapters.openrlhf.shim import MultiTurnAgentExecutor
-from rollgrad.adapters.system.python_file import load_python_file
+from rollgrad.adapters.system.python_file import load_python
 from rollgrad.adapters.system.stand_ins import install
 from rollgrad.application.foreign import foreign_code
 from rollgrad.application.settings.function_path import FunctionPath
@@ -32,20 +32,19 @@ class AgentFile:
 
 
 def load_agent_file(path: str) -> AgentFile:
-    """Reads a Python file that defines a class `Environment` (see `domain.ports.environment`), a function `run_agent`
-    (see `adapters.agents.function`) or an `AgentProgram` of that name, or OpenRLHF's `AgentExecutor`.
+    """Reads a Python file or module that defines a class `Environment` (see `domain.ports.environment`), a function
+    `run_agent` (see `adapters.agents.function`) or an `AgentProgram` of that name, or OpenRLHF's `AgentExecutor`.
+    `FILE:NAME` takes a class or function of another name for one of them.
 
     Raises:
         ConfigurationError: there is no such file, it cannot be imported, it defines none of them, or its
             `AgentExecutor` is written for OpenRLHF 0.8 or earlier.
     """
     install()
-    if (place := FunctionPath.parse(path)).name is not None:
-        raise ConfigurationError(
-            f"{FLAG} is {path!r}, but names a file alone: write {FLAG} {place.file}, and run_agent = {place.name} into "
-            "the file."
-        )
-    module = load_python_file(path, flag=FLAG)
+    place = FunctionPath.parse(path)
+    module = load_python(place.file, flag=FLAG)
+    if place.name is not None:
+        return _named(getattr(module, place.name, None), path)
     program = getattr(module, "run_agent", None)
     if program is not None:
         return AgentFile(program=program)
@@ -63,8 +62,32 @@ def load_agent_file(path: str) -> AgentFile:
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         raise ConfigurationError(
             f"{FLAG} {path} defines no class Environment (reset, step, close), no function run_agent(task), and no "
-            f"AgentExecutor of OpenRLHF's (it defines {', '.join(own) or 'none'}): call it by one of these names."
+            f"AgentExecutor of OpenRLHF's (it defines {', '.join(own) or 'none'}): call it by one of these names, or "
+            f"name it with {FLAG} {path}:NAME."
         )
+    return _executor_of(cls, path)
+
+
+def _named(found: Any, path: str) -> AgentFile:
+    """Returns what a file has under the name of `path`, by what it can do."""
+    if not inspect.isclass(found):
+        if not callable(found) and not isinstance(found, AgentProgram):
+            raise ConfigurationError(
+                f"{FLAG} is {path!r}, of which the name is no class Environment (reset, step, close) and no function "
+                "of a task: check it."
+            )
+        return AgentFile(program=found)
+    if hasattr(found, "execute"):
+        return _executor_of(found, path)
+    missing = [name for name in ("reset", "step", "close") if not callable(getattr(found, name, None))]
+    if missing:
+        raise ConfigurationError(
+            f"{FLAG} is {path!r}, a class without {', '.join(missing)}: an environment has reset, step and close."
+        )
+    return AgentFile(environment=found)
+
+
+def _executor_of(cls: Any, path: str) -> AgentFile:
     executor = _made(cls, path)
     if isinstance(executor, MultiTurnAgentExecutor) and cls.execute is MultiTurnAgentExecutor.execute:
         return AgentFile(instance=executor.agent_instance_cls)

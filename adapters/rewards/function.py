@@ -20,7 +20,7 @@ from attrs import evolve
 from rollgrad.adapters.rewards.answers import RewardParser, replies
 from rollgrad.adapters.rewards.signatures import Call, Convention, Notes, Signature, conversational
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
-from rollgrad.adapters.system.python_file import load_python_file
+from rollgrad.adapters.system.python_file import load_python
 from rollgrad.adapters.system.stand_ins import install
 from rollgrad.application.foreign import foreign_code
 from rollgrad.application.settings.function_path import FunctionPath
@@ -47,7 +47,7 @@ def load_reward_function(path: str) -> Callable[..., Any]:
     """
     install()
     place = FunctionPath.parse(path)
-    module = load_python_file(place.file, flag="--reward.function_path")
+    module = load_python(place.file, flag="--reward.function_path")
     wanted = FUNCTION_NAMES if place.name is None else (place.name,)
     found: Callable[..., Any] | None = next(
         (f for f in (getattr(module, n, None) for n in wanted) if callable(f)), None

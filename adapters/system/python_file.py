@@ -1,18 +1,48 @@
-"""Loads a Python file that a user names."""
+"""Loads Python that a user names: a file, or a module that can be imported.
+
+Such code imports what lies beside it, and in the working directory, as it would if Python had started it: both are
+places where modules are looked for, after all others, so that a file there hides no package.
+"""
 
 import hashlib
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
 from rollgrad.application.foreign import foreign_code
+from rollgrad.application.settings.function_path import is_module_name
 from rollgrad.domain.errors import ConfigurationError
 
 USER_MODULE = "rollgrad_user_"
 """Begins the names of modules that are made of users' files, which no import finds."""
 DIGITS = 8
 """Digits of the hash of a file's place that tell its module from those of other files of its name."""
+
+
+def load_python(place: str, *, flag: str) -> ModuleType:
+    """Loads a file, or imports a module by its name (`my_lib.rewards`); `flag` is the setting that names it, for
+    errors.
+
+    Raises:
+        ConfigurationError: there is neither, it is not Python, or it cannot be imported.
+    """
+    if not is_module_name(place):
+        return load_python_file(place, flag=flag)
+    _look_in(Path.cwd())
+    with foreign_code(lambda words: ConfigurationError(f"{flag} {place} cannot be imported: {words}"), located=True):
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise  # the module is there, and imports one that is not
+            parent, _, name = place.rpartition(".")
+            meant = f" (did you mean {parent}:{name}?)" if hasattr(sys.modules.get(parent), name) else ""
+            raise ConfigurationError(
+                f"{flag} is {place!r}, but there is no such file and no module of this name{meant}: name a file (.py), "
+                "or a module that Python finds from here (see PYTHONPATH)."
+            ) from error
 
 
 def load_python_file(path: str, *, flag: str) -> ModuleType:
@@ -35,6 +65,7 @@ def load_python_file(path: str, *, flag: str) -> ModuleType:
         raise ConfigurationError(f"{flag} is {path!r}: it must be a Python file (.py).")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    _look_in(file.resolve().parent, Path.cwd())
     try:
         with foreign_code(lambda words: ConfigurationError(f"{flag} {path} cannot be imported: {words}"), located=True):
             spec.loader.exec_module(module)
@@ -42,3 +73,10 @@ def load_python_file(path: str, *, flag: str) -> ModuleType:
         sys.modules.pop(name, None)
         raise
     return module
+
+
+def _look_in(*folders: Path) -> None:
+    """Adds folders to those where Python looks for modules, for good: functions import when they are called, too."""
+    for folder in map(str, folders):
+        if folder not in sys.path:
+            sys.path.append(folder)

@@ -1,23 +1,36 @@
-"""Path of a user's function: a Python file, and the function's name in it."""
+"""Place of a user's function: a Python file or module, and the function's name in it."""
 
 from attrs import frozen
 
 
+def is_module_name(place: str) -> bool:
+    """Returns whether a text is the name of a module, and not that of a file.
+
+    >>> is_module_name("my_lib.rewards"), is_module_name("rewards.py"), is_module_name("my_lib/rewards")
+    (True, False, False)
+    """
+    return not place.endswith(".py") and all(part.isidentifier() for part in place.split("."))
+
+
 @frozen
 class FunctionPath:
-    """`file`, and the `name` of the function in it; None where the file's usual names are looked for."""
+    """`file`, which may be a module's name, and the `name` of the function in it; None where the usual names are looked
+    for."""
 
     file: str
     name: str | None = None
 
     @classmethod
     def parse(cls, path: str) -> "FunctionPath":
-        """Reads `FILE` or `FILE:NAME`.
+        """Reads `FILE`, `FILE:NAME`, `MODULE` or `MODULE:NAME`.
 
         >>> FunctionPath.parse("rewards/math.py:accuracy")
         FunctionPath(file='rewards/math.py', name='accuracy')
         >>> FunctionPath.parse("reward.py")
         FunctionPath(file='reward.py', name=None)
+        >>> FunctionPath.parse("my_lib.rewards:accuracy")
+        FunctionPath(file='my_lib.rewards', name='accuracy')
         """
-        file, separator, name = path.rpartition(":")
-        return cls(file, name) if separator and name.isidentifier() and file.endswith(".py") else cls(path)
+        file, _, name = path.rpartition(":")
+        named = name.isidentifier() and (file.endswith(".py") or is_module_name(file))
+        return cls(file, name) if named else cls(path)

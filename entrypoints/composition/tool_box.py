@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rollgrad.adapters.system.python_file import load_python_file
+from rollgrad.adapters.system.python_file import load_python
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.basic import FinalTool, ThinkTool
 from rollgrad.adapters.tools.mcp import McpTools, check_server, connect
 from rollgrad.adapters.tools.python import PythonTool
+from rollgrad.application.settings.function_path import is_module_name
 from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.domain.errors import ConfigurationError, RollgradError, raise_together
 from rollgrad.domain.ports.environment import Tool
@@ -59,7 +60,7 @@ class ToolBox:
         if name.startswith(MCP):
             check_server(name.removeprefix(MCP))
             self._servers.append(name.removeprefix(MCP))
-        elif name.endswith(".py"):
+        elif name.endswith(".py") or ("." in name and is_module_name(name)):
             self._tools += _tools_of(name, self._flag)
         elif name in made:
             self._tools.append(made[name]())
@@ -67,7 +68,7 @@ class ToolBox:
             known = ", ".join(made)
             raise ConfigurationError(
                 f"{self._flag} names {name!r}, which is no tool: the built-in ones are {known}; a file of functions "
-                f"ends in .py, and an MCP server is {MCP}COMMAND or {MCP}URL."
+                f"ends in .py, a module has a dot (my_lib.tools), and an MCP server is {MCP}COMMAND or {MCP}URL."
             )
 
     async def open(self) -> Sequence[Tool]:
@@ -100,7 +101,7 @@ class ToolBox:
 
 
 def _tools_of(path: str, flag: str) -> list[Tool]:
-    tools = [value for value in vars(load_python_file(path, flag=flag)).values() if isinstance(value, Tool)]
+    tools = [value for value in vars(load_python(path, flag=flag)).values() if isinstance(value, Tool)]
     tools = [tool for tool in tools if not isinstance(tool, type)]
     if not tools:
         raise ConfigurationError(

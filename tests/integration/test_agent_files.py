@@ -265,10 +265,3 @@ def test_what_an_agent_raises_is_its_own_failure(tiny_model_dir: Path, tmp_path:
     source = CUSTOM.replace("for turn in range(2):", "raise ValueError('no such door')\n        for turn in range(2):")
     with pytest.raises((RewardError, Exception), match="The agent raised ValueError: no such door"):
         rollgrad.train(config(tiny_model_dir, tmp_path, source))
-
-
-def test_the_name_of_a_function_cannot_follow_the_file() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"--train\.agent_func_path agent\.py, and run_agent = main into the file"
-    ):
-        load_agent_file("agent.py:main")

@@ -34,8 +34,8 @@ class AgentConfig:
 
     tools: str | None = setting(
         None,
-        "What the model may call, separated by commas: python (a sandbox), think, final, files whose functions are "
-        "marked with @rollgrad.tool (tools.py), MCP servers (mcp:COMMAND or mcp:URL).",
+        "What the model may call, separated by commas: python (a sandbox), think, final, files (tools.py) or "
+        "modules (my_lib.tools) whose functions are marked with @rollgrad.tool, MCP servers (mcp:COMMAND or mcp:URL).",
     )
     python_isolation: PythonIsolation = setting(
         PythonIsolation.NAMESPACES,

@@ -28,7 +28,9 @@ class AlgoConfig:
         "shown by --print_config. See docs/algorithms.md.",
     )
     extension_path: str | None = setting(
-        None, "Python file with estimators and policy losses of your own, registered by @estimator and @policy_loss."
+        None,
+        "Python file, or module (my_lib.losses), with estimators and policy losses of your own, registered by "
+        "@estimator and @policy_loss.",
     )
     advantage: AdvantageSettings = section(AdvantageSettings, "From rewards to advantages.")
     kl: KLSettings = section(KLSettings, "Keeping near the reference.")

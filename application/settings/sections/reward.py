@@ -62,9 +62,9 @@ class RewardConfig(ShapingSettings):
 
     function_path: str | None = setting(
         None,
-        "Python file with a function reward_func or compute_score, or FILE:NAME. It gets what its parameters are "
-        "called: queries, prompts, completions, labels, messages, tokens, metadata, step, any column of the row: "
-        "docs/rewards.md.",
+        "Python file, or module (my_lib.rewards), with a function reward_func or compute_score, or FILE:NAME. It gets "
+        "what its parameters are called: queries, prompts, completions, labels, messages, tokens, metadata, step, any "
+        "column of the row: docs/rewards.md.",
     )
     model_name_or_path: str | None = setting(
         None,

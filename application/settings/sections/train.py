@@ -43,8 +43,9 @@ class TrainConfig:
 
     agent_func_path: str | None = setting(
         None,
-        "Python file with a class Environment (reset, step, close), or with OpenRLHF's AgentExecutor: episodes then "
-        "have several turns, and rewards come from their steps.",
+        "Python file, or module (my_lib.world), with a class Environment (reset, step, close), a function run_agent, "
+        "or OpenRLHF's AgentExecutor; FILE:NAME takes one of another name. Episodes then have several turns, and "
+        "rewards come from their steps.",
     )
     max_steps: int | None = setting(None, "Rollouts to train on; default: num_episodes passes over the prompts.", COUNT)
     num_episodes: int = setting(1, "Passes over the prompts when max_steps is not set.", COUNT)
