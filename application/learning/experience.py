@@ -23,7 +23,7 @@ from rollgrad.domain.batches.teaching import as_taught
 from rollgrad.domain.batches.turn_states import TurnStates
 from rollgrad.domain.control.signs import PART
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import DataError, EngineError, RewardError
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RewardError
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, ValueModel
 
 log = structlog.get_logger(__name__)
@@ -288,6 +288,13 @@ class ExperienceService:
         actions = batch.action_mask_N.count_nonzero()  # sums of bool take six times as long
         metrics["advantage/mean"] = float(result.advantages_N.sum() / actions)
         metrics["advantage/abs_mean"] = float(result.advantages_N.abs().sum() / actions)
+        own = {f"advantage/{name}": float(value) for name, value in result.metrics.items()}
+        if taken := metrics.keys() & own.keys():
+            raise ConfigurationError(
+                f"The estimator {advantage.estimator} reports {', '.join(sorted(taken))}, which every estimator has: "
+                "give its metrics other names."
+            )
+        metrics |= own
         if batch.values_N is not None:
             metrics["critic/explained_variance"] = _explained_variance(
                 batch.values_N[batch.action_mask_N], result.returns_N[batch.action_mask_N]

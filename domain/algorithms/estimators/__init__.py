@@ -6,6 +6,7 @@ from typing import Any
 from attrs import evolve
 
 from rollgrad.domain.algorithms.catalogue import estimator_traits
+from rollgrad.domain.algorithms.columns import check_tokens
 from rollgrad.domain.algorithms.estimators import best, distill, gae, group, reinforce, turn
 from rollgrad.domain.algorithms.estimators.actions import Actions, whiten_over
 from rollgrad.domain.algorithms.estimators.registry import ESTIMATORS, estimator
@@ -30,12 +31,14 @@ def estimate(
         settings: of the estimator's own; None takes their defaults.
 
     Raises:
-        ConfigurationError: unknown `name`.
+        ConfigurationError: unknown `name`, or a result without a value for each token.
         ValueError: an input that the estimator needs is missing.
     """
     traits = estimator_traits(name)
     over = whiten or traits.whiten
     result = ESTIMATORS[name](inputs, params, *traits.own(settings))
+    for column in ("advantages_N", "returns_N"):
+        check_tokens(f"The estimator {name}", column, getattr(result, column), inputs.action_mask_N)
     if over == "none":
         return result
     actions = Actions(inputs)

@@ -12,7 +12,7 @@ Contract of every estimator `f(inputs, params) -> Advantages`:
   template rewrote the history and thereby opened a branch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from attrs import field, frozen
@@ -60,10 +60,11 @@ EstimatorParams = AdvantageSettings
 @frozen(kw_only=True, eq=False)
 class Advantages:
     """`advantages_N`, which multiply the policy's loss, and `returns_N`, the critic's targets; both 0 outside
-    actions."""
+    actions. `metrics` are numbers by names of the estimator's own, which are the metrics `advantage/NAME`."""
 
     advantages_N: Tensor
     returns_N: Tensor
+    metrics: Mapping[str, float] = field(factory=dict)
 
 
 Estimator = Callable[..., Advantages]

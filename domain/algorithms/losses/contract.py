@@ -1,9 +1,9 @@
 """The table of policy losses, the decorator that adds to it, and the contract of a policy loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from rollgrad.domain.algorithms import catalogue
@@ -17,7 +17,8 @@ class PolicyLossInput:
 
     `logprobs_N`: of the policy, with gradient. `old_logprobs_N`: of the proximal policy. `action_mask_N`: bool.
     `sequence_N`: int64, sequence of each token, from 0 to S - 1. `sequences`: S. `selected_N`: bool, tokens chosen from
-    the whole optimizer step, or None."""
+    the whole optimizer step, or None. `rollout_logprobs_N`: of the policy that sampled, or None where nobody knows
+    them."""
 
     logprobs_N: Tensor
     old_logprobs_N: Tensor
@@ -26,6 +27,7 @@ class PolicyLossInput:
     sequence_N: Tensor
     sequences: int
     selected_N: Tensor | None = None
+    rollout_logprobs_N: Tensor | None = None
 
 
 PolicyLossParams = PolicyLossSettings
@@ -35,12 +37,14 @@ PolicyLossParams = PolicyLossSettings
 @frozen(kw_only=True, eq=False)
 class PolicyLoss:
     """Result of a policy loss: `loss_N`, the importance ratio `ratio_N`, and the tokens whose gradient is 0 because
-    their ratio lies below (`clipped_low_N`) or above (`clipped_high_N`) the clip range."""
+    their ratio lies below (`clipped_low_N`) or above (`clipped_high_N`) the clip range. `metrics_N` are values of
+    tokens by names of the loss's own, whose means, weighted as the loss is, are the metrics `policy/NAME`."""
 
     loss_N: Tensor
     ratio_N: Tensor
     clipped_low_N: Tensor
     clipped_high_N: Tensor
+    metrics_N: Mapping[str, Tensor] = field(factory=dict)
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]

@@ -13,6 +13,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from rollgrad.domain.algorithms.catalogue import policy_loss_traits
+from rollgrad.domain.algorithms.columns import check_tokens
 from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
 from rollgrad.domain.algorithms.losses.contract import POLICY_LOSSES, PolicyLossInput, PolicyLossParams
 from rollgrad.domain.algorithms.losses.corrections import correction_weights, interpolated_proximal
@@ -22,6 +23,7 @@ from rollgrad.domain.algorithms.losses.value import value_loss
 from rollgrad.domain.algorithms.settings import CorrectionSettings
 from rollgrad.domain.batches.metrics import Total
 from rollgrad.domain.batches.packed import RolloutBatch
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 REFERENCE_KL = "ref_kl"
@@ -62,6 +64,8 @@ class PolicyLossObjective:
         Raises:
             ValueError: the batch lacks weights, advantages, or (for a KL term) reference log-probs; or the scores lack
                 the divergence, or the mean score.
+            ConfigurationError: the loss returned something without a value for each token, or a metric that the update
+                itself reports.
         """
         weights_N, mask_N = _column(batch, "loss_weights_N"), batch.action_mask_N
         sequence_N = batch.sequence_ids_N
@@ -77,10 +81,15 @@ class PolicyLossObjective:
                 sequence_N=sequence_N,
                 sequences=len(batch),
                 selected_N=batch.selected_N,
+                rollout_logprobs_N=rollout_N,
             ),
             self.params,
             *policy_loss_traits(self.loss).own(self.settings),
         )
+
+        columns = {"loss_N": policy.loss_N, "ratio_N": policy.ratio_N, **policy.metrics_N}
+        for column, values_N in columns.items():
+            check_tokens(f"The policy loss {self.loss}", column, values_N, mask_N)
 
         def mean(values_N: Tensor) -> Tensor:
             return weighted_sum(values_N, weights_N, mask_N)
@@ -122,6 +131,13 @@ class PolicyLossObjective:
             "mismatch_weight": mean(mismatch_N),
             "mismatch_weight_squared": mean(mismatch_N.square()),
         }
+        taken = metrics.keys() & policy.metrics_N.keys()
+        if taken:
+            raise ConfigurationError(
+                f"The policy loss {self.loss} reports {', '.join(sorted(taken))}, which the update itself reports: "
+                "give its metrics_N other names."
+            )
+        metrics |= {name: mean(values_N.detach().float()) for name, values_N in policy.metrics_N.items()}
         loss = policy_loss
         if self.centred:
             mean_score_N, residual_N, masses = _centering(scores, batch)

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollgrad.domain.algorithms import catalogue
-from rollgrad.domain.algorithms.estimators import ESTIMATORS, EstimatorInput, EstimatorParams, estimate
+from rollgrad.domain.algorithms.estimators import (
+    ESTIMATORS,
+    Advantages,
+    EstimatorInput,
+    EstimatorParams,
+    estimate,
+    estimator,
+)
 from rollgrad.domain.algorithms.estimators.actions import whiten_over
 from rollgrad.domain.algorithms.estimators.discounting import reverse_discounted_sum
 from rollgrad.domain.errors import ConfigurationError, RewardError
@@ -599,6 +606,17 @@ def test_a_missing_input_is_named(name: str, column: str) -> None:
 def test_an_unknown_estimator_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="nonsense"):
         estimate("nonsense", one_token_each([1.0]), EstimatorParams())
+
+
+@pytest.mark.parametrize("column", ["advantages_N", "returns_N"])
+def test_a_result_without_a_value_for_each_token_is_refused(column: str, algorithms_as_before: None) -> None:
+    @estimator("toy")
+    def toy(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+        whole = Advantages(advantages_N=inputs.rewards_N, returns_N=inputs.rewards_N)
+        return attrs.evolve(whole, **{column: inputs.rewards_N.mean()})
+
+    with pytest.raises(ConfigurationError, match=rf"The estimator toy returned {column} of shape \(\) for 4 tokens"):
+        estimate("toy", one_token_each([1.0, 0.0]), EstimatorParams())
 
 
 @EXAMPLES

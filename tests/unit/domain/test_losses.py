@@ -1,6 +1,7 @@
 """Losses against formulas, and the promise that a step may be split in any way."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights, weighted_sum
-from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
+from rollgrad.domain.algorithms.losses.contract import PolicyLoss, PolicyLossInput, PolicyLossParams, policy_loss
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.algorithms.losses.value import value_loss
 from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.references import random_batch
 
@@ -223,6 +225,49 @@ def test_without_old_logprobs_the_ratio_is_one() -> None:
     assert float(metrics["ratio_mean"]) == pytest.approx(1.0)
     assert float(metrics["approx_kl"]) == 0.0
     assert float(metrics["clip_low_share"] + metrics["clip_high_share"]) == 0.0
+
+
+def brought(**columns: Any) -> PolicyLossObjective:
+    """A policy loss of somebody's own, whose result has these columns in the place of its own."""
+
+    @policy_loss("toy")
+    def toy(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
+        never_N = torch.zeros_like(inputs.action_mask_N)
+        loss = PolicyLoss(
+            loss_N=-inputs.logprobs_N,
+            ratio_N=torch.ones_like(inputs.logprobs_N),
+            clipped_low_N=never_N,
+            clipped_high_N=never_N,
+        )
+        return evolve(loss, **{name: make(inputs) for name, make in columns.items()})
+
+    return PolicyLossObjective(loss="toy")
+
+
+def test_a_loss_adds_metrics_that_are_means_as_its_own(algorithms_as_before: None) -> None:
+    batch = batch_of(3, "sequence_mean")
+    scores = TokenScores(logprobs_N=torch.zeros(len(batch.tokens_N)), entropy_N=torch.zeros(len(batch.tokens_N)))
+    objective = brought(metrics_N=lambda inputs: {"gap": inputs.logprobs_N - inputs.rollout_logprobs_N})
+    wanted = weighted_sum(-batch.rollout_logprobs_N, batch.filled("loss_weights_N"), batch.action_mask_N)
+    assert float(objective(scores, batch).metrics["gap"]) == pytest.approx(float(wanted))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"loss_N": lambda inputs: inputs.logprobs_N.mean()},
+            r"toy returned loss_N of shape \(\) for \d+ tokens: return",
+        ),
+        ({"metrics_N": lambda inputs: {"gap": 1.0}}, "toy returned gap of shape float"),
+        ({"metrics_N": lambda inputs: {"entropy": inputs.logprobs_N}}, "reports entropy, which the update itself"),
+    ],
+)
+def test_what_a_loss_may_not_return(columns: dict[str, Any], message: str, algorithms_as_before: None) -> None:
+    batch = batch_of(3, "token_mean")
+    scores = TokenScores(logprobs_N=torch.zeros(len(batch.tokens_N)), entropy_N=torch.zeros(len(batch.tokens_N)))
+    with pytest.raises(ConfigurationError, match=message):
+        brought(**columns)(scores, batch)
 
 
 def test_missing_columns_are_named() -> None:
