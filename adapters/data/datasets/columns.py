@@ -79,7 +79,7 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
 
 
 def _find_prompt(row: Mapping[str, Any], datasource: str) -> str:
-    found = [name for name in PROMPT_COLUMNS if name in row]
+    found = _known(row, PROMPT_COLUMNS)
     if isinstance(row.get("prompt"), list):  # messages: the prompt of TRL and verl, whatever it was made from
         return "prompt"
     if not found:
@@ -93,12 +93,18 @@ def _find_prompt(row: Mapping[str, Any], datasource: str) -> str:
 def _find_label(row: Mapping[str, Any], datasource: str, *, labels_are_read: bool) -> str | None:
     if has_value(row, VERL_LABEL):
         return VERL_LABEL
-    found = [name for name in LABEL_COLUMNS if name in row]
+    found = _known(row, LABEL_COLUMNS)
     if not found or (len(found) > 1 and not labels_are_read):
         return None
     return _only(
         found, datasource, "the label", "--data.label_key", RESULT if {"answer", "solution"} <= set(found) else ""
     )
+
+
+def _known(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Returns the columns of these names; where there are none, those spelled otherwise, as in `Question`."""
+    exact = [name for name in names if name in row]
+    return exact or [column for name in names for column in row if column.strip().lower() == name]
 
 
 def _only(found: Sequence[str], datasource: str, what: str, flag: str, hint: str = "") -> str:

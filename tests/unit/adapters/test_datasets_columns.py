@@ -40,6 +40,8 @@ def found(row: dict[str, Any], *, labels_are_read: bool = True, **named: str) ->
         (VERL, ("prompt", "reward_model.ground_truth")),
         (VERL | {"answer": "b"}, ("prompt", "reward_model.ground_truth")),
         ({"instruction": "a", "output": "b"}, ("instruction", None)),
+        ({"Question": "a", " Answer": "b", "Id": 3}, ("Question", " Answer")),
+        ({"PROMPT": "a", "input": "b", "Label": "c", "answer": "d"}, ("input", "answer")),
     ],
 )
 def test_columns_that_leave_no_doubt_are_taken(row: dict[str, Any], columns: tuple[str, str | None]) -> None:
