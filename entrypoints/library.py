@@ -51,7 +51,9 @@ def train(
         adapters: objects that replace those of the configuration, by the port that they implement:
             `engine`, `executor`, `prompts`, `policy`, `reference`, `critic`, `channel`, `sink`, `checkpoints`,
             `codec`, `clock` or any other provider of the container. `on_step`: a function of the number of each
-            finished step, its metrics and the groups that it learned from; an exception in it ends the run.
+            finished step, its metrics and the groups that it learned from, in the place of `train.on_step_path`. It
+            returns metrics of its own or None, and ends the run by `rollgrad.StopTraining`; any other exception in it
+            is an error of the run.
 
     Returns:
         The result. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.

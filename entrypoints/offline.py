@@ -44,7 +44,7 @@ def train_sft(config: SFTRun, **adapters: Any) -> TrainResult:
         config: the run; see `rollgrad train sft --help` for every setting.
         adapters: objects that replace those of the configuration, by the name of the container's provider: `policy`,
             `examples`, `eval_examples`, `sink`, `checkpoints`, `clock`, ... `on_step`: a function of the number of each
-            finished step, its metrics, and no samples; an exception in it ends the run.
+            finished step, its metrics, and no samples, which does what that of `rollgrad.train` may do.
 
     Returns:
         What was made. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.

@@ -100,6 +100,8 @@ class _Trial:
         if prompts is not None:
             self._console.print(count_table(config, len(prompts)))
         self._attempt(container.tool_box)
+        self._attempt(container.on_step)
+        self._attempt(container.trackers)
         self._attempt(container.tells_teacher)
         if continues(config.ckpt):
             read = ("actor.model_name_or_path", "data.prompt_dataset")

@@ -142,6 +142,7 @@ def train_in(
     if saved is not None:
         check_continues(saved.description, made.description(), type(config))
     try:
+        made.on_step(), made.trackers()  # what a user's files hold, before anything is loaded
         check()
         run: Run[Any] = made.run()
         if saved is not None:

@@ -16,6 +16,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
     from rollgrad.adapters.tools.function import tool as tool
+    from rollgrad.application.pipelines.step_callback import StopTraining as StopTraining
     from rollgrad.application.settings.dpo import DPORun as DPORun
     from rollgrad.application.settings.kd import KDRun as KDRun
     from rollgrad.application.settings.kto import KTORun as KTORun
@@ -78,6 +79,7 @@ _PUBLIC = {
     "estimator": "rollgrad.domain.algorithms.estimators.registry",
     "policy_loss": "rollgrad.domain.algorithms.losses.contract",
     "setting": "rollgrad.domain.settings",
+    "StopTraining": "rollgrad.application.pipelines.step_callback",
     "tool": "rollgrad.adapters.tools.function",
 }
 __all__ = [

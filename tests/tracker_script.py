@@ -154,7 +154,7 @@ def main(directory: Path, trackers: Sequence[str], read: Sequence[str]) -> None:
     data = ExampleDataConfig(dataset="https://user:a-password@host/rows.jsonl")
     config = SFTRun(logger=logger, data=data, ckpt=CheckpointConfig(output_dir=str(directory)))
     for steps in ((1, 2), (2, 3)):  # a run that was interrupted takes its last step again
-        sinks = make_sinks(config, 3)
+        sinks = make_sinks(config, 3, {})
         for step in steps:
             sinks.log(step, {"reward/mean": step / 4})
             sinks.samples(step, [SAMPLE | {"step": step, "reward": step / 4}])
@@ -166,7 +166,7 @@ def main(directory: Path, trackers: Sequence[str], read: Sequence[str]) -> None:
     marking = [name for name in ("wandb", "mlflow") if name in read]  # a run as failed until it is continued
     if marking:
         config.logger.report_to = tuple(marking)
-        sinks = make_sinks(config, 3)
+        sinks = make_sinks(config, 3, {})
         sinks.log(3, {"reward/mean": 0.75})
         sinks.close()
         for name in marking:

@@ -7,7 +7,6 @@ Does not own: what a step does (its `StepSource`), nor how models learn (`Traine
 """
 
 import asyncio
-import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -16,16 +15,16 @@ from typing import Any, Generic, TypeVar
 import structlog
 import torch
 
-from rollgrad.application.foreign import first_line, foreign_code, is_being_cancelled
+from rollgrad.application.foreign import first_line, is_being_cancelled
 from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.application.pipelines.state_writing import StateWriter
+from rollgrad.application.pipelines.step_callback import StepCallback
 from rollgrad.application.pipelines.step_source import Evaluation, StepReport, StepSource, TrainedModels, finished
 from rollgrad.domain.control.best_model import BestModel
 from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.errors import (
     CheckpointError,
-    ConfigurationError,
     ExplodedWeightsError,
     ForeignError,
     OutOfMemory,
@@ -56,8 +55,8 @@ class Run(Generic[Sample]):
         evaluation: None without held-out data.
         sink: records metrics.
         sample_log: receives the number of each step and its samples; None keeps none.
-        on_step: the caller's function of the number of each finished step, its metrics and its samples; an exception
-            in it ends the run.
+        on_step: the caller's function of the number of each finished step, its metrics and its samples
+            (`StepCallback`).
         checkpoints: keeps models and training states.
         clock: measures the age of the last training state.
         watch: finds reasons why the run cannot learn.
@@ -67,7 +66,7 @@ class Run(Generic[Sample]):
         profile: makes the context in which a step is taken, from its number.
 
     Raises:
-        ConfigurationError: `on_step` would have to be awaited.
+        ConfigurationError: `on_step` cannot be called so, or would have to be awaited.
     """
 
     def __init__(
@@ -86,12 +85,8 @@ class Run(Generic[Sample]):
         less_memory: str,
         usage: Callable[[], Mapping[str, float]] = dict,
         profile: Callable[[int], AbstractAsyncContextManager[None]] = lambda step: nullcontext(),
-        on_step: Callable[[int, Mapping[str, float], Sequence[Sample]], Any] | None = None,
+        on_step: Callable[..., Any] | None = None,
     ) -> None:
-        if inspect.iscoroutinefunction(on_step):
-            raise ConfigurationError(
-                "on_step is a coroutine function, and nothing would await it: give a plain function, without async."
-            )
         self._schedule = schedule
         self._steps = steps
         self._models = models
@@ -105,7 +100,7 @@ class Run(Generic[Sample]):
         self._less_memory = less_memory
         self._usage = usage
         self._profile = profile
-        self._on_step = on_step
+        self._on_step = StepCallback(on_step)
         self._done = 0
         self._began = 0
         self._kept_model = 0  # the last step whose model the schedule had saved
@@ -203,8 +198,10 @@ class Run(Generic[Sample]):
 
     @property
     def _enough(self) -> str | None:
-        """Says that as many evaluations as the schedule waits for have been no better than the best one; None
-        before."""
+        """Says that the caller has ended the run, or that as many evaluations as the schedule waits for have been no
+        better than the best one; None before."""
+        if self._on_step.enough is not None:
+            return self._on_step.enough
         patience, best = self._schedule.patience, self._best
         if patience is None or best.waited < patience:
             return None
@@ -222,17 +219,20 @@ class Run(Generic[Sample]):
         """
         self._done += 1
         metrics = {**report.metrics, **self._usage()}
+        try:  # also of a step that an interruption waited for: it is not taken again
+            metrics = {**metrics, **self._on_step(self._done, metrics, report.samples)}
+        finally:  # the step is recorded in any case
+            self._record(metrics, report.samples)
+        if report.ended_by is not None:
+            raise report.ended_by
+
+    def _record(self, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         self._sink.log(self._done, metrics)
         if self._sample_log is not None:
-            self._sample_log(self._done, report.samples)
+            self._sample_log(self._done, samples)
         self._watch, found = self._watch.observe(self._done, metrics)
         for finding in found:
             log.warning(str(finding), finding=finding.name, since_step=finding.since, step=self._done)
-        if self._on_step is not None:  # also of a step that an interruption waited for: it is not taken again
-            with foreign_code(lambda words: ForeignError(f"on_step failed after step {self._done}: {words}")):
-                self._on_step(self._done, metrics, report.samples)
-        if report.ended_by is not None:
-            raise report.ended_by
 
     def _state_is_old(self) -> bool:
         minutes = self._schedule.state_minutes

@@ -108,6 +108,7 @@ def rehearse_offline(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
     """
     from rich.console import Console
 
+    from rollgrad.entrypoints.composition.outputs import load_on_step, load_trackers
     from rollgrad.entrypoints.composition.packages import check_packages
     from rollgrad.entrypoints.config_io import dump_config
     from rollgrad.entrypoints.data_show import show_held_out, show_rows
@@ -119,6 +120,8 @@ def rehearse_offline(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
         sys.stdout.write(f"# actor.adam.lr: {run.actor.peak_lr:g} by default\n")
     raise_together([*errors, *example_file_problems(run)])
     check_packages(run)
+    load_on_step(run.train.on_step_path)
+    load_trackers(run.logger.report_to)
     problems: list[RollgradError] = []
     examples = show_rows(run, count=1)
     show_held_out(run, examples)

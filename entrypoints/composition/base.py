@@ -33,7 +33,13 @@ from rollgrad.entrypoints.composition.models import (
     make_trained_actor,
     reference_model_kind,
 )
-from rollgrad.entrypoints.composition.outputs import make_checkpoints, make_profiler, make_sinks
+from rollgrad.entrypoints.composition.outputs import (
+    load_on_step,
+    load_trackers,
+    make_checkpoints,
+    make_profiler,
+    make_sinks,
+)
 
 
 def trainer_kind(config: Any) -> str:
@@ -86,15 +92,17 @@ class BaseContainer(containers.DeclarativeContainer):
     """Finder of the mean score that is taken out of the policy's (score centering)."""
     masks: providers.Provider[Any] = providers.Object(None)
     """Follower of the forms of replies, for log-probs of the tokens that they allow; None where none is prescribed."""
-    on_step: providers.Provider[Any] = providers.Object(None)
-    """The caller's function of each finished step."""
+    on_step: providers.Provider[Any] = providers.Singleton(load_on_step, config.provided.train.on_step_path)
+    """The caller's function of each finished step; None where there is none."""
     extension: providers.Provider[None] = providers.Object(None)
     """Loads a user's extension file, before anything else is made in a process."""
 
     clock = providers.Singleton(SystemClock)
     usage = providers.Singleton(MemoryUsage)
     checkpoints = providers.Singleton(make_checkpoints, config.provided.ckpt)
-    sink = providers.Resource(closed_at_end, make_sinks, config, total_steps)
+    trackers = providers.Singleton(load_trackers, config.provided.logger.report_to)
+    """Classes of the user's own among the trackers."""
+    sink = providers.Resource(closed_at_end, make_sinks, config, total_steps, trackers)
     tokenizer = providers.Singleton(make_tokenizer, config.provided.actor, config.provided.data)
     image_renderer = providers.Singleton(make_image_renderer, config.provided.actor, config.provided.data, tokenizer)
     codec = providers.Singleton(make_codec, config.provided.data, tokenizer, image_renderer)

@@ -1,7 +1,8 @@
 """Makes checkpoints and metric sinks from the settings `ckpt` and `logger`."""
 
 import importlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.checkpoints.names import METRICS_FILE, PROFILE, SAMPLES_FILE, TRAJECTORIES
 from rollgrad.adapters.system.profile import StepProfiler
+from rollgrad.adapters.system.python_file import load_python
 from rollgrad.adapters.tracking.background import BackgroundSink
 from rollgrad.adapters.tracking.console import ConsoleSink
 from rollgrad.adapters.tracking.jsonl import JsonlSink
@@ -21,8 +23,12 @@ from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.adapters.tracking.tracked_run import TrackedRun
 from rollgrad.adapters.tracking.trajectories import ParquetTrajectories, make_room
 from rollgrad.adapters.tracking.trajectory_table import Spans
+from rollgrad.application.pipelines.step_callback import StepCallback
+from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
+from rollgrad.application.settings.sections.logger import is_own_tracker
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.domain.ports.profiled import Profiled
 from rollgrad.domain.ports.run_tracker import RunTracker
@@ -38,6 +44,12 @@ SINKS: Mapping[str, str] = {
 """Classes of the trackers' sinks, each in the module of `adapters/tracking/` with the tracker's name."""
 
 
+Tracker = Callable[[TrackedRun], RunTracker]
+"""A tracker's class, which is made of the run."""
+TRACKS = ("log", "samples", "fail", "close")
+"""Methods of a tracker."""
+
+
 def make_checkpoints(ckpt: CheckpointConfig) -> LocalCheckpointStore:
     """Returns the store of models and training states."""
     return LocalCheckpointStore(
@@ -50,14 +62,35 @@ def make_checkpoints(ckpt: CheckpointConfig) -> LocalCheckpointStore:
     )
 
 
+def load_on_step(path: str | None) -> Callable[..., Any] | None:
+    """Returns the function that `train.on_step_path` names; None where it names none.
+
+    Raises:
+        ConfigurationError: there is no such function, or it cannot be called with a step.
+    """
+    if path is None:
+        return None
+    place = FunctionPath.parse(path)
+    name = place.name or "on_step"
+    function: Any = getattr(load_python(place.file, flag="--train.on_step_path"), name, None)
+    if not callable(function):
+        raise ConfigurationError(
+            f"--train.on_step_path {path} defines no function {name}: name one with --train.on_step_path "
+            f"{place.file}:NAME."
+        )
+    called: Callable[..., Any] = function
+    StepCallback(called)  # which refuses one that cannot be called so
+    return called
+
+
 def make_profiler(config: Any, *others: object) -> StepProfiler:
     """Returns what profiles some steps of a run, in this process and in those of `others` that can be profiled."""
     profiled = [each for each in others if isinstance(each, Profiled)]
     return StepProfiler(Path(config.ckpt.output_dir) / PROFILE, config.train.profile_steps, profiled)
 
 
-def make_sinks(config: Any, steps: int) -> MultiSink:
-    """Returns the sinks of the metrics of a run of `steps` steps.
+def make_sinks(config: Any, steps: int, trackers: Mapping[str, Tracker]) -> MultiSink:
+    """Returns the sinks of the metrics of a run of `steps` steps; `trackers` are those that `load_trackers` returns.
 
     Raises:
         MissingExtraError: TensorBoard is not installed.
@@ -69,11 +102,11 @@ def make_sinks(config: Any, steps: int) -> MultiSink:
     reports: list[MetricSink] = []
     if logger.tensorboard_dir is not None:
         reports.append(TensorBoardSink(Path(logger.tensorboard_dir)))
-    reports += [_tracker(name, config) for name in logger.report_to]
+    reports += [_tracker(name, config, trackers) for name in logger.report_to]
     return MultiSink(sinks, _secrets(config), reports=reports, logging_steps=logger.logging_steps)
 
 
-def _tracker(name: str, config: Any) -> RunTracker:
+def _tracker(name: str, config: Any, trackers: Mapping[str, Tracker]) -> RunTracker:
     logger, directory = config.logger, Path(config.ckpt.output_dir)
     run = TrackedRun(
         project=logger.project,
@@ -83,7 +116,8 @@ def _tracker(name: str, config: Any) -> RunTracker:
         group=logger.group,
         organization=logger.organization,
     )
-    return BackgroundSink(name, partial(_begin_tracking, name, run))
+    make = trackers.get(name) or partial(_begin_tracking, name)
+    return BackgroundSink(name, partial(make, run))
 
 
 def _begin_tracking(name: str, run: TrackedRun) -> RunTracker:
@@ -91,6 +125,31 @@ def _begin_tracking(name: str, run: TrackedRun) -> RunTracker:
     module = importlib.import_module(f"rollgrad.adapters.tracking.{name}")
     sink: RunTracker = getattr(module, SINKS[name])(run)
     return sink
+
+
+def load_trackers(names: Sequence[str]) -> Mapping[str, Tracker]:
+    """Returns the classes of the user's own among the trackers that `logger.report_to` names.
+
+    Raises:
+        ConfigurationError: one is none, or has not the methods of a tracker.
+    """
+    return {name: _own_tracker(name) for name in names if is_own_tracker(name)}
+
+
+def _own_tracker(path: str) -> Tracker:
+    place = FunctionPath.parse(path)
+    found: Any = getattr(load_python(place.file, flag="--logger.report_to"), str(place.name), None)
+    missing = [name for name in TRACKS if not callable(getattr(found, name, None))]
+    is_class = inspect.isclass(found)
+    if missing or not is_class:
+        what = f"a class without {', '.join(missing)}" if is_class else "no class"
+        raise ConfigurationError(
+            f"--logger.report_to names {path}, which is {what}: a tracker is a class, made of the run, with "
+            f"{', '.join(TRACKS)}; derived from rollgrad.domain.ports.run_tracker.RunTracker it needs only those in "
+            "which it does something."
+        )
+    tracker: Tracker = found
+    return tracker
 
 
 def make_sample_log(config: RLConfig, codec: TemplateCodec, sink: MetricSink) -> SampleWriter:

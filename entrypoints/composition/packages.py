@@ -11,6 +11,7 @@ from rollgrad.adapters.models.torch.quantised import NO_BITSANDBYTES
 from rollgrad.adapters.ray.session import NO_RAY
 from rollgrad.adapters.tracking.tensorboard import NO_TENSORBOARD
 from rollgrad.application.settings.sections.cluster import Strategy
+from rollgrad.application.settings.sections.logger import is_own_tracker
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.errors import MissingExtraError, raise_together
 
@@ -47,4 +48,5 @@ def _wanted(config: Any) -> Iterator[tuple[str, str]]:
     if logger.tensorboard_dir is not None:
         yield "tensorboard", NO_TENSORBOARD
     for name in logger.report_to:
-        yield name, NO_TRACKER.format(name)
+        if not is_own_tracker(name):
+            yield name, NO_TRACKER.format(name)

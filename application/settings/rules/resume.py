@@ -60,6 +60,7 @@ MAY_DIFFER = (
     "reward.judge_url",
     "reward.function_path",
     "train.agent_func_path",
+    "train.on_step_path",
     "algo.extension_path",
 )
 """Settings that may change between a run's beginning and its continuation; .* stands for a whole section."""

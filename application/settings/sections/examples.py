@@ -11,7 +11,7 @@ from rollgrad.application.settings.sections.actor import ModelConfig, frozen_tow
 from rollgrad.application.settings.sections.data import WITH_TEMPLATE, WITHOUT_TEMPLATE
 from rollgrad.application.settings.sections.images import FetchImages, fetch_setting
 from rollgrad.application.settings.sections.optimizer import SCHEDULE, AdamConfig, LRScheduler
-from rollgrad.application.settings.sections.train import WITH_EMA
+from rollgrad.application.settings.sections.train import ON_STEP, WITH_EMA
 from rollgrad.domain.settings import (
     BELOW_ONE,
     COUNT,
@@ -279,6 +279,7 @@ class StepDataConfig(RowsConfig):
 class ExampleTrainConfig:
     """Optimizer steps from examples."""
 
+    on_step_path: str | None = setting(None, ON_STEP)
     batch_size: int = setting(128, "Examples per optimizer step, each with all its branches.", COUNT)
     num_epochs: int = setting(1, "Passes over the examples when max_steps is not set.", COUNT)
     max_steps: int | None = setting(None, "Optimizer steps; default: num_epochs passes over the examples.", COUNT)

@@ -4,20 +4,31 @@ from collections.abc import Iterable
 
 from attrs import define
 
+from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.domain.settings import COUNT, NOT_NEGATIVE, Condition, Range, setting
 
 TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")
 """Experiment trackers that metrics can be reported to."""
 
 
+def is_own_tracker(name: str) -> bool:
+    """Returns whether a name is the place of a user's own class, `FILE:NAME` or `MODULE:NAME`.
+
+    >>> is_own_tracker("track.py:Mine"), is_own_tracker("my_lib.track:Mine"), is_own_tracker("wandb")
+    (True, True, False)
+    """
+    return FunctionPath.parse(name).name is not None
+
+
 def _names(value: str | Iterable[str] | None) -> tuple[str, ...]:
     """Returns names that stand alone, in a list, or with commas between them; "none" is no name.
 
-    >>> _names("wandb, trackio"), _names(["mlflow"]), _names("none")
-    (('wandb', 'trackio'), ('mlflow',), ())
+    >>> _names("WandB, track.py:Mine"), _names(["mlflow"]), _names("none")
+    (('wandb', 'track.py:Mine'), ('mlflow',), ())
     """
     texts = (value,) if isinstance(value, str) else value or ()
-    names = [name.strip().lower() for text in texts for name in text.split(",")]
+    names = [name.strip() for text in texts for name in text.split(",")]
+    names = [name if is_own_tracker(name) else name.lower() for name in names]
     return tuple(dict.fromkeys(name for name in names if name not in ("", "none")))
 
 
@@ -39,9 +50,13 @@ class LoggerConfig:
 
     report_to: tuple[str, ...] = setting(
         (),
-        f"Experiment trackers that get the metrics and the settings: {', '.join(TRACKERS)} (extras of these names). "
-        "What they cannot send is kept in the output directory; none of them can stop the run.",
-        Range(lambda names: set(names) <= {*TRACKERS}, f"of {', '.join(TRACKERS)}, with commas between"),
+        f"Experiment trackers that get the metrics and the settings: {', '.join(TRACKERS)} (extras of these names), "
+        "and classes of your own (FILE:NAME). What they cannot send is kept in the output directory; none of them can "
+        "stop the run.",
+        Range(
+            lambda names: all(name in TRACKERS or is_own_tracker(name) for name in names),
+            f"of {', '.join(TRACKERS)} and FILE:NAME, with commas between",
+        ),
         converter=_names,
     )
     project: str = setting("rollgrad", "Project of the trackers' run (MLflow: experiment).", only_if=OF_TRACKERS)

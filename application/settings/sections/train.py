@@ -34,6 +34,11 @@ COLOCATED = Condition(
     "models share no GPU with engines",
     "turn on --train.colocate_all",
 )
+ON_STEP = (
+    "Python file, or module (my_lib.watch), with a function on_step(step, metrics, groups), or FILE:NAME: it is called "
+    "after each step, returns metrics of its own or None, and ends the run by rollgrad.StopTraining."
+)
+"""Help of `on_step_path` of every trainer."""
 WITH_EMA = Condition(lambda here, run: here.enable_ema, "no moving average is kept", "set --train.enable_ema")
 
 
@@ -47,6 +52,7 @@ class TrainConfig:
         "or OpenRLHF's AgentExecutor; FILE:NAME takes one of another name. Episodes then have several turns, and "
         "rewards come from their steps.",
     )
+    on_step_path: str | None = setting(None, ON_STEP)
     max_steps: int | None = setting(None, "Rollouts to train on; default: num_episodes passes over the prompts.", COUNT)
     num_episodes: int = setting(1, "Passes over the prompts when max_steps is not set.", COUNT)
     batch_size: int | None = setting(

@@ -19,6 +19,7 @@ from rollgrad.application.learning.examples import ExampleLearner, together
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget, next_examples, steps_left
 from rollgrad.application.pipelines.run import Run
 from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
+from rollgrad.application.pipelines.step_callback import StopTraining
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective
 from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
@@ -72,7 +73,7 @@ class Trained:
         best_metric: str | None = None,
         patience: int | None = None,
         budget: TokenBudget | None = None,
-        on_step: Callable[[int, Mapping[str, float], Sequence[Any]], None] | None = None,
+        on_step: Callable[..., Any] | None = None,
     ) -> None:
         self.policy = policy or FakePolicy()
         self.store, self.sink = FakeCheckpointStore(path), FakeMetricSink()
@@ -135,12 +136,55 @@ async def test_each_finished_step_is_told_to_the_caller(tmp_path: Path) -> None:
     assert told == [record for record in trained.sink.records if "train/epoch" in record[1]]
 
 
+async def test_the_caller_adds_metrics_to_the_row_of_a_step(tmp_path: Path) -> None:
+    trained = Trained(tmp_path, on_step=lambda step, metrics, samples: {"mine/twice": 2 * step} if step > 3 else None)
+    await play(trained)
+    rows = [(step, metrics.get("mine/twice")) for step, metrics in trained.sink.records if "train/epoch" in metrics]
+    assert rows == [(1, None), (2, None), (3, None), (4, 8.0), (5, 10.0)]
+
+
+async def test_the_caller_ends_the_run_as_its_last_step_does(tmp_path: Path) -> None:
+    def enough(step: int, metrics: Mapping[str, float], samples: Sequence[Any]) -> None:
+        if step == 3:
+            raise StopTraining("the loss is low")
+
+    trained = Trained(tmp_path, on_step=enough)
+    outcome = await play(trained)
+    assert (outcome.steps, outcome.enough, outcome.interrupted) == (3, "on_step: the loss is low", False)
+    assert trained.store.models == ["model"]
+    assert [step for step, metrics in trained.sink.records if "eval/loss" in metrics] == [0, 2, 3]
+
+    resumed = Trained(tmp_path)
+    resumed.run.resume(trained.store.load_training().state)  # type: ignore[union-attr]
+    assert (await play(resumed)).steps == STEPS
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (True, "on_step returned True after step 1: return None, or numbers"),
+        ({"mine": "high"}, "on_step returned 'high' by the name 'mine' after step 1"),
+        ({"train/epoch": 1.0}, "on_step returned train/epoch, which is a metric of the step already, after step 1"),
+    ],
+)
+async def test_what_is_no_metric_ends_the_run_with_its_row(returned: Any, message: str, tmp_path: Path) -> None:
+    trained = Trained(tmp_path, on_step=lambda step, metrics, samples: returned)
+    with pytest.raises(ForeignError, match=message):
+        await play(trained)
+    assert [step for step, metrics in trained.sink.records if "train/epoch" in metrics] == [1]
+
+
+def test_a_function_of_other_arguments_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"on_step cannot be called with the three .*\(too many positional"):
+        Trained(tmp_path, on_step=lambda step, metrics: None)
+
+
 def test_a_coroutine_function_that_nothing_would_await_is_refused(tmp_path: Path) -> None:
     async def told(step: int, metrics: Mapping[str, float], samples: Sequence[Any]) -> None:
         raise AssertionError
 
     with pytest.raises(ConfigurationError, match="on_step is a coroutine function"):
-        Trained(tmp_path, on_step=told)  # type: ignore[arg-type]
+        Trained(tmp_path, on_step=told)
 
 
 async def test_an_error_of_the_caller_ends_the_run_with_what_was_trained(tmp_path: Path) -> None:
@@ -154,7 +198,9 @@ async def test_an_error_of_the_caller_ends_the_run_with_what_was_trained(tmp_pat
         await play(trained)
     assert trained.store.models == ["model"]
     assert trained.store.states["model"]["step"] == 2
-    assert tracker.failure == "ForeignError: on_step failed after step 2: ValueError: that is enough"
+    assert str(tracker.failure).startswith(
+        "ForeignError: on_step failed after step 2: ValueError: that is enough (test_"
+    )
 
 
 async def test_a_tracker_that_fails_does_not_keep_the_training_from_being_saved(tmp_path: Path) -> None:

@@ -584,7 +584,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ckpt.state_minutes": None, "ckpt.async_save": True}, "no training states are saved: set --ckpt.state_steps"),
     ({"eval.steps": 3}, "leave --eval.steps out"),
     ({"logger.run_name": "n"}, "set --logger.report_to to one of its names"),
-    ({"logger.report_to": "wandb,wndb"}, "of wandb, trackio, mlflow, swanlab, with commas between"),
+    ({"logger.report_to": "wandb,wndb"}, "of wandb, trackio, mlflow, swanlab and FILE:NAME, with commas between"),
     ({"eval.dataset": "e.jsonl", "eval.n_samples_per_prompt": 4}, "--eval.temperature above 0"),
 ]
 
