@@ -19,7 +19,7 @@ from attrs import evolve, frozen
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
 from rollgrad.adapters.servers.completions_wire import CompletionsWire
@@ -70,11 +70,12 @@ def max_body_bytes(max_tokens: int | None) -> int:
 
 @frozen(kw_only=True, eq=False)
 class _Asked:
-    """A decoded request, and where it came from."""
+    """A decoded request, where it came from, and its ASGI scope."""
 
     call: Call
     session: RecordedSession | None
     origin: Origin
+    scope: Scope
 
 
 class AgentServer:
@@ -182,7 +183,7 @@ class AgentServer:
             self._check_effort(body)
         self._unread.note(sorted(name for name in body.keys() - wire.fields if body[name] is not None))
         call = evolve(call, model=call.model or self._model)
-        return _Asked(call=call, session=session, origin=_origin(request, body))
+        return _Asked(call=call, session=session, origin=_origin(request, body), scope=request.scope)
 
     def _check_template(self, given: Mapping[str, Any]) -> None:
         """Refuses variables of the chat template, as clients of vLLM send them, that are not the server's own: the
@@ -242,7 +243,7 @@ class AgentServer:
             for task in tasks:
                 task.cancel()
         if self._operation is not None:
-            self._operation.count(replies)
+            self._operation.count(replies, asked.scope)
         return replies
 
     async def _sample(self, asked: _Asked, choice: int, on_piece: OnPiece | None) -> ChatReply:

@@ -1,7 +1,8 @@
 """Checks of every request to a rollgrad server: authorisation, size and form; and the form of errors.
 
 Invariants: a server on the loopback interface answers no web page; every error is `{"error": {"message", "type",
-"param", "code"}}`, and an unexpected one reveals no details to the client. Does not own: sockets (`server.py`).
+"param", "code"}}`, and an unexpected one reveals no details to the client; every answer says the id of its request, by
+which the log knows it. Does not own: sockets (`server.py`).
 """
 
 import asyncio
@@ -10,11 +11,12 @@ import hmac
 import ipaddress
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
@@ -40,6 +42,13 @@ ERROR_TYPES = {
 """OpenAI's and Anthropic's names of statuses; any other is an `invalid_request_error` below 500, else an
 `api_error`."""
 
+REQUEST_ID = "rollgrad.request_id"
+"""Key of an ASGI scope with the id of a request: the client's own `x-request-id`, or one made here."""
+ID_HEADERS = ("x-request-id", "request-id")
+"""Headers of an answer with that id, as the SDKs of OpenAI and of Anthropic read it."""
+
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""Ids of clients that are taken: they are written into the log."""
 _SECRET = re.compile(r"^/s/[^/]*")
 """The beginning of a path with a session's key, which no log may show."""
 
@@ -162,10 +171,15 @@ class Guard:
         if scope["type"] != "http":  # nothing else is served, so nothing else passes unguarded
             return
         started = False
+        asked = Headers(scope=scope).get(ID_HEADERS[0], "")
+        scope[REQUEST_ID] = name = asked if _ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
 
         async def tracked_send(message: Message) -> None:
             nonlocal started
             started = True
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(dict.fromkeys(ID_HEADERS, name))
             await send(message)
 
         try:
@@ -178,15 +192,16 @@ class Guard:
             response = error_response(error)
         except asyncio.CancelledError:  # the server ends, and has waited for the answer as long as it may
             if not started:
-                await error_response(stopping())(scope, receive, send)
+                await error_response(stopping())(scope, receive, tracked_send)
             raise
         except KeyboardInterrupt:
             raise
         except BaseException:  # a defect: it is logged, and not shown to the client
-            _log.exception("request_failed", method=scope["method"], path=_SECRET.sub("/s/...", scope["path"]))
+            path = _SECRET.sub("/s/...", scope["path"])
+            _log.exception("request_failed", method=scope["method"], path=path, request_id=name)
             response = error_response(internal_error())
         if not started:
-            await response(scope, receive, send)
+            await response(scope, receive, tracked_send)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

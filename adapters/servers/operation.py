@@ -1,7 +1,8 @@
 """The operation of a server: counts in Prometheus' format, a log of requests, readiness, and a limit
 per client.
 
-Invariant: neither the log nor the counts hold anything of a request but its route, its status and its size in tokens.
+Invariant: neither the log nor the counts hold anything of a request but its route, its status, its size in tokens and,
+in the log, its id.
 """
 
 import asyncio
@@ -17,7 +18,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollgrad.adapters.servers.guard import HEALTH_PATH, HttpError, error_response, internal_error, stopping
+from rollgrad.adapters.servers.guard import (
+    HEALTH_PATH,
+    REQUEST_ID,
+    HttpError,
+    error_response,
+    internal_error,
+    stopping,
+)
 from rollgrad.application.episodes.chat_service import ChatService
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.errors import EngineError, RollgradError
@@ -31,6 +39,8 @@ CLIENT_LEFT = 499
 """Status of an answer whose client went away before its end."""
 OUTCOME = "rollgrad.outcome"
 """Key of an ASGI scope with the status of the error with which an answer ended that had begun well."""
+TOKENS = "rollgrad.tokens"
+"""Key of an ASGI scope with the tokens of an answer, for the log."""
 PROBES = (HEALTH_PATH, METRICS_PATH, READY_PATH)
 """Paths that are asked all the time, and neither logged nor counted."""
 
@@ -125,10 +135,13 @@ class Operation:
         except RollgradError as error:
             raise HttpError(503, str(error), code="not_reloaded") from error
 
-    def count(self, replies: Sequence[ChatReply]) -> None:
-        """Counts the tokens of the replies to one request."""
-        self._tokens.labels("prompt").inc(len(replies[0].prompt_token_ids))
-        self._tokens.labels("reply").inc(sum(len(reply.generation.token_ids) for reply in replies))
+    def count(self, replies: Sequence[ChatReply], scope: Scope) -> None:
+        """Counts the tokens of the replies to one request, which has this scope."""
+        prompt = len(replies[0].prompt_token_ids)
+        sampled = sum(len(reply.generation.token_ids) for reply in replies)
+        self._tokens.labels("prompt").inc(prompt)
+        self._tokens.labels("reply").inc(sampled)
+        scope[TOKENS] = {"prompt_tokens": prompt, "reply_tokens": sampled}
 
     def around(self, app: ASGIApp, paths: Collection[str]) -> ASGIApp:
         """Returns `app`, observed; other paths than these are counted together."""
@@ -167,7 +180,7 @@ class Operation:
             finally:
                 self._clients -= Tally([client])  # which forgets a client without requests
                 path = scope["path"] if scope["path"] in paths else "other"
-                self._tell(scope["method"], path, status, time.monotonic() - begun)
+                self._tell(scope, path, status, time.monotonic() - begun)
 
         return observed
 
@@ -175,7 +188,8 @@ class Operation:
         told = f"This client has {self._limit} requests in flight, the most that it may have: try again."
         return HttpError(429, told, code="busy", headers={"Retry-After": "1"})
 
-    def _tell(self, method: str, path: str, status: int, seconds: float) -> None:
+    def _tell(self, scope: Scope, path: str, status: int, seconds: float) -> None:
         self._requests.labels(path, str(status)).inc()
         self._seconds.observe(seconds)
-        _log.info("request", method=method, path=path, status=status, seconds=round(seconds, 3))
+        told = {"status": status, "seconds": round(seconds, 3), **scope.get(TOKENS, {})}
+        _log.info("request", method=scope["method"], path=path, **told, request_id=scope.get(REQUEST_ID))

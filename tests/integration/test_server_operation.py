@@ -104,6 +104,10 @@ async def test_counts_and_log_tell_no_content() -> None:
             (CHAT, 400),
             ("other", 410),
         ]
+        asked = [log for log in logs if log["event"] == "request"]
+        assert sum(log.get("reply_tokens", 0) for log in asked) == replies
+        assert sum(log.get("prompt_tokens", 0) for log in asked) == prompts
+        assert len({log["request_id"] for log in asked}) == len(asked)
         assert not any(secret in f"{logs} {told}" for secret in ("private", "a reply", "the-key", TOKEN))
 
     await play(scenario)

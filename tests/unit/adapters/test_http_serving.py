@@ -89,6 +89,38 @@ def refusal(response: httpx2.Response) -> dict[str, Any]:
     return error
 
 
+ID_HEADERS = ("x-request-id", "request-id")
+"""Where the SDKs of OpenAI and of Anthropic look for the id of a request."""
+
+
+@pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/busy", 429), ("/broken", 500), ("/gone", 404)])
+async def test_every_answer_says_the_id_of_its_request(path: str, status: int) -> None:
+    async def scenario(client: httpx2.AsyncClient) -> list[httpx2.Response]:
+        return [
+            await client.get(path),
+            await client.get(path),
+            await client.get(path, headers={ID_HEADERS[0]: "mine:1"}),
+        ]
+
+    with structlog.testing.capture_logs() as logs:
+        answers = await ask(scenario)
+    assert {answer.status_code for answer in answers} == {status}
+    ids = [[answer.headers[name] for name in ID_HEADERS] for answer in answers]
+    assert all(first == second for first, second in ids)
+    assert ids[0] != ids[1]
+    assert ids[2][0] == "mine:1"
+    assert [log["request_id"] for log in logs if log["event"] == "request_failed"] == (
+        [first for first, _ in ids] if status == 500 else []
+    )
+
+
+@pytest.mark.parametrize("named", ["a b", "x" * 129, "\u00e4", "id\tlevel=error"])
+async def test_an_id_that_does_not_belong_into_a_log_is_not_taken(named: str) -> None:
+    headers = [(b"x-request-id", named.encode("latin-1"))]
+    answer = await ask(lambda client: client.get("/health", headers=headers))
+    assert answer.headers[ID_HEADERS[0]].startswith("req_")
+
+
 async def test_json_is_read() -> None:
     body = {"text": "ä😀", "nested": [{"a": [1.5, None, True]}]}
     response = await post(json.dumps(body).encode())
