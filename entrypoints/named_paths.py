@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollgrad.adapters.checkpoints.hub import find_model
 from rollgrad.adapters.checkpoints.weight_files import weights_problem
-from rollgrad.adapters.data.datasets.loading import check_address
+from rollgrad.adapters.data.datasets.loading import FILE_FORMATS, check_address
 from rollgrad.application.settings.function_path import FunctionPath, is_module_name
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
@@ -49,7 +49,7 @@ def check_dataset(key: str, name: str) -> None:
         DataError: there is no such file or folder.
     """
     check_address(name)
-    is_file_name = Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+    is_file_name = Path(name).suffix in FILE_FORMATS
     folder = name.rpartition(":")[0]  # with a configuration
     if (is_file_name or _is_path(name)) and not Path(name).exists() and not (folder and Path(folder).is_dir()):
         raise DataError(f"{key} is {name!r}, which does not exist: check --{key}.")

@@ -53,14 +53,15 @@ def make_rollouts(config: RLConfig, prompts: PromptSource) -> int:
 def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> DatasetPromptSource:
     """Returns the prompts of datasets; `environment` plays them, if it is not None."""
     data = config.data
+    builder = _builder(config, codec, _teacher(config), unlabelled=config.reward.majority_vote)
     dataset = load_dataset(
         data.prompt_dataset,
         split=data.prompt_split,
         probs=data.prompt_probs,
         seed=config.train.seed,
         max_samples=data.max_samples,
+        builder=builder,
     )
-    builder = _builder(config, codec, _teacher(config), unlabelled=config.reward.majority_vote)
     source = DatasetPromptSource(dataset, builder, seed=config.train.seed)
     return _taught_within_positions(config, _within_positions(config, environment, source, "rollout"))
 
@@ -77,14 +78,17 @@ def make_gym_source(config: RLConfig, codec: TemplateCodec, environment: Any) ->
 def make_eval_dataset(config: RLConfig, codec: TemplateCodec, environment: Any) -> list[Prompt]:
     """Returns the held-out prompts of datasets; `environment` plays them, if it is not None."""
     assert config.eval.dataset is not None
+    builder = _builder(config, codec)
     dataset = load_dataset(
         config.eval.dataset,
         split=config.eval.split,
         probs=None,
         seed=config.train.seed,
         max_samples=config.eval.max_samples,
+        evenly=True,
+        builder=builder,
     )
-    source = DatasetPromptSource(dataset, _builder(config, codec), seed=config.train.seed, setting="eval.dataset")
+    source = DatasetPromptSource(dataset, builder, seed=config.train.seed, setting="eval.dataset")
     return _within_positions(config, environment, source, "eval").prompts()
 
 

@@ -1,7 +1,7 @@
 """Makes the examples of an offline trainer, prepared and reported, from the settings of `data` and `eval`."""
 
 import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.loading import origin
+from rollgrad.adapters.data.datasets.several import distinct_names
 from rollgrad.adapters.data.examples.preparation import prepare_examples
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, PreparedRow, Preparer
@@ -133,12 +134,14 @@ def make_eval_examples(preparation: Preparation, evaluation: ExampleEvalConfig) 
         probs=None,
         seed=0,
         max_samples=evaluation.max_samples,
+        evenly=True,
         settings=preparation.settings.reading,
         cache_dir=cache_directory(preparation.data),
     )
     examples = _prepared(preparation, mixture, "eval.dataset")
     examples.report.check(preparation.data.max_dropped, "eval.dataset")
-    names = mixture.datasources(names_of([part.name for part in mixture.parts]))
+    places = [part.name for part in mixture.parts]
+    names = mixture.datasources(distinct_names(places, [origin(place) for place in places]))
     sets = set(names)
     if too_many := too_many_sets(sets):
         log.warning(too_many)
@@ -159,19 +162,6 @@ def note_repeated(held_out: object, learned: object) -> None:
             f"{len(repeated)} of {len(held_out)} held-out examples of eval.dataset are in data.dataset, too, and tell "
             "nothing of new ones: leave them out of one of the two."
         )
-
-
-def names_of(datasets: Sequence[str]) -> list[str]:
-    """Returns the names of data sets in metrics; those that are called alike have that of their directory before.
-
-    >>> names_of(["math/test.jsonl", "code/test.jsonl", "chat.jsonl"])
-    ['math-test', 'code-test', 'chat']
-    """
-    names = [origin(dataset) for dataset in datasets]
-    return [
-        f"{Path(dataset).absolute().parent.name}-{name}" if names.count(name) > 1 else name
-        for dataset, name in zip(datasets, names, strict=True)
-    ]
 
 
 def _prepared(preparation: Preparation, mixture: Mixture, setting: str) -> PreparedExamples:

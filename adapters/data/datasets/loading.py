@@ -4,23 +4,31 @@ Invariant: a dataset that cannot be read is one `DataError` sentence that names 
 columns.
 """
 
-import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollgrad.adapters.checkpoints.hub import hub_answers
+from rollgrad.adapters.data.datasets.several import aligned, check_probs, distinct_names, mixed, shares
+from rollgrad.adapters.data.datasets.text_files import broken_line, check_json_rows, separator, whole_numbers
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
 
-FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+    from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+
+FILE_FORMATS = {
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
 """Readers by the suffixes of files."""
 _MOST_FILES = 10_000
 """Files and folders below a folder of data at most: all of them are looked at."""
@@ -28,8 +36,6 @@ _EMPTY = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
 """Sentences of `datasets` about a header or list without rows, and about a Parquet file."""
 DECODED = ("Image", "Audio", "Video")
 """Features whose values are files, which are large when they are decoded."""
-_PROBABILITY_SLACK = 1e-6
-"""Rounding allowance of the sum of the mixing probabilities."""
 
 
 def load_dataset(
@@ -40,14 +46,17 @@ def load_dataset(
     seed: int,
     max_samples: int | None,
     split_flag: str = "--data.prompt_split",
+    evenly: bool = False,
+    builder: "PromptBuilder | None" = None,
 ) -> "datasets.Dataset":
     """Returns the rows of one or several comma-separated datasets, each row with its `datasource`.
 
-    A dataset is a .json, .jsonl, .csv, .parquet or .arrow file, a folder, or a hub name. Folders and hub names may be
+    A dataset is a file (`FILE_FORMATS`), a folder, or a hub name. Folders and hub names may be
     followed by `:configuration`, and hub names by `@data_dir`. verl's column `data_source` names the origin.
     `split` is read if it exists, else the only split of a dataset that has one. With `probs` rows are drawn from the
     datasets with these probabilities until each has been read to its end (`seed` fixes the draws); without it datasets
-    follow one another. `max_samples` keeps the first rows of the result.
+    follow one another. `max_samples` keeps the first rows of the result, with `evenly` as many of each dataset as of
+    the others. `builder` finds the columns of prompts and labels, which may be called otherwise in each dataset.
 
     Raises:
         DataError: a dataset is missing, malformed, empty or out of reach, or `probs` does not fit.
@@ -60,24 +69,20 @@ def load_dataset(
         raise DataError("No dataset is set: --data.prompt_dataset needs a file, a saved folder or a hub name.")
     if probs is not None:
         check_probs(probs, names)
-    parts = []
     for name in names:
+        check_name(name)
+    parts = []
+    called = distinct_names(names, [origin(name) for name in names])
+    for name, origin_name in zip(names, called, strict=True):
         with foreign_code(lambda words, name=name: DataError(f"The dataset {name[:200]} cannot be used: {words}")):  # type: ignore[misc]
-            parts.append(_with_datasource(_read(name, split, split_flag), origin(name)))
-    merged = parts[0] if len(parts) == 1 else _mix(parts, names, probs, seed)
+            parts.append(_with_datasource(_read(name, split, split_flag), origin_name))
+    if len(parts) > 1 and builder is not None:
+        parts = aligned(parts, called, builder.columns(parts[0][0], called[0]), builder.found)
+    if len(parts) > 1 and evenly:
+        sizes = shares([len(part) for part in parts], max_samples)
+        parts = [part.select(range(size)) for part, size in zip(parts, sizes, strict=True) if size]
+    merged = parts[0] if len(parts) == 1 else mixed(parts, names, probs, seed)
     return merged if max_samples is None else merged.select(range(min(max_samples, len(merged))))
-
-
-def check_probs(probs: Sequence[float], names: Sequence[str], *, flag: str = "--data.prompt_probs") -> None:
-    """Checks that each dataset has a probability; `flag` sets them.
-
-    Raises:
-        DataError: they differ in number, one is not positive, or their sum is not 1.
-    """
-    if len(probs) != len(names):
-        raise DataError(f"{flag} has {len(probs)} values for {len(names)} datasets: give one for each dataset.")
-    if any(p <= 0 for p in probs) or not math.isclose(sum(probs), 1.0, abs_tol=_PROBABILITY_SLACK):
-        raise DataError(f"{flag} is {tuple(probs)}: each must be positive and together they must be 1.")
 
 
 def origin(name: str) -> str:
@@ -137,28 +142,9 @@ def _with_datasource(dataset: "datasets.Dataset", origin: str) -> "datasets.Data
     return dataset.add_column("datasource", [origin if source is None else str(source) for source in given])
 
 
-def _mix(
-    parts: "list[datasets.Dataset]", names: Sequence[str], probs: tuple[float, ...] | None, seed: int
-) -> "datasets.Dataset":
-    import datasets
-
-    try:
-        if probs is None:
-            return datasets.concatenate_datasets(parts)
-        return datasets.interleave_datasets(
-            parts, probabilities=list(probs), seed=seed, stopping_strategy="all_exhausted"
-        )
-    except (ValueError, TypeError) as error:
-        raise DataError(
-            f"The datasets {', '.join(names)} cannot be mixed, because a column has a different type in each: "
-            f"{_one_line(error)}"
-        ) from error
-
-
 def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
     """Reads one split of one dataset."""
     path = Path(name)
-    check_name(name)
     if path.suffix in FILE_FORMATS:
         loaded = _read_file(path)
     elif path.is_dir():
@@ -199,44 +185,43 @@ def _read_file(path: Path) -> Any:
         raise DataError(f"The dataset file {path} {what}: check the path.")
     if path.stat().st_size == 0:
         raise _no_rows(path)
-    _check_json_rows(path)
+    kind = FILE_FORMATS[path.suffix]
+    if kind == "json":
+        check_json_rows(path)
     try:
-        if path.suffix == ".arrow":
+        if kind == "arrow":
             return datasets.Dataset.from_file(str(path))
-        return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path))
+        options = {"sep": separator(path)} if kind == "csv" else {}
+        with _quietly():
+            loaded = datasets.load_dataset(kind, data_files=str(path), **options)
+        return {split: whole_numbers(rows) for split, rows in loaded.items()}
     except Exception as error:  # of pyarrow, pandas, json, by the file's format
         if any(words in str(_root(error)) for words in _EMPTY):
             raise _no_rows(path) from error
+        place = broken_line(path) if kind == "json" and path.suffix != ".json" else None
+        if isinstance(_root(error), UnicodeDecodeError):
+            place = f"it is no UTF-8 ({_root(error)}): save it as UTF-8"
         raise DataError(
-            f"The dataset file {path} cannot be read as {path.suffix[1:]}: {_one_line(_root(error))}"
+            f"The dataset file {path} cannot be read as {path.suffix[1:]}: {place or _one_line(_root(error))}"
         ) from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keeps `datasets` from writing of an error what the error itself says."""
+    from datasets.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _no_rows(name: str | Path) -> DataError:
     """Returns the error of a dataset without a row."""
     return DataError(f"The dataset {name} has no rows: at least one is needed.")
-
-
-def _check_json_rows(path: Path) -> None:
-    """Refuses JSON whose rows are not objects: pyarrow ends the whole process at a line that is `null`.
-
-    Raises:
-        DataError: a line of a .jsonl file, or the beginning of a .json file, is not an object.
-    """
-    if path.suffix not in (".json", ".jsonl"):
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            begin = line.strip().removeprefix(b"\xef\xbb\xbf")[:1]
-            if not begin:
-                continue
-            if begin != b"{" and (path.suffix == ".jsonl" or begin != b"["):
-                raise DataError(
-                    f"Line {number} of the dataset file {path} begins with {line.strip()[:20]!r}: each line "
-                    "of a .jsonl is an object ({...}), and a .json begins with a list or an object of rows."
-                )
-            if path.suffix == ".json":
-                return
 
 
 def _read_folder(path: Path, configuration: str | None) -> Any:

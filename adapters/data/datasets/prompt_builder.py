@@ -115,8 +115,16 @@ class PromptBuilder:
         Raises:
             DataError: they cannot be found (`find_columns`), or the reward needs labels and there are none.
         """
-        if self._columns is not None:
-            return self._columns
+        if self._columns is None:
+            self._columns = self.found(row, datasource)
+        return self._columns
+
+    def found(self, row: Mapping[str, Any], datasource: str) -> Columns:
+        """Returns the columns that a row of `datasource` has, which may be others than those that are read.
+
+        Raises:
+            DataError: as `columns`.
+        """
         data = self.data
         found = find_columns(
             row,
@@ -131,7 +139,6 @@ class PromptBuilder:
         if data.input_key is None or data.label_key is None:
             labels = "no labels" if found.label is None else f"labels from column {found.label}"
             log.info(f"{datasource}: prompts from column {found.prompt}, {labels}")
-        self._columns = found
         return found
 
     def build(self, row: Mapping[str, Any], datasource: str) -> Prompt:

@@ -20,11 +20,11 @@ from rollgrad.adapters.chat.row_error import RowError
 from rollgrad.adapters.data.datasets.loading import (
     FILE_FORMATS,
     check_name,
-    check_probs,
     load_dataset,
     origin,
     split_configuration,
 )
+from rollgrad.adapters.data.datasets.several import check_probs, interleaved, shares
 from rollgrad.adapters.data.examples.joined import JoinedPairs, is_labelled, joined
 from rollgrad.adapters.data.examples.kept_index import kept_index
 from rollgrad.adapters.data.examples.ranked import RankedPairs, pair_ends
@@ -243,6 +243,7 @@ def open_sources(
     max_samples: int | None,
     settings: ReadingSettings,
     cache_dir: Path | None = None,
+    evenly: bool = False,
 ) -> Mixture:
     """The rows of one or several comma-separated data sets.
 
@@ -252,7 +253,7 @@ def open_sources(
         probs: rows are drawn from the sets by these probabilities until each has been read to its end; None lets sets
             follow one another.
         seed: of these draws.
-        max_samples: keeps the first rows; None keeps all.
+        max_samples: keeps the first rows, with `evenly` as many of each set as of the others; None keeps all.
         settings: how rows are read.
         cache_dir: where it is kept which rows make pairs, where all have to be read for that; None keeps nothing.
 
@@ -265,7 +266,8 @@ def open_sources(
     if probs is not None:
         check_probs(probs, names, flag="--data.probs")
     parts = tuple(_open(name, split, settings, cache_dir) for name in names)
-    of, rows = _interleaved([len(part.rows) for part in parts], probs, seed)
+    sizes = [len(part.rows) for part in parts]
+    of, rows = interleaved(shares(sizes, max_samples) if evenly else sizes, probs, seed)
     limit = len(of) if max_samples is None else max_samples
     return Mixture(parts, of[:limit], rows[:limit])
 
@@ -372,27 +374,3 @@ def _columns(rows: Rows, source: str) -> dict[str, list[Any]]:
             if value is not None:
                 seen.setdefault(name, []).append(value)
     return seen
-
-
-def _interleaved(
-    sizes: Sequence[int], probs: tuple[float, ...] | None, seed: int
-) -> tuple[Sequence[int], Sequence[int]]:
-    """The source and the row of each place of the mixture."""
-    if probs is None:
-        of = numpy.repeat(numpy.arange(len(sizes)), sizes)
-        return of.tolist(), numpy.concatenate([numpy.arange(size) for size in sizes]).tolist()
-    generator = numpy.random.default_rng(seed)
-    drawn: list[int] = []
-    counts = [0] * len(sizes)
-    while any(count < size for count, size in zip(counts, sizes, strict=True)):
-        for source in generator.choice(len(sizes), size=1024, p=numpy.asarray(probs) / sum(probs)).tolist():
-            drawn.append(source)
-            counts[source] += 1
-            if all(count >= size for count, size in zip(counts, sizes, strict=True)):
-                break
-    taken = [0] * len(sizes)
-    rows = []
-    for source in drawn:
-        rows.append(taken[source] % sizes[source])
-        taken[source] += 1
-    return drawn, rows

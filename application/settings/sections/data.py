@@ -38,7 +38,7 @@ class DataConfig:
 
     prompt_dataset: str = setting(
         "",
-        "File (.json, .jsonl, .csv, .parquet), saved dataset folder, hub name (NAME:CONFIGURATION where it has "
+        "File (.json, .jsonl, .csv, .tsv, .parquet), saved dataset folder, hub name (NAME:CONFIGURATION where it has "
         "several, such as openai/gsm8k:main), or reasoning_gym:TASK; several separated by commas. Required.",
     )
     prompt_probs: tuple[float, ...] | None = setting(

@@ -310,4 +310,6 @@ class ExampleEvalConfig:
     )
     split: str = setting("test", "Split to read.")
     steps: int = setting(-1, "Steps between evaluations; -1 evaluates only at the start and the end.", PERIOD)
-    max_samples: int | None = setting(None, "Evaluate at most this many examples.", COUNT)
+    max_samples: int | None = setting(
+        None, "Evaluate at most this many examples, of several data sets about as many of each.", COUNT
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rollgrad.adapters.data.datasets import loading
+from rollgrad.adapters.data.datasets.columns import Columns, find_columns
 from rollgrad.adapters.data.datasets.loading import load_dataset, split_configuration
 from rollgrad.domain.errors import DataError
 
@@ -36,7 +37,9 @@ def as_csv(path: Path) -> None:
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "jsonl": jsonl,
     "json": lambda path: path.write_text(json.dumps(ROWS)),
+    "ndjson": jsonl,
     "csv": as_csv,
+    "tsv": lambda path: path.write_text("input\tanswer\n" + "".join(f"{r['input']}\t{r['answer']}\n" for r in ROWS)),
     "parquet": lambda path: table(ROWS).to_parquet(str(path)),
 }
 
@@ -48,6 +51,22 @@ def test_each_file_format_is_read_with_the_stem_as_datasource(kind: str, tmp_pat
     rows = load(path, split="test")
     assert rows["input"][:] == [row["input"] for row in ROWS]
     assert set(rows["datasource"]) == {"sums"}
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_what_separates_columns_is_told_by_the_first_line(separator: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"question{separator}answer\n3+4, and then?{separator}7\n")
+    assert load(tmp_path / "a.csv")[0] == {"question": "3+4, and then?", "answer": 7, "datasource": "a"}
+
+
+def test_whole_numbers_stay_whole_where_one_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,answer,weight,empty\na,7,0.5,\nb,,,\nc,12,1.5,\n")
+    rows = load(tmp_path / "a.csv")
+    assert [str(answer) for answer in rows["answer"]] == ["7", "None", "12"]
+    assert rows["weight"][:] == [0.5, None, 1.5]
+    assert rows["empty"][:] == [None] * 3
+    table([{"answer": 7.0}, {"answer": float("inf")}, {"answer": None}]).to_parquet(str(tmp_path / "b.parquet"))
+    assert load(tmp_path / "b.parquet")["answer"][:] == [7.0, float("inf"), None]
 
 
 def test_a_saved_folder_and_its_arrow_file(tmp_path: Path) -> None:
@@ -95,6 +114,16 @@ def test_probabilities_that_do_not_fit_are_refused(probs: tuple[float, ...], mes
     a, b = jsonl(tmp_path / "a.jsonl"), jsonl(tmp_path / "b.jsonl")
     with pytest.raises(DataError, match=message):
         load(f"{a},{b}", probs=probs)
+
+
+def latin(tmp_path: Path) -> Path:
+    (tmp_path / "latin.csv").write_bytes("question\nf\u00fcnf?\n".encode("latin-1"))
+    return tmp_path / "latin.csv"
+
+
+def mixed_types_and_an_empty_line(tmp_path: Path) -> Path:
+    (tmp_path / "gap.jsonl").write_text('{"answer": 2}\n\n{"answer": "two"}\n')
+    return tmp_path / "gap.jsonl"
 
 
 def broken_json(tmp_path: Path) -> Path:
@@ -153,7 +182,9 @@ def packed(tmp_path: Path) -> Path:
         (packed, r"rows\.jsonl\.gz is a file whose name does not end in \.json, .*: unpack it"),
         (lambda tmp_path: tmp_path / "missing.jsonl", r"missing\.jsonl does not exist"),
         (lambda tmp_path: tmp_path / "missing_folder", "missing_folder does not exist"),
-        (broken_json, r"broken\.jsonl cannot be read as json"),
+        (broken_json, r"broken\.jsonl cannot be read as jsonl: line 2 is not JSON \(Expecting value"),
+        (mixed_types_and_an_empty_line, r"gap\.jsonl cannot be read as jsonl: line 2 is empty"),
+        (latin, r"latin\.csv cannot be read as csv: it is no UTF-8 .*: save it as UTF-8"),
         (text_as_parquet, r"text\.parquet cannot be read as parquet"),
         (empty_file, r"empty\.jsonl has no rows"),
         (header_only, r"header\.csv has no rows"),
@@ -223,6 +254,42 @@ def test_names_are_taken_apart(name: str, place: str, configuration: str | None)
 def test_the_origin_that_verl_writes_is_kept(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "data_source": "openai/gsm8k"}, {"prompt": "y", "data_source": None}]
     assert load(jsonl(tmp_path / "a.jsonl", rows))["datasource"][:] == ["openai/gsm8k", "a"]
+
+
+def test_data_sets_of_one_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
+    for folder in ("math", "code"):
+        (tmp_path / folder).mkdir()
+        jsonl(tmp_path / folder / "test.jsonl")
+    rows = load(f"{tmp_path}/math/test.jsonl,{tmp_path}/code/test.jsonl")
+    assert [*dict.fromkeys(rows["datasource"])] == ["math-test", "code-test"]
+
+
+def test_as_many_rows_are_taken_of_each_data_set(tmp_path: Path) -> None:
+    names = [jsonl(tmp_path / f"{name}.jsonl", [{"input": f"{name}{i}"} for i in range(8)]) for name in "ab"]
+    spec = ",".join(map(str, names))
+    rows = load_dataset(spec, split="train", probs=None, seed=0, max_samples=5, evenly=True)
+    assert rows["input"][:] == ["a0", "a1", "a2", "b0", "b1"]
+    assert load(spec, max_samples=5)["input"][:] == ["a0", "a1", "a2", "a3", "a4"]
+
+
+class Finds:
+    """Finds columns as a `PromptBuilder` does."""
+
+    def columns(self, row: Any, datasource: str) -> Columns:
+        return find_columns(row, datasource, input_key=None, label_key=None, labels_are_read=True)
+
+    found = columns
+
+
+def test_data_sets_with_other_columns_are_read_as_the_first_one(tmp_path: Path) -> None:
+    a = jsonl(tmp_path / "a.jsonl", [{"question": "a?", "answer": "1", "id": 3}])
+    b = jsonl(tmp_path / "b.jsonl", [{"problem": "b?", "solution": 2, "id": "x"}])
+    c = jsonl(tmp_path / "c.jsonl", [{"prompt": "c?", "reward_model": {"ground_truth": "3"}}])
+    rows = load_dataset(f"{a},{b},{c}", split="train", probs=None, seed=0, max_samples=None, builder=Finds())  # type: ignore[arg-type]
+    assert rows["question"][:] == ["a?", "b?", "c?"]
+    assert rows["answer"][:] == ["1", "2", "3"]
+    assert rows["id"][:] == ["3", "x", None]
+    assert rows["problem"][:] == [None, "b?", None]
 
 
 def test_columns_that_do_not_fit_together_are_named(tmp_path: Path) -> None:

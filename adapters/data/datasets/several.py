@@ -1,0 +1,150 @@
+"""Several data sets as one: their names in metrics, how many rows are taken of each, and columns that fit together.
+
+Does not own: reading a data set (`loading`), nor which columns hold prompts and labels (`columns`).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollgrad.adapters.data.datasets.columns import Columns, value_at
+from rollgrad.domain.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
+
+_PROBABILITY_SLACK = 1e-6
+"""Rounding allowance of the sum of the mixing probabilities."""
+_TEXTS = ("string", "large_string")
+
+FindColumns = Callable[[Mapping[str, Any], str], Columns]
+"""Function from a row of a data set, and its name, to the columns of prompts and labels."""
+
+
+def check_probs(probs: Sequence[float], names: Sequence[str], *, flag: str = "--data.prompt_probs") -> None:
+    """Checks that each dataset has a probability; `flag` sets them.
+
+    Raises:
+        DataError: they differ in number, one is not positive, or their sum is not 1.
+    """
+    if len(probs) != len(names):
+        raise DataError(f"{flag} has {len(probs)} values for {len(names)} datasets: give one for each dataset.")
+    if any(p <= 0 for p in probs) or not math.isclose(sum(probs), 1.0, abs_tol=_PROBABILITY_SLACK):
+        raise DataError(f"{flag} is {tuple(probs)}: each must be positive and together they must be 1.")
+
+
+def distinct_names(places: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Returns the `names` of data sets in metrics; those that are called alike have that of their directory before.
+
+    >>> distinct_names(["math/test.jsonl", "code/test.jsonl", "chat.jsonl"], ["test", "test", "chat"])
+    ['math-test', 'code-test', 'chat']
+    """
+    return [
+        f"{Path(place).absolute().parent.name}-{name}" if names.count(name) > 1 else name
+        for place, name in zip(places, names, strict=True)
+    ]
+
+
+def shares(sizes: Sequence[int], most: int | None) -> list[int]:
+    """Returns how many rows are taken of each data set, so that they are `most` together, and as even as sizes allow.
+
+    >>> shares([10, 2, 10], 9), shares([3, 4], None)
+    ([4, 2, 3], [3, 4])
+    """
+    if most is None:
+        return list(sizes)
+    taken = [0] * len(sizes)
+    left = most
+    for number, part in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        taken[part] = min(sizes[part], math.ceil(left / (len(sizes) - number)))
+        left -= taken[part]
+    return taken
+
+
+def interleaved(
+    sizes: Sequence[int], probs: tuple[float, ...] | None, seed: int
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns the data set and the row of each place of a mixture."""
+    import numpy
+
+    if probs is None:
+        of = numpy.repeat(numpy.arange(len(sizes)), sizes)
+        return of.tolist(), numpy.concatenate([numpy.arange(size) for size in sizes]).tolist()
+    generator = numpy.random.default_rng(seed)
+    drawn: list[int] = []
+    counts = [0] * len(sizes)
+    while any(count < size for count, size in zip(counts, sizes, strict=True)):
+        for source in generator.choice(len(sizes), size=1024, p=numpy.asarray(probs) / sum(probs)).tolist():
+            drawn.append(source)
+            counts[source] += 1
+            if all(count >= size for count, size in zip(counts, sizes, strict=True)):
+                break
+    taken = [0] * len(sizes)
+    rows = []
+    for source in drawn:
+        rows.append(taken[source] % sizes[source])
+        taken[source] += 1
+    return drawn, rows
+
+
+def mixed(
+    parts: "Sequence[datasets.Dataset]", names: Sequence[str], probs: tuple[float, ...] | None, seed: int
+) -> "datasets.Dataset":
+    """Returns the rows of data sets one after the other, or drawn by `probs`; a column that is text in one of them and
+    numbers in another becomes text.
+
+    Raises:
+        DataError: a column has different types that are not so.
+    """
+    import datasets
+
+    parts = _alike(parts)
+    try:
+        if probs is None:
+            return datasets.concatenate_datasets(list(parts))
+        return datasets.interleave_datasets(
+            list(parts), probabilities=list(probs), seed=seed, stopping_strategy="all_exhausted"
+        )
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"The datasets {', '.join(names)} cannot be mixed, because a column has a different type in each: "
+            f"{' '.join(f'{type(error).__name__}: {error}'.split())}"
+        ) from error
+
+
+def _alike(parts: "Sequence[datasets.Dataset]") -> "list[datasets.Dataset]":
+    """Returns data sets in which columns are texts that are numbers, or texts, in all of them."""
+    from datasets import Value
+
+    kinds: dict[str, set[str]] = {}
+    for part in parts:
+        for name, feature in part.features.items():
+            kinds.setdefault(name, set()).add(feature.dtype if isinstance(feature, Value) else "")
+    texts = {name for name, found in kinds.items() if found & {*_TEXTS} and len(found) > 1 and "" not in found}
+    alike = []
+    for part in parts:
+        for name in texts.intersection(part.column_names):
+            part = part.cast_column(name, Value("string"))
+        alike.append(part)
+    return alike
+
+
+def aligned(
+    parts: "Sequence[datasets.Dataset]", names: Sequence[str], first: Columns, find: FindColumns
+) -> "list[datasets.Dataset]":
+    """Returns data sets that all have their prompts and labels in the columns `first`, those of the first of them; in
+    the others `find` tells which they are, and they are kept under their own names, too."""
+    return [
+        part if number == 0 else _with_columns(part, first, find(part[0], names[number]))
+        for number, part in enumerate(parts)
+    ]
+
+
+def _with_columns(part: "datasets.Dataset", wanted: Columns, own: Columns) -> "datasets.Dataset":
+    for name, source in ((wanted.prompt, own.prompt), (wanted.label, own.label)):
+        if name is None or source is None or name == source or name in part.column_names:
+            continue
+        read = part.select_columns([source if source in part.column_names else source.partition(".")[0]])
+        part = part.add_column(name, [value_at(row, source) for row in read])
+    return part

@@ -1,0 +1,81 @@
+"""Files of rows that people write: CSV and JSON, and what is odd in them.
+
+Does not own: turning files into data sets (`loading`).
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollgrad.domain.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
+
+SEPARATORS = (";", "\t", "|")
+"""What separates columns where commas do not, as spreadsheets write it."""
+EXACT = 2**53
+"""Size of whole numbers up to which floats have them all."""
+_HEADER_BYTES = 65536
+"""Bytes of a file at most in which its first line ends."""
+
+
+def separator(path: Path) -> str:
+    """Returns what separates the columns of a file: a comma, unless its first line has none but another separator."""
+    with path.open("rb") as file:
+        header = file.readline(_HEADER_BYTES).decode(errors="replace")
+    return "," if "," in header else next((each for each in SEPARATORS if each in header), ",")
+
+
+def whole_numbers(rows: "datasets.Dataset") -> "datasets.Dataset":
+    """Returns rows whose columns of whole numbers are integers also where a value is missing: pandas has floats there,
+    and a label of 7 would be 7.0."""
+    import pyarrow.compute as pc
+    from datasets import Value
+
+    for name, feature in rows.features.items():
+        if not isinstance(feature, Value) or feature.dtype != "float64":
+            continue
+        column: Any = rows.data.column(name)
+        if not column.null_count or column.null_count == len(column):
+            continue
+        whole, largest = pc.all(pc.equal(column, pc.round(column))).as_py(), pc.max(pc.abs(column)).as_py()
+        if whole and largest < EXACT:
+            rows = rows.cast_column(name, Value("int64"))
+    return rows
+
+
+def check_json_rows(path: Path) -> None:
+    """Refuses JSON whose rows are not objects: pyarrow ends the whole process at a line that is `null`.
+
+    Raises:
+        DataError: a line of a .jsonl file, or the beginning of a .json file, is not an object.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            begin = line.strip().removeprefix(b"\xef\xbb\xbf")[:1]
+            if not begin:
+                continue
+            if begin != b"{" and (path.suffix != ".json" or begin != b"["):
+                raise DataError(
+                    f"Line {number} of the dataset file {path} begins with {line.strip()[:20]!r}: each line "
+                    "of a .jsonl is an object ({...}), and a .json begins with a list or an object of rows."
+                )
+            if path.suffix == ".json":
+                return
+
+
+def broken_line(path: Path) -> str | None:
+    """Returns which line of a file of JSON lines cannot be read, and why: one that is no JSON, else an empty one, which
+    pandas refuses; None where there is neither."""
+    empty = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                empty = empty or f"line {number} is empty"
+                continue
+            try:
+                json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:
+                return f"line {number} is not JSON ({error})"
+    return empty
