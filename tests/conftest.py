@@ -7,6 +7,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # else whoever asks Ray for a thing starts one, which lasts
 
 import sys
 from collections.abc import Callable, Iterator
