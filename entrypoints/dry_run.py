@@ -289,6 +289,7 @@ def _shapes(
                 lora.get(role),
                 expert_parallel_size=config.cluster.expert_parallel_size,
                 sequence_parallel_size=config.ds.sequence_parallel_size,
+                images=config.data.image_key is not None,
             ),
             passes=passes(name, judges=role == "reward", prompt=config.data.prompt_limit if role == "actor" else None),
         )

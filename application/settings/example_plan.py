@@ -38,7 +38,7 @@ def as_sampling_nothing(run: OfflineRun, *, longest: int) -> RLConfig:
             # A reference that moves is kept as an average of the weights is.
             enable_ema=run.train.enable_ema or (isinstance(run, DPORun) and run.dpo.ref_sync_steps is not None),
         ),
-        data=DataConfig(max_len=longest),
+        data=DataConfig(max_len=longest, image_key=run.data.image_key),
         rollout=RolloutConfig(
             engine=Engine.SERVER,  # whose memory is elsewhere
             batch_size=run.train.batch_size if budget is None else math.ceil(budget / longest),

@@ -8,7 +8,7 @@ import torch
 
 from rollgrad.adapters.models.torch.attention import check_layers
 from rollgrad.adapters.models.torch.expert_parallel import expert_stacks
-from rollgrad.adapters.models.torch.images import model_factory
+from rollgrad.adapters.models.torch.images import leaves_tower_out, model_factory
 from rollgrad.adapters.models.torch.lora import adapter_numbers
 from rollgrad.adapters.models.torch.pass_memory import counted_states
 from rollgrad.adapters.models.torch.quantised import quantised_numbers
@@ -26,10 +26,11 @@ def model_shape(
     *,
     expert_parallel_size: int = 1,
     sequence_parallel_size: int = 1,
+    images: bool = False,
 ) -> ModelShape:
     """Returns the shape of a model, with the adapters of `lora`, from its configuration alone: it is built without
     memory for its weights. `key` is the setting that names it; `expert_parallel_size` processes divide its experts,
-    `sequence_parallel_size` its sequences.
+    `sequence_parallel_size` its sequences; `images`: whether it is loaded to see some.
 
     Raises:
         CheckpointError: there is no such model.
@@ -42,6 +43,8 @@ def model_shape(
         settings = AutoConfig.from_pretrained(str(Path(name).expanduser()))
         with torch.device("meta"):
             model = model_factory(settings).from_config(settings)
+            seeing = images and leaves_tower_out(settings)
+            loaded = model_factory(settings, images=True).from_config(settings) if seeing else model
         text = settings.get_text_config()
         shapes = _cache_shapes(settings) if _keeps_keys(model) else []
         kv_heads, head_dim = max(shapes, key=math.prod, default=(0, 0))
@@ -53,16 +56,16 @@ def model_shape(
         require_heads(heads, sequence_parallel_size)
     shared = expert_parallel_size > 1
     stacks = expert_stacks(model, expert_parallel_size, required=section == "actor") if shared else []
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    embedding, head = loaded.get_input_embeddings().weight, loaded.get_output_embeddings()
     return ModelShape(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=sum(parameter.numel() for parameter in loaded.parameters()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         kv_heads=kv_heads,
         head_dim=head_dim,
         heads=getattr(text, "num_attention_heads", 0) or 0,
-        adapters=adapter_numbers(model, lora, at=f"{section}.lora") if lora is not None and lora.rank else 0,
-        quantised=quantised_numbers(model) if isinstance(lora, LoraConfig) and lora.load_in_4bit else 0,
+        adapters=adapter_numbers(loaded, lora, at=f"{section}.lora") if lora is not None and lora.rank else 0,
+        quantised=quantised_numbers(loaded) if isinstance(lora, LoraConfig) and lora.load_in_4bit else 0,
         embedding=embedding.numel(),
         experts=sum(parameter.numel() for stack in stacks for parameter in stack.parameters()),
         experts_per_token=getattr(text, "num_experts_per_tok", stacks[0].num_experts) if stacks else 0,  # all at most

@@ -149,6 +149,7 @@ def test_vllm_chooses_by_the_gpu_how_many_sequences_it_decodes_together(
         ({"data_types": {"grad_accum_dtyp": "bf16"}}, "did you mean --ds.extra.data_types.grad_accum_dtype?"),
         ({"zero_optimization": {"reduce_bucket_size": "big"}}, "reduce_bucket_size is 'big'"),
         ({"communication_data_type": "bf99"}, "DeepSpeed refuses ds.extra: .*bf99"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "DeepSpeed refuses ds.extra: MiCS .* removed"),
         ({"sparse_gradients": True}, "removed"),
         ({"flops_profiler": {"enable": True}}, "did you mean --ds.extra.flops_profiler.enabled?"),
         ({"tensorboard": {"enable": True}}, r"has tensorboard.enable, which is no key of .*Config\."),

@@ -9,12 +9,17 @@ import pytest
 import torch
 from attrs import evolve
 from rich.console import Console
+from transformers import AutoConfig
 
+from rollgrad.adapters.models.torch.images import model_factory
+from rollgrad.application.settings.example_plan import as_sampling_nothing
 from rollgrad.application.settings.memory_places import Machine, places
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing, DType
 from rollgrad.application.settings.sections.reward import Verifier
+from rollgrad.application.settings.sft import SFTRun
 from rollgrad.entrypoints import dry_run, rehearsal
+from tests.tiny_vision import save_tiny_vlm
 
 CPU = torch.device("cpu")
 
@@ -43,6 +48,20 @@ def test_a_run_that_does_not_fit_is_told_the_way_out(tiny_model_dir: Path, monke
         assert way == f"It would fit with --actor.gradient_checkpointing {kind}."
     (short,) = said(held[Checkpointing.FULL] - 1)
     assert "--actor.offload_activations" in short
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_the_plan_counts_the_tower_of_a_run_that_sees_images(sees: bool, tmp_path: Path) -> None:
+    """Qwen3.5, which transformers loads without it for texts."""
+    path = save_tiny_vlm("qwen3_5", tmp_path)
+    settings = AutoConfig.from_pretrained(path)
+    loaded = model_factory(settings, images=sees).from_config(settings)
+    rl, sft = RLConfig(), SFTRun()
+    for run in (rl, sft):
+        run.actor.model_name_or_path, run.data.image_key = path, "image" if sees else None
+    for config in (rl, as_sampling_nothing(sft, longest=64)):
+        shape = dry_run._shapes(config, torch.float32, CPU)["actor"]
+        assert shape.parameters == sum(parameter.numel() for parameter in loaded.parameters())
 
 
 def test_optimizer_steps_without_a_ratio_are_said(tiny_model_dir: Path) -> None:
