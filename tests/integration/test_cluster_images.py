@@ -100,7 +100,7 @@ REWARD_METRICS = ("train/loss", "train/grad_norm", "train/accuracy", "eval/loss"
     "division",
     [
         {"ds.zero_stage": 3},
-        {"cluster.strategy": Strategy.FSDP2},
+        pytest.param({"cluster.strategy": Strategy.FSDP2}, marks=pytest.mark.wide),
         {"cluster.strategy": Strategy.FSDP2, "ds.sequence_parallel_size": 2},
     ],
     ids=["zero3", "fsdp2", "sequences"],

@@ -143,7 +143,7 @@ async def test_after_an_update_both_see_the_new_weights(tiny_model_dir: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.demo
+@pytest.mark.wide
 def test_without_learning_the_mismatch_stays_what_it_is(smollm2: Path, tmp_path: Path) -> None:
     """Two steps at a learning rate of 0: the engine and the trainer drift apart only if one of them changes."""
     config = rollgrad.load_config(REPOSITORY / "examples" / "sums.yaml", preset="dr_grpo")
