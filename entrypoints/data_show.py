@@ -19,15 +19,33 @@ OPEN, CLOSE = "⟦", "⟧"
 """Marks around trained tokens if there are no colours."""
 
 
-def show_rows(run: OfflineRun, *, count: int, console: Console | None = None) -> PreparedExamples:
+def show_rows(run: OfflineRun, *, count: int) -> None:
     """Prepares the examples of `run`, and prints the first `count` of them and the report to stdout.
 
     Raises:
         RollgradError: data cannot be read, or more rows than allowed cannot be used (after the report).
     """
-    console = console or Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    preparation, examples = prepared_rows(run)
+    show_examples(
+        run, preparation, examples, count, Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    )
+    examples.report.check(run.data.max_dropped, "data.dataset")
+
+
+def prepared_rows(run: OfflineRun) -> tuple[Preparation, PreparedExamples]:
+    """Returns the examples of `run`, however many rows cannot be used, and how they were made.
+
+    Raises:
+        RollgradError: data cannot be read.
+    """
     preparation = _preparation(run)
-    examples = make_examples(preparation, run.train, check=False)
+    return preparation, make_examples(preparation, run.train, check=False)
+
+
+def show_examples(
+    run: OfflineRun, preparation: Preparation, examples: PreparedExamples, count: int, console: Console
+) -> None:
+    """Prints the first `count` of the examples, and the report."""
     shown = 0
     for index in range(min(count, len(examples))):
         example = examples[index]
@@ -46,12 +64,10 @@ def show_rows(run: OfflineRun, *, count: int, console: Console | None = None) ->
             )
             console.print()
     show_report(f"{run.data.dataset}", examples.report, console)
-    examples.report.check(run.data.max_dropped, "data.dataset")
-    return examples
 
 
-def show_held_out(run: OfflineRun, learned: PreparedExamples) -> None:
-    """Prepares the held-out examples of `run`, if it has any, and prints their report to stdout.
+def show_held_out(run: OfflineRun, learned: PreparedExamples, console: Console) -> None:
+    """Prepares the held-out examples of `run`, if it has any, and prints their report.
 
     Raises:
         RollgradError: data cannot be read, or more rows than allowed cannot be used.
@@ -60,7 +76,7 @@ def show_held_out(run: OfflineRun, learned: PreparedExamples) -> None:
         return
     examples = make_eval_examples(_preparation(run), run.eval)
     note_repeated(examples, learned)
-    show_report(run.eval.dataset, examples.report, Console(file=sys.stdout, highlight=False, markup=False))
+    show_report(run.eval.dataset, examples.report, console)
 
 
 def _preparation(run: OfflineRun) -> Preparation:

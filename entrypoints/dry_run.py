@@ -352,20 +352,13 @@ def _mib(count: int) -> str:
     return f"{count / MIB:,.0f}"
 
 
-def count_table(config: RLConfig, prompts: int) -> "Table":
-    """Returns the counts of a run over so many prompts."""
-    from rich.table import Table
-
+def counts(config: RLConfig, prompts: int) -> str:
+    """Returns the counts of a run over so many prompts as a sentence."""
     rollout = config.rollout
     rollouts = config.train.max_steps or math.ceil(config.train.num_episodes * prompts / rollout.batch_size)
     steps = optimizer_steps_per_rollout(config)
-    table = Table("count", "", title="Counts")
-    for name, count in (
-        ("prompts", prompts),
-        ("rollouts", rollouts),
-        ("samples per rollout", rollout.batch_size * rollout.n_samples_per_prompt),
-        ("optimizer steps per rollout", steps),
-        ("optimizer steps", rollouts * steps),
-    ):
-        table.add_row(name, f"{count:,}")
-    return table
+    samples = rollout.batch_size * rollout.n_samples_per_prompt
+    return (
+        f"Counts: {rollouts:,} rollouts of {samples:,} samples ({rollout.batch_size:,} prompts x "
+        f"{rollout.n_samples_per_prompt:,}); {rollouts * steps:,} optimizer steps, {steps:,} a rollout."
+    )

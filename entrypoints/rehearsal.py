@@ -13,8 +13,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from attrs import evolve
-from rich.console import Console
-from rich.text import Text
 
 from rollgrad.adapters.data.datasets.survey import Survey, Surveyed
 from rollgrad.application.episodes.judging import answer_request
@@ -23,16 +21,16 @@ from rollgrad.application.settings.derived import longest_sample, longest_sequen
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.validation import range_problems, with_defaults
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError
 from rollgrad.domain.ports.chat_codec import RenderedPrompt
 from rollgrad.domain.ports.environment import tool_schema
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rewards import check_reward_model, reward_kind
 from rollgrad.entrypoints.composition.rl import rl_container
-from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.description import check_continues
-from rollgrad.entrypoints.dry_run import count_table, file_problems, show_plan
+from rollgrad.entrypoints.dry_run import counts, file_problems, show_plan
+from rollgrad.entrypoints.findings import Findings
 from rollgrad.entrypoints.run_directory import begun, continues
 
 Made = TypeVar("Made")
@@ -50,7 +48,7 @@ MADE_UP = "Hello."
 
 
 def rehearse(config: RLConfig, errors: Sequence[RollgradError]) -> None:
-    """Prints settings, memory plan, counts, a prompt and its reward.
+    """Prints the verdict, memory plan, counts, a prompt and its reward, and the settings that differ from defaults.
 
     Args:
         config: the run.
@@ -59,30 +57,28 @@ def rehearse(config: RLConfig, errors: Sequence[RollgradError]) -> None:
     Raises:
         RollgradError: `errors`, and all other problems that would stop the run.
     """
-    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
-    sys.stdout.write(dump_config(config))
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries and reward functions print
-        trial = _Trial(with_defaults(config, range_problems(config)), errors, console)
+    findings = Findings(errors)
+    with contextlib.redirect_stdout(sys.stderr), findings.told(config):  # what libraries and reward functions print
+        trial = _Trial(with_defaults(config, range_problems(config)), findings)
         try:
             trial.play()
         finally:
             shut_down(trial.container)
-    raise_together(trial.errors)
 
 
 class _Trial:
     """Runs one check after the other, if its inputs could be made; collects all problems."""
 
-    def __init__(self, config: RLConfig, errors: Sequence[RollgradError], console: Console) -> None:
+    def __init__(self, config: RLConfig, findings: Findings) -> None:
         files = file_problems(config)
-        self.errors: list[RollgradError] = [*errors, *files.values()]
+        findings.errors += files.values()
+        self._findings, self._errors, self._say = findings, findings.errors, findings.say
         self._config = config
         empty = {
             "actor.model_name_or_path": config.actor.model_name_or_path,
             "data.prompt_dataset": config.data.prompt_dataset,
         }
         self._broken = {*files, *(key for key, value in empty.items() if not value)}
-        self._console = console
         self.container = rl_container(config)
 
     def play(self) -> None:
@@ -91,14 +87,14 @@ class _Trial:
         self._attempt(lambda: check_packages(config))
         if self._attempt(container.tokenizer, "actor.model_name_or_path") is None:
             self._broken |= {"data.prompt_dataset", "eval.dataset"}
-            if isinstance(self.errors[-1], CheckpointError):
+            if isinstance(self._errors[-1], CheckpointError):
                 self._broken.add("actor.model_name_or_path")
         self._attempt(container.suits, *(f"{section}.model_name_or_path" for section in ("actor", "ref", "critic")))
         prompts = self._attempt(container.prompts, "actor.model_name_or_path", "data.prompt_dataset")
         held_out = self._attempt(container.eval_prompts, "actor.model_name_or_path", "eval.dataset")
         self._plan(prompts.survey if isinstance(prompts, Surveyed) else None, held_out or ())
         if prompts is not None:
-            self._console.print(count_table(config, len(prompts)))
+            self._say(counts(config, len(prompts)))
         self._attempt(container.tool_box)
         self._attempt(container.on_step)
         self._attempt(container.trackers)
@@ -152,11 +148,11 @@ class _Trial:
         keys = ("actor", "critic", "ref", "reward")
         told = 0 if survey is None else max(0, survey.longest_told - survey.longest)
         shortages = self._attempt(
-            lambda: show_plan(config, self._console, told=told), *(f"{key}.model_name_or_path" for key in keys)
+            lambda: show_plan(config, self._findings.console, told=told), *(f"{key}.model_name_or_path" for key in keys)
         )
         for sentence in shortages or ():
             if config.cluster.address is None:
-                self.errors.append(ConfigurationError(sentence))
+                self._errors.append(ConfigurationError(sentence))
             else:  # the cluster's machines are not this one
                 self._say(sentence)
         if plays and longest_sequence(config, plays=True) is None:
@@ -202,16 +198,4 @@ class _Trial:
     def _attempt(self, make: Callable[[], Made], *needs: str) -> Made | None:
         """Returns the result of `make`, None if it fails; it is not called without the files of the settings
         `needs`."""
-        if not self._usable(*needs):
-            return None
-        try:
-            return make()
-        except RollgradError as error:
-            self.errors.append(error)
-        except Exception:
-            if not self.errors:  # otherwise it may follow from an earlier problem
-                raise
-        return None
-
-    def _say(self, text: str) -> None:
-        self._console.print(Text(text))
+        return self._findings.attempt(make) if self._usable(*needs) else None

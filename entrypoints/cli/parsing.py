@@ -57,7 +57,7 @@ class TrainFlags(RunFlags):
     dry_run: bool = setting(
         False,
         "Check all that the run would refuse: settings, files, prompts, reward and memory; show the memory plan, the "
-        "counts and a prompt, and leave.",
+        "counts, a prompt, its reward and the settings that differ from the defaults, and leave.",
     )
 
 

@@ -14,7 +14,7 @@ from rollgrad.domain.errors import RollgradError, raise_together
 from rollgrad.entrypoints.cli.exit_status import SIGNAL_STATUS
 from rollgrad.entrypoints.cli.help import asks_for_help, show_help
 from rollgrad.entrypoints.cli.logs import configure_logging
-from rollgrad.entrypoints.cli.offline import TRAINERS, parse_offline, rehearse_offline
+from rollgrad.entrypoints.cli.offline import TRAINERS, parse_offline
 from rollgrad.entrypoints.cli.output import results_only_on_stdout, show_metrics, show_result
 from rollgrad.entrypoints.cli.parsing import EvalArguments, TrainArguments, parse_run
 from rollgrad.entrypoints.composition.extensions import spelling_errors
@@ -70,7 +70,9 @@ def train_offline(name: str, arguments: Sequence[str]) -> int:
         return _print_config(run, errors)
     configure_logging()
     if parsed.dry_run:
-        rehearse_offline(run, errors)
+        from rollgrad.entrypoints.example_rehearsal import rehearse_examples
+
+        rehearse_examples(run, errors)
         return 0
     return run_offline(name, run, errors)
 

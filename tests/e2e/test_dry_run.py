@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.findings import FINE
 from tests.tiny_architectures import tiny_model
 
 VERL = [
@@ -25,6 +26,7 @@ VERL = [
 TRL = [{"prompt": [{"role": "user", "content": f"{a}+1?"}], "solution": str(a + 1)} for a in range(4)]
 TRL_TEXT = [{"prompt": f"{a}+1?", "answer": str(a + 1)} for a in range(4)]
 GSM8K = [{"question": f"{a}+1?", "answer": f"{a} and 1 make <<{a}+1={a + 1}>>.\n#### {a + 1}"} for a in range(4)]
+SETTINGS = "Settings that differ from the defaults (all of them: --print_config):"
 SCHEMAS = {"verl": VERL, "trl": TRL, "trl_text": TRL_TEXT, "gsm8k": GSM8K}
 
 
@@ -144,7 +146,24 @@ def test_everything_that_is_wrong_is_told_at_once(run: Any) -> None:
     for words in wrong:
         assert sum(words in line for line in errors) == 1, (words, errors)
     assert len(errors) == len(wrong)
-    assert yaml.safe_load(output.partition("Memory plan")[0])["data"]["prompt_dataset"] == "prompts.jsonl"
+    first, *_, last = output.splitlines()
+    assert first == f"{len(wrong)} problems would stop this run, named at the end."
+    assert last == f"{len(wrong)} problems would stop this run:"
+    assert 'data.prompt_dataset: "prompts.jsonl"' in output
+
+
+def test_what_is_printed_fits_on_one_screen_and_begins_and_ends_with_the_verdict(run: Any) -> None:
+    status, output, errors, _ = run("--dry_run")
+    assert (status, errors) == (0, [])
+    lines = output.splitlines()
+    assert lines[0] == lines[-1] == FINE
+    assert len(lines) < 50
+    order = [output.index(words) for words in ("Memory plan", "Counts: 1 rollouts", "A prompt, as", "Settings that")]
+    assert order == sorted(order)
+    settings = dict(line.split(": ") for line in lines[lines.index(SETTINGS) + 1 : -2])
+    assert settings["rollout.n_samples_per_prompt"] == "2"
+    assert json.loads(settings["data.prompt_dataset"]) == "prompts.jsonl"
+    assert "train.seed" not in settings, "a default"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from rollgrad.application.settings.sft import SFTRun, SupervisedAdamConfig, Supe
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition.sft import sft_container
+from rollgrad.entrypoints.findings import FINE
 from tests.example_runs import logged, weights
 
 ROWS = 20
@@ -280,8 +281,11 @@ def test_held_out_data_are_looked_at_before_the_model_is_loaded(
     assert main([*arguments, str(conversations), "--dry_run"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("20 of 20") == 2
-    assert "Memory plan" in shown
-    assert "at once in a machine's memory" in shown
+    lines = shown.splitlines()
+    assert lines[0] == lines[-1] == FINE
+    parts = ("Memory plan", "at once in a machine's memory", "Counts: 20 examples", "row 1", "Data: ", "Settings that")
+    assert [*map(shown.index, parts)] == sorted(map(shown.index, parts))
+    assert f'eval.dataset: "{conversations}"' in lines
     monkeypatch.setattr("rollgrad.entrypoints.composition.models.load_causal_lm", None)
     idle = tmp_path / "idle.jsonl"
     idle.write_text("".join(json.dumps({"prompt": "1?", "completion": "2", "weight": 0}) + "\n" for _ in range(3)))
