@@ -6,8 +6,8 @@ own count of allocated bytes, beside the plan.
     python benchmarks/memory_plan.py qwen3 gemma2    # these alone
 
 A step of each role runs with random weights: an update of actor and critic in two micro-batches, that of the actor also
-with activations that are computed again, a pass of the reference and of the reward model, and replies of the embedded
-engine.
+with activations that are computed again, and of samples that share their prompts, a pass of the reference and of the
+reward model, and replies of the embedded engine.
 """
 
 import argparse
@@ -64,6 +64,9 @@ WAYS = (
 )
 """Kinds of checkpointing of the actor, and whether inputs of layers are moved: here within the same memory."""
 PROMPT, REPLY = 64, 192
+"""Tokens; of prompts that samples share and of their replies the other way about."""
+SHARING = 4
+"""Samples of a prompt that they share."""
 CPU = torch.device("cpu")
 FLAG = "--model"
 OPTIMIZER = OptimizerSettings(lr=1e-4)
@@ -149,6 +152,18 @@ def batch_of(work: Work) -> PackedBatch:
     return pack(made)
 
 
+def groups_of(work: Work) -> PackedBatch:
+    """Returns as many samples, `SHARING` of each prompt, whose prompts are long and replies short."""
+    draw = torch.Generator().manual_seed(2)
+    made = []
+    for group in range(work.samples // SHARING):
+        prompt = torch.randint(3, 80, (REPLY,), generator=draw).tolist()
+        for sample in range(group * SHARING, (group + 1) * SHARING):
+            reply = torch.randint(3, 80, (PROMPT,), generator=draw).tolist()
+            made.append(make_trajectory(prompt, reply, group_id=group, sample_id=sample))
+    return pack(made)
+
+
 def likelihood(scores: TokenScores, part: PackedBatch) -> LossOutput:
     """A loss with a gradient at every action token, and of the entropy too."""
     return LossOutput(loss=-(scores.logprobs_N + 0.01 * scores.entropy_N).sum() / part.token_count)
@@ -190,6 +205,16 @@ def measure(architecture: str, work: Work, directory: str) -> Iterator[Row]:
         plan[role] = again
         yield row(role, peak(partial(policy.update, halves, likelihood)))
         del policy
+    policy = TorchPolicy(load(), None, OPTIMIZER)
+    both = groups_of(work)
+    parts = [both.select(part) for part in torch.arange(work.samples).view(2, -1).tolist()]
+    policy.update(parts, likelihood)
+    groups = make_config(directory, work)
+    groups.rollout.batch_size, groups.rollout.n_samples_per_prompt = work.samples // 2 // SHARING, SHARING
+    groups.rollout.max_new_tokens, groups.data.max_prompt_tokens = PROMPT, REPLY
+    plan["actor, shared prompts"] = memory_plan(groups, shape, compute_bytes=4, machine=machine)[0]
+    yield row("actor, shared prompts", peak(partial(policy.update, parts, likelihood)))
+    del policy
     critic = TorchValue(load(), None, OPTIMIZER, head={})
     critic.update(halves, squares)
     yield row("critic", peak(partial(critic.update, halves, squares)))
@@ -252,15 +277,15 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     names = arguments.architectures or (("llama",) if arguments.smoke else ARCHITECTURES)
-    work = Work(width=64, layers=2, samples=4) if arguments.smoke else Work()
+    work = Work(width=64, layers=2, samples=8) if arguments.smoke else Work()
     rows: list[Row] = []
-    print(f"{'architecture':14} {'role':18} {'measured MiB':>12} {'planned MiB':>12} ratio")
+    print(f"{'architecture':14} {'role':21} {'measured MiB':>12} {'planned MiB':>12} ratio")
     for name in names:
         with tempfile.TemporaryDirectory() as directory:
             for row in measure(name, work, str(Path(directory) / "model")):
                 rows.append(row)
                 found = f"{row.measured / MIB:12.2f} {row.planned / MIB:12.2f} {row.ratio:.2f}"
-                print(f"{row.architecture:14} {row.role:18} {found}", flush=True)
+                print(f"{row.architecture:14} {row.role:21} {found}", flush=True)
     print(f"planned over measured: {min(r.ratio for r in rows):.2f} to {max(r.ratio for r in rows):.2f}")
     if not arguments.smoke and not arguments.architectures:
         kept = [{"architecture": r.architecture, "role": r.role, "ratio": round(r.ratio, 3)} for r in rows]

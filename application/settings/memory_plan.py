@@ -17,10 +17,11 @@ from rollgrad.application.settings.memory_plan_passes import (
     exchanged_bytes,
     head_bytes,
     offloaded_bytes,
-    pass_tokens,
+    repeated_bytes,
     scoring_bytes,
     training_bytes,
 )
+from rollgrad.application.settings.memory_plan_tokens import PassTokens, pass_tokens
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.cluster import Strategy
@@ -118,7 +119,9 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     """Returns the memory of actor or critic; `DeepSpeedModule` and `MasterOptimizer` keep the numbers counted here."""
     shape = _share(config, shape if role == "actor" else shape.without_head())
     where, trained, ds = _where(config, role), shape.trained, config.ds
-    tokens = pass_tokens(config, where.processes / ds.tensor_parallel_size)
+    parts = where.processes / ds.tensor_parallel_size
+    most = pass_tokens(config, shape, parts, trained=True)
+    tokens = most.distinct
     head = 0 if shape.headless else head_bytes(config, shape, tokens, compute_bytes, machine.gpu, gradients=True)
     weights = shape.weights(compute_bytes)
     gradients = trained * FLOAT32_BYTES
@@ -127,6 +130,10 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     average = trained * FLOAT32_BYTES if role == "actor" and config.train.enable_ema else 0  # in the machine's memory
     passes = training_bytes(config, shape, tokens, compute_bytes, head, machine.gpu) + shape.dequantised(compute_bytes)
     passes += exchanged_bytes(config, shape, tokens, compute_bytes, trained=True)
+    passes += repeated_bytes(config, shape, most.repeated, compute_bytes, trained=True)
+    # Log-probs and values before the update are of all samples, perhaps of more tokens at a time.
+    before = pass_tokens(config, shape, parts, config.train.max_tokens_per_scoring_pass)
+    passes = max(passes, _scoring(config, shape, before, compute_bytes, machine) + shape.dequantised(compute_bytes))
     if config.cluster.enable and config.cluster.strategy is Strategy.FSDP2:
         size = where.processes
         row = evolve(
@@ -198,7 +205,7 @@ def _at_rest(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     row = _trained(config, role, shape, compute_bytes, machine)
     if not machine.gpu:
         return row
-    tokens = pass_tokens(config, row.processes / config.ds.tensor_parallel_size)
+    tokens = pass_tokens(config, shape, row.processes / config.ds.tensor_parallel_size, trained=True).distinct
     row = evolve(row, offloaded=row.offloaded + offloaded_bytes(config, shape, tokens, compute_bytes))
     if not config.train.optimizer_sleeps:
         return row
@@ -249,18 +256,15 @@ def _reference(
     have `told` tokens more."""
     where, apart = _where(config, beside), beside == "reference"  # else it is whole in each of the actor's processes
     budget = config.train.max_tokens_per_scoring_pass if apart else None
-    tokens = pass_tokens(config, where.processes / config.ds.tensor_parallel_size, budget)
-    longest = longest_sample(config)
-    if apart:
-        tokens = max(tokens, math.ceil((longest + told) / config.ds.sequence_parallel_size))
-    else:  # it reads the actor's micro-batches
-        tokens = math.ceil(tokens * (longest + told) / longest)
+    parts, longest = where.processes / config.ds.tensor_parallel_size, longest_sample(config)
+    most = pass_tokens(config, shape, parts, budget, told=told if apart else 0)
+    tokens = most.distinct
+    if not apart and told:  # it reads the actor's micro-batches, and samples may be told differently
+        most = pass_tokens(config, evolve(shape, passes=None), parts)
+        tokens = math.ceil(most.distinct * (longest + told) / longest)
     weights = (_share(config, shape) if apart else shape).weights(compute_bytes)
-    # The logits come after the layers, from what the last of them returns.
-    last = tokens * shape.hidden * compute_bytes + head_bytes(config, shape, tokens, compute_bytes, machine.gpu)
-    scoring = scoring_bytes(config, shape, tokens, compute_bytes)
-    scoring += exchanged_bytes(config, shape, tokens, compute_bytes)
-    passes = max(scoring, last) + shape.dequantised(compute_bytes)
+    passes = _scoring(config, shape, evolve(most, distinct=tokens), compute_bytes, machine)
+    passes += shape.dequantised(compute_bytes)
     ds, offloaded = config.ds, 0
     fsdp2 = config.cluster.strategy is Strategy.FSDP2
     by_zero = (ds.zero_stage == PARAMETERS or config.ref.offload) and ds.tensor_parallel_size == 1
@@ -273,6 +277,17 @@ def _reference(
         if machine.gpu and (config.cluster.offload or ds.param_offload or config.ref.offload):
             weights, offloaded = 0, weights
     return evolve(where, role="reference", weights=weights, passes=passes, offloaded=offloaded)
+
+
+def _scoring(config: RLConfig, shape: ModelShape, most: PassTokens, compute_bytes: int, machine: Machine) -> int:
+    """Returns what a pass without gradients holds: its layers or, after them, the logits and what they are made of."""
+    tokens = most.distinct
+    last = tokens * shape.hidden * compute_bytes
+    last += 0 if shape.headless else head_bytes(config, shape, tokens, compute_bytes, machine.gpu)
+    layers = scoring_bytes(config, shape, tokens, compute_bytes)
+    layers += exchanged_bytes(config, shape, tokens, compute_bytes)
+    layers += repeated_bytes(config, shape, most.repeated, compute_bytes)
+    return max(layers, last)
 
 
 def _reward(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:

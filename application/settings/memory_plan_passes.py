@@ -6,7 +6,8 @@ Does not own: which processes hold it (`memory_plan.py`).
 
 import math
 
-from rollgrad.application.settings.derived import longest_sample, ranks, sequences_at_once
+from rollgrad.application.settings.derived import longest_sample, sequences_at_once
+from rollgrad.application.settings.memory_plan_tokens import group_tokens
 from rollgrad.application.settings.model_shape import ModelShape, bytes_of_pass
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing
@@ -65,18 +66,6 @@ CENTRED_BYTES = 48
 policies, and what is made of them; 33 were measured of the passes, and 12 are of the sampler."""
 
 
-def pass_tokens(config: RLConfig, parts: float, budget: int | None = None) -> int:
-    """Returns the tokens that one process passes over at a time: one of so many `parts` of a micro-batch of `budget`
-    tokens, whose size goes by the actor's processes, or groups of those that share layers, and at least its part of the
-    longest sequence."""
-    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    longest = longest_sample(config)
-    least = math.ceil(longest / config.ds.sequence_parallel_size)
-    groups = ranks(config) / config.ds.tensor_parallel_size
-    most = (budget or config.train.max_tokens_per_micro_batch) * groups / parts
-    return max(least, math.ceil(min(most, samples * longest / parts)))
-
-
 def training_bytes(config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, head: int, gpu: int) -> int:
     """Returns what the forward and backward pass of actor or critic hold at their peak, on a GPU of `gpu` bytes or
     without one (0); `head` is held by the output embedding between the two."""
@@ -111,6 +100,17 @@ def scoring_bytes(
         return math.ceil(tokens * shape.hidden * of_layer * compute_bytes)
     points = (shape.passes.prompted if prompts else ()) or shape.passes.scored
     return bytes_of_pass(points, tokens * of_layer / ACTIVATIONS_PER_HIDDEN)
+
+
+def repeated_bytes(
+    config: RLConfig, shape: ModelShape, repeated: int, compute_bytes: int, *, trained: bool = False
+) -> int:
+    """Returns what a pass holds besides for so many tokens of which sequences have keys and values of their own, copies
+    of others: in the layer that computes and, for the backward pass, unless that computes the layer again, in all; and
+    there their gradients in one layer, which with as many heads of keys as of queries are at the peak."""
+    kept = shape.keeping if trained and config.actor.gradient_checkpointing is Checkpointing.OFF else 1
+    numbers = 2 * shape.kv_heads * shape.head_dim / config.ds.tensor_parallel_size
+    return math.ceil(repeated * numbers * compute_bytes * (kept + trained))
 
 
 def exchanged_bytes(
@@ -150,8 +150,9 @@ def head_bytes(
     if shape.compares and config.ds.tensor_parallel_size == 1:
         return tokens * shape.hidden * 2 * FLOAT32_BYTES + (0 if shape.adapters else shape.embedding * compute_bytes)
     clients = config.train.agent_func_path is not None or config.agent.command is not None
-    # An agent's replies may be nearly all of its tokens.
-    share = 1.0 if clients or config.agent.plays else config.rollout.max_new_tokens / longest_sample(config)
+    # An agent's replies may be nearly all of its tokens; those to one prompt follow one copy of it.
+    replies = config.rollout.n_samples_per_prompt * config.rollout.max_new_tokens
+    share = 1.0 if clients or config.agent.plays else replies / group_tokens(config)
     actions = math.ceil(min(1.0, share) * tokens)
     choices = actions * shape.embedding // shape.hidden
     logits = choices * FLOAT32_BYTES

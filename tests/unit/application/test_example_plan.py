@@ -13,7 +13,8 @@ from rollgrad.application.settings.kd import KDRun
 from rollgrad.application.settings.kto import KTORun
 from rollgrad.application.settings.memory_places import Machine, RoleMemory
 from rollgrad.application.settings.memory_plan import memory_plan
-from rollgrad.application.settings.memory_plan_passes import head_bytes, pass_tokens
+from rollgrad.application.settings.memory_plan_passes import head_bytes
+from rollgrad.application.settings.memory_plan_tokens import pass_tokens
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.prm import PRMRun
@@ -44,9 +45,9 @@ def test_a_pass_has_as_many_tokens_as_a_step_at_most() -> None:
     run = SFTRun()
     run.train.batch_size, run.train.max_tokens_per_micro_batch = 4, 1000
     for longest, tokens in ((50, 200), (400, 1000), (3000, 3000)):
-        assert pass_tokens(as_sampling_nothing(run, longest=longest), 1) == tokens
+        assert pass_tokens(as_sampling_nothing(run, longest=longest), SHAPE, 1).distinct == tokens
     run.train.batch_tokens = 120
-    assert pass_tokens(as_sampling_nothing(run, longest=50), 1) == 150
+    assert pass_tokens(as_sampling_nothing(run, longest=50), SHAPE, 1).distinct == 150
 
 
 def test_an_average_and_a_reference_that_moves_are_in_memory() -> None:

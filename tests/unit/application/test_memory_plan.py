@@ -26,8 +26,8 @@ from rollgrad.application.settings.memory_plan_passes import (
     WHOLE_ACTIVATIONS_PER_HIDDEN,
     exchanged_bytes,
     head_bytes,
-    pass_tokens,
 )
+from rollgrad.application.settings.memory_plan_tokens import pass_tokens
 from rollgrad.application.settings.model_shape import ModelShape, PassMemory, bytes_of_pass
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing
@@ -344,6 +344,19 @@ def test_the_way_out_is_what_costs_least_among_what_fits() -> None:
     assert way_out(config, GPU, fits("selective")) is None
 
 
+def test_passes_before_the_update_are_of_all_samples() -> None:
+    """An optimizer step of two samples of 16 tokens holds less than what scores all, or what scores many at a time."""
+    config = small_config()
+    shape = evolve(SHAPE, layers=1)
+    config.train.batch_size = 2
+    whole = 32 * LAYER * 2
+    assert plan(config, shape=shape)["actor"].passes == whole
+    config.train.max_tokens_per_micro_batch = 64
+    assert plan(config, shape=shape)["actor"].passes == 2 * whole
+    config.train.max_tokens_per_scoring_pass = 16
+    assert plan(config, shape=shape)["actor"].passes == whole, "the optimizer step has no more"
+
+
 def test_a_micro_batch_holds_at_least_the_longest_sequence() -> None:
     config = small_config()
     config.train.max_tokens_per_micro_batch = 1
@@ -490,7 +503,7 @@ def test_processes_that_share_layers_have_the_same_tokens(tied: bool, share: int
     config.train.max_tokens_per_micro_batch *= 2
     rows = plan(config, shape=evolve(SHAPE, embedding=200, tied=tied))
     passes = 64 * 3 * 4 * (2 * WHOLE_ACTIVATIONS_PER_HIDDEN + 25) * 2
-    head = 3 * 24 * 25 * 4 // 2 + 100 * (4 + 2 + 2)  # logits of the replies, and the gradient of half of it
+    head = 3 * 35 * 25 * 4 // 2 + 100 * (4 + 2 + 2)  # logits of the replies, and the gradient of half of it
     assert parts(rows["actor"]) == (2 * share, 4 * share // 2, 12 * share // 2, passes + head + (2 + 4) * share)
     layers = 400 if tied else 300
     assert rows["critic"].weights == 2 * (200 + layers), "without the vocabulary's head the embedding is whole"
@@ -503,7 +516,7 @@ def test_a_group_that_shares_layers_has_the_budget_of_a_process_that_has_them_wh
     config.train.max_tokens_per_micro_batch, config.train.max_tokens_per_scoring_pass = 40, 60
     config.ds.tensor_parallel_size = 2
     assert (tokens_per_pass(config), tokens_per_scoring_pass(config), shares_of_pass(config)) == (80, 120, 2)
-    assert pass_tokens(config, 2) == 40
+    assert pass_tokens(config, SHAPE, 2).distinct == 40
 
 
 def test_a_critic_of_fewer_processes_has_more_tokens_in_each() -> None:
@@ -797,14 +810,21 @@ def test_what_is_measured_takes_the_place_of_the_formula() -> None:
     config = small_config()
     config.algo.advantage.estimator, config.algo.kl.init_coef = "gae", 0.1
     rows = plan(config, shape=evolve(SHAPE, passes=measured), reward=evolve(SHAPE, passes=measured))
-    assert rows["actor"].passes == rows["critic"].passes == 500 + 16 * 10
-    assert rows["reference"].passes == 32 * 8 * 2, "what the last layer returns"
+    again = 32 * 2 * 2 * 4 * 2  # keys and values of a layer, of tokens that two samples have each
+    assert rows["actor"].passes == rows["critic"].passes == 500 + 16 * 10 + again * (3 + 1)
+    assert rows["reference"].passes == 100 + 16 * 2 + again
     config.train.max_tokens_per_scoring_pass = 64
-    assert plan(config, shape=evolve(SHAPE, passes=measured))["reference"].passes == 64 * 8 * 2
+    scoring = 100 + 48 * 2 + again * 2
+    assert plan(config, shape=evolve(SHAPE, passes=measured))["reference"].passes == scoring
+    alone = evolve(config, rollout=evolve(config.rollout, n_samples_per_prompt=1))
+    row = plan(alone, shape=evolve(SHAPE, passes=measured))["reference"]
+    assert row.passes == 64 * 8 * 2, "what the last layer returns"
     assert rows["reward"].passes == 292 + 16 * 2
     assert rows["engines"].passes == 8 * 128 * 48 * 2 + 100 + (80 - 16) * 2
     kept = evolve(measured, saved=((16, 700), (48, 796)))
-    assert plan(config, shape=evolve(SHAPE, passes=kept))["actor"].passes == 700 + 16 * 3, "before the backward pass"
+    assert plan(config, shape=evolve(SHAPE, passes=kept))["actor"].passes == 700 + 16 * 3 + again * 4, (
+        "before the backward pass"
+    )
     padded = evolve(measured, padded=True)
     assert plan(config, shape=evolve(SHAPE, passes=padded))["engines"].passes == 292 + 16 * 2, "no keys are kept"
 
@@ -832,7 +852,7 @@ def test_likely_tokens_are_held_in_updates_alone() -> None:
     without = [head_bytes(config, SHAPE, 32, 2, 0, gradients=gradients) for gradients in (False, True)]
     config.algo.score_centering_top_k = 128
     scoring, update = (head_bytes(config, SHAPE, 32, 2, 0, gradients=gradients) for gradients in (False, True))
-    assert (scoring, update) == (without[0], without[1] + 12 * 128 * CENTRED_BYTES), "of the replies"
+    assert (scoring, update) == (without[0], without[1] + 18 * 128 * CENTRED_BYTES), "of the replies"
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -840,7 +860,7 @@ def test_processes_that_share_layers_compare_whole_distributions_each(size: int)
     config = small_config()
     config.algo.kl.estimator, config.ds.tensor_parallel_size = KLEstimator.FULL, size
     shape = evolve(SHAPE, embedding=8 * 100)
-    logits = 4 * 100 * 12  # of the replies, half of the tokens
+    logits = 4 * 100 * 18  # of two replies of 6 tokens to a prompt of 10
     held = {gpu: head_bytes(config, shape, 32, 2, gpu) for gpu in (0, 10**6)}
     assert held == {0: DISTILLED_LOGITS * logits, 10**6: FUSED_DISTILLED_LOGITS * logits}
     config.actor.deterministic = True
