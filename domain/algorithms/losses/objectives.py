@@ -6,6 +6,7 @@ of a step of 100 action tokens in token_mean is sum(entropy) / 100, of which a m
 sum / 100.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from rollgrad.domain.algorithms.catalogue import policy_loss_traits
 from rollgrad.domain.algorithms.columns import check_tokens
 from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
-from rollgrad.domain.algorithms.losses.contract import POLICY_LOSSES, PolicyLossInput, PolicyLossParams
+from rollgrad.domain.algorithms.losses.contract import POLICY_LOSSES, PolicyLoss, PolicyLossInput, PolicyLossParams
 from rollgrad.domain.algorithms.losses.corrections import correction_weights, interpolated_proximal
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.losses.ratios import ratio
@@ -68,28 +69,19 @@ class PolicyLossObjective:
                 itself reports.
         """
         weights_N, mask_N = _column(batch, "loss_weights_N"), batch.action_mask_N
-        sequence_N = batch.sequence_ids_N
         logprobs_N = _masked(scores.logprobs_N, mask_N)
         rollout_N, advantages_N = _column(batch, "rollout_logprobs_N"), _column(batch, "advantages_N")
-        old_N = self._proximal(logprobs_N.detach(), rollout_N, batch)
-        policy = POLICY_LOSSES[self.loss](
-            PolicyLossInput(
-                logprobs_N=logprobs_N,
-                old_logprobs_N=old_N,
-                advantages_N=advantages_N,
-                action_mask_N=mask_N,
-                sequence_N=sequence_N,
-                sequences=len(batch),
-                selected_N=batch.selected_N,
-                rollout_logprobs_N=rollout_N,
-            ),
-            self.params,
-            *policy_loss_traits(self.loss).own(self.settings),
+        given = PolicyLossInput(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=self._proximal(logprobs_N.detach(), rollout_N, batch),
+            advantages_N=advantages_N,
+            action_mask_N=mask_N,
+            sequence_N=batch.sequence_ids_N,
+            sequences=len(batch),
+            selected_N=batch.selected_N,
+            rollout_logprobs_N=rollout_N,
         )
-
-        columns = {"loss_N": policy.loss_N, "ratio_N": policy.ratio_N, **policy.metrics_N}
-        for column, values_N in columns.items():
-            check_tokens(f"The policy loss {self.loss}", column, values_N, mask_N)
+        policy = self._policy_loss(given)
 
         def mean(values_N: Tensor) -> Tensor:
             return weighted_sum(values_N, weights_N, mask_N)
@@ -97,40 +89,16 @@ class PolicyLossObjective:
         token_loss_N = policy.loss_N
         metrics: dict[str, Tensor | float] = {}
         if self.correction is not None:
-            factor_N = correction_weights(
-                self.correction,
-                # With `bypass` the ratio of the loss is pi / mu already: the gate looks at the current policy.
-                logprobs_N=logprobs_N if self.bypass else old_N,
-                rollout_logprobs_N=rollout_N,
-                advantages_N=advantages_N,
-                action_mask_N=mask_N,
-                sequence_N=sequence_N,
-                sequences=len(batch),
-                bypass=self.bypass,
-                kept_N=batch.kept_N,
-            )
+            factor_N = self._correction_weights(self.correction, given, rollout_N, batch)
             token_loss_N = token_loss_N * factor_N
             metrics["correction_weight"] = mean(factor_N)
             metrics["correction_dropped_share"] = mean((factor_N == 0).float())
         if batch.learned_N is not None:
-            token_loss_N = torch.where(batch.learned_N, token_loss_N, 0.0)
             metrics["high_entropy_share"] = mean((batch.learned_N & mask_N).float())
-        policy_loss = mean(token_loss_N)
+        loss = mean(_learned(token_loss_N, batch))
         entropy = mean(_masked(scores.entropy_N, mask_N))
-        mismatch_N = ratio(old_N, rollout_N)
-        metrics |= {
-            "policy_loss": Total(policy_loss.detach()),
-            "entropy": entropy,
-            "approx_kl": mean(kl_estimate(old_N, logprobs_N, "k3")),
-            "ratio_mean": mean(policy.ratio_N),
-            "clip_low_share": mean(policy.clipped_low_N.float()),
-            "clip_high_share": mean(policy.clipped_high_N.float()),
-            "mismatch_kl": mean(kl_estimate(rollout_N, old_N, "k3")),
-            "mismatch_abs": mean((old_N - rollout_N).abs()),
-            "mismatch_equal_share": mean((old_N == rollout_N).float()),
-            "mismatch_weight": mean(mismatch_N),
-            "mismatch_weight_squared": mean(mismatch_N.square()),
-        }
+        metrics |= {"policy_loss": Total(loss.detach()), "entropy": entropy}
+        metrics |= {name: mean(values_N) for name, values_N in _movement(policy, given, rollout_N)}
         taken = metrics.keys() & policy.metrics_N.keys()
         if taken:
             raise ConfigurationError(
@@ -138,14 +106,10 @@ class PolicyLossObjective:
                 "give its metrics_N other names."
             )
         metrics |= {name: mean(values_N.detach().float()) for name, values_N in policy.metrics_N.items()}
-        loss = policy_loss
         if self.centred:
             mean_score_N, residual_N, masses = _centering(scores, batch)
             # The loss of the token that was drawn is -A w log pi: the mean of that over all tokens goes out again.
-            mean_loss_N = advantages_N * mean_score_N
-            if batch.learned_N is not None:
-                mean_loss_N = torch.where(batch.learned_N, mean_loss_N, 0.0)
-            loss = loss + mean(mean_loss_N)
+            loss = loss + mean(_learned(advantages_N * mean_score_N, batch))
             metrics |= {
                 "centering_residual": mean(residual_N),
                 **{name: mean(mass_N) for name, mass_N in masses.items()},
@@ -153,16 +117,7 @@ class PolicyLossObjective:
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy
         if self.kl_coef:
-            if self.kl_estimator == "full":
-                if scores.divergence_N is None:
-                    raise ValueError("The scores have no divergence: the model was made without a teacher.")
-                kl_N = _masked(scores.divergence_N, mask_N)
-            else:
-                against_N = rollout_N if self.kl_against == "rollout" else _column(batch, "ref_logprobs_N")
-                kl_N = kl_estimate(logprobs_N, against_N, self.kl_estimator, ratio(logprobs_N, old_N))
-            if batch.taught_S is not None:
-                kl_N = torch.where(batch.taught_S[sequence_N], kl_N, 0.0)
-            reference_kl = mean(kl_N)
+            reference_kl = mean(self._divergence(scores, given, rollout_N, batch))
             metrics[REFERENCE_KL] = reference_kl
             loss = loss + self.kl_coef * reference_kl
         if self.positive_nll_coef:
@@ -177,6 +132,70 @@ class PolicyLossObjective:
         if self.version is not None:
             return interpolated_proximal(current_N, rollout_N, batch.versions_N, self.version)
         return current_N if batch.old_logprobs_N is None else _column(batch, "old_logprobs_N")
+
+    def _policy_loss(self, given: PolicyLossInput) -> PolicyLoss:
+        """Returns what the policy loss makes of each token.
+
+        Raises:
+            ConfigurationError: it returned something without a value for each token.
+        """
+        policy = POLICY_LOSSES[self.loss](given, self.params, *policy_loss_traits(self.loss).own(self.settings))
+        columns = {"loss_N": policy.loss_N, "ratio_N": policy.ratio_N, **policy.metrics_N}
+        for column, values_N in columns.items():
+            check_tokens(f"The policy loss {self.loss}", column, values_N, given.action_mask_N)
+        return policy
+
+    def _correction_weights(
+        self, correction: CorrectionSettings, given: PolicyLossInput, rollout_N: Tensor, batch: RolloutBatch
+    ) -> Tensor:
+        """Returns the factor of each token's loss that corrects for the policy that sampled it."""
+        return correction_weights(
+            correction,
+            # With `bypass` the ratio of the loss is pi / mu already: the gate looks at the current policy.
+            logprobs_N=given.logprobs_N if self.bypass else given.old_logprobs_N,
+            rollout_logprobs_N=rollout_N,
+            advantages_N=given.advantages_N,
+            action_mask_N=given.action_mask_N,
+            sequence_N=given.sequence_N,
+            sequences=given.sequences,
+            bypass=self.bypass,
+            kept_N=batch.kept_N,
+        )
+
+    def _divergence(
+        self, scores: TokenScores, given: PolicyLossInput, rollout_N: Tensor, batch: RolloutBatch
+    ) -> Tensor:
+        """Returns the divergence of the current policy from the one that the KL term holds it to, token by token."""
+        if self.kl_estimator == "full":
+            if scores.divergence_N is None:
+                raise ValueError("The scores have no divergence: the model was made without a teacher.")
+            kl_N = _masked(scores.divergence_N, given.action_mask_N)
+        else:
+            against_N = rollout_N if self.kl_against == "rollout" else _column(batch, "ref_logprobs_N")
+            ratio_N = ratio(given.logprobs_N, given.old_logprobs_N)
+            kl_N = kl_estimate(given.logprobs_N, against_N, self.kl_estimator, ratio_N)
+        return kl_N if batch.taught_S is None else torch.where(batch.taught_S[given.sequence_N], kl_N, 0.0)
+
+
+def _learned(values_N: Tensor, batch: RolloutBatch) -> Tensor:
+    """Returns the values with 0 at tokens that the policy loss leaves out."""
+    return values_N if batch.learned_N is None else torch.where(batch.learned_N, values_N, 0.0)
+
+
+def _movement(policy: PolicyLoss, given: PolicyLossInput, rollout_N: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields metrics of each token: how far the policy has moved within the update, and how far apart trainer and
+    engine are."""
+    old_N = given.old_logprobs_N
+    yield "approx_kl", kl_estimate(old_N, given.logprobs_N, "k3")
+    yield "ratio_mean", policy.ratio_N
+    yield "clip_low_share", policy.clipped_low_N.float()
+    yield "clip_high_share", policy.clipped_high_N.float()
+    yield "mismatch_kl", kl_estimate(rollout_N, old_N, "k3")
+    yield "mismatch_abs", (old_N - rollout_N).abs()
+    yield "mismatch_equal_share", (old_N == rollout_N).float()
+    weight_N = ratio(old_N, rollout_N)
+    yield "mismatch_weight", weight_N
+    yield "mismatch_weight_squared", weight_N.square()
 
 
 def _centering(scores: TokenScores, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
