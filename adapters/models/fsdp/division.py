@@ -104,13 +104,48 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
         ConfigurationError: FSDP2 cannot divide a parameter, or the groups cannot divide the experts.
     """
     from torch.distributed.device_mesh import init_device_mesh  # imports that take half a second
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    from torch.distributed.tensor import DTensor
 
     first = next(module.parameters())
     device, dtype = first.device, first.dtype
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     odd = [part for part in module.modules() if any(p.dtype != dtype for p in part.parameters(recurse=False))]
+    _refuse_undividable(module, odd)
+    groups = expert_groups()
+    stacks = dict.fromkeys(divided_stacks(module), groups.alike) if groups is not None else {}
+    shares = _taken_out(module, mesh, torch.device("cpu") if offload else device)
+    for stack in stacks:
+        exchange_tokens(stack)
+    layers = [layer for stack in layer_stacks(module) for layer in stack]
+    units = dict.fromkeys([*odd, *stacks, *layers, module])  # inner ones first
+    for unit in units:
+        computes = None if unit in odd else dtype
+        divided = _fully_sharded(unit, stacks.get(unit, mesh), computes, offload=offload, pinned=device.type == "cuda")
+        lacking = unit in stacks or any(may_lack_gradient(name) for name, _ in unit.named_parameters())
+        if lacking and unit is not module:
+            if not hasattr(divided, "set_reduce_scatter_unused_params"):
+                raise ConfigurationError(
+                    f"cluster.strategy is fsdp2, and the model has a {type(unit).__name__} of which a process may use "
+                    f"nothing in a step, for which torch {torch.__version__} has no rule: install torch 2.13 or newer, "
+                    "or set --cluster.strategy deepspeed."
+                )
+            # Tokens may reach an expert in some of the processes only, and all must send the same gradients.
+            divided.set_reduce_scatter_unused_params(True, recurse=False)
+    parameters = [_put_back(share) for share in shares]
+    for unit in units:
+        # After this FSDP takes the parameters that are there now.
+        unit._apply(lambda tensor: tensor, recurse=False)
+    for parameter, share in zip(parameters, shares, strict=True):
+        setattr(parameter, WHOLE_SHAPE, share.shape)  # `_apply` would have dropped it
+    return DividedModule(
+        module=module,
+        formats={parameter: share.compute for parameter, share in zip(parameters, shares, strict=True)},
+        meshes={parameter: share.mesh for parameter, share in zip(parameters, shares, strict=True)},
+        device=device,
+    )
+
+
+def _refuse_undividable(module: nn.Module, odd: Sequence[nn.Module]) -> None:
+    """Refuses parameters without rows, and parts in several formats (`odd` are those not in the model's)."""
     if numbers := [name for name, parameter in module.named_parameters() if not parameter.ndim]:
         raise ConfigurationError(
             f"cluster.strategy is fsdp2, but {numbers[0]} of the model is a single number, which has no rows to "
@@ -123,53 +158,28 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
                 f"{' and '.join(sorted(formats))}, which one unit cannot compute: set --actor.dtype float32, or "
                 "--cluster.strategy deepspeed."
             )
-    groups = expert_groups()
-    stacks = dict.fromkeys(divided_stacks(module), groups.alike) if groups is not None else {}
-    shares = _taken_out(module, mesh, torch.device("cpu") if offload else device)
-    for stack in stacks:
-        exchange_tokens(stack)
-    policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    layers = [layer for stack in layer_stacks(module) for layer in stack]
-    units = dict.fromkeys([*odd, *stacks, *layers, module])  # inner ones first
-    for unit in units:
-        precision = MixedPrecisionPolicy(
-            param_dtype=None if unit in odd else dtype,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,  # the model casts where it does in one process
-        )
-        try:
-            over = stacks.get(unit, mesh)
-            divided = fully_shard(unit, mesh=over, mp_policy=precision, offload_policy=policy)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"cluster.strategy is fsdp2, which cannot divide the model ({error}): set --cluster.strategy deepspeed."
-            ) from error
-        divided.set_gradient_divide_factor(1.0)
-        divided.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        lacking = unit in stacks or any(may_lack_gradient(name) for name, _ in unit.named_parameters())
-        if lacking and unit is not module:
-            if not hasattr(divided, "set_reduce_scatter_unused_params"):
-                raise ConfigurationError(
-                    f"cluster.strategy is fsdp2, and the model has a {type(unit).__name__} of which a process may use "
-                    f"nothing in a step, for which torch {torch.__version__} has no rule: install torch 2.13 or newer, "
-                    "or set --cluster.strategy deepspeed."
-                )
-            # Tokens may reach an expert in some of the processes only, and all must send the same gradients.
-            divided.set_reduce_scatter_unused_params(True, recurse=False)
-    computing, meshes = {}, {}
-    for share in shares:
-        part, name, _ = share.places[0]
-        # `from_local` would move the rows of all parameters to the GPU, which those that rest elsewhere may not fit.
-        own: Any = DTensor(share.rows, getattr(part, name)._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        parameter = nn.Parameter(own, requires_grad=share.trained)
-        replace_parameter(share.places, parameter)
-        computing[parameter], meshes[parameter] = share.compute, share.mesh
-    for unit in units:
-        # After this FSDP takes the parameters that are there now.
-        unit._apply(lambda tensor: tensor, recurse=False)
-    for parameter, share in zip(computing, shares, strict=True):
-        setattr(parameter, WHOLE_SHAPE, share.shape)  # `_apply` would have dropped it
-    return DividedModule(module=module, formats=computing, meshes=meshes, device=device)
+
+
+def _fully_sharded(unit: nn.Module, mesh: Any, computes: torch.dtype | None, *, offload: bool, pinned: bool) -> Any:
+    """Returns a part of the model that FSDP divides over the processes of `mesh`, and that computes in a format (None:
+    in that of its parameters)."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    precision = MixedPrecisionPolicy(
+        param_dtype=computes,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the model casts where it does in one process
+    )
+    policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    try:
+        divided = fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=policy)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"cluster.strategy is fsdp2, which cannot divide the model ({error}): set --cluster.strategy deepspeed."
+        ) from error
+    divided.set_gradient_divide_factor(1.0)
+    divided.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return divided
 
 
 @frozen(kw_only=True, eq=False)
@@ -203,6 +213,19 @@ def _taken_out(module: nn.Module, mesh: Any, device: torch.device) -> list[_Shar
         shares.append(_Share(rows=rows, places=places, compute=compute, trained=trained, mesh=over, shape=shape))
         del parameter
     return shares
+
+
+def _put_back(share: _Share) -> nn.Parameter:
+    """Puts this process's rows of a parameter into its places, where FSDP has an empty one; returns the new
+    parameter."""
+    from torch.distributed.tensor import DTensor
+
+    part, name, _ = share.places[0]
+    # `from_local` would move the rows of all parameters to the GPU, which those that rest elsewhere may not fit.
+    own: Any = DTensor(share.rows, getattr(part, name)._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    parameter = nn.Parameter(own, requires_grad=share.trained)
+    replace_parameter(share.places, parameter)
+    return parameter
 
 
 def _of_rows(rows: Tensor, mesh: Any, shape: Sequence[int]) -> Any:
