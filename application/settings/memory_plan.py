@@ -118,16 +118,13 @@ def _groups(config: RLConfig, row: RoleMemory) -> int:
 def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
     """Returns the memory of actor or critic; `DeepSpeedModule` and `MasterOptimizer` keep the numbers counted here."""
     shape = _share(config, shape if role == "actor" else shape.without_head())
-    where, trained, ds = _where(config, role), shape.trained, config.ds
+    where, ds = _where(config, role), config.ds
     parts = where.processes / ds.tensor_parallel_size
     most = pass_tokens(config, shape, parts, trained=True)
     tokens = most.distinct
     head = 0 if shape.headless else head_bytes(config, shape, tokens, compute_bytes, machine.gpu, gradients=True)
-    weights = shape.weights(compute_bytes)
-    gradients = trained * FLOAT32_BYTES
-    moments = ADAM_MOMENTS * trained * FLOAT32_BYTES
-    masters = trained * FLOAT32_BYTES
-    average = trained * FLOAT32_BYTES if role == "actor" and config.train.enable_ema else 0  # in the machine's memory
+    masters = shape.trained * FLOAT32_BYTES
+    average = masters if role == "actor" and config.train.enable_ema else 0  # in the machine's memory
     passes = training_bytes(config, shape, tokens, compute_bytes, head, machine.gpu) + shape.dequantised(compute_bytes)
     passes += exchanged_bytes(config, shape, tokens, compute_bytes, trained=True)
     passes += repeated_bytes(config, shape, most.repeated, compute_bytes, trained=True)
@@ -135,34 +132,47 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     before = pass_tokens(config, shape, parts, config.train.max_tokens_per_scoring_pass)
     passes = max(passes, _scoring(config, shape, before, compute_bytes, machine) + shape.dequantised(compute_bytes))
     if config.cluster.enable and config.cluster.strategy is Strategy.FSDP2:
-        size = where.processes
-        row = evolve(
-            where,
-            weights=math.ceil(shape.parameters * compute_bytes / size) if shape.adapters else 0,
-            gradients=math.ceil(gradients / size),
-            optimizer=math.ceil((masters + moments) / size),  # the masters are the weights
-            passes=passes + _of_fsdp2(config, shape, tokens, compute_bytes),
-        )
-        average = math.ceil(average / size)
-        if not machine.gpu:
-            return evolve(row, optimizer=row.optimizer + average)
-        if not config.cluster.offload:
-            return evolve(row, offloaded=average)
-        offloaded = row.weights + row.gradients + row.optimizer + average
-        return evolve(row, weights=0, gradients=0, optimizer=0, offloaded=offloaded)
+        row = evolve(where, passes=passes + _of_fsdp2(config, shape, tokens, compute_bytes))
+        return _under_fsdp2(config, row, shape, compute_bytes, average, machine)
+    row = evolve(where, passes=passes)
     stage = ds.zero_stage if compute_bytes == FLOAT32_BYTES else max(ds.zero_stage, GRADIENTS)
-    if not config.cluster.enable or stage == 0:
-        optimizer = moments + (masters if compute_bytes < FLOAT32_BYTES else 0)
-        row = evolve(where, weights=weights, gradients=gradients, optimizer=optimizer, passes=passes)
-        return evolve(row, offloaded=average) if machine.gpu else evolve(row, optimizer=optimizer + average)
-    size = where.processes // ds.tensor_parallel_size
-    optimizer = math.ceil((masters + moments) / size)  # ZeRO keeps masters of float32 weights too
-    bucket = min(BUCKET_NUMBERS, trained)
-    if stage >= GRADIENTS:
-        gradients = math.ceil(gradients / size)
-    else:
-        gradients *= 2  # DeepSpeed keeps the sum over micro-batches apart from the latest of them
-    buffer = 0
+    if config.cluster.enable and stage:
+        return _under_zero(config, row, shape, compute_bytes, average, machine, stage)
+    optimizer = ADAM_MOMENTS * masters + (masters if compute_bytes < FLOAT32_BYTES else 0)
+    row = evolve(row, weights=shape.weights(compute_bytes), gradients=masters, optimizer=optimizer)
+    return evolve(row, offloaded=average) if machine.gpu else evolve(row, optimizer=optimizer + average)
+
+
+def _under_fsdp2(
+    config: RLConfig, row: RoleMemory, shape: ModelShape, compute_bytes: int, average: int, machine: Machine
+) -> RoleMemory:
+    """Returns the memory of a process that has its share of a trained model's rows, and of its `average`."""
+    size, masters = row.processes, shape.trained * FLOAT32_BYTES
+    row = evolve(
+        row,
+        weights=math.ceil(shape.parameters * compute_bytes / size) if shape.adapters else 0,
+        gradients=math.ceil(masters / size),
+        optimizer=math.ceil((1 + ADAM_MOMENTS) * masters / size),  # the masters are the weights
+    )
+    average = math.ceil(average / size)
+    if not machine.gpu:
+        return evolve(row, optimizer=row.optimizer + average)
+    if not config.cluster.offload:
+        return evolve(row, offloaded=average)
+    offloaded = row.weights + row.gradients + row.optimizer + average
+    return evolve(row, weights=0, gradients=0, optimizer=0, offloaded=offloaded)
+
+
+def _under_zero(
+    config: RLConfig, row: RoleMemory, shape: ModelShape, compute_bytes: int, average: int, machine: Machine, stage: int
+) -> RoleMemory:
+    """Returns the memory of a process of a `stage` of ZeRO above 0; `average` is that of all processes."""
+    ds, size = config.ds, row.processes // config.ds.tensor_parallel_size
+    weights, masters = shape.weights(compute_bytes), shape.trained * FLOAT32_BYTES
+    optimizer = math.ceil((1 + ADAM_MOMENTS) * masters / size)  # ZeRO keeps masters of float32 weights too
+    # Below GRADIENTS DeepSpeed keeps the sum over micro-batches apart from the latest of them.
+    gradients = math.ceil(masters / size) if stage >= GRADIENTS else 2 * masters
+    passes, buffer, bucket = row.passes, 0, min(BUCKET_NUMBERS, shape.trained)
     if stage == PARAMETERS:
         buffer = bucket * FLOAT32_BYTES
         passes += buffer + min(GATHERED_NUMBERS * compute_bytes, weights)  # sent as float32, in another order
@@ -180,7 +190,7 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
         offloaded += weights
         weights = 0
     return evolve(
-        where,
+        row,
         weights=weights,
         gradients=gradients + buffer,
         optimizer=optimizer,
