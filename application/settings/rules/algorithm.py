@@ -70,8 +70,15 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
             f"algo.advantage.no_std_norm is True, but the {estimator} estimator's advantages are not whitened: leave "
             "--algo.advantage.no_std_norm out, or set --algo.advantage.whiten to batch or group."
         )
+    yield from _critic_problems(config)
+    yield from _distillation_problems(config)
+
+
+def _critic_problems(config: RLConfig) -> Iterator[str]:
+    """Yields the problems of a critic that the estimator does not read, or that alone would be trained."""
+    estimator = config.algo.advantage.estimator
     critic = first_change(config.critic, CriticConfig())
-    if "critic" not in traits.needs and critic:
+    if "critic" not in traits_of(estimator).needs and critic:
         yield (
             f"critic.{critic} is set, but the {estimator} estimator has no critic: leave --critic.{critic} out, or set "
             f"--algo.advantage.estimator to gae."
@@ -82,6 +89,12 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
             f"critic.freezing_steps is {frozen}, but the run has {steps} rollouts, so the actor would never be "
             "trained: lower --critic.freezing_steps or raise --train.max_steps."
         )
+
+
+def _distillation_problems(config: RLConfig) -> Iterator[str]:
+    """Yields the problems of an estimator that learns from a teacher."""
+    estimator = config.algo.advantage.estimator
+    traits = traits_of(estimator)
     kl = config.algo.kl
     taught = kl.estimator is (KLEstimator.FULL if kl.use_loss else KLEstimator.K1)
     more = config.ref.model_name_or_path is not None or kl.teacher_template is not None

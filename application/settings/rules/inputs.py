@@ -8,7 +8,7 @@ from rollgrad.application.settings.presets import traits_of
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
-from rollgrad.application.settings.sections.reward import JudgeIsolation, Verifier
+from rollgrad.application.settings.sections.reward import JudgeIsolation, RewardConfig, Verifier
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.algorithms.evaluation import summary_names
@@ -89,7 +89,7 @@ def data_problems(config: RLConfig) -> Iterator[str]:
 def mixture_problems(
     setting: str, probs: Sequence[float], datasets: str, names: Sequence[str], *, allows_zero: bool
 ) -> Iterator[str]:
-    """Yields the problems of the mixing probabilities `probs`, set by `setting`, of the data sets `names`, set by
+    """Yields the problems of the mixing probabilities `probs`, set by `setting`, of the datasets `names`, set by
     `datasets`."""
     if len(probs) != len(names):
         yield (
@@ -154,17 +154,7 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
         for url in (value or "").split(","):
             if url.strip() and (problem := address_problem(url.strip(), f"reward.{key}")) is not None:
                 yield problem
-    for key, meaning in (("judge_model", "the name of the model"), ("judge_prompt", "a text file with {response}")):
-        if reward.judge_url is not None and getattr(reward, key) is None:
-            yield (
-                f"reward.judge_url is {reward.judge_url!r}, but reward.{key} is not set: give {meaning} to "
-                f"--reward.{key}."
-            )
-    if reward.judge_rubric_key is not None and reward.judge_range is None:
-        yield (
-            f"reward.judge_rubric_key is {reward.judge_rubric_key!r}, whose criteria are met from 0 to 1, but between "
-            "which numbers the judge answers is not set: set --reward.judge_range LOWEST HIGHEST, such as 0 1."
-        )
+    yield from _judge_problems(reward)
     if reward.verifier is Verifier.FORMAT and reward.format_pattern is None:
         yield "reward.verifier is format, which needs a regular expression: set --reward.format_pattern."
     if reward.format_pattern is not None:
@@ -187,6 +177,21 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
         yield (
             "No reward is set: name one with --reward.function_path, --reward.model_name_or_path, --reward.remote_url, "
             "--reward.judge_url or --reward.verifier."
+        )
+
+
+def _judge_problems(reward: RewardConfig) -> Iterator[str]:
+    """Yields the problems of a language model as judge."""
+    for key, meaning in (("judge_model", "the name of the model"), ("judge_prompt", "a text file with {response}")):
+        if reward.judge_url is not None and getattr(reward, key) is None:
+            yield (
+                f"reward.judge_url is {reward.judge_url!r}, but reward.{key} is not set: give {meaning} to "
+                f"--reward.{key}."
+            )
+    if reward.judge_rubric_key is not None and reward.judge_range is None:
+        yield (
+            f"reward.judge_rubric_key is {reward.judge_rubric_key!r}, whose criteria are met from 0 to 1, but between "
+            "which numbers the judge answers is not set: set --reward.judge_range LOWEST HIGHEST, such as 0 1."
         )
 
 
@@ -219,7 +224,7 @@ def best_metric_problems(
         ckpt: names the metric.
         held_out: what is evaluated, if anything is.
         every: number of steps after each of which it is.
-        names: metrics that an evaluation may have, of all data sets together and of each, without `eval/`.
+        names: metrics that an evaluation may have, of all datasets together and of each, without `eval/`.
         of_all: those that it may have of all together alone.
     """
     metric, patience = ckpt.best_metric, ckpt.early_stopping_patience
@@ -237,7 +242,7 @@ def best_metric_problems(
         known = ", ".join(f"eval/{name}" for name in (*names, *of_all))
         yield (
             f"ckpt.best_metric is {metric!r}, but evaluations give {known}, and eval/NAME/{names[0]} and the like of "
-            "each of several data sets: set --ckpt.best_metric to one of them."
+            "each of several datasets: set --ckpt.best_metric to one of them."
         )
     if metric is not None and not held_out:
         yield (
@@ -247,7 +252,7 @@ def best_metric_problems(
 
 
 def _is_measured(metric: str, names: Sequence[str], of_all: Sequence[str]) -> bool:
-    """Returns whether an evaluation may have a metric; the names of data sets are in its rows, and may be any."""
+    """Returns whether an evaluation may have a metric; the names of datasets are in its rows, and may be any."""
     data_set, slash, name = metric.rpartition("/")
     return name in names if data_set else not slash and name in (*names, *of_all)
 

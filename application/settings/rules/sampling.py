@@ -108,41 +108,8 @@ def replay_problems(config: RLConfig) -> Iterator[str]:
 def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
     """Yields the problems of reward shaping."""
     reward, default = config.reward, RewardConfig()
-    plays = has_environment or config.agent.plays
-    if (reward.normalize is Normalise.DATASET) != (reward.normalize_mean_std is not None):
-        yield (
-            f"reward.normalize is {reward.normalize} and reward.normalize_mean_std is {reward.normalize_mean_std}, but "
-            "a dataset's moments are given and used together: set --reward.normalize dataset and "
-            "--reward.normalize_mean_std MEAN STD."
-        )
-    if reward.normalize is Normalise.MODEL and reward.model_name_or_path is None:
-        yield (
-            "reward.normalize is model, which takes the mean and std that a reward model was saved with, but there is "
-            "none: set --reward.model_name_or_path, or leave --reward.normalize out."
-        )
-    limit = longest_reply(config, plays=plays)
-    if limit is not None and (reward.overlong_buffer_len or 0) > limit:
-        one, key = ("an episode", "max_episode_tokens") if plays else ("a reply", "max_new_tokens")
-        yield (
-            f"reward.overlong_buffer_len is {reward.overlong_buffer_len}, but {one} has at most {limit} tokens "
-            f"(rollout.{key}): lower --reward.overlong_buffer_len."
-        )
-    if reward.cosine_length and reward.overlong_buffer_len is not None:
-        yield (
-            "reward.cosine_length and reward.overlong_buffer_len both make the reward go by length: leave "
-            "--reward.overlong_buffer_len or --reward.cosine_length out."
-        )
-    samples = config.rollout.n_samples_per_prompt
-    if reward.group_length_coef and samples < 2:
-        yield (
-            f"reward.group_length_coef is {reward.group_length_coef}, which compares a prompt's samples by length, "
-            f"but rollout.n_samples_per_prompt is {samples}: set --rollout.n_samples_per_prompt to 2 or more."
-        )
-    if reward.group_length_coef and reward.cosine_length:
-        yield (
-            "reward.cosine_length and reward.group_length_coef both make the reward go by length: leave "
-            "--reward.group_length_coef or --reward.cosine_length out."
-        )
+    yield from _normalise_problems(reward)
+    yield from _length_problems(config, plays=has_environment or config.agent.plays)
     if config.algo.mask_truncated and reward.stop_properly_penalty_coef is not None:
         yield (
             f"reward.stop_properly_penalty_coef is {reward.stop_properly_penalty_coef}, which says what a truncated "
@@ -165,6 +132,49 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
         yield (
             f"reward.{by_length[0]} is set with algo.advantage.estimator {config.algo.advantage.estimator}, whose "
             f"greedy baseline is not shaped by length: leave --reward.{by_length[0]} out."
+        )
+
+
+def _normalise_problems(reward: RewardConfig) -> Iterator[str]:
+    """Yields the problems of normalised rewards."""
+    if (reward.normalize is Normalise.DATASET) != (reward.normalize_mean_std is not None):
+        yield (
+            f"reward.normalize is {reward.normalize} and reward.normalize_mean_std is {reward.normalize_mean_std}, but "
+            "a dataset's moments are given and used together: set --reward.normalize dataset and "
+            "--reward.normalize_mean_std MEAN STD."
+        )
+    if reward.normalize is Normalise.MODEL and reward.model_name_or_path is None:
+        yield (
+            "reward.normalize is model, which takes the mean and std that a reward model was saved with, but there is "
+            "none: set --reward.model_name_or_path, or leave --reward.normalize out."
+        )
+
+
+def _length_problems(config: RLConfig, *, plays: bool) -> Iterator[str]:
+    """Yields the problems of rewards that go by length; `plays`: whether episodes may have several turns."""
+    reward = config.reward
+    limit = longest_reply(config, plays=plays)
+    if limit is not None and (reward.overlong_buffer_len or 0) > limit:
+        one, key = ("an episode", "max_episode_tokens") if plays else ("a reply", "max_new_tokens")
+        yield (
+            f"reward.overlong_buffer_len is {reward.overlong_buffer_len}, but {one} has at most {limit} tokens "
+            f"(rollout.{key}): lower --reward.overlong_buffer_len."
+        )
+    if reward.cosine_length and reward.overlong_buffer_len is not None:
+        yield (
+            "reward.cosine_length and reward.overlong_buffer_len both make the reward go by length: leave "
+            "--reward.overlong_buffer_len or --reward.cosine_length out."
+        )
+    samples = config.rollout.n_samples_per_prompt
+    if reward.group_length_coef and samples < 2:
+        yield (
+            f"reward.group_length_coef is {reward.group_length_coef}, which compares a prompt's samples by length, "
+            f"but rollout.n_samples_per_prompt is {samples}: set --rollout.n_samples_per_prompt to 2 or more."
+        )
+    if reward.group_length_coef and reward.cosine_length:
+        yield (
+            "reward.cosine_length and reward.group_length_coef both make the reward go by length: leave "
+            "--reward.group_length_coef or --reward.cosine_length out."
         )
     if limit is None and (reward.cosine_length or reward.overlong_buffer_len is not None):
         key = "cosine_length" if reward.cosine_length else "overlong_buffer_len"
