@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+from attrs import frozen
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -36,38 +37,94 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def create_tinker_app(service: TinkerService) -> Starlette:
     """Returns the server's app."""
-    models, shelf = service.models, service.shelf
+    answers = _Answers(service)
+    posts: dict[str, Handler] = {
+        "client/config": _always(CLIENT_SETTINGS),
+        "client/dynamic_config": _always({"sample_cancel_enabled": True}),
+        "telemetry": _always({"status": "accepted"}),  # of which nothing is kept
+        "create_session": _posted("CreateSessionRequest", answers.create_session),
+        "session_heartbeat": _posted("SessionHeartbeatRequest", answers.heartbeat),
+        "sessions/{session_id}/finish": answers.finish,
+        "create_model": _posted("CreateModelRequest", lambda request: _future(*service.create_model(request))),
+        "load_weights": _posted("LoadWeightsRequest", lambda request: _future(*service.load_model(request))),
+        "get_info": _posted("GetInfoRequest", answers.get_info),
+        "forward_backward": answers.forward_backward,
+        "optim_step": _posted("OptimStepRequest", lambda request: _future(service.optim_step(request))),
+        "save_weights": _posted("SaveWeightsRequest", lambda request: _future(service.save_state(request))),
+        "save_weights_for_sampler": _posted(
+            "SaveWeightsForSamplerRequest", lambda request: _future(service.save_for_sampler(request))
+        ),
+        "create_sampling_session": _posted("CreateSamplingSessionRequest", answers.create_sampler),
+        "asample": _posted("SampleRequest", answers.sample),
+        "retrieve_future": answers.retrieve,
+        "cancel_future": answers.cancel,
+        "weights_info": answers.weights_info,
+    }
+    gets: dict[str, Handler] = {
+        "healthz": _always({"status": "ok"}),
+        "get_server_capabilities": answers.capabilities,
+        "samplers/{sampler_id}": answers.sampler,
+        "training_runs/{run_id}": answers.training_run,
+    }
+    checkpoint = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
+    return create_app(
+        [
+            *(Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()),
+            *(Route(f"/api/v1/{path}", handler, methods=["GET"]) for path, handler in gets.items()),
+            Route(checkpoint, answers.delete_checkpoint, methods=["DELETE"]),
+            health_route(lambda: {"model": service.models.name}),
+        ]
+    )
 
-    def posted(schema: str, work: Callable[[Any], dict[str, Any]]) -> Handler:
-        """Returns the handler of a request in JSON of the package's type `schema`."""
 
-        async def handle(request: Request) -> Response:
-            parsed = parse(schema, await read_json(request))
-            with _refusals():
-                return JSONResponse(work(parsed))
+def _posted(schema: str, work: Callable[[Any], dict[str, Any]]) -> Handler:
+    """Returns the handler of a request in JSON of the package's type `schema`."""
 
-        return handle
+    async def handle(request: Request) -> Response:
+        parsed = parse(schema, await read_json(request))
+        with _refusals():
+            return JSONResponse(work(parsed))
 
-    def future(request_id: str, model_id: str | None = None) -> dict[str, Any]:
-        return {"request_id": request_id, "model_id": model_id}
+    return handle
 
-    def create_session(request: Any) -> dict[str, Any]:
-        session_id = service.create_session()
+
+def _always(body: dict[str, Any]) -> Handler:
+    """Returns a handler that gives the same answer to every request."""
+
+    async def handle(request: Request) -> Response:
+        return JSONResponse(body)
+
+    return handle
+
+
+def _future(request_id: str, model_id: str | None = None) -> dict[str, Any]:
+    return {"request_id": request_id, "model_id": model_id}
+
+
+@frozen(eq=False)
+class _Answers:
+    """The answers that need the service: to what `parse` made of a request in JSON, or to the request itself."""
+
+    service: TinkerService
+
+    def create_session(self, request: Any) -> dict[str, Any]:
+        session_id = self.service.create_session()
         return {"type": "create_session", "session_id": session_id, "info_message": UNEMBEDDING}
 
-    def heartbeat(request: Any) -> dict[str, Any]:
-        service.heartbeat(request.session_id)
+    def heartbeat(self, request: Any) -> dict[str, Any]:
+        self.service.heartbeat(request.session_id)
         return {"type": "session_heartbeat"}
 
-    def create_sampler(request: Any) -> dict[str, Any]:
-        return {"type": "create_sampling_session", "sampling_session_id": service.create_sampler(request)}
+    def create_sampler(self, request: Any) -> dict[str, Any]:
+        return {"type": "create_sampling_session", "sampling_session_id": self.service.create_sampler(request)}
 
-    def sample(request: Any) -> dict[str, Any]:
-        request_id, sequence_ids = service.sample(request)
-        return {**future(request_id), "sample_sequence_ids": sequence_ids}
+    def sample(self, request: Any) -> dict[str, Any]:
+        request_id, sequence_ids = self.service.sample(request)
+        return {**_future(request_id), "sample_sequence_ids": sequence_ids}
 
-    def get_info(request: Any) -> dict[str, Any]:
-        description = service.description(request.model_id)
+    def get_info(self, request: Any) -> dict[str, Any]:
+        models = self.service.models
+        description = self.service.description(request.model_id)
         named = {"arch": models.architecture, "model_name": models.name, "tokenizer_id": models.name}
         return {
             "type": "get_info",
@@ -78,39 +135,39 @@ def create_tinker_app(service: TinkerService) -> Starlette:
             "model_name": models.name,
         }
 
-    async def forward_backward(request: Request) -> Response:
+    async def forward_backward(self, request: Request) -> Response:
         body = await request.body()
         with _refusals():
             parsed = read_forward_backward(body)
-            return JSONResponse(future(service.forward_backward(parsed), parsed.model_id))
+            return JSONResponse(_future(self.service.forward_backward(parsed), parsed.model_id))
 
-    async def retrieve(request: Request) -> Response:
+    async def retrieve(self, request: Request) -> Response:
         request_id = parse("FutureRetrieveRequest", await read_json(request)).request_id
-        if request_id not in service.results:
+        if request_id not in self.service.results:
             raise HttpError(404, f"There is no request {request_id!r}: the server has been started again.")
-        answer = await service.results.wait(request_id, WAIT_SECONDS)
+        answer = await self.service.results.wait(request_id, WAIT_SECONDS)
         if answer is None:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
         return Response(answer, media_type=PROTOBUF) if isinstance(answer, bytes) else JSONResponse(dict(answer))
 
-    async def cancel(request: Request) -> Response:
-        service.results.cancel(str((await read_json(request)).get("request_id")))
+    async def cancel(self, request: Request) -> Response:
+        self.service.results.cancel(str((await read_json(request)).get("request_id")))
         return Response(status_code=204)
 
-    async def finish(request: Request) -> Response:
-        service.finish(request.path_params["session_id"])
+    async def finish(self, request: Request) -> Response:
+        self.service.finish(request.path_params["session_id"])
         return Response(status_code=204)
 
-    async def weights_info(request: Request) -> Response:
+    async def weights_info(self, request: Request) -> Response:
         with _refusals():
-            _, saved = shelf.find(str((await read_json(request)).get("tinker_path")), STATE, SAMPLER)
+            _, saved = self.service.shelf.find(str((await read_json(request)).get("tinker_path")), STATE, SAMPLER)
         trained = {"train_unembed": False, "train_mlp": True, "train_attn": True}
         return JSONResponse({"base_model": saved.base_model, "is_lora": True, "lora_rank": saved.lora_rank, **trained})
 
-    async def training_run(request: Request) -> Response:
+    async def training_run(self, request: Request) -> Response:
         run_id = request.path_params["run_id"]
         with _refusals(404):
-            found = shelf.run(run_id)
+            found = self.service.shelf.run(run_id)
         return JSONResponse(
             {
                 "training_run_id": run_id,
@@ -123,65 +180,21 @@ def create_tinker_app(service: TinkerService) -> Starlette:
             }
         )
 
-    async def delete_checkpoint(request: Request) -> Response:
+    async def delete_checkpoint(self, request: Request) -> Response:
         with _refusals(404):
-            shelf.delete(*(request.path_params[part] for part in ("run_id", "kind", "name")))
+            self.service.shelf.delete(*(request.path_params[part] for part in ("run_id", "kind", "name")))
         return Response(status_code=204)
 
-    async def sampler(request: Request) -> Response:
+    async def sampler(self, request: Request) -> Response:
+        models = self.service.models
         sampler_id = request.path_params["sampler_id"]
-        path = service.weights(sampler_id).path
+        path = self.service.weights(sampler_id).path
         return JSONResponse({"sampler_id": sampler_id, "base_model": models.name, "model_path": path})
 
-    async def capabilities(request: Request) -> Response:
+    async def capabilities(self, request: Request) -> Response:
+        models = self.service.models
         model = {"model_name": models.name, "trainable": True, "sampleable": True}
         return JSONResponse({"supported_models": [{**model, "max_context_length": models.max_tokens}]})
-
-    async def ignore(request: Request) -> Response:
-        return JSONResponse({"status": "accepted"})  # telemetry, of which nothing is kept
-
-    def answered(body: dict[str, Any]) -> Handler:
-        async def handle(request: Request) -> Response:
-            return JSONResponse(body)
-
-        return handle
-
-    posts: dict[str, Handler] = {
-        "client/config": answered(CLIENT_SETTINGS),
-        "client/dynamic_config": answered({"sample_cancel_enabled": True}),
-        "telemetry": ignore,
-        "create_session": posted("CreateSessionRequest", create_session),
-        "session_heartbeat": posted("SessionHeartbeatRequest", heartbeat),
-        "sessions/{session_id}/finish": finish,
-        "create_model": posted("CreateModelRequest", lambda request: future(*service.create_model(request))),
-        "load_weights": posted("LoadWeightsRequest", lambda request: future(*service.load_model(request))),
-        "get_info": posted("GetInfoRequest", get_info),
-        "forward_backward": forward_backward,
-        "optim_step": posted("OptimStepRequest", lambda request: future(service.optim_step(request))),
-        "save_weights": posted("SaveWeightsRequest", lambda request: future(service.save_state(request))),
-        "save_weights_for_sampler": posted(
-            "SaveWeightsForSamplerRequest", lambda request: future(service.save_for_sampler(request))
-        ),
-        "create_sampling_session": posted("CreateSamplingSessionRequest", create_sampler),
-        "asample": posted("SampleRequest", sample),
-        "retrieve_future": retrieve,
-        "cancel_future": cancel,
-        "weights_info": weights_info,
-    }
-    gets: dict[str, Handler] = {
-        "healthz": answered({"status": "ok"}),
-        "get_server_capabilities": capabilities,
-        "samplers/{sampler_id}": sampler,
-        "training_runs/{run_id}": training_run,
-    }
-    return create_app(
-        [
-            *(Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()),
-            *(Route(f"/api/v1/{path}", handler, methods=["GET"]) for path, handler in gets.items()),
-            Route("/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}", delete_checkpoint, methods=["DELETE"]),
-            health_route(lambda: {"model": models.name}),
-        ]
-    )
 
 
 @contextmanager
