@@ -51,7 +51,7 @@ def test_the_core_has_the_threads_that_it_is_given(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     seen: list[str] = []
-    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda _: seen.append(os.environ["OMP_NUM_THREADS"]))
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda _, **__: seen.append(os.environ["OMP_NUM_THREADS"]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     settings: dict[str, Any] = {"model": str(wide_headed_model_dir), "max_num_seqs": 8}
     for threads, workers in ((3, 1), (4, 2), (None, 2)):

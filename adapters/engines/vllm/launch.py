@@ -61,12 +61,10 @@ def start(
     if sync_backend is SyncBackend.CUDA_IPC:
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of a GPU's memory are pickled
     try:
-        from vllm.config import StructuredOutputsConfig, WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.executor.uniproc_executor import UniProcExecutor
     except ImportError as error:
         raise MissingExtraError(NO_VLLM) from error
     raise_together([ConfigurationError(problem) for problem in argument_problems(extra)])
@@ -78,20 +76,7 @@ def start(
             "the model's: leave --vllm.extra.speculative_config (of chat and serve: --vllm_extra.) out."
         )
     try:
-        chosen: dict[str, Any] = {
-            "enable_chunked_prefill": not cpu,
-            "enable_sleep_mode": sleeps and current_platform.is_sleep_mode_available(),
-            "enable_prefix_caching": True,
-            "enable_return_routed_experts": records_experts,
-            "generation_config": "vllm",
-            "limit_mm_per_prompt": {"video": 0},  # no prompt has one, for which it would set memory aside
-            "logprobs_mode": "processed_logprobs",
-            "max_logprobs": max(likeliest, AsyncEngineArgs.max_logprobs),
-            "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),  # whose grammars ours are
-            "weight_transfer_config": WeightTransferConfig(backend=VLLM_BACKENDS[sync_backend]),
-            "worker_extension_cls": WORKER,
-            "disable_log_stats": True,
-        }
+        chosen = _arguments(sync_backend, sleeps=sleeps, records_experts=records_experts, likeliest=likeliest)
         arguments = AsyncEngineArgs(**{**settings, **chosen, **extra})
         model = arguments.create_model_config()
         if cpu and arguments.enable_lora and model.is_moe:
@@ -102,45 +87,17 @@ def start(
         if longest is not None:
             held = min(model.max_model_len, max(longest, PROBE_TOKENS))  # so far as many as the model has positions
             model.max_model_len = arguments.max_model_len = held
-
-        def choose(**values: Any) -> None:
-            for name, value in values.items():
-                if name not in extra:
-                    setattr(arguments, name, value)
-
-        workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
-        if not cpu:
-            if workers > 1:
-                # In an actor of Ray's vLLM would take Ray, which refuses a bundle of several GPUs.
-                choose(distributed_executor_backend="mp")
-            # In float32 vLLM's kernels, of Triton, would round what they multiply to 10 bits: attention, experts.
-            exact = {"TRITON_F32_DEFAULT": "ieee"} if model.dtype == torch.float32 else {}
-            # As for `vllm.LLM`: by itself AsyncLLM computes 2,048 tokens a step at most, on any GPU.
-            with _inherited(exact), printing_to_stderr():
-                return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-        if arguments.max_num_seqs is None:
-            arguments.max_num_seqs = SEQUENCES_AT_ONCE
-        if model.has_inner_state or model.is_hybrid:
-            choose(enable_prefix_caching=False)  # states are kept for later prompts only where prompts come in parts
-        if model.use_mla and not (extra.keys() & {"attention_backend", "attention_config"}):
-            # With AMX vLLM would take another, which has bfloat16 alone, and gives up the weights it is to load anew.
-            choose(attention_backend="CPU_MLA")
-        choose(
-            max_num_batched_tokens=max(model.max_model_len, PREFILL_TOKENS),
-            kv_cache_memory_bytes=_cache_bytes(model, arguments.max_num_seqs),
-            # A pipeline's stages have what they pass on in only where vLLM warms the model up, as it would to compile.
-            enforce_eager=arguments.pipeline_parallel_size == 1,
-        )
-        # Even eager, vLLM would compile one line of its sampler, for half a minute.
-        variables = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
-        if workers == 1:
-            # Else vLLM gives the model a process of its own, which starts for as long again and leaves a core idle.
-            choose(distributed_executor_backend=UniProcExecutor)
-        else:  # vLLM would bind each to a NUMA node of its own, and not start where there are fewer
-            variables["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        variables |= {} if threads is None else {"OMP_NUM_THREADS": str(max(1, threads // workers))}
+        if cpu:
+            context = UsageContext.ENGINE_CONTEXT
+            fitting, variables = _for_a_cpu(arguments, model, threads=threads, extra=extra)
+        else:
+            context = UsageContext.LLM_CLASS  # in any other vLLM computes 2,048 tokens a step at most, on any GPU
+            fitting, variables = _for_gpus(arguments, model)
+        for name, value in fitting.items():
+            if name not in extra:
+                setattr(arguments, name, value)
         with _inherited(variables), printing_to_stderr():
-            return AsyncLLM.from_engine_args(arguments)
+            return AsyncLLM.from_engine_args(arguments, usage_context=context)
     except ConfigurationError:
         raise
     except Exception as error:
@@ -151,6 +108,70 @@ def start(
         )
         given = {**settings, **extra}
         raise EngineError(f"vLLM did not start with {given}: {type(error).__name__}: {error}{hint}") from error
+
+
+def _arguments(sync_backend: SyncBackend, *, sleeps: bool, records_experts: bool, likeliest: int) -> dict[str, Any]:
+    """Returns the arguments of `AsyncEngineArgs` that are the same on every machine."""
+    from vllm.config import StructuredOutputsConfig, WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    return {
+        "enable_chunked_prefill": not current_platform.is_cpu(),
+        "enable_sleep_mode": sleeps and current_platform.is_sleep_mode_available(),
+        "enable_prefix_caching": True,
+        "enable_return_routed_experts": records_experts,
+        "generation_config": "vllm",
+        "limit_mm_per_prompt": {"video": 0},  # no prompt has one, for which it would set memory aside
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": max(likeliest, AsyncEngineArgs.max_logprobs),
+        "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),  # whose grammars ours are
+        "weight_transfer_config": WeightTransferConfig(backend=VLLM_BACKENDS[sync_backend]),
+        "worker_extension_cls": WORKER,
+        "disable_log_stats": True,
+    }
+
+
+def _for_gpus(arguments: Any, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns further arguments for GPUs, and environment variables."""
+    several = arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1
+    # In an actor of Ray's vLLM would take Ray, which refuses a bundle of several GPUs.
+    fitting = {"distributed_executor_backend": "mp"} if several else {}
+    # In float32 vLLM's kernels, of Triton, would round what they multiply to 10 bits: attention, experts.
+    return fitting, {"TRITON_F32_DEFAULT": "ieee"} if model.dtype == torch.float32 else {}
+
+
+def _for_a_cpu(
+    arguments: Any, model: Any, *, threads: int | None, extra: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns further arguments for a CPU, and environment variables; sets the number of sequences where there is
+    none."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    if arguments.max_num_seqs is None:
+        arguments.max_num_seqs = SEQUENCES_AT_ONCE
+    workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+    fitting: dict[str, Any] = {
+        "max_num_batched_tokens": max(model.max_model_len, PREFILL_TOKENS),
+        "kv_cache_memory_bytes": _cache_bytes(model, arguments.max_num_seqs),
+        # A pipeline's stages have what they pass on in only where vLLM warms the model up, as it would to compile.
+        "enforce_eager": arguments.pipeline_parallel_size == 1,
+    }
+    # Even eager, vLLM would compile one line of its sampler, for half a minute.
+    variables = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
+    if model.has_inner_state or model.is_hybrid:
+        fitting["enable_prefix_caching"] = False  # states are kept for later prompts only where prompts come in parts
+    if model.use_mla and not (extra.keys() & {"attention_backend", "attention_config"}):
+        # With AMX vLLM would take another, which has bfloat16 alone, and gives up the weights it is to load anew.
+        fitting["attention_backend"] = "CPU_MLA"
+    if workers == 1:
+        # Else vLLM gives the model a process of its own, which starts for as long again and leaves a core idle.
+        fitting["distributed_executor_backend"] = UniProcExecutor
+    else:  # vLLM would bind each to a NUMA node of its own, and not start where there are fewer
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = str(max(1, threads // workers))
+    return fitting, variables
 
 
 def _cache_bytes(model: Any, sequences: int) -> int:
