@@ -225,29 +225,46 @@ def ui(arguments: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "train rl": (train_rl, "train a model by reinforcement learning"),
-    **{f"train {name}": (partial(train_offline, name), trainer.purpose) for name, trainer in TRAINERS.items()},
-    "data show": (data_show, "show rows with the tokens that are trained"),
-    "eval": (evaluate, "evaluate a model on held-out prompts"),
-    "generate": (generate_replies, "sample replies to a data set's prompts into a file"),
-    "score": (score_replies, "judge the replies in a file by a reward"),
-    **{f"loop {name}": (partial(loop, name), its.purpose) for name, its in LOOPS.items()},
-    "ui": (ui, "show runs in a browser: curves, findings, and every rollout token by token"),
-    "inspect": (inspect_run, "show how a run goes or ended, and what keeps it from learning"),
-    "rescore": (rescore, "judge a run's rollouts by another reward, without training"),
-    "replay": (replay, "take an update of a run again, from its rollouts"),
-    "report": (report_of_run, "write the page of a run into one file that opens by a double click"),
-    "export": (export_rollouts, "write a run's rollouts as rows for train sft, train dpo and train rm"),
-    "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
-    "trl": (trl, "translate a command of TRL, and run it"),
-    "verl": (verl, "translate a command line of verl, and run it"),
-    "chat": (talk, "talk to a model in the terminal, with its tools"),
-    "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),
-    "serve reward": (serve_reward, "serve a reward model over HTTP"),
-    "serve tinker": (serve_tinker_api, "serve training and sampling to programs of the Tinker API"),
-    "merge-lora": (merge_lora, "merge LoRA adapters into their model"),
-    "doctor": (doctor, "show what this machine offers, and whether the installation works"),
+Command = Callable[[Sequence[str]], int]
+
+GROUPS: Mapping[str, Mapping[str, tuple[Command, str]]] = {
+    "Train and evaluate": {
+        "train rl": (train_rl, "train a model by reinforcement learning"),
+        **{f"train {name}": (partial(train_offline, name), trainer.purpose) for name, trainer in TRAINERS.items()},
+        **{f"loop {name}": (partial(loop, name), its.purpose) for name, its in LOOPS.items()},
+        "eval": (evaluate, "evaluate a model on held-out prompts"),
+    },
+    "Data and replies in files": {
+        "data show": (data_show, "show rows with the tokens that are trained"),
+        "generate": (generate_replies, "sample replies to a dataset's prompts into a file"),
+        "score": (score_replies, "judge the replies in a file by a reward"),
+    },
+    "Look at runs": {
+        "ui": (ui, "show runs in a browser: curves, findings, and every rollout token by token"),
+        "inspect": (inspect_run, "show how a run goes or ended, and what keeps it from learning"),
+        "report": (report_of_run, "write the page of a run into one file that opens by a double click"),
+        "export": (export_rollouts, "write a run's rollouts as rows for train sft, train dpo and train rm"),
+        "rescore": (rescore, "judge a run's rollouts by another reward, without training"),
+        "replay": (replay, "take an update of a run again, from its rollouts"),
+    },
+    "Use a model": {
+        "chat": (talk, "talk to a model in the terminal, with its tools"),
+        "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),
+        "serve reward": (serve_reward, "serve a reward model over HTTP"),
+        "serve tinker": (serve_tinker_api, "serve training and sampling to programs of the Tinker API"),
+        "merge-lora": (merge_lora, "merge LoRA adapters into their model"),
+    },
+    "Come from another tool": {
+        "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
+        "trl": (trl, "translate a command of TRL, and run it"),
+        "verl": (verl, "translate a command line of verl, and run it"),
+    },
+    "This machine": {
+        "doctor": (doctor, "show what this machine offers, and whether the installation works"),
+    },
+}
+COMMANDS: Mapping[str, tuple[Command, str]] = {
+    name: command for group in GROUPS.values() for name, command in group.items()
 }
 
 FLAGS: Mapping[str, type[attrs.AttrsInstance]] = {
@@ -266,17 +283,20 @@ FLAGS: Mapping[str, type[attrs.AttrsInstance]] = {
 
 WIDTH = max(map(len, COMMANDS))
 
-USAGE = "\n".join(
-    (
-        "usage: rollgrad COMMAND [OPTIONS]",
+
+def usage(first: str = "") -> str:
+    """Returns all commands in words, or those whose names begin with a word."""
+    lines = [f"usage: rollgrad {f'{first} ' if first else ''}COMMAND [OPTIONS]"]
+    for title, group in GROUPS.items():
+        shown = [f"  rollgrad {name:<{WIDTH}} {group[name][1]}" for name in group if first in ("", name.split()[0])]
+        lines += ["", title, *shown] if shown else []
+    lines += [
         "",
-        *(f"  rollgrad {name:<{WIDTH}} {purpose}" for name, (_, purpose) in COMMANDS.items()),
+        "rollgrad COMMAND --help   its options; of train rl and eval the essential ones, and how to see the others",
+        "rollgrad --version        the version",
         "",
-        "  rollgrad COMMAND --help   its options; of train rl and eval the essential ones, and how to see the others",
-        "  rollgrad --version        the version",
-        "",
-    )
-)
+    ]
+    return "\n".join(lines)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -290,6 +310,7 @@ def _dispatch(arguments: list[str]) -> int:
         sys.stdout.write(f"rollgrad {rollgrad.__version__}\n")
         return 0
     if not arguments or {"-h", "--help"} & set(arguments):
-        sys.stdout.write(USAGE)
+        known = {name.split()[0] for name in COMMANDS}
+        sys.stdout.write(usage(next((word for word in arguments if word in known), "")))
         return 0
     raise ConfigurationError(unknown_command(arguments, tuple(COMMANDS)))

@@ -124,7 +124,11 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("rollgrad ")
     assert main([]) == 0
-    assert "rollgrad train rl" in capsys.readouterr().out
+    whole = capsys.readouterr().out
+    assert all(f"  rollgrad {name} " in whole for name in COMMANDS)
+    assert main(["train", "--help"]) == 0
+    shown = {" ".join(line.split()[:3]) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    assert shown == {f"rollgrad {name}" for name in COMMANDS if name.startswith("train ")}
 
 
 NEEDED = ["--actor.model_name_or_path", "org/m", "--data.prompt_dataset", "org/d", "--reward.verifier", "exact_match"]
