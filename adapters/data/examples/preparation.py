@@ -1,4 +1,4 @@
-"""Preparation: every row of a data set once to tokens and weights, before the first step, and kept for later runs.
+"""Preparation: every row of a dataset once to tokens and weights, before the first step, and kept for later runs.
 
 Invariants: a row becomes an example or is counted under a reason; the key of the cache holds all that tokens depend on
 (rows, tokenizer, template and its variables, settings, this module's `VERSION`), so that a changed one never finds old
@@ -46,7 +46,14 @@ CHUNK = 256
 """Rows handed to a process together."""
 LARGE = 1000
 """Rows from which a terminal is shown a progress bar."""
-ARRAYS = ("tokens", "weights", "lengths", "prompt_lengths", "branch_counts", "rows", "row_weights", "margins", "labels")
+ARRAYS: Mapping[str, Any] = {
+    "tokens": numpy.int32,  # of all branches, end to end, and so are weights
+    "weights": numpy.float32,
+    **dict.fromkeys(("lengths", "prompt_lengths", "branch_counts", "rows"), numpy.int64),
+    **dict.fromkeys(("row_weights", "margins"), numpy.float32),
+    "labels": bool,
+}
+"""The arrays of prepared data, and the types of their numbers."""
 REPORT_FILE = "report.json"
 
 
@@ -174,16 +181,9 @@ def _digest(branches: Sequence[TokenBranch]) -> str:
 def _prepare_all(
     mixture: Mixture, results: Iterable[PreparedRow | Refusal], settings: PreparationSettings, setting: str
 ) -> tuple[dict[str, Any], DataReport]:
+    """Returns the arrays of all rows that become examples, and the report of all rows."""
     report = DataReport(max_tokens=settings.max_tokens)
-    tokens: list[Any] = []
-    weights: list[Any] = []
-    lengths: list[int] = []
-    prompt_lengths: list[int] = []
-    counts: list[int] = []
-    rows: list[int] = []
-    row_weights: list[float] = []
-    margins: list[float] = []
-    labels: list[bool] = []
+    columns: dict[str, list[Any]] = {name: [] for name in ARRAYS}
     row_lengths: list[int] = []
     for index, result in enumerate(_with_bar(results, len(mixture), setting)):
         report.rows += 1
@@ -194,17 +194,7 @@ def _prepare_all(
                 raise overlong_row(source.place(number), result.sentence)
             report.drop(result.reason, source.place(number), result.sentence)
             continue
-        shared = shared_prompt(result.branches)
-        for branch in result.branches:
-            tokens.append(numpy.asarray(branch.token_ids, dtype=numpy.int32))
-            weights.append(numpy.asarray(branch.weights, dtype=numpy.float32))
-            lengths.append(len(branch.token_ids))
-            prompt_lengths.append(shared)
-        counts.append(len(result.branches))
-        rows.append(index)
-        row_weights.append(result.weight)
-        margins.append(result.margin)
-        labels += result.labels or (False,) * len(result.branches)
+        _append(columns, index, result)
         row_lengths.append(sum(len(branch.token_ids) for branch in result.branches))
         report.used += 1
         report.branches += len(result.branches)
@@ -213,18 +203,27 @@ def _prepare_all(
         report.notice(result.anomalies)
     report.tokens = sum(row_lengths)
     report.measure(row_lengths)
-    arrays = {
-        "tokens": numpy.concatenate(tokens) if tokens else numpy.empty(0, dtype=numpy.int32),
-        "weights": numpy.concatenate(weights) if weights else numpy.empty(0, dtype=numpy.float32),
-        "lengths": numpy.asarray(lengths, dtype=numpy.int64),
-        "prompt_lengths": numpy.asarray(prompt_lengths, dtype=numpy.int64),
-        "branch_counts": numpy.asarray(counts, dtype=numpy.int64),
-        "rows": numpy.asarray(rows, dtype=numpy.int64),
-        "row_weights": numpy.asarray(row_weights, dtype=numpy.float32),
-        "margins": numpy.asarray(margins, dtype=numpy.float32),
-        "labels": numpy.asarray(labels, dtype=bool),
-    }
+    arrays = {}
+    for name, kind in ARRAYS.items():
+        column = columns.pop(name)  # of which there is no second copy for longer than it takes
+        joined = numpy.concatenate(column or [[]]) if name in ("tokens", "weights") else column
+        arrays[name] = numpy.asarray(joined, dtype=kind)
     return arrays, report
+
+
+def _append(columns: Mapping[str, list[Any]], index: int, row: PreparedRow) -> None:
+    """Appends the row of that number to the columns of the arrays."""
+    shared = shared_prompt(row.branches)
+    for branch in row.branches:
+        columns["tokens"].append(numpy.asarray(branch.token_ids, dtype=ARRAYS["tokens"]))
+        columns["weights"].append(numpy.asarray(branch.weights, dtype=ARRAYS["weights"]))
+        columns["lengths"].append(len(branch.token_ids))
+        columns["prompt_lengths"].append(shared)
+    columns["branch_counts"].append(len(row.branches))
+    columns["rows"].append(index)
+    columns["row_weights"].append(row.weight)
+    columns["margins"].append(row.margin)
+    columns["labels"].extend(row.labels or (False,) * len(row.branches))
 
 
 Task = tuple[Mapping[str, Any] | RowError, ExampleFormat]
