@@ -77,9 +77,9 @@ def generate(
 
     Args:
         config: the settings of a training run, of which those of the model, the prompts and the sampling are read.
-        out: the file, whose rows have `row` (number in the data set, from 0), `sample`, `prompt`, `messages`,
+        out: the file, whose rows have `row` (number in the dataset, from 0), `sample`, `prompt`, `messages`,
             `completion`, `prompt_tokens`, `tokens`, `stop_reason`, `model`, `seed`, `label`, `datasource` and
-            `metadata` (the data set's own row); of prompts with images also `images` and `image_places`. A reply that
+            `metadata` (the dataset's own row); of prompts with images also `images` and `image_places`. A reply that
             could not be sampled has null as `completion`, and the reason as `failure`.
         logprobs: also write `logprobs`, those of the tokens under the sampling distribution.
         rows: numbers of the rows whose prompts are taken, in this order; all that are not too long by default.
@@ -121,7 +121,7 @@ def generate_chosen(
         prompts = container.prompts()
         if not isinstance(prompts, DatasetPromptSource | ReasoningGymPromptSource):
             raise ConfigurationError(
-                "generate() takes prompts by their rows, which its prompts= does not have: name a data set in "
+                "generate() takes prompts by their rows, which its prompts= does not have: name a dataset in "
                 "data.prompt_dataset."
             )
         kept = prompts.survey.keeps
@@ -129,7 +129,7 @@ def generate_chosen(
         keys = [(row, sample) for row in numbers for sample in range(config.rollout.n_samples_per_prompt)]
         sampled_by = _sampled_by(config, prompts.survey.fingerprint, seed=seed, logprobs=logprobs)
         defaults = flat_settings(RLConfig())
-        with row_log(out, sampled_by, flag="--out", defaults=defaults, retry_failed=retry_failed) as file:
+        with row_log(out, sampled_by, flag="--output", defaults=defaults, retry_failed=retry_failed) as file:
             missing = [key for key in keys if key not in file.done]
             if missing:
                 if config.rollout.engine is Engine.SERVER and "engine" not in adapters:
@@ -182,7 +182,7 @@ def score(
     """
     source, out = Path(source).absolute(), Path(out).absolute()
     if source == out:
-        raise ConfigurationError(f"--out is {str(out)!r}, which is the file that is read: choose another --out.")
+        raise ConfigurationError(f"--output is {str(out)!r}, which is the file that is read: choose another --output.")
     config = evolve(config, algo=AlgoConfig())  # its teachers give no rewards
     raise_together([*scoring_errors(config, has_reward=reward is not None), *scoring_file_problems(config)])
     keys, models = _surveyed(source, config)
@@ -194,7 +194,7 @@ def score(
         with row_log(
             out,
             _judged_by(config, source),
-            flag="--out",
+            flag="--output",
             defaults=flat_settings(RLConfig()),
             retry_failed=retry_failed,
             mendable=("function",),

@@ -72,7 +72,9 @@ def rescore(
             too_many = error
         if too_many is not None and not judged.stat().st_size:
             raise RewardError(str(too_many.__cause__)) from too_many
-        rows = [{"key": row["key"], "old": row["old"], "new": row["reward"]} for row in read_rows(judged, flag="--out")]
+        rows = [
+            {"key": row["key"], "old": row["old"], "new": row["reward"]} for row in read_rows(judged, flag="--output")
+        ]
     changes = with_changes(rows)
     name = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")
     content = {"name": name, "reward": _described(config, reward), "summary": summary(changes), "rows": changes}

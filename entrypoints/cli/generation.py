@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class GenerateFlags(RunFlags):
     """Flags of `rollgrad generate`."""
 
-    out: Path | None = setting(
-        None, "File of the replies, JSON lines; the replies that it has already are not sampled again. Required."
+    output: Path | None = setting(
+        None, "File of the replies, JSON lines; required. The replies that it has already are not sampled again."
     )
     logprobs: bool = setting(False, "Write the log-probs of the tokens, too.")
     retry_failed: bool = setting(False, "Sample the replies again that failed.")
@@ -37,11 +37,9 @@ class GenerateFlags(RunFlags):
 class ScoreFlags(RunFlags):
     """Flags of `rollgrad score`."""
 
-    input: Path | None = setting(
-        None, "File of replies, as `rollgrad generate` writes it; --in is another name of this flag. Required."
-    )
-    out: Path | None = setting(
-        None, "File of the replies with their rewards; those that it has already are not judged again. Required."
+    input: Path | None = setting(None, "File of replies, as `rollgrad generate` writes it; required.")
+    output: Path | None = setting(
+        None, "File of the replies with their rewards; required. Those that it has already are not judged again."
     )
     retry_failed: bool = setting(
         False,
@@ -74,14 +72,14 @@ def generate(arguments: Sequence[str]) -> None:
         return
     from rollgrad.entrypoints.dry_run import generation_file_problems
 
-    errors += _named("--out", parsed.out)
+    errors += _named("--output", parsed.output)
     raise_together([*errors, *generation_file_problems(config)])
-    assert parsed.out is not None
+    assert parsed.output is not None
     with contextlib.redirect_stdout(sys.stderr):
         from rollgrad.entrypoints import generation
 
-        replies = generation.generate(config, parsed.out, logprobs=parsed.logprobs, retry_failed=parsed.retry_failed)
-    _tell(replies, parsed.out, "sampled")
+        replies = generation.generate(config, parsed.output, logprobs=parsed.logprobs, retry_failed=parsed.retry_failed)
+    _tell(replies, parsed.output, "sampled")
 
 
 def score(arguments: Sequence[str]) -> None:
@@ -90,8 +88,7 @@ def score(arguments: Sequence[str]) -> None:
     Raises:
         RollgradError: a flag, a setting, a file or the data are wrong.
     """
-    words = [f"--input{word[4:]}" if word.partition("=")[0] == "--in" else word for word in arguments]
-    parsed, config, unread = parse_run(ScoreArguments, RLConfig, "score", words)
+    parsed, config, unread = parse_run(ScoreArguments, RLConfig, "score", arguments)
     errors = [*unread, *spelling_errors(config), *scoring_errors(evolve(config, algo=AlgoConfig()))]
     if parsed.print_config:
         print_settings(dump_config(config))
@@ -99,15 +96,15 @@ def score(arguments: Sequence[str]) -> None:
         return
     from rollgrad.entrypoints.dry_run import scoring_file_problems
 
-    errors += [*_named("--input", parsed.input), *_named("--out", parsed.out)]
+    errors += [*_named("--input", parsed.input), *_named("--output", parsed.output)]
     raise_together([*errors, *scoring_file_problems(config)])
     assert parsed.input is not None
-    assert parsed.out is not None
+    assert parsed.output is not None
     with contextlib.redirect_stdout(sys.stderr):
         from rollgrad.entrypoints import generation
 
-        replies = generation.score(config, parsed.input, parsed.out, retry_failed=parsed.retry_failed)
-    _tell(replies, parsed.out, "judged")
+        replies = generation.score(config, parsed.input, parsed.output, retry_failed=parsed.retry_failed)
+    _tell(replies, parsed.output, "judged")
 
 
 def _tell(replies: "Replies", out: Path, done: str) -> None:

@@ -141,7 +141,7 @@ DATA_EXAMPLE = """  rollgrad data show --actor.model_name_or_path HuggingFaceTB/
       --data.dataset conversations.jsonl --n 5"""
 
 GENERATE_EXAMPLE = """  rollgrad generate --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
-      --data.prompt_dataset reasoning_gym:basic_arithmetic --rollout.n_samples_per_prompt 8 --out replies.jsonl"""
+      --data.prompt_dataset reasoning_gym:basic_arithmetic --rollout.n_samples_per_prompt 8 --output replies.jsonl"""
 
 GENERATE_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "The model": ("actor.model_name_or_path", "actor.dtype"),
@@ -155,7 +155,7 @@ GENERATE_ESSENTIALS: Mapping[str, Sequence[str]] = {
 REPLAY_EXAMPLE = """  rollgrad replay runs/first --step 1"""
 REPLAY_ESSENTIALS: Mapping[str, Sequence[str]] = {}
 RESCORE_EXAMPLE = """  rollgrad rescore runs/first --reward.function_path reward.py"""
-SCORE_EXAMPLE = """  rollgrad score --input replies.jsonl --reward.verifier last_number --out scored.jsonl"""
+SCORE_EXAMPLE = """  rollgrad score --input replies.jsonl --reward.verifier last_number --output scored.jsonl"""
 
 SCORE_ESSENTIALS: Mapping[str, Sequence[str]] = {
     **REWARD,

@@ -20,7 +20,7 @@ from rollgrad.entrypoints.composition.extensions import spelling_errors
 class ReplayFlags(RunFlags):
     """Flags of `rollgrad replay`."""
 
-    step: int | None = setting(None, "Number of the update, from 1. Required.")
+    step: int | None = setting(None, "Number of the update, from 1; required.")
 
 
 @define(kw_only=True)

@@ -42,7 +42,7 @@ class ServeRewardArguments:
     normalize_reward: bool = False
     """Centre and scale scores by the mean and std in the model's config.json, as OpenRLHF saves them."""
     dtype: DType = DType.AUTO
-    """Format of the weights; auto is bfloat16 where the hardware computes it natively."""
+    """Format of the weights; auto is bfloat16 where the hardware multiplies it natively."""
 
 
 def serve_reward_model(arguments: ServeRewardArguments) -> None:

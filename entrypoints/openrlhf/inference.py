@@ -18,7 +18,7 @@ PROCESS = "replies are sampled and judged in one process, or by engines: rollout
 _FLAGS: dict[str, Flag] = {
     "eval_task": Flag(TEXT),
     "pretrain": Flag(TEXT),
-    "output_path": Flag(TEXT, "out"),
+    "output_path": Flag(TEXT, "output"),
     "dataset": Flag(TEXT),
     "dataset_probs": Flag(Kind.PROBABILITIES),
     "dataset_split": Flag(TEXT),

@@ -168,7 +168,7 @@ def test_a_file_of_other_replies_is_refused(tiny_model_dir: Path, prompts: Path,
     config = settings(tiny_model_dir, prompts, max_new_tokens=2)
     rollgrad.generate(config, out)
     before = out.read_bytes()
-    with pytest.raises(CheckpointError, match=r"rollout\.temperature \(1\.0, now 0\.5\).*another --out"):
+    with pytest.raises(CheckpointError, match=r"rollout\.temperature \(1\.0, now 0\.5\).*another --output"):
         rollgrad.generate(settings(tiny_model_dir, prompts, max_new_tokens=2, temperature=0.5), out)
     prompts.write_text(prompts.read_text().replace("0 plus 0", "zero plus zero"))
     with pytest.raises(CheckpointError, match=r"differ in prompts "):
@@ -259,9 +259,9 @@ def test_a_reply_that_cannot_be_judged_is_written_as_failed(tmp_path: Path) -> N
     ]
     assert rollgrad.score(config, source, out).made == 0
     function.write_text("def reward_func(completions):\n    return [float(len(c)) + 1 for c in completions]\n")
-    with pytest.raises(CheckpointError, match=r"differ in function .* add --retry_failed; .* another --out"):
+    with pytest.raises(CheckpointError, match=r"differ in function .* add --retry_failed; .* another --output"):
         rollgrad.score(config, source, out)
-    words = ["--in", str(source), "--reward.function_path", str(function), "--out", str(out), "--retry_failed"]
+    words = ["--input", str(source), "--reward.function_path", str(function), "--output", str(out), "--retry_failed"]
     assert main(["score", *words]) == 0
     assert [(row["row"], row["reward"], "failure" in row) for row in rows(out)] == [
         (0, 3.0, False),  # as it was judged before
@@ -370,9 +370,9 @@ def test_replies_are_judged_as_in_training(
     replies, out, reward = tmp_path / "replies.jsonl", tmp_path / "scored.jsonl", tmp_path / "reward.py"
     reward.write_text(REWARD)
     words = ["--actor.model_name_or_path", str(tiny_model_dir), "--data.prompt_dataset", str(prompts)]
-    sampling = ["--rollout.max_new_tokens", "6", "--rollout.n_samples_per_prompt", "2", "--out", str(replies)]
+    sampling = ["--rollout.max_new_tokens", "6", "--rollout.n_samples_per_prompt", "2", "--output", str(replies)]
     assert main(["generate", *words, *sampling]) == 0
-    assert main(["score", "--in", str(replies), "--reward.function_path", str(reward), "--out", str(out)]) == 0
+    assert main(["score", "--input", str(replies), "--reward.function_path", str(reward), "--output", str(out)]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{replies}\n{out}\n"
     assert "10 replies judged, 10 in all" in printed.err
@@ -521,9 +521,9 @@ def test_a_wrong_line_is_named(text: str, sentence: str, tmp_path: Path) -> None
 def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--agent.attempts", "2", "--rollout.top_p", "7"]) == 2
     error = capsys.readouterr().err
-    for words in ("rollout.top_p", "agent.attempts", "--data.prompt_dataset", "--actor.model_name_or_path", "--out"):
+    for words in ("rollout.top_p", "agent.attempts", "--data.prompt_dataset", "--actor.model_name_or_path", "--output"):
         assert words in error
-    assert main(["score", "--out", "x"]) == 2
+    assert main(["score", "--output", "x"]) == 2
     error = capsys.readouterr().err
     assert "set --input" in error
     assert "No reward is set" in error

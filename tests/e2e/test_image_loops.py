@@ -95,7 +95,7 @@ def test_files_of_images_in_a_data_set_are_written_beside_replies(workspace: Pat
     data.to_parquet("p.parquet")
     words = ["generate", "--actor.model_name_or_path", str(model), "--data.prompt_dataset", "p.parquet"]
     words += ["--data.image_key", "images", "--rollout.n_samples_per_prompt", "1", "--rollout.max_new_tokens", "3"]
-    assert main([*words, "--out", "replies.jsonl"]) == 0
+    assert main([*words, "--output", "replies.jsonl"]) == 0
     (row,) = read(Path("replies.jsonl"))
     assert Path(row["images"][0]).read_bytes() == file
     assert Path(row["images"][0]).suffix == ".png"

@@ -156,7 +156,7 @@ def prompting(model: Path, rows: list[dict[str, Any]], *flags: str) -> list[str]
     """The words of a command that samples a token for each of some rows."""
     words = ["generate", "--actor.model_name_or_path", str(model), "--data.image_key", "images"]
     words += ["--data.prompt_dataset", str(written(Path("prompts.jsonl"), rows)), "--rollout.max_new_tokens", "1"]
-    return [*words, "--rollout.n_samples_per_prompt", "1", "--out", "replies.jsonl", *flags]
+    return [*words, "--rollout.n_samples_per_prompt", "1", "--output", "replies.jsonl", *flags]
 
 
 def test_images_by_url_are_fetched_for_prompts_where_that_is_allowed(

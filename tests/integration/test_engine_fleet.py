@@ -485,7 +485,7 @@ def test_when_the_trainer_dies_in_a_push_nothing_is_sampled_from_half_a_model(wo
     agrees(world, asked)
 
 
-OF_GENERATE = ("out", "data.prompt_dataset", "rollout.n_samples_per_prompt")
+OF_GENERATE = ("output", "data.prompt_dataset", "rollout.n_samples_per_prompt")
 """Flags that `rollgrad eval` does not have, or not with the same meaning."""
 
 
@@ -518,7 +518,7 @@ def test_replies_in_files_are_those_of_the_engines(
         "vllm.num_engines": "2",
         "actor.num_gpus_per_node": "1000",
         "cluster.timeout": "60",
-        "out": "replies.jsonl",
+        "output": "replies.jsonl",
     }
     words = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
     assert main(["generate", *words, "--logprobs", "--cluster.enable", "--train.colocate_all"]) == 0

@@ -11,7 +11,7 @@ from rollgrad.domain.errors import CheckpointError
 
 
 def opened(path: Path, description: Mapping[str, Any]) -> None:
-    with row_log(path, description, flag="--out", defaults={}) as rows:
+    with row_log(path, description, flag="--output", defaults={}) as rows:
         rows.add({"row": 0, "sample": 0, "completion": "x"})
 
 
@@ -21,9 +21,9 @@ def test_rows_of_other_settings_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         opened(path, {"seed": 2})
     assert str(raised.value).startswith(f"{path} holds rows of other settings, which differ in seed (1, now 2)")
-    assert str(raised.value).count("choose another --out") == 1
+    assert str(raised.value).count("choose another --output") == 1
 
 
 def test_a_device_is_refused_before_anything_is_made() -> None:
-    with pytest.raises(CheckpointError, match=r"--out is '/dev/null', which is no file"):
+    with pytest.raises(CheckpointError, match=r"--output is '/dev/null', which is no file"):
         opened(Path("/dev/null"), {})

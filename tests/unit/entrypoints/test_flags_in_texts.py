@@ -29,7 +29,7 @@ FILES = sorted(
     for path in (ROOT / folder).glob(pattern)
 )
 
-OURS = {*EVERY, *(negative(name) for name, kind in EVERY.items() if kind is bool), "help", "version", "run", "in"}
+OURS = {*EVERY, *(negative(name) for name, kind in EVERY.items() if kind is bool), "help", "version", "run"}
 FREE_FLAGS = tuple(f"{name}." for name, kind in EVERY.items() if kind == FREE)
 """Beginnings of flags whose names a library defines."""
 

@@ -354,7 +354,7 @@ def test_sampling_into_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert words[:2] == ["rollgrad", "generate"]
     parsed, config, problems = parse_run(GenerateArguments, RLConfig, "generate", words[2:])
     assert problems == generation_errors(config) == []
-    assert parsed.out == Path("out.jsonl")
+    assert parsed.output == Path("out.jsonl")
     assert (config.rollout.n_samples_per_prompt, config.rollout.top_k, config.rollout.engine) == (8, 1, "vllm")
     assert (config.data.prompt_probs, config.data.input_key, config.train.seed) == (
         (0.5, 0.5),
@@ -376,7 +376,7 @@ def test_judging_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert words[:2] == ["rollgrad", "score"]
     parsed, config, problems = parse_run(ScoreArguments, RLConfig, "score", words[2:])
     assert problems == scoring_errors(config) == []
-    assert (parsed.input, parsed.out) == (Path("in.jsonl"), Path("out.jsonl"))
+    assert (parsed.input, parsed.output) == (Path("in.jsonl"), Path("out.jsonl"))
     assert (config.reward.model_name_or_path, config.reward.normalize) == ("rm", "model")
     assert "rollgrad loop rs" in notes
     assert "not honoured: --top_p 0.9: --eval_task rm samples nothing" in notes
