@@ -67,7 +67,7 @@ async def _examined(kind: str, found: dict[str, Any]) -> None:
     from tests.vllm_sweep import gap, generated, move, started
 
     backend = SyncBackend.CUDA_IPC if GPU else SyncBackend.SHARED_MEMORY
-    settings = {"sync_backend": backend, "sleep_level": 2, "likeliest": LIKELIEST}
+    settings = {"sync_backend": backend, "sleep_level": 2, "top_logprobs": LIKELIEST}
     settings |= FAMILIES[kind] if GPU else {}
     dtype = DT if GPU else None
     extra = GRAPHS if GPU else {}

@@ -145,14 +145,14 @@ def _logprobs(reply: ChatReply, decode: Decode) -> dict[str, Any]:
     places = [0]
     for token in tokens:
         places.append(places[-1] + len(token))
-    likeliest: list[dict[str, float]] = []
+    top_logprobs: list[dict[str, float]] = []
     for each in reply.generation.top_logprobs:
-        likeliest.append({})
+        top_logprobs.append({})
         for one, logprob in each:
-            likeliest[-1].setdefault(decode([one]), logprob)  # of tokens with one text the likeliest
+            top_logprobs[-1].setdefault(decode([one]), logprob)  # of tokens with one text the likeliest
     return {
         "tokens": tokens,
         "token_logprobs": list(reply.generation.logprobs),
-        "top_logprobs": likeliest or None,
+        "top_logprobs": top_logprobs or None,
         "text_offset": places[:-1],
     }

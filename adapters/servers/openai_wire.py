@@ -94,13 +94,13 @@ class OpenAIWire(Wire):
         described = read(body, "response_format", dict, {"type": "text"})
         schema = text_schema(described, "response_format", within="json_schema")
         tools, form = tools_and_form(body, _tool, schema, within="function")
-        likeliest = count(body, "top_logprobs", 0, MOST_LIKELY)
-        if likeliest and not body.get("logprobs"):
+        top_logprobs = count(body, "top_logprobs", 0, MOST_LIKELY)
+        if top_logprobs and not body.get("logprobs"):
             raise bad("top_logprobs is set, but logprobs is not: set logprobs to true.")
         settings = {
             **sampling_of(body, "max_completion_tokens", "max_tokens"),
             "stop_strings": stops(body, "stop"),
-            "top_logprobs": likeliest,
+            "top_logprobs": top_logprobs,
         }
         conversation = [_message(message, index) for index, message in enumerate(messages)]
         choices = count(body, "n", 1, MOST_CHOICES) or 1
@@ -263,8 +263,8 @@ def told_logprobs(reply: ChatReply, decode: Decode) -> list[dict[str, Any]]:
         {**_token(token_id, logprob, decode), "top_logprobs": []}
         for token_id, logprob in zip(generation.token_ids, generation.logprobs, strict=True)
     ]
-    for entry, likeliest in zip(content, generation.top_logprobs, strict=False):
-        entry["top_logprobs"] = [_token(*pair, decode) for pair in likeliest]
+    for entry, top_logprobs in zip(content, generation.top_logprobs, strict=False):
+        entry["top_logprobs"] = [_token(*pair, decode) for pair in top_logprobs]
     return content
 
 

@@ -10,8 +10,8 @@ from attrs import evolve
 
 from rollgrad.application.engines.wrapped import WrappedEngine
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
-from rollgrad.domain.episodes.likeliest import end_to_end
 from rollgrad.domain.episodes.routed import RoutedTokens, recorded
+from rollgrad.domain.episodes.top_logprobs import end_to_end
 from rollgrad.domain.ports.profiled import Profiled
 
 
@@ -25,7 +25,7 @@ class ContinuingEngine(WrappedEngine):
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
-        likeliest: list[Sequence[Sequence[tuple[int, float]]]] = []
+        top_logprobs: list[Sequence[Sequence[tuple[int, float]]]] = []
         routed: list[RoutedTokens] = []
         kept: int | None = None
         while True:
@@ -36,7 +36,7 @@ class ContinuingEngine(WrappedEngine):
             tokens.extend(part.token_ids)
             logprobs.extend(part.logprobs)
             versions.extend(part.versions)
-            likeliest.append(part.top_logprobs)
+            top_logprobs.append(part.top_logprobs)
             routed.extend(part.routed)
             if part.stop_reason is not StopReason.ABORTED:
                 return Generation(
@@ -44,7 +44,7 @@ class ContinuingEngine(WrappedEngine):
                     logprobs=logprobs,
                     versions=versions,
                     stop_reason=part.stop_reason,
-                    top_logprobs=end_to_end(likeliest),
+                    top_logprobs=end_to_end(top_logprobs),
                     routed=tuple(routed),
                     kept=kept,
                 )

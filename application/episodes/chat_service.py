@@ -25,9 +25,9 @@ from rollgrad.application.episodes.reply import ChatReply, OnPiece, sample_reply
 from rollgrad.application.episodes.stop_text import StopText
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
-from rollgrad.domain.episodes.likeliest import LikeliestTokens
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 from rollgrad.domain.errors import ConfigurationError, ForeignError
 from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
@@ -387,7 +387,7 @@ class RecordedSession:
 
 def _as_asked(reply: ChatReply, count: int) -> ChatReply:
     """Returns a reply with as many likely tokens at each place as its client asked for: the trainer may want more."""
-    told = LikeliestTokens.of(reply.generation.top_logprobs).narrowed(count) if count else ()
+    told = TopLogprobs.of(reply.generation.top_logprobs).narrowed(count) if count else ()
     return evolve(reply, generation=evolve(reply.generation, top_logprobs=told))
 
 

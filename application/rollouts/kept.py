@@ -11,12 +11,12 @@ from torch import Tensor
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.images import Image, PlacedImage
-from rollgrad.domain.episodes.likeliest import LikeliestTokens
 from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 from rollgrad.domain.episodes.trajectory import Segment, SegmentKind, Trajectory
 
-FORMER = "multimodal"
-"""Key in the trajectories of states of earlier versions, which has no value."""
+FORMER = ("multimodal", "likeliest")
+"""Keys in the trajectories of states of earlier versions: one without a value, and a former name of `top_logprobs`."""
 
 
 def group_state(group: RolloutGroup) -> dict[str, Any]:
@@ -67,12 +67,12 @@ def _trajectory(state: Mapping[str, Any], images: Mapping[str, Image]) -> Trajec
     placed = tuple(
         PlacedImage(image=images[digest], start=start, stop=stop) for digest, start, stop in state.get("images", ())
     )
-    known = {name: value for name, value in state.items() if name != FORMER}
-    told = state.get("likeliest")
+    known = {name: value for name, value in state.items() if name not in FORMER}
+    told = state.get("top_logprobs", state.get("likeliest"))
     rebuilt = {
         "segments": segments,
         "stop_reason": StopReason(state["stop_reason"]),
         "images": placed,
-        "likeliest": None if told is None else LikeliestTokens(**told),
+        "top_logprobs": None if told is None else TopLogprobs(**told),
     }
     return Trajectory(**{**known, **rebuilt})

@@ -14,8 +14,8 @@ from attrs import Factory, evolve, field, fields, frozen
 from torch import Tensor
 
 from rollgrad.domain.episodes.images import PlacedImages
-from rollgrad.domain.episodes.likeliest import end_to_end, unsaid
 from rollgrad.domain.episodes.routed import laid_end_to_end
+from rollgrad.domain.episodes.top_logprobs import end_to_end, unsaid
 from rollgrad.domain.episodes.trajectory import Segment, SegmentKind, Trajectory
 from rollgrad.domain.errors import TrajectoryError
 
@@ -49,7 +49,7 @@ class PackedBatch:
     that replays them; None where its routers choose.
 
     `sampler_ids_NK` int32 and `sampler_logprobs_NK` float32: the tokens that were likeliest under the policy that
-    sampled an action token (`episodes/likeliest.py`); None where nobody said.
+    sampled an action token (`episodes/top_logprobs.py`); None where nobody said.
 
     A subclass adds columns. The last part of a column's name is its shape, by which `select` knows it: N has an entry a
     token, S one a sequence, SK a row of K, NLK K entries for each of L layers.
@@ -317,7 +317,7 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
             rewards[start + segment.stop - 1] = segment.reward
         start += len(trajectory)
     part_names = _part_names(trajectories)
-    sampler_ids_NK, sampler_logprobs_NK = _likeliest(trajectories, action_mask_N)
+    sampler_ids_NK, sampler_logprobs_NK = _top_logprobs(trajectories, action_mask_N)
     group_ids_S = torch.tensor([t.group_id for t in trajectories])
     sample_ids_S = torch.tensor([t.sample_id for t in trajectories])
     return RolloutBatch(
@@ -346,12 +346,12 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
     )
 
 
-def _likeliest(trajectories: Sequence[Trajectory], action_mask_N: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _top_logprobs(trajectories: Sequence[Trajectory], action_mask_N: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Returns the most likely tokens at the place of each token, 0 outside actions, and their log-probs; None and None
     where no engine was asked."""
-    if all(trajectory.likeliest is None for trajectory in trajectories):
+    if all(trajectory.top_logprobs is None for trajectory in trajectories):
         return None, None
-    told = end_to_end([unsaid(t.action_length) if t.likeliest is None else t.likeliest for t in trajectories])
+    told = end_to_end([unsaid(t.action_length) if t.top_logprobs is None else t.top_logprobs for t in trajectories])
     shape = len(action_mask_N), told.ids_RK.shape[1]
     ids_NK, logprobs_NK = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape)
     ids_NK[action_mask_N], logprobs_NK[action_mask_N] = told.ids_RK, told.logprobs_RK

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.images import PlacedImages, check_places
-from rollgrad.domain.episodes.likeliest import LikeliestTokens, end_to_end, unsaid
 from rollgrad.domain.episodes.routed import RoutedTokens, experts_of
+from rollgrad.domain.episodes.top_logprobs import TopLogprobs, end_to_end, unsaid
 from rollgrad.domain.errors import TrajectoryError
 
 NO_VERSION = -1
@@ -61,8 +61,8 @@ class Trajectory:
     `group_id` ties the samples of one prompt, `sample_id` the branches of one rollout.
     `reward_parts`: the named rewards that its reward is the weighted sum of, if it is one. `images` are those that some
     of its tokens stand for, none of which was sampled. `experts_TLK` are the experts of a mixture that the engine
-    sent its tokens to (`routed.py`); None where it did not say. `likeliest` has the most likely tokens at the place of
-    each sampled token, in order; None where no engine was asked. `answer` is that of the episode's `Reward`.
+    sent its tokens to (`routed.py`); None where it did not say. `top_logprobs` has the most likely tokens at the place
+    of each sampled token, in order; None where no engine was asked. `answer` is that of the episode's `Reward`.
     """
 
     token_ids_T: Tensor
@@ -77,7 +77,7 @@ class Trajectory:
     images: PlacedImages = ()
     reward_parts: Mapping[str, float] = field(factory=dict)
     experts_TLK: Tensor | None = None
-    likeliest: LikeliestTokens | None = None
+    top_logprobs: TopLogprobs | None = None
     answer: str | None = None
 
     @property
@@ -128,7 +128,7 @@ class TrajectoryBuilder:
         self._sample_id = sample_id
         self._images = images
         self._routed: list[RoutedTokens] = []
-        self._likeliest: list[LikeliestTokens] = []
+        self._top_logprobs: list[TopLogprobs] = []
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -154,17 +154,17 @@ class TrajectoryBuilder:
             )
         if not tokens:
             raise TrajectoryError("The engine returned no tokens: an action holds at least one.")
-        likeliest = generation.top_logprobs
-        if likeliest and len(likeliest) != len(tokens):
+        top_logprobs = generation.top_logprobs
+        if top_logprobs and len(top_logprobs) != len(tokens):
             raise TrajectoryError(
-                f"The engine returned {len(tokens)} tokens, and the likeliest ones at {len(likeliest)} places: give "
+                f"The engine returned {len(tokens)} tokens, and the likeliest ones at {len(top_logprobs)} places: give "
                 "them at each place or at none."
             )
         for position, value in enumerate(logprobs):
             if not (math.isfinite(value) and value <= LOGPROB_SLACK):
                 raise TrajectoryError(f"Sampled token {position} has log-prob {value}: it must be finite and <= 0.")
         self.add_routed(generation.routed)
-        self._likeliest.append(LikeliestTokens.of(likeliest) if likeliest else unsaid(len(tokens)))
+        self._top_logprobs.append(TopLogprobs.of(top_logprobs) if top_logprobs else unsaid(len(tokens)))
         self._append(SegmentKind.ACTION, tokens, logprobs, versions)
         self._segments[-1] = evolve(self._segments[-1], turn=turn, grammar=generation.grammar, state=state)
 
@@ -223,7 +223,7 @@ class TrajectoryBuilder:
         if not math.isfinite(outcome):
             raise TrajectoryError(f"The score is {outcome}: it must be a finite number.")
         check_places(self._images, len(self._tokens))
-        told = end_to_end(self._likeliest)
+        told = end_to_end(self._top_logprobs)
         return Trajectory(
             token_ids_T=torch.tensor(self._tokens, dtype=torch.int64),
             logprobs_T=torch.tensor(self._logprobs, dtype=torch.float32),
@@ -237,7 +237,7 @@ class TrajectoryBuilder:
             images=self._images,
             reward_parts=dict(reward_parts or {}),
             experts_TLK=experts_of(self._routed, len(self._tokens)),
-            likeliest=told if told.ids_RK.shape[1] else None,
+            top_logprobs=told if told.ids_RK.shape[1] else None,
             answer=answer,
         )
 

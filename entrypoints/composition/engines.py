@@ -138,7 +138,7 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool, 
         "lora": lora,
         "sleep_level": sleep_level(config),
         "records_experts": config.actor.router_replay is RouterReplay.ENGINE,
-        "likeliest": config.algo.score_centering_top_k,
+        "top_logprobs": config.algo.score_centering_top_k,
         "extra": {**({} if config.data.image_key else _without_tower(name)), **(config.vllm.extra or {})},
     }
 

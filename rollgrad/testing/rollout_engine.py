@@ -86,13 +86,13 @@ class FakeRolloutEngine(RolloutEngine):
                 reason = StopReason.STOP
                 break
         logprobs = [-math.log(VOCABULARY)] * len(tokens)
-        likeliest = [(token, logprobs[0]) for token in range(params.top_logprobs)] if tokens else []
+        top_logprobs = [(token, logprobs[0]) for token in range(params.top_logprobs)] if tokens else []
         return Generation(
             token_ids=tokens,
             logprobs=logprobs,
             versions=versions,
             stop_reason=reason,
-            top_logprobs=[likeliest] * len(tokens) if likeliest else (),
+            top_logprobs=[top_logprobs] * len(tokens) if top_logprobs else (),
         )
 
     async def pause(self, mode: PauseMode) -> None:

@@ -16,7 +16,7 @@ from rollgrad.adapters.engines.embedded.kept import KEPT_BYTES, KeptSequences
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, StoredKeys, blocks_of
 from rollgrad.adapters.engines.embedded.recomputing import RecomputingDecoder
 from rollgrad.adapters.engines.embedded.rows import PromptKey, Row
-from rollgrad.adapters.engines.embedded.sampler import forbid, likeliest, read, sample
+from rollgrad.adapters.engines.embedded.sampler import forbid, read, sample, top_logprobs
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.application.settings.memory_plan_passes import PREFILL_TOKENS
 from rollgrad.domain.control.request_flow import RequestFlow
@@ -202,7 +202,7 @@ class Batch:
         params: list[SamplingParams] = [row.request.params for row in rows]
         uniforms = torch.stack([row.uniforms[len(row.tokens)] for row in rows])
         tokens, logprobs = read(*sample(logits_AV, params, uniforms))
-        for index, best in likeliest(logits_AV, [p.top_logprobs for p in params]).items():
+        for index, best in top_logprobs(logits_AV, [p.top_logprobs for p in params]).items():
             rows[index].top_logprobs.append(best)
         finished = []
         for row, token, logprob in zip(rows, map(int, tokens), logprobs, strict=True):

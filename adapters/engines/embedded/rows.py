@@ -12,8 +12,8 @@ from rollgrad.application.foreign import harmless
 from rollgrad.domain.control.request_flow import ArrivedRequest
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.episodes.images import PlacedImages
-from rollgrad.domain.episodes.likeliest import LikeliestTokens, end_to_end
 from rollgrad.domain.episodes.routed import RoutedTokens
+from rollgrad.domain.episodes.top_logprobs import TopLogprobs, end_to_end
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RollgradError
 
 PromptKey = tuple[tuple[int, ...], PlacedImages]
@@ -35,7 +35,7 @@ class Row:
     tokens: list[int] = field(factory=list)
     logprobs: list[float] = field(factory=list)
     versions: list[int] = field(factory=list)
-    top_logprobs: list[LikeliestTokens] = field(factory=list)
+    top_logprobs: list[TopLogprobs] = field(factory=list)
     experts: list[torch.Tensor] = field(factory=list)
     """Experts [R, L, K] of the tokens that were computed for it, pass by pass, where they are recorded."""
     kept: int = 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.domain.episodes.generation import SamplingParams
-from rollgrad.domain.episodes.likeliest import LikeliestTokens
+from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 
 BLOCK = 256
 """Vocabulary entries summed together before the search for the drawn token: two short searches instead of a
@@ -69,21 +69,21 @@ def forbid(logits_AV: Tensor, tokens_A: Sequence[Iterable[int]]) -> None:
         logits_AV[row_F, token_F] = float("-inf")
 
 
-def likeliest(logits_AV: Tensor, counts_A: Sequence[int]) -> dict[int, LikeliestTokens]:
+def top_logprobs(logits_AV: Tensor, counts_A: Sequence[int]) -> dict[int, TopLogprobs]:
     """Returns the most likely tokens with their log-probs, as those of one place, of each row that asks for any.
 
     Args:
         logits_AV: as `sample` leaves them.
         counts_A: how many tokens of each row; it gets fewer if fewer are possible.
     """
-    found: dict[int, LikeliestTokens] = {}
+    found: dict[int, TopLogprobs] = {}
     for count in {*counts_A} - {0}:
         rows = [row for row, asked in enumerate(counts_A) if asked == count]
         logits = logits_AV.index_select(0, to_device(torch.tensor(rows), logits_AV.device))
         best, tokens = logits.topk(min(count, logits.shape[1]))
         # One copy brings both, as in `read`.
         ids, logprobs = torch.stack([tokens.double(), (best - logits.logsumexp(-1, keepdim=True)).double()]).cpu()
-        each = LikeliestTokens(ids.int(), logprobs.float().clamp_(max=0.0))
+        each = TopLogprobs(ids.int(), logprobs.float().clamp_(max=0.0))
         found |= {row: each[place : place + 1] for place, row in enumerate(rows)}
     return found
 

@@ -17,8 +17,8 @@ from rollgrad.adapters.engines.vllm.sampling_params import parameters
 from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.episodes.images import PlacedImages
-from rollgrad.domain.episodes.likeliest import LikeliestTokens, end_to_end
 from rollgrad.domain.episodes.routed import RoutedTokens, experts_type
+from rollgrad.domain.episodes.top_logprobs import TopLogprobs, end_to_end
 from rollgrad.domain.errors import EngineError, RollgradError
 from rollgrad.domain.ports.rollout_engine import tell
 
@@ -75,7 +75,7 @@ class LocalCore(Core):
         """Implements `Core.sample`."""
         tokens: list[int] = []
         logprobs: list[float] = []
-        likeliest: list[LikeliestTokens] = []
+        top_logprobs: list[TopLogprobs] = []
 
         def take(output: Any) -> None:
             part = output.outputs[0]
@@ -84,7 +84,7 @@ class LocalCore(Core):
             tokens.extend(part.token_ids)
             logprobs.extend(drawn)
             if request.params.top_logprobs and drawn:
-                likeliest.append(_likeliest(given, min(request.params.top_logprobs, self.model.vocabulary)))
+                top_logprobs.append(_top_logprobs(given, min(request.params.top_logprobs, self.model.vocabulary)))
             if on_token is None:
                 return
             for place, (token, logprob) in enumerate(zip(part.token_ids, drawn, strict=True), start=1):
@@ -102,7 +102,7 @@ class LocalCore(Core):
             logprobs=logprobs,
             versions=versions,
             stop_reason=STOP_REASONS[last.finish_reason],
-            top_logprobs=end_to_end(likeliest),
+            top_logprobs=end_to_end(top_logprobs),
             routed=() if last.routed_experts is None else (self._routed(request.known_experts, last.routed_experts),),
             kept=output.num_cached_tokens if self._keeps else None,
         )
@@ -258,7 +258,7 @@ class LocalCore(Core):
         return last
 
 
-def _likeliest(given: Any, count: int) -> LikeliestTokens:
+def _top_logprobs(given: Any, count: int) -> TopLogprobs:
     """Returns the `count` most likely tokens at each place of vLLM's flat log-probs. They follow the sampled token; but
     where vLLM has put several outputs together, for nobody had taken the first yet, one of them that was sampled is
     there once, in front."""
@@ -267,4 +267,4 @@ def _likeliest(given: Any, count: int) -> LikeliestTokens:
     for begin, end in pairwise((*given.start_indices, len(ids))):
         row = np.arange(begin, end)
         rows.append(row[1:] if len(row) > count else row[np.argsort(-logprobs[row], kind="stable")])
-    return LikeliestTokens(*(torch.from_numpy(each[np.stack(rows)]) for each in (ids, logprobs)))
+    return TopLogprobs(*(torch.from_numpy(each[np.stack(rows)]) for each in (ids, logprobs)))

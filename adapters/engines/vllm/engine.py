@@ -327,7 +327,7 @@ class VLLMEngine(CoreEngine):
         sleep_level: vLLM's, of `sleep`: 0 frees no memory, 1 moves the weights to the CPU's, 2 gives them up, so that
             after `wake` a transfer of all weights comes before anything else; with an adapter at most 1.
         records_experts: whether generations say to which experts of a mixture their tokens went; vLLM does so on GPUs.
-        likeliest: as in `start`.
+        top_logprobs: as in `start`.
         extra: further engine arguments of vLLM, by its own names.
 
     Raises:
@@ -352,7 +352,7 @@ class VLLMEngine(CoreEngine):
         lora: LoraConfig | None = None,
         sleep_level: int = 1,
         records_experts: bool = False,
-        likeliest: int = 0,
+        top_logprobs: int = 0,
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         device = default_device()
@@ -369,7 +369,7 @@ class VLLMEngine(CoreEngine):
             gpu_memory_utilization=memory_fraction,
             sleeps=sleep_level > 0,
             records_experts=records_experts,
-            likeliest=likeliest,
+            top_logprobs=top_logprobs,
             extra=extra,
             **({} if lora is None else lora_settings(lora, number_format, device)),
         )

@@ -36,7 +36,7 @@ def start(
     threads: int | None = None,
     sleeps: bool = True,
     records_experts: bool = False,
-    likeliest: int = 0,
+    top_logprobs: int = 0,
     extra: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> Any:
@@ -45,7 +45,7 @@ def start(
     from; prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
     `threads` of the processes that share a model on a CPU; None leaves it to OMP_NUM_THREADS how many each has.
     `sleeps`: whether it can give its memory to others, which it then allocates in a way of its own. `records_experts`:
-    whether it says to which experts of a mixture it sent tokens. `likeliest`: number of most likely tokens that
+    whether it says to which experts of a mixture it sent tokens. `top_logprobs`: number of most likely tokens that
     requests may ask for, where they are more than vLLM's own bound. `extra`: further engine arguments, which count more
     than what is chosen for them here.
 
@@ -76,7 +76,7 @@ def start(
             "the model's: leave --vllm.extra.speculative_config (of chat and serve: --vllm_extra.) out."
         )
     try:
-        chosen = _arguments(sync_backend, sleeps=sleeps, records_experts=records_experts, likeliest=likeliest)
+        chosen = _arguments(sync_backend, sleeps=sleeps, records_experts=records_experts, top_logprobs=top_logprobs)
         arguments = AsyncEngineArgs(**{**settings, **chosen, **extra})
         model = arguments.create_model_config()
         if cpu and arguments.enable_lora and model.is_moe:
@@ -110,7 +110,7 @@ def start(
         raise EngineError(f"vLLM did not start with {given}: {type(error).__name__}: {error}{hint}") from error
 
 
-def _arguments(sync_backend: SyncBackend, *, sleeps: bool, records_experts: bool, likeliest: int) -> dict[str, Any]:
+def _arguments(sync_backend: SyncBackend, *, sleeps: bool, records_experts: bool, top_logprobs: int) -> dict[str, Any]:
     """Returns the arguments of `AsyncEngineArgs` that are the same on every machine."""
     from vllm.config import StructuredOutputsConfig, WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -124,7 +124,7 @@ def _arguments(sync_backend: SyncBackend, *, sleeps: bool, records_experts: bool
         "generation_config": "vllm",
         "limit_mm_per_prompt": {"video": 0},  # no prompt has one, for which it would set memory aside
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": max(likeliest, AsyncEngineArgs.max_logprobs),
+        "max_logprobs": max(top_logprobs, AsyncEngineArgs.max_logprobs),
         "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),  # whose grammars ours are
         "weight_transfer_config": WeightTransferConfig(backend=VLLM_BACKENDS[sync_backend]),
         "worker_extension_cls": WORKER,

@@ -50,7 +50,7 @@ class TokensWire(Wire):
         """Implements `Wire.body`."""
         params = plain_parameters(request, eos_token_ids)
         grammar = request.params.grammar
-        likeliest = request.params.top_logprobs  # the token that is drawn comes first, and as many in all as asked for
+        top_logprobs = request.params.top_logprobs
         if grammar is not None:
             params["structured_outputs"] = {"grammar": grammar}
         return {
@@ -58,7 +58,8 @@ class TokensWire(Wire):
             "token_ids": list(request.prompt_token_ids),
             "sampling_params": {
                 **params,
-                "logprobs": likeliest and min(likeliest + 1, MOST_LOGPROBS),
+                # The token that is drawn comes first, and as many in all as asked for.
+                "logprobs": top_logprobs and min(top_logprobs + 1, MOST_LOGPROBS),
                 "detokenize": bool(request.params.stop_strings),
             },
         }
@@ -70,7 +71,9 @@ class TokensWire(Wire):
         logprobs = [one["logprob"] for one in content]
         spans = choice.get(SPANS) or ()
         versions = [_version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-        return _generation(choice, logprobs, versions, [_likeliest(one.get("top_logprobs") or ()) for one in content])
+        return _generation(
+            choice, logprobs, versions, [_top_logprobs(one.get("top_logprobs") or ()) for one in content]
+        )
 
     def probe_body(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> dict[str, Any]:
         """Returns the body of a request for the log-prob of `token` after `prompt`."""
@@ -172,7 +175,7 @@ def _version(label: str) -> int:
     return int(label) if label.isdecimal() else 0
 
 
-def _likeliest(given: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+def _top_logprobs(given: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """Returns the possible tokens of a place, the likeliest first."""
     pairs = [(one["token_id"], one["logprob"]) for one in given if one["logprob"] > IMPOSSIBLE]
     return sorted(pairs, key=lambda pair: -pair[1])
@@ -182,7 +185,7 @@ def _generation(
     choice: Mapping[str, Any],
     logprobs: Sequence[float],
     versions: Sequence[int],
-    likeliest: Sequence[Sequence[tuple[int, float]]] = (),
+    top_logprobs: Sequence[Sequence[tuple[int, float]]] = (),
 ) -> Generation:
     tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
     if reason not in STOP_REASONS:
@@ -197,5 +200,5 @@ def _generation(
         logprobs=logprobs,
         versions=versions,
         stop_reason=STOP_REASONS[reason],
-        top_logprobs=likeliest,
+        top_logprobs=top_logprobs,
     )

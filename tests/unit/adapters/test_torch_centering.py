@@ -18,7 +18,7 @@ from rollgrad.domain.algorithms.losses.centering import SamplerHead, ScoreCenter
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionLevel, CorrectionMode, CorrectionSettings
 from rollgrad.domain.batches.packed import RolloutBatch
-from rollgrad.domain.episodes.likeliest import LikeliestTokens
+from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.adapters.test_torch_packed_forward import VOCABULARY, built, llama, random_batch
 
@@ -35,7 +35,7 @@ def sampled(top_k: int) -> tuple[RolloutBatch, Tensor]:
     sampler_NV = (1.5 * torch.randn(batch.token_count, VOCABULARY, generator=generator).double()).log_softmax(1)
     top = sampler_NV.topk(top_k, dim=1)
     mask_N = batch.action_mask_N
-    told = LikeliestTokens(top.indices.int(), torch.where(mask_N[:, None], top.values.float(), float("nan")))
+    told = TopLogprobs(top.indices.int(), torch.where(mask_N[:, None], top.values.float(), float("nan")))
     return evolve(
         batch,
         rollout_logprobs_N=torch.where(mask_N, sampler_NV.gather(1, batch.tokens_N[:, None])[:, 0].float(), 0.0),

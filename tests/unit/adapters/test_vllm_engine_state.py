@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollgrad.adapters.engines.vllm import async_llm
-from rollgrad.adapters.engines.vllm.async_llm import LocalCore, _likeliest
+from rollgrad.adapters.engines.vllm.async_llm import LocalCore, _top_logprobs
 from rollgrad.adapters.engines.vllm.comparison import STEPS
 from rollgrad.adapters.engines.vllm.core import Core
 from rollgrad.adapters.engines.vllm.engine import CoreEngine
@@ -309,6 +309,6 @@ def test_likely_tokens_of_outputs_that_vllm_put_together_are_the_most_likely_in_
     together = SimpleNamespace(token_ids=[9, 3, 5, 5, 3], logprobs=[-4.0, -1.0, -2.0, -2.0, -1.0])
     for given in (apart, together):
         given.start_indices = [0, 3]
-        found = _likeliest(given, 2)
+        found = _top_logprobs(given, 2)
         assert found.ids_RK.tolist() == [[3, 5], [3, 5]]
         assert found.logprobs_RK.tolist() == [[-1.0, -2.0], [-1.0, -2.0]]

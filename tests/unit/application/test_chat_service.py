@@ -65,7 +65,7 @@ async def test_clients_are_told_the_likely_tokens_they_ask_for_and_the_trainer_i
     assert {len(told) for told in asked.generation.top_logprobs} == {2}
     await session.seal()
     recorded = session.ledger.trajectories(group_id=0, sample_id=0, stop_reason=StopReason.STOP)
-    told = [each for trajectory in recorded for each in trajectory.likeliest or ()]
+    told = [each for trajectory in recorded for each in trajectory.top_logprobs or ()]
     assert {len(each) for each in told} == {30}
     assert len(told) == sum(trajectory.action_length for trajectory in recorded)
 

@@ -14,7 +14,7 @@ from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, KLSettings, OldLogprobs
 from rollgrad.domain.batches.packed import PackedBatch
-from rollgrad.domain.episodes.likeliest import LikeliestTokens
+from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import DataError, EngineError, RewardError
 from rollgrad.domain.ports.models import TokenScores
@@ -77,8 +77,8 @@ def by_sequence(batch: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def test_likely_tokens_are_for_score_centering_alone() -> None:
     """A client may have asked for some where it is off."""
-    told = LikeliestTokens(torch.ones(2, 3, dtype=torch.int32), torch.full((2, 3), -1.0))
-    trajectories = [evolve(TRAJECTORIES[0], likeliest=told), *TRAJECTORIES[1:]]
+    told = TopLogprobs(torch.ones(2, 3, dtype=torch.int32), torch.full((2, 3), -1.0))
+    trajectories = [evolve(TRAJECTORIES[0], top_logprobs=told), *TRAJECTORIES[1:]]
     assert make(algo(), trajectories=trajectories).batch.sampler_ids_NK is None
     centred = algo()
     centred.score_centering_top_k = 3

@@ -10,8 +10,8 @@ from attrs import evolve
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.kept import group_of_state, group_state
 from rollgrad.domain.episodes.images import Image, PlacedImage
-from rollgrad.domain.episodes.likeliest import LikeliestTokens
 from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 from rollgrad.testing.agent_executor import make_trajectory
 
 
@@ -68,15 +68,19 @@ def test_states_and_answers_are_kept() -> None:
 
 
 def test_likely_tokens_are_kept() -> None:
-    likeliest = LikeliestTokens.of([[(3, -0.5), (5, -1.0)], [(4, -0.25)]])
-    told = evolve(make_trajectory([1, 2], [3, 4]), likeliest=likeliest)
+    top_logprobs = TopLogprobs.of([[(3, -0.5), (5, -1.0)], [(4, -0.25)]])
+    told = evolve(make_trajectory([1, 2], [3, 4]), top_logprobs=top_logprobs)
     group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1, 2), text="a"), trajectories=(told,))
     file = io.BytesIO()
     torch.save(group_state(group), file)
     state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    read = group_of_state(state, group.prompt).trajectories[0].likeliest
-    assert read is not None
-    assert [*read] == [*likeliest]
+    (kept,) = state["trajectories"]
+    former = {**kept, "likeliest": kept["top_logprobs"]}
+    del former["top_logprobs"]  # as states of earlier versions have it
+    for saved in (state, {**state, "trajectories": [former]}):
+        read = group_of_state(saved, group.prompt).trajectories[0].top_logprobs
+        assert read is not None
+        assert [*read] == [*top_logprobs]
 
 
 def test_experts_of_tokens_are_kept() -> None:

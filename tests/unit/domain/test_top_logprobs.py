@@ -7,7 +7,7 @@ import torch
 
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.generation import Generation, StopReason
-from rollgrad.domain.episodes.likeliest import NOBODY, LikeliestTokens, end_to_end
+from rollgrad.domain.episodes.top_logprobs import NOBODY, TopLogprobs, end_to_end
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import TrajectoryError
 
@@ -15,12 +15,12 @@ PAIRS = [[(7, -0.5), (3, -1.0)], [], [(5, -0.25)]]
 
 
 def test_pairs_come_back_as_they_were() -> None:
-    tokens = LikeliestTokens.of(PAIRS)
+    tokens = TopLogprobs.of(PAIRS)
     assert [*tokens] == PAIRS
     assert [*tokens.widened(4)] == PAIRS
     assert [*tokens[1:]] == PAIRS[1:]
     assert [*tokens.narrowed(1)] == [pairs[:1] for pairs in PAIRS]
-    assert LikeliestTokens.of(tokens) is tokens
+    assert TopLogprobs.of(tokens) is tokens
     assert (tokens.ids_RK.dtype, tokens.logprobs_RK.dtype) == (torch.int32, torch.float32)
 
 
@@ -50,13 +50,13 @@ def trajectory(*replies: Generation, sample: int = 0) -> Trajectory:
 
 
 def test_each_sampled_token_has_them_at_its_place() -> None:
-    told = trajectory(reply(10, 20), reply(30)).likeliest
+    told = trajectory(reply(10, 20), reply(30)).top_logprobs
     assert told is not None
     assert [*told] == [[(10, -0.5), (11, -1.5)], [(20, -0.5), (21, -1.5)], [(30, -0.5), (31, -1.5)]]
-    half = trajectory(reply(10, told=False), reply(30)).likeliest
+    half = trajectory(reply(10, told=False), reply(30)).top_logprobs
     assert half is not None
     assert [*half] == [[], [(30, -0.5), (31, -1.5)]]
-    assert trajectory(reply(10, told=False)).likeliest is None
+    assert trajectory(reply(10, told=False)).top_logprobs is None
 
 
 def test_a_reply_says_them_at_each_place_or_at_none() -> None:

@@ -14,7 +14,7 @@ NOBODY = float("-inf")
 
 
 @frozen(eq=False)
-class LikeliestTokens(Sequence[list[tuple[int, float]]]):
+class TopLogprobs(Sequence[list[tuple[int, float]]]):
     """`ids_RK` int32 and `logprobs_RK` float32, the likeliest first; `NOBODY` where a place has fewer. As a sequence it
     is that of each place's pairs (token id, log-prob)."""
 
@@ -22,7 +22,7 @@ class LikeliestTokens(Sequence[list[tuple[int, float]]]):
     logprobs_RK: Tensor
 
     @classmethod
-    def of(cls, places: Sequence[Sequence[tuple[int, float]]]) -> "LikeliestTokens":
+    def of(cls, places: Sequence[Sequence[tuple[int, float]]]) -> "TopLogprobs":
         """Returns the tokens of `places`, each of which may have any number."""
         if isinstance(places, cls):
             return places
@@ -38,37 +38,35 @@ class LikeliestTokens(Sequence[list[tuple[int, float]]]):
     @overload
     def __getitem__(self, place: int) -> list[tuple[int, float]]: ...
     @overload
-    def __getitem__(self, place: slice) -> "LikeliestTokens": ...
-    def __getitem__(self, place: int | slice) -> "list[tuple[int, float]] | LikeliestTokens":
+    def __getitem__(self, place: slice) -> "TopLogprobs": ...
+    def __getitem__(self, place: int | slice) -> "list[tuple[int, float]] | TopLogprobs":
         if isinstance(place, slice):
-            return LikeliestTokens(self.ids_RK[place], self.logprobs_RK[place])
+            return TopLogprobs(self.ids_RK[place], self.logprobs_RK[place])
         pairs = zip(self.ids_RK[place].tolist(), self.logprobs_RK[place].tolist(), strict=True)
         return [pair for pair in pairs if pair[1] > NOBODY]
 
     def __len__(self) -> int:
         return len(self.ids_RK)
 
-    def widened(self, count: int) -> "LikeliestTokens":
+    def widened(self, count: int) -> "TopLogprobs":
         """Returns the same with room for `count` tokens a place, which are no fewer than there are."""
         more = 0, count - self.ids_RK.shape[1]
         pad = torch.nn.functional.pad
-        return (
-            self if not more[1] else LikeliestTokens(pad(self.ids_RK, more), pad(self.logprobs_RK, more, value=NOBODY))
-        )
+        return self if not more[1] else TopLogprobs(pad(self.ids_RK, more), pad(self.logprobs_RK, more, value=NOBODY))
 
-    def narrowed(self, count: int) -> "LikeliestTokens":
+    def narrowed(self, count: int) -> "TopLogprobs":
         """Returns the same with the first `count` tokens of each place."""
-        return LikeliestTokens(self.ids_RK[:, :count], self.logprobs_RK[:, :count])
+        return TopLogprobs(self.ids_RK[:, :count], self.logprobs_RK[:, :count])
 
 
-def end_to_end(parts: Sequence[Sequence[Sequence[tuple[int, float]]]]) -> LikeliestTokens:
+def end_to_end(parts: Sequence[Sequence[Sequence[tuple[int, float]]]]) -> TopLogprobs:
     """Returns the tokens of several replies, or of their parts, one after the other."""
-    compact = [LikeliestTokens.of(part) for part in parts] or [unsaid(0)]
+    compact = [TopLogprobs.of(part) for part in parts] or [unsaid(0)]
     count = max(part.ids_RK.shape[1] for part in compact)
     wide = [part.widened(count) for part in compact]
-    return LikeliestTokens(torch.cat([w.ids_RK for w in wide]), torch.cat([w.logprobs_RK for w in wide]))
+    return TopLogprobs(torch.cat([w.ids_RK for w in wide]), torch.cat([w.logprobs_RK for w in wide]))
 
 
-def unsaid(length: int) -> LikeliestTokens:
+def unsaid(length: int) -> TopLogprobs:
     """Returns so many places of which nobody said which tokens are the likeliest."""
-    return LikeliestTokens(torch.zeros(length, 0, dtype=torch.int32), torch.zeros(length, 0))
+    return TopLogprobs(torch.zeros(length, 0, dtype=torch.int32), torch.zeros(length, 0))
