@@ -103,7 +103,7 @@ def coloured(tokenizer: Any, token_ids: list[int], weights: list[float], console
 
 
 def show_report(title: str, report: DataReport, console: Console | None = None) -> None:
-    """Prints the report of a data set; to stderr by default."""
+    """Prints the report of a dataset; to stderr by default."""
     console = console or Console(stderr=True, highlight=False, markup=False)
     table = Table(title=f"Data: {title}", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)

@@ -1,4 +1,4 @@
-"""Checks that the models, data sets, files and directories that settings name are there, before anything is loaded.
+"""Checks that the models, datasets, files and directories that settings name are there, before anything is loaded.
 
 Does not own: what is in them. Importable without torch.
 """
@@ -43,7 +43,7 @@ def check_model(key: str, name: str | None) -> None:
 
 
 def check_dataset(key: str, name: str) -> None:
-    """Checks a data set.
+    """Checks a dataset.
 
     Raises:
         DataError: there is no such file or folder.

@@ -64,7 +64,7 @@ class VerifiersAgent(AgentProgram, AsyncClosable):
         self._worker: _Worker | None = None
 
     def write_rows(self, path: str, *, split: str = "train") -> int:
-        """Writes the environment's rows as a data set (.jsonl) for data.prompt_dataset or eval.dataset.
+        """Writes the environment's rows as a dataset (.jsonl) for data.prompt_dataset or eval.dataset.
 
         Args:
             path: the file; one that is there is overwritten.
@@ -268,7 +268,7 @@ class _Worker:
 
 
 def _row(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row of the data set. Its prompt is to be read and to be counted: the environment sends its own."""
+    """Returns a row of the dataset. Its prompt is to be read and to be counted: the environment sends its own."""
     prompt = row["prompt"] or f"Task {number}"
     answer = row["answer"]
     return {"prompt": prompt, "answer": answer if isinstance(answer, str) else "", COLUMN: row["row"]}

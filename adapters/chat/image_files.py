@@ -44,7 +44,7 @@ def image_bytes(source: Any) -> bytes:
     """Returns the bytes of an image's file, whose content is checked.
 
     Args:
-        source: bytes, a path, a data URI, a Pillow image, or a mapping with `bytes` or `path`, as data sets have it.
+        source: bytes, a path, a data URI, a Pillow image, or a mapping with `bytes` or `path`, as datasets have it.
 
     Raises:
         ImageError: there is no such file, it is too large, or no image.
@@ -110,7 +110,7 @@ def _read(source: Any) -> bytes:
         source = source.get("bytes") or source.get("path")
     if isinstance(source, bytes):
         return source
-    if is_picture(source):  # as data sets decode it
+    if is_picture(source):  # as datasets decode it
         return png(source)
     if not isinstance(source, str | Path) or not str(source):
         raise ImageError(f"An image is {shown(source)}: it must be a path, a data URI, or the bytes of a file.")

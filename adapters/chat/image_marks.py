@@ -1,4 +1,4 @@
-"""Places of images in the messages of a row, as data sets of OpenRLHF, TRL and verl mark them.
+"""Places of images in the messages of a row, as datasets of OpenRLHF, TRL and verl mark them.
 
 Invariant: each image stands at one place, in the order of the row, or the row is refused. Does not own: reading images
 (`pictures.py`).

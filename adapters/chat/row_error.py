@@ -1,4 +1,4 @@
-"""The error of a row of a data set that cannot be trained on, which has the reason that the report counts it under."""
+"""The error of a row of a dataset that cannot be trained on, which has the reason that the report counts it under."""
 
 from enum import StrEnum
 

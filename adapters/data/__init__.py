@@ -1,1 +1,1 @@
-"""Prompts from data sets and procedural tasks, and the examples of offline trainers."""
+"""Prompts from datasets and procedural tasks, and the examples of offline trainers."""

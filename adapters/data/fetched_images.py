@@ -1,6 +1,6 @@
 """Images that rows name by URL, fetched once and kept in a folder.
 
-What a data set names may be chosen by a stranger, and is asked for from this machine's place in its network.
+What a dataset names may be chosen by a stranger, and is asked for from this machine's place in its network.
 Invariants: only http and https are spoken, redirects included; unless any address is allowed, no connection is made to
 one that is not public, whatever its name resolves to and whoever redirects there; size, time and redirects are bounded;
 proxies of the environment are not asked; what is kept is an image. Does not own: which rows there are.
@@ -43,7 +43,7 @@ UNICAST = ipaddress.ip_network("2000::/3")
 
 def url_of(source: Any) -> str | None:
     """Returns the URL that the source of an image is; None if it is something else."""
-    if isinstance(source, Mapping) and not source.get("bytes"):  # as data sets of the hub have it
+    if isinstance(source, Mapping) and not source.get("bytes"):  # as datasets of the hub have it
         source = source.get("path")
     return source if isinstance(source, str) and source.lower().startswith(("http://", "https://")) else None
 

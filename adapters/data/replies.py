@@ -50,7 +50,7 @@ OPTIONAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def reply_row(reply: Reply, *, model: str, logprobs: bool, images: KeptImages | None = None) -> Row:
-    """Returns a reply as a row; what JSON cannot hold of the data set's own row (pictures, dates) is left out. `images`
+    """Returns a reply as a row; what JSON cannot hold of the dataset's own row (pictures, dates) is left out. `images`
     keeps those of prompts, if they may have any."""
     prompt = reply.prompt
     row: Row = {
@@ -216,7 +216,7 @@ def line_of(row: Row) -> bytes:
     """Returns a row as a line of a file."""
     try:
         return f"{json.dumps(row, ensure_ascii=False)}\n".encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which a data set may hold
+    except UnicodeEncodeError:  # half of a surrogate pair, which a dataset may hold
         return f"{json.dumps(row)}\n".encode()
 
 

@@ -173,7 +173,7 @@ class ExampleEvaluation(Evaluation, Generic[Example]):
     Args:
         learner: measures them.
         examples: all are measured, as one batch.
-        name_of: returns the name of the data set that an example is of; None where there is one.
+        name_of: returns the name of the dataset that an example is of; None where there is one.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class ExampleEvaluation(Evaluation, Generic[Example]):
         self._name_of = name_of
 
     async def run(self, step: int | None = None) -> dict[str, float]:
-        """Returns the loss and the objective's metrics, as `eval/name`, and where there are several data sets those of
+        """Returns the loss and the objective's metrics, as `eval/name`, and where there are several datasets those of
         each as `eval/SET/name`; `step` makes no difference."""
         examples = [self._examples[index] for index in range(len(self._examples))]
         objective = await finished(asyncio.to_thread(self._learner.objective_for, examples))
@@ -215,7 +215,7 @@ class ExampleEvaluation(Evaluation, Generic[Example]):
         return [[[part] for part in self._learner.parts(examples)]]
 
     def _sets(self, examples: Sequence[Example]) -> dict[str, list[Example]]:
-        """Returns the examples of each data set, by name."""
+        """Returns the examples of each dataset, by name."""
         sets: dict[str, list[Example]] = {}
         for example in examples:
             sets.setdefault("" if self._name_of is None else self._name_of(example), []).append(example)

@@ -7,15 +7,15 @@ from collections.abc import Collection, Sequence
 from rollgrad.domain.algorithms.equality import reaches
 
 MOST_SETS = 64
-"""Held-out data sets that have metrics of their own, at most: MMLU's 57 subjects have, a column of ids has not."""
+"""Held-out datasets that have metrics of their own, at most: MMLU's 57 subjects have, a column of ids has not."""
 
 
 def too_many_sets(names: Collection[str]) -> str | None:
-    """Returns a sentence about held-out data sets, by their different names, if there are more than `MOST_SETS`."""
+    """Returns a sentence about held-out datasets, by their different names, if there are more than `MOST_SETS`."""
     if len(names) <= MOST_SETS:
         return None
     return (
-        f"The rows of eval.dataset are of {len(names):,} data sets, such as {min(names)[:80]!r}, but {MOST_SETS} at "
+        f"The rows of eval.dataset are of {len(names):,} datasets, such as {min(names)[:80]!r}, but {MOST_SETS} at "
         "most have metrics of their own: all are measured together alone. List fewer in --eval.dataset, or name "
         "fewer in the column datasource of its rows."
     )

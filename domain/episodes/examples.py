@@ -2,7 +2,7 @@
 
 Invariants, checked on construction: a weight for each token, finite and at least 0; the first token of a sequence is
 never trained, since nothing predicts it; something is trained.
-Does not own: how rows of data sets become tokens (`adapters/data`), nor losses (`domain/algorithms/losses`).
+Does not own: how rows of datasets become tokens (`adapters/data`), nor losses (`domain/algorithms/losses`).
 """
 
 import hashlib

@@ -24,7 +24,7 @@ def reply_number(row: int, sample: int) -> int:
 class Reply:
     """One sampled reply.
 
-    `row` is the number of its prompt in the data set, from 0; `sample` numbers the replies to one prompt, from 0.
+    `row` is the number of its prompt in the dataset, from 0; `sample` numbers the replies to one prompt, from 0.
     `completion` is the text of `token_ids` without special tokens, `logprobs` their log-probs under the sampling
     distribution, and `seed` that of the sampling.
     """

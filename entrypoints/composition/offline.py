@@ -70,7 +70,7 @@ def if_evaluated(config: providers.Provider[Any], made: providers.Provider[Any])
 
 
 def set_names(examples: object) -> Callable[[Any], str] | None:
-    """Returns the function that names the data set of an example; None where there is one, or a caller's own."""
+    """Returns the function that names the dataset of an example; None where there is one, or a caller's own."""
     names = examples.names if isinstance(examples, PreparedExamples) else ()
     return (lambda example: names[example.row]) if names else None
 

@@ -247,6 +247,6 @@ def _best(draft: RLDraft, samples: int) -> None:
     k = int(found[1]) if found else 0
     if k == samples or (0 < k < samples and k & (k - 1) == 0):
         draft.set("ckpt.best_metric", f"eval/pass@{k}")
-        draft.change("ckpt.best_metric_key", f"eval/pass@{k}, over all data sets of the evaluation")
+        draft.change("ckpt.best_metric_key", f"eval/pass@{k}, over all datasets of the evaluation")
     else:
         draft.lose("ckpt.best_metric_key", f"--ckpt.best_metric takes a metric of ours, such as eval/pass@{samples}")

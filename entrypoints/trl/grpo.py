@@ -63,7 +63,7 @@ def finish_grpo(draft: Draft, *, dataset: str | None, samples: int) -> None:
 
     Args:
         draft: the translation.
-        dataset: data set of the prompts.
+        dataset: dataset of the prompts.
         samples: samples of an optimizer step.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Several held-out data sets are measured together, and each as if it were alone."""
+"""Several held-out datasets are measured together, and each as if it were alone."""
 
 import asyncio
 from collections.abc import Callable
@@ -68,6 +68,6 @@ def test_each_set_is_measured_as_if_it_were_alone(
         with capture_logs() as logs:
             together = measured(f"{first},{second}")
         assert together.keys() == {name for name in both if name.count("/") == 1}
-        assert [log["event"] for log in logs if "of 2 data sets, such as 'first'" in log["event"]]
+        assert [log["event"] for log in logs if "of 2 datasets, such as 'first'" in log["event"]]
     losses = sorted(metrics["eval/loss"] for metrics in alone.values())
     assert losses[0] < both["eval/loss"] < losses[1]

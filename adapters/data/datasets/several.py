@@ -1,6 +1,6 @@
-"""Several data sets as one: their names in metrics, how many rows are taken of each, and columns that fit together.
+"""Several datasets as one: their names in metrics, how many rows are taken of each, and columns that fit together.
 
-Does not own: reading a data set (`loading`), nor which columns hold prompts and labels (`columns`).
+Does not own: reading a dataset (`loading`), nor which columns hold prompts and labels (`columns`).
 """
 
 import math
@@ -19,7 +19,7 @@ _PROBABILITY_SLACK = 1e-6
 _TEXTS = ("string", "large_string")
 
 FindColumns = Callable[[Mapping[str, Any], str], Columns]
-"""Function from a row of a data set, and its name, to the columns of prompts and labels."""
+"""Function from a row of a dataset, and its name, to the columns of prompts and labels."""
 
 
 def check_probs(probs: Sequence[float], names: Sequence[str], *, flag: str = "--data.prompt_probs") -> None:
@@ -35,7 +35,7 @@ def check_probs(probs: Sequence[float], names: Sequence[str], *, flag: str = "--
 
 
 def distinct_names(places: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the `names` of data sets in metrics; those that are called alike have that of their directory before.
+    """Returns the `names` of datasets in metrics; those that are called alike have that of their directory before.
 
     >>> distinct_names(["math/test.jsonl", "code/test.jsonl", "chat.jsonl"], ["test", "test", "chat"])
     ['math-test', 'code-test', 'chat']
@@ -47,7 +47,7 @@ def distinct_names(places: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def shares(sizes: Sequence[int], most: int | None) -> list[int]:
-    """Returns how many rows are taken of each data set, so that they are `most` together, and as even as sizes allow.
+    """Returns how many rows are taken of each dataset, so that they are `most` together, and as even as sizes allow.
 
     >>> shares([10, 2, 10], 9), shares([3, 4], None)
     ([4, 2, 3], [3, 4])
@@ -65,7 +65,7 @@ def shares(sizes: Sequence[int], most: int | None) -> list[int]:
 def interleaved(
     sizes: Sequence[int], probs: tuple[float, ...] | None, seed: int
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns the data set and the row of each place of a mixture."""
+    """Returns the dataset and the row of each place of a mixture."""
     import numpy
 
     if probs is None:
@@ -91,7 +91,7 @@ def interleaved(
 def mixed(
     parts: "Sequence[datasets.Dataset]", names: Sequence[str], probs: tuple[float, ...] | None, seed: int
 ) -> "datasets.Dataset":
-    """Returns the rows of data sets one after the other, or drawn by `probs`; a column that is text in one of them and
+    """Returns the rows of datasets one after the other, or drawn by `probs`; a column that is text in one of them and
     numbers in another becomes text.
 
     Raises:
@@ -114,7 +114,7 @@ def mixed(
 
 
 def _alike(parts: "Sequence[datasets.Dataset]") -> "list[datasets.Dataset]":
-    """Returns data sets in which columns are texts that are numbers, or texts, in all of them."""
+    """Returns datasets in which columns are texts that are numbers, or texts, in all of them."""
     from datasets import Value
 
     kinds: dict[str, set[str]] = {}
@@ -133,7 +133,7 @@ def _alike(parts: "Sequence[datasets.Dataset]") -> "list[datasets.Dataset]":
 def aligned(
     parts: "Sequence[datasets.Dataset]", names: Sequence[str], first: Columns, find: FindColumns
 ) -> "list[datasets.Dataset]":
-    """Returns data sets that all have their prompts and labels in the columns `first`, those of the first of them; in
+    """Returns datasets that all have their prompts and labels in the columns `first`, those of the first of them; in
     the others `find` tells which they are, and they are kept under their own names, too."""
     return [
         part if number == 0 else _with_columns(part, first, find(part[0], names[number]))

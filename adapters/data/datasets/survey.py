@@ -105,7 +105,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
                 builder.fetch_ahead(rows[index] for index in indices)
         for index in indices:
             try:
-                with foreign_code(DataError):  # a data set decodes its pictures when a row is read
+                with foreign_code(DataError):  # a dataset decodes its pictures when a row is read
                     row = rows[index]
                 content.update(_stable_text({key: value for key, value in row.items() if key != "datasource"}).encode())
                 draft = builder.draft(row, datasource_of(row))

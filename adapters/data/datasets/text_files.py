@@ -1,6 +1,6 @@
 """Files of rows that people write: CSV and JSON, and what is odd in them.
 
-Does not own: turning files into data sets (`loading`).
+Does not own: turning files into datasets (`loading`).
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Examples for offline training: rows of data sets read by their columns, tokenised once, cached and reported."""
+"""Examples for offline training: rows of datasets read by their columns, tokenised once, cached and reported."""

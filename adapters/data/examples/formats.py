@@ -1,7 +1,7 @@
-"""Formats of data sets: parses rows of each.
+"""Formats of datasets: parses rows of each.
 
 Invariant: what is trained is what the row and the settings say; a row that says something else raises `RowError`. Does
-not own: which format a data set has (`recognition`), what a message may be (`rows`), nor tokens (`preparation`).
+not own: which format a dataset has (`recognition`), what a message may be (`rows`), nor tokens (`preparation`).
 """
 
 import json

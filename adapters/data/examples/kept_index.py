@@ -1,4 +1,4 @@
-"""Keeps what only all rows of a data set tell of the pairs that they make, beside the prepared data."""
+"""Keeps what only all rows of a dataset tell of the pairs that they make, beside the prepared data."""
 
 import hashlib
 import io

@@ -21,7 +21,7 @@ PARTS, PRIME = 8, 1_000_003
 
 @frozen(eq=False)
 class PreparedExamples:
-    """The examples of a data set as arrays, by index; `rows` is the place of each in the data.
+    """The examples of a dataset as arrays, by index; `rows` is the place of each in the data.
 
     `fingerprint` is that of the tokens. `origin` is that of the rows, the template and the settings, whatever the day;
     `written_on` the date that a template wrote which writes it.
@@ -47,8 +47,8 @@ class PreparedExamples:
     read_again: Callable[[int], Sequence[PlacedImages]] | None = None
     """Returns the images of each branch of a row, which are read when they are needed; None where rows have none."""
     names: Sequence[str] = field(default=(), repr=False)
-    """Name of the data set that each row of the data is of, whether it became an example or not; empty where there is
-    one data set."""
+    """Name of the dataset that each row of the data is of, whether it became an example or not; empty where there is
+    one dataset."""
 
     def __len__(self) -> int:
         return len(self.branch_counts)
@@ -138,7 +138,7 @@ def as_steps(example: Demonstration) -> StepLabels:
 
 @frozen(eq=False)
 class PreparedPairs:
-    """The preference pairs of a data set, by index: of each example the branches are its chosen and rejected reply."""
+    """The preference pairs of a dataset, by index: of each example the branches are its chosen and rejected reply."""
 
     examples: PreparedExamples
 
@@ -151,7 +151,7 @@ class PreparedPairs:
 
 @frozen(eq=False)
 class PreparedLabels:
-    """The labelled replies of a data set, by index: the reply of each row, of a pair the chosen one, and after them the
+    """The labelled replies of a dataset, by index: the reply of each row, of a pair the chosen one, and after them the
     rejected replies, so that neighbours seldom answer one prompt."""
 
     examples: PreparedExamples
@@ -191,7 +191,7 @@ class PreparedLabels:
 
 @frozen(eq=False)
 class PreparedSteps:
-    """The solutions of a data set, by index."""
+    """The solutions of a dataset, by index."""
 
     examples: PreparedExamples
 

@@ -48,7 +48,7 @@ def all_pairs(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
 
 
 class RankedPairs:
-    """Rows of a data set, in which each two ranked replies of different ranks are a row of their own; `ends` is the
+    """Rows of a dataset, in which each two ranked replies of different ranks are a row of their own; `ends` is the
     result of `pair_ends`."""
 
     def __init__(self, rows: Rows, ends: Any) -> None:

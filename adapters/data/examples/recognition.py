@@ -1,4 +1,4 @@
-"""Recognises the format of a data set by its columns, and of unpaired completions by their labels.
+"""Recognises the format of a dataset by its columns, and of unpaired completions by their labels.
 
 Invariant: if several formats fit, none is chosen: that is an error that names them. Does not own: what rows of a format
 say (`formats`).
@@ -69,11 +69,11 @@ class ReadingSettings:
 def find_format(
     columns: Sequence[str], name: str, settings: ReadingSettings, labels: Sequence[Any] = ()
 ) -> ExampleFormat:
-    """The format of a data set with these columns.
+    """The format of a dataset with these columns.
 
     Args:
         columns: of its rows.
-        name: of the data set, for errors.
+        name: of the dataset, for errors.
         settings: a format and columns that are set win.
         labels: what the first rows have in the column `label`.
 
@@ -106,7 +106,7 @@ def _shown(present: set[str]) -> str:
 
 
 def _lacks(name: str, missing: Sequence[str]) -> str:
-    """Returns the beginning of an error about columns that a data set does not have."""
+    """Returns the beginning of an error about columns that a dataset does not have."""
     return f"{name!r} has no column {' and no column '.join(map(repr, missing))}"
 
 

@@ -1,4 +1,4 @@
-"""The report of a data set: what was read, what is trained, and every row that is not, by reason.
+"""The report of a dataset: what was read, what is trained, and every row that is not, by reason.
 
 Invariant: rows read = rows used + rows dropped by reason.
 """
@@ -29,7 +29,7 @@ class Dropped:
 
 @define(kw_only=True)
 class DataReport:
-    """Report on the rows of a data set. `lengths` are percentiles of the tokens of used rows (all branches of a
+    """Report on the rows of a dataset. `lengths` are percentiles of the tokens of used rows (all branches of a
     row together), `over_limit` counts rows longer than the limit, whatever became of them. `first_rows`: the rows are
     the first of a stream. `also_trained` counts used rows of held-out data that are trained on, too."""
 

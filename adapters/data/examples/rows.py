@@ -1,4 +1,4 @@
-"""The content of a row of a data set, whatever its format: conversations, texts and tokens to learn from.
+"""The content of a row of a dataset, whatever its format: conversations, texts and tokens to learn from.
 
 Invariant: a row that cannot be used raises `RowError`, which has the reason that the report counts it under; nothing
 of a row is ever guessed or left out silently. Does not own: which columns say what (`formats`), nor tokens
@@ -138,7 +138,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-"""Roles by the speakers in `from`, as data sets on the hub name them."""
+"""Roles by the speakers in `from`, as datasets on the hub name them."""
 
 
 def column_value(row: Mapping[str, Any], key: str) -> Any:

@@ -40,7 +40,7 @@ JSON_SUFFIXES = (".jsonl", ".ndjson")
 
 @frozen(eq=False)
 class Source:
-    """One data set: its `rows`, their format, where each stands (`place`), and a hash of all of them."""
+    """One dataset: its `rows`, their format, where each stands (`place`), and a hash of all of them."""
 
     name: str
     rows: Rows
@@ -140,7 +140,7 @@ class JsonLines:
 
 
 class Table:
-    """Rows of a data set that is open, whose pictures are decoded when a row is read."""
+    """Rows of a dataset that is open, whose pictures are decoded when a row is read."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
@@ -157,7 +157,7 @@ class Table:
 
 
 class Head:
-    """The first rows of a data set, and where each stands (`places`)."""
+    """The first rows of a dataset, and where each stands (`places`)."""
 
     def __init__(self, places: Sequence[str], contents: Sequence[Mapping[str, Any] | RowError]) -> None:
         self.places = places
@@ -206,7 +206,7 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
 
 
 def open_head(name: str, head: Head, settings: ReadingSettings) -> Mixture:
-    """Returns the first rows of a data set as if they were all.
+    """Returns the first rows of a dataset as if they were all.
 
     Raises:
         DataError: there is none, their format cannot be told, or all have to be read.
@@ -223,7 +223,7 @@ def open_head(name: str, head: Head, settings: ReadingSettings) -> Mixture:
 
 
 def is_local(name: str) -> bool:
-    """Returns whether a data set is a file or a folder of this machine, and no name on the hub.
+    """Returns whether a dataset is a file or a folder of this machine, and no name on the hub.
 
     Raises:
         DataError: the file system cannot tell.
@@ -245,7 +245,7 @@ def open_sources(
     cache_dir: Path | None = None,
     evenly: bool = False,
 ) -> Mixture:
-    """The rows of one or several comma-separated data sets.
+    """The rows of one or several comma-separated datasets.
 
     Args:
         spec: files (.jsonl, .json, .csv, .parquet, .arrow), folders, hub names, as for prompts.
@@ -313,7 +313,7 @@ def _source(name: str, rows: Rows, fingerprint: str, settings: ReadingSettings) 
 
 
 def _given(rows: Rows) -> Rows:
-    """Returns the rows that the data set has, of which pairs may be made."""
+    """Returns the rows that the dataset has, of which pairs may be made."""
     return rows.rows if isinstance(rows, RankedPairs | JoinedPairs) else rows
 
 

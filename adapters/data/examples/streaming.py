@@ -1,4 +1,4 @@
-"""Examples of a data set that is read while training goes on: nothing is prepared before, nothing is kept.
+"""Examples of a dataset that is read while training goes on: nothing is prepared before, nothing is kept.
 
 Invariant: a position always gives the same example, however often the run was interrupted: rows are read in their
 order, in blocks, each of which has a seeded order of its own, and a position is a number of rows from the beginning.
@@ -56,7 +56,7 @@ class StreamedRow:
 
 
 def stream_rows(name: str, split: str) -> Iterator[StreamedRow]:
-    """Yields the rows of a data set from its beginning: a file of JSON lines line by line, a name on the hub as the hub
+    """Yields the rows of a dataset from its beginning: a file of JSON lines line by line, a name on the hub as the hub
     sends it; other files and folders are opened first.
 
     Raises:
@@ -152,7 +152,7 @@ class StreamedExamples(ExampleStream[Example], Generic[Example]):
         """Implements `ExampleStream.at`.
 
         Raises:
-            DataError: too many rows cannot be used, or one is too long and that is an error, or the data set cannot be
+            DataError: too many rows cannot be used, or one is too long and that is an error, or the dataset cannot be
                 read.
         """
         row = self._row(position)

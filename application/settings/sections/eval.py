@@ -18,5 +18,5 @@ class EvalConfig:
     n_samples_per_prompt: int = setting(1, "Samples of each prompt, for pass@k, best@k, mean@n and maj@n.", COUNT)
     max_new_tokens: int | None = setting(None, "Sampled tokens per episode; default: rollout.max_new_tokens.", COUNT)
     max_samples: int | None = setting(
-        None, "Evaluate at most this many prompts, of several data sets about as many of each.", COUNT
+        None, "Evaluate at most this many prompts, of several datasets about as many of each.", COUNT
     )

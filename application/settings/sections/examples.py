@@ -29,7 +29,7 @@ from rollgrad.domain.settings import (
 
 
 class ExampleFormat(StrEnum):
-    """Form of the rows of a data set."""
+    """Form of the rows of a dataset."""
 
     AUTO = "auto"
     """Told by the columns."""
@@ -118,7 +118,7 @@ STREAMED = Condition(lambda here, run: here.stream, "data.stream is off", "turn 
 
 @define(kw_only=True)
 class RowsConfig:
-    """Rows of data sets, and how they become tokens."""
+    """Rows of datasets, and how they become tokens."""
 
     dataset: str = setting(
         "",
@@ -311,5 +311,5 @@ class ExampleEvalConfig:
     split: str = setting("test", "Split to read.")
     steps: int = setting(-1, "Steps between evaluations; -1 evaluates only at the start and the end.", PERIOD)
     max_samples: int | None = setting(
-        None, "Evaluate at most this many examples, of several data sets about as many of each.", COUNT
+        None, "Evaluate at most this many examples, of several datasets about as many of each.", COUNT
     )

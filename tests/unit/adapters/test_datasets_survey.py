@@ -114,7 +114,7 @@ def test_a_row_that_cannot_be_used_is_found_at_once_by_its_number(
 
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_row_that_cannot_even_be_read_is_found_by_its_number(tiny_tokenizer: Any, place: int) -> None:
-    """A data set with a column of pictures decodes them when a row is read."""
+    """A dataset with a column of pictures decodes them when a row is read."""
 
     class Decoded(list[dict[str, str]]):
         def __getitem__(self, index: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rows of data sets become tokens and weights, or are counted by the reason why not."""
+"""Rows of datasets become tokens and weights, or are counted by the reason why not."""
 
 import json
 import os
@@ -493,7 +493,7 @@ def test_large_and_deep_values(tiny_tokenizer: Any) -> None:
     assert len(caught.value.sentence) < 3000
 
 
-# All rows of a data set
+# All rows of a dataset
 
 
 def test_every_row_is_used_or_counted(tmp_path: Path, tiny_tokenizer: Any) -> None:

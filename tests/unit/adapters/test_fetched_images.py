@@ -1,4 +1,4 @@
-"""Images by URL: what a stranger's data set may have fetched, from real servers, and what not."""
+"""Images by URL: what a stranger's dataset may have fetched, from real servers, and what not."""
 
 import socket
 from collections.abc import Iterator

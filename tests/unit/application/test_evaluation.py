@@ -126,7 +126,7 @@ async def test_a_column_of_ids_makes_no_metrics_of_each() -> None:
             metrics = await evaluate({f"{n}": f"set-{n}" for n in range(count)}, FakeAgentExecutor(even))
         assert metrics["eval/pass@1"] == 1.0
         assert ("eval/set-0/pass@1" in metrics) == (count == MOST_SETS) == (not logs)
-    assert "of 65 data sets, such as 'set-0'" in logs[0]["event"]
+    assert "of 65 datasets, such as 'set-0'" in logs[0]["event"]
     assert logs[0]["event"].endswith(
         "measured together alone. List fewer in --eval.dataset, or name fewer in the column datasource of its rows."
     )
