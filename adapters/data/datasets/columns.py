@@ -4,6 +4,7 @@ Invariant: if several columns fit, none is guessed: that is an error which names
 prompts (`PromptBuilder`).
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from rollgrad.domain.errors import DataError
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input", "instruction")
 LABEL_COLUMNS = ("answer", "solution", "label", "ground_truth", "final_answer", "target")
 RESULT = " (answer is usually the result, which a reward compares with, and solution the way to it)"
+SPEAKERS = {"role", "from"}
+"""Keys of a message, of which it has one."""
 VERL_LABEL = "reward_model.ground_truth"
 """Column of the label in verl's rows, beside `prompt` (messages), `data_source`, `ability` and `extra_info`."""
 
@@ -76,6 +79,25 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
             raise KeyError(key)
         value = value[part]
     return value
+
+
+def written_messages(value: Any) -> Any:
+    """Returns the messages that a text is the JSON of, as in files whose columns hold texts alone; any other value as
+    it is.
+
+    >>> written_messages('[{"role": "user", "content": "3+4?"}]')
+    [{'role': 'user', 'content': '3+4?'}]
+    >>> written_messages("[1, 2] are numbers"), written_messages(None)
+    ('[1, 2] are numbers', None)
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    spoken = isinstance(found, list) and found and all(isinstance(m, dict) and m.keys() & SPEAKERS for m in found)
+    return found if spoken else value
 
 
 def _find_prompt(row: Mapping[str, Any], datasource: str) -> str:

@@ -14,7 +14,7 @@ from attrs import frozen
 from rollgrad.adapters.chat.image_marks import listed_images, placed_images
 from rollgrad.adapters.chat.pictures import image_count
 from rollgrad.adapters.chat.template_codec import TemplateCodec, WrittenPrompt
-from rollgrad.adapters.data.datasets.columns import Columns, find_columns, has_value, value_at
+from rollgrad.adapters.data.datasets.columns import Columns, find_columns, has_value, value_at, written_messages
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.fetched_images import FetchedImages
 from rollgrad.application.foreign import shown
@@ -215,6 +215,7 @@ class PromptBuilder:
         return value_at(row, key)
 
     def _messages(self, value: Any, datasource: str) -> list[Message]:
+        value = written_messages(value)
         if isinstance(value, str):
             self._refuse_empty(value.strip(), value, datasource)
             messages: list[Message] = [{"role": "user", "content": value}]

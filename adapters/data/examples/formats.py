@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollgrad.adapters.chat.row_error import Reason, RowError
+from rollgrad.adapters.data.datasets.columns import written_messages
 from rollgrad.adapters.data.examples.images import seen
 from rollgrad.adapters.data.examples.ranked import best_and_worst, ranked_column
 from rollgrad.adapters.data.examples.recognition import LABEL_COLUMN, REPLY_COLUMN, ReadingSettings, step_columns
@@ -117,7 +118,7 @@ def _integers(value: Any, column: str, *, booleans: bool = False) -> tuple[int, 
 
 def _messages(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     column = settings.input_key or "messages"
-    value = column_value(row, column)
+    value = written_messages(column_value(row, column))
     if settings.input_key is not None and isinstance(value, str):
         raise broken(
             f"{column} holds a text, not messages: name the column of its reply with --data.output_key, or set "

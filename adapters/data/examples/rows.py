@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from rollgrad.adapters.chat.pictures import is_image
 from rollgrad.adapters.chat.row_error import Reason, RowError
-from rollgrad.adapters.data.datasets.columns import has_value, value_at
+from rollgrad.adapters.data.datasets.columns import has_value, value_at, written_messages
 from rollgrad.adapters.data.datasets.prompt_builder import ROLES
 from rollgrad.application.foreign import foreign_code, shown
 from rollgrad.domain.episodes.messages import Message, call_entry
@@ -176,6 +176,7 @@ def read_messages(value: Any, column: str, known_role: Callable[[str], bool] | N
     Raises:
         RowError: it holds no messages, or one of them is not as messages are.
     """
+    value = written_messages(value)
     if value is None or (isinstance(value, Sequence) and not isinstance(value, str) and not value):
         raise RowError(Reason.EMPTY, f"{column} has no messages.")
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -189,6 +190,7 @@ def read_sharegpt(value: Any, column: str) -> list[Message]:
     Raises:
         RowError: as `read_messages`; or nobody known speaks.
     """
+    value = written_messages(value)
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise broken(f"{column} holds {shown(value)}, which is no list of messages.")
     messages: list[Any] = []

@@ -1,5 +1,6 @@
 """PromptBuilder: templates, columns and limits."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ def test_messages_keep_their_own_system_prompt(codec: TemplateCodec) -> None:
     assert "Mine." in text
     assert "Other." not in text
     assert len(messages) == 2
+
+
+def test_messages_may_be_json_text_and_other_brackets_are_text(codec: TemplateCodec) -> None:
+    messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]
+    builder = PromptBuilder(codec, DataConfig())
+    listed, written = (builder.build({"input": value}, "d") for value in (messages, json.dumps(messages, indent=1)))
+    assert (listed.text, listed.messages) == (written.text, written.messages)
+    for text in ("[1, 2]: sum?", '["role", "from"]', "[]", "[{"):
+        assert builder.build({"input": text}, "d").messages[0]["content"] == text
 
 
 def test_plain_text_goes_where_the_braces_are_and_may_hold_braces(codec: TemplateCodec) -> None:

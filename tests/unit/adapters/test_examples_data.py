@@ -65,6 +65,15 @@ def prepared(
 # Formats
 
 
+@pytest.mark.parametrize("kind", [ExampleFormat.MESSAGES, ExampleFormat.SHAREGPT])
+def test_messages_may_be_json_text(kind: ExampleFormat, tiny_tokenizer: Any) -> None:
+    row = ROWS[kind]
+    text = {name: value if isinstance(value, str) else json.dumps(value) for name, value in row.items()}
+    assert text != row
+    preparer = Preparer(tiny_tokenizer, PreparationSettings())
+    assert preparer.prepare(text, kind) == preparer.prepare(row, kind)
+
+
 @pytest.mark.parametrize("kind", ROWS)
 def test_each_format_is_known_by_its_columns_and_becomes_tokens(kind: ExampleFormat, tiny_tokenizer: Any) -> None:
     row = ROWS[kind]
