@@ -59,7 +59,26 @@ def mine_too(inputs, params, settings):
         ratio_N=ratio_N,
         clipped_low_N=never_N,
         clipped_high_N=never_N,
+        metrics_N={"scaled_ratio": settings.scale * ratio_N},
     )
+"""
+WATCH = """
+import rollgrad
+from rollgrad.domain.ports.run_tracker import RunTracker
+
+
+def on_step(step, metrics, groups):
+    if step == 2:
+        raise rollgrad.StopTraining("two steps are enough")
+    return {"mine/prompts": len(groups)}
+
+
+class Curve(RunTracker):
+    def __init__(self, run):
+        self.path = run.directory / "curve.txt"
+
+    def log(self, step, metrics):
+        self.path.write_text(f"{step} {metrics['policy/scaled_ratio']:.2f} {metrics.get('mine/prompts')}")
 """
 
 
@@ -330,7 +349,13 @@ def test_algorithms_of_ones_own(workspace: Path) -> None:
     flags += " --actor.entropy_coef 0"
     rows = train(flags)
     assert len(rows) == 2
-    scaled = train(flags, "--algo.losses.mine_too.scale 3")
+    Path("watch_of_mine.py").write_text(WATCH)
+    watched = "--train.max_steps 5 --train.on_step_path watch_of_mine --logger.report_to watch_of_mine:Curve"
+    scaled = train(flags, "--algo.losses.mine_too.scale 3", watched)
+    assert [row["policy/scaled_ratio"] for row in scaled] == pytest.approx([3.0, 3.0])
+    assert [row.get("mine/prompts") for row in scaled] == [3.0, None]
+    assert Path("out", "curve.txt").read_text() == "2 3.00 None"
+    assert json.loads(Path("out", "run.json").read_text())["reason"] == "on_step: two steps are enough"
     assert scaled[0]["policy/grad_norm"] == pytest.approx(3 * rows[0]["policy/grad_norm"], rel=1e-3)
     assert "scale: 3.0" in Path("out", "config.yaml").read_text()
 
