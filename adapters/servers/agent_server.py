@@ -124,12 +124,16 @@ class AgentServer:
                 Route(f"{prefix}/v1/models/{{name}}", self._model_called, methods=["GET"]),
             ]
 
-        facts = health_route(lambda: {"model": self._model, "in_flight": self._service.in_flight})
-        both = [facts, *routes(""), *routes("/s/{key}")]
+        both = [health_route(self._facts), *routes(""), *routes("/s/{key}")]
         if self._operation is None:
             return create_app(both)
         every = [*both, *self._operation.routes()]
         return self._operation.around(create_app(every), {route.path for route in every if isinstance(route, Route)})
+
+    def _facts(self) -> Mapping[str, Any]:
+        """Returns what `GET /health` says."""
+        more = {} if self._operation is None else self._operation.facts()
+        return {"model": self._model, "in_flight": self._service.in_flight, **more}
 
     def _route(self, path: str, wire: Wire, answer: Callable[[Wire, _Asked, Request], Awaitable[Response]]) -> Route:
         """Returns a POST route whose errors have the wire's form."""

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import structlog
+from attrs import frozen
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -56,6 +57,15 @@ BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _log = structlog.get_logger()
 
 
+@frozen(kw_only=True)
+class Loaded:
+    """Which `checkpoint` an engine has, how often another one took its place (`reloads`), and how often that failed."""
+
+    checkpoint: str
+    reloads: int
+    failures: int
+
+
 class Operation:
     """Observes one server.
 
@@ -64,6 +74,7 @@ class Operation:
         client_requests: requests of one client (an address) that are answered at the same time, more are refused; None
             for no limit.
         reload: loads the newest checkpoint and says which it is, for `POST /reload`; None where there is no such route.
+        loaded: says which checkpoint is loaded; None where there is one for ever.
         check: returns normally if the engine can serve requests, and raises `EngineError` otherwise; None for one that
             cannot fail by itself.
     """
@@ -74,10 +85,12 @@ class Operation:
         *,
         client_requests: int | None = None,
         reload: Reload | None = None,
+        loaded: Callable[[], Loaded] | None = None,
         check: Check | None = None,
     ) -> None:
         self._service = service
         self._reload = reload
+        self._loaded = loaded
         self._check = check
         self._limit = client_requests
         self._clients: Tally[str] = Tally()
@@ -94,6 +107,18 @@ class Operation:
         self._tokens = Counter("rollgrad_tokens", "Tokens read and sampled, by kind.", ["kind"], registry=registry)
         in_flight = Gauge("rollgrad_requests_in_flight", "Requests that are being answered.", registry=registry)
         in_flight.set_function(lambda: service.in_flight)
+        if loaded is not None:
+            reloads = Gauge("rollgrad_reloads", "Checkpoints that took the place of another.", registry=registry)
+            reloads.set_function(lambda: loaded().reloads)
+            failures = Gauge("rollgrad_reload_failures", "Checkpoints that could not be loaded.", registry=registry)
+            failures.set_function(lambda: loaded().failures)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Returns what `GET /health` says of the checkpoint."""
+        if self._loaded is None:
+            return {}
+        loaded = self._loaded()
+        return {"checkpoint": loaded.checkpoint, "reloads": loaded.reloads}
 
     def routes(self) -> list[BaseRoute]:
         """Returns the routes `GET /metrics` and `GET /ready`, 503 while no request would be taken or served."""

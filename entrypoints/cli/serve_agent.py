@@ -100,15 +100,19 @@ def _loaded_app(
     loaded = load_assistant(arguments, follow=arguments.follow)
     assistant = loaded.assistant
     try:
-        reload = None if loaded.reload is None else loaded.reload.reload
+        reload = loaded.reload
         operation = Operation(
-            assistant.service, client_requests=arguments.client_requests, reload=reload, check=loaded.check
+            assistant.service,
+            client_requests=arguments.client_requests,
+            reload=None if reload is None else reload.reload,
+            loaded=None if reload is None else reload.loaded,
+            check=loaded.check,
         )
         server = AgentServer(
             assistant.service, loaded.codec, model=loaded.name, answer=assistant.answer, operation=operation
         )
-        if arguments.follow is not None and loaded.reload is not None:
-            besides.append(loaded.reload.keep_following)
+        if arguments.follow is not None and reload is not None:
+            besides.append(reload.keep_following)
         if loaded.until_hopeless is not None:
             besides.append(loaded.until_hopeless)
         # An image has more bytes than the tokens that stand for it could have as text.

@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 
 from rollgrad.adapters.checkpoints.names import MODEL_OF_STEP, numbered
+from rollgrad.adapters.servers.operation import Loaded
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import CheckpointError, RollgradError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
@@ -52,7 +53,12 @@ class ModelReload:
         self._model = model
         self._follow = follow
         self._version = 0
+        self._failures = 0
         self._changing = asyncio.Lock()
+
+    def loaded(self) -> Loaded:
+        """Returns which checkpoint the engine has, how often it was replaced, and how often that failed."""
+        return Loaded(checkpoint=Path(self._model).name, reloads=self._version, failures=self._failures)
 
     async def reload(self) -> Mapping[str, Any]:
         """Loads the newest checkpoint; returns its `model` and the number of reloads so far, `version`.
@@ -63,16 +69,23 @@ class ModelReload:
         """
         async with self._changing:
             name = self._newest()
-            with foreign_code(lambda words: CheckpointError(f"The checkpoint {name} cannot be loaded: {words}.")):
-                model = await asyncio.to_thread(self._load, name)  # memory may run out, and a run may delete it
-                await self._engine.pause(PauseMode.WAIT)
-                try:
-                    await self._push(model, self._version + 1)
-                finally:
-                    await self._engine.resume()
+            try:
+                await self._replace(name)
+            except RollgradError:
+                self._failures += 1
+                raise
             self._version, self._model = self._version + 1, name
             log.info("model_reloaded", model=name, version=self._version)
             return {"model": name, "version": self._version}
+
+    async def _replace(self, name: str) -> None:
+        with foreign_code(lambda words: CheckpointError(f"The checkpoint {name} cannot be loaded: {words}.")):
+            model = await asyncio.to_thread(self._load, name)  # memory may run out, and a run may delete it
+            await self._engine.pause(PauseMode.WAIT)
+            try:
+                await self._push(model, self._version + 1)
+            finally:
+                await self._engine.resume()
 
     async def keep_following(self) -> None:
         """Reloads whenever the run has a newer checkpoint, until it is cancelled. One that cannot be loaded is logged,

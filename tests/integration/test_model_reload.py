@@ -9,6 +9,7 @@ import torch
 
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.servers.operation import Loaded
 from rollgrad.application.episodes.chat_request import ChatRequest
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.application.settings.sections.actor import DType
@@ -182,6 +183,7 @@ async def test_a_broken_transfer_is_made_again_until_it_succeeds(
     following.cancel()
     assert loads == ["step_1", "step_1", "step_1", "step_2"]
     assert brought == [1, 2]
+    assert followed.loaded() == Loaded(checkpoint="step_2", reloads=2, failures=2)
 
 
 async def test_a_run_is_followed(

@@ -10,7 +10,7 @@ import structlog
 
 from rollgrad.adapters.servers import agent_server, operation
 from rollgrad.adapters.servers.agent_server import AgentServer
-from rollgrad.adapters.servers.operation import Operation, needs_token
+from rollgrad.adapters.servers.operation import Loaded, Operation, needs_token
 from rollgrad.adapters.servers.server import Server
 from rollgrad.application.episodes.chat_service import ChatService
 from rollgrad.domain.episodes.generation import SamplingParams
@@ -111,6 +111,16 @@ async def test_counts_and_log_tell_no_content() -> None:
         assert not any(secret in f"{logs} {told}" for secret in ("private", "a reply", "the-key", TOKEN))
 
     await play(scenario)
+
+
+async def test_the_checkpoint_that_is_loaded_is_told() -> None:
+    async def scenario(operated: Operated) -> None:
+        health = (await operated.http.get("/health")).json()
+        assert health == {"status": "ok", "model": "m", "in_flight": 0, "checkpoint": "step_3", "reloads": 2}
+        told = (await operated.http.get("/metrics")).text
+        assert ("rollgrad_reloads 2.0" in told, "rollgrad_reload_failures 1.0" in told) == (True, True)
+
+    await play(scenario, loaded=lambda: Loaded(checkpoint="step_3", reloads=2, failures=1))
 
 
 async def test_a_reload_needs_the_token_and_says_what_is_loaded() -> None:
