@@ -17,7 +17,9 @@ from rollgrad.application.settings.unit_ratio import log_ratios
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.entrypoints.composition.brought import check_brought, check_environment, is_rows
 from rollgrad.entrypoints.composition.cluster import keep_roles
+from rollgrad.entrypoints.composition.data import make_row_source
 from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.lifetimes import closing, give, given, gives_memory_back, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
@@ -50,10 +52,11 @@ def train(
             the reward None is judged by `reward`, or as `config.reward` says.
         adapters: objects that replace those of the configuration, by the port that they implement:
             `engine`, `executor`, `prompts`, `policy`, `reference`, `critic`, `channel`, `sink`, `checkpoints`,
-            `codec`, `clock` or any other provider of the container. `on_step`: a function of the number of each
-            finished step, its metrics and the groups that it learned from, in the place of `train.on_step_path`. It
-            returns metrics of its own or None, and ends the run by `rollgrad.StopTraining`; any other exception in it
-            is an error of the run.
+            `codec`, `clock` or any other provider of the container. `prompts` may also be rows, a list of mappings or
+            a `datasets.Dataset`, which are read as those of `config.data.prompt_dataset` would be. `on_step`: a
+            function of the number of each finished step, its metrics and the groups that it learned from, in the place
+            of `train.on_step_path`. It returns metrics of its own or None, and ends the run by
+            `rollgrad.StopTraining`; any other exception in it is an error of the run.
 
     Returns:
         The result. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.
@@ -63,7 +66,12 @@ def train(
             far is saved first, as after an interruption.
     """
     load_extension(config)
-    validate(config, has_reward=reward is not None, has_environment=environment is not None)
+    validate(
+        config,
+        has_reward=reward is not None,
+        has_environment=environment is not None,
+        has_prompts=adapters.get("prompts") is not None,
+    )
     check_output(config.ckpt)
     config = from_anywhere(config)
     container = container_with(config, reward, environment, adapters)
@@ -71,7 +79,7 @@ def train(
         return train_in(
             config,
             container,
-            title=f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}",
+            title=f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset or 'your prompts'}",
             check=lambda: check_inputs(container, trains=config),
             before_run=lambda: _log_choices(config),
         )
@@ -95,7 +103,7 @@ def evaluate(
     config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is, which training changes
     load_extension(config)
     validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
-    container = container_with(config, reward, environment, adapters)
+    container = container_with(config, reward, environment, adapters, "evaluate")
     container.reward_spec.override(providers.Object(config.eval.dataset))
     keep_roles(container, "engines", "reward")
     try:
@@ -120,6 +128,7 @@ def container_with(
     """
     container = rl_container(config)
     if environment is not None:
+        check_environment(environment)
         container.environment.override(providers.Object(environment))
     if reward is not None:
         if not isinstance(reward, RewardSource) and not callable(reward):
@@ -138,5 +147,12 @@ def container_with(
             )
         )
         container.reward.override(given(source))
+    rows = adapters.get("prompts")
+    if is_rows(rows):
+        adapters = {name: adapter for name, adapter in adapters.items() if name != "prompts"}
+        container.prompts.override(
+            providers.Singleton(make_row_source, providers.Object(rows), config, container.codec, container.environment)
+        )
+    check_brought(adapters, trains=function == "train")
     give(container, adapters, function)
     return container

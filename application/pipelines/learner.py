@@ -180,9 +180,8 @@ class RLLearner:
     async def push(self, version: int) -> dict[str, float]:
         """Sends the weights of `version` to the engines; returns metrics of the transfer."""
         moved = await self._channel.push(self._policy, version)
-        if not moved["bytes"]:
-            return {}
-        return {"sync/bytes": moved["bytes"], "sync/gb_per_s": moved["bytes"] / 1e9 / max(moved["seconds"], 1e-9)}
+        size, seconds = moved.get("bytes", 0.0), moved.get("seconds", 0.0)
+        return {"sync/bytes": size, "sync/gb_per_s": size / 1e9 / max(seconds, 1e-9)} if size else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the weights of the terms and the running moments of rewards, JSON-serialisable; the rollouts of all

@@ -11,7 +11,7 @@ class WeightChannel(Protocol):
     carries `version`; versions only grow."""
 
     async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
-        """Brings the engines to the policy's weights; returns `seconds` and `bytes` moved.
+        """Brings the engines to the policy's weights; returns `seconds` and `bytes` moved, if it knows them.
 
         Raises:
             EngineError: an engine did not take the weights.

@@ -10,6 +10,7 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.loading import load_dataset
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
+from rollgrad.adapters.data.datasets.survey import Rows
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.models.torch.loading import load_positions
@@ -63,6 +64,14 @@ def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any
         builder=builder,
     )
     source = DatasetPromptSource(dataset, builder, seed=config.train.seed)
+    return _taught_within_positions(config, _within_positions(config, environment, source, "rollout"))
+
+
+def make_row_source(rows: Rows, config: RLConfig, codec: TemplateCodec, environment: Any) -> DatasetPromptSource:
+    """Returns the prompts of rows that the caller brings; `environment` plays them, if it is not None."""
+    builder = _builder(config, codec, _teacher(config), unlabelled=config.reward.majority_vote)
+    seed, most = config.train.seed, config.data.max_samples
+    source = DatasetPromptSource(rows, builder, seed=seed, max_samples=most, setting="prompts")
     return _taught_within_positions(config, _within_positions(config, environment, source, "rollout"))
 
 

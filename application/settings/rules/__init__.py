@@ -54,27 +54,31 @@ EVALUATED = (
 """Beginnings of the names of settings that evaluation reads, and whose conditions it checks."""
 
 
-def validate(config: RLConfig, *, has_reward: bool = False, has_environment: bool = False) -> None:
+def validate(
+    config: RLConfig, *, has_reward: bool = False, has_environment: bool = False, has_prompts: bool = False
+) -> None:
     """Checks the settings of a training run.
 
     `has_reward`: the caller passes a reward object, which stands in for whatever reward is set. `has_environment`: the
-    caller passes an environment, which rewards its own steps.
+    caller passes an environment, which rewards its own steps. `has_prompts`: the caller passes the prompts.
 
     Raises:
         ConfigurationError: rules are broken; the message has one a line.
     """
-    raise_together(setting_errors(config, has_reward=has_reward, has_environment=has_environment))
+    raise_together(
+        setting_errors(config, has_reward=has_reward, has_environment=has_environment, has_prompts=has_prompts)
+    )
 
 
 def setting_errors(
-    config: RLConfig, *, has_reward: bool = False, has_environment: bool = False
+    config: RLConfig, *, has_reward: bool = False, has_environment: bool = False, has_prompts: bool = False
 ) -> list[ConfigurationError]:
     """Every rule that the settings of a training run break; arguments as for `validate`."""
     plays = has_environment or config.train.agent_func_path is not None
 
     def rules(config: RLConfig) -> Iterator[Iterator[str]]:
         yield model_problems(config)
-        yield required_data_problems(config)
+        yield required_data_problems(config, has_prompts=has_prompts)
         yield algorithm_problems(config)
         yield brought_problems(config)
         yield policy_loss_problems(config)

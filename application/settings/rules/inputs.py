@@ -48,9 +48,9 @@ def model_problems(config: RLConfig) -> Iterator[str]:
         yield "No model is set: name one with --actor.model_name_or_path."
 
 
-def required_data_problems(config: RLConfig) -> Iterator[str]:
-    """Whether prompts to train on are named."""
-    if not dataset_names(config.data.prompt_dataset):
+def required_data_problems(config: RLConfig, *, has_prompts: bool = False) -> Iterator[str]:
+    """Whether prompts to train on are named, unless the caller passes them."""
+    if not has_prompts and not dataset_names(config.data.prompt_dataset):
         yield "No prompts are set: name a dataset with --data.prompt_dataset."
 
 

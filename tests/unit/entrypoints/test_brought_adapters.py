@@ -1,0 +1,112 @@
+"""Objects that a caller brings in the place of the run's own adapters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollgrad
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.entrypoints.composition.brought import PORTS, check_brought
+from rollgrad.entrypoints.library import container_with
+from rollgrad.testing import (
+    FakeAgentExecutor,
+    FakeChatCodec,
+    FakeClock,
+    FakeMetricSink,
+    FakePolicy,
+    FakePromptSource,
+    FakeReference,
+    FakeRolloutEngine,
+    FakeValue,
+    FakeWeightChannel,
+)
+
+ROWS = [{"question": f"What is {n} plus 1?", "answer": str(n + 1)} for n in range(4)]
+
+
+def settings(model: Path, out: Path) -> rollgrad.RLConfig:
+    config = rollgrad.RLConfig()
+    config.actor.model_name_or_path, config.actor.dtype = str(model), "float32"
+    config.algo.advantage.estimator = "rloo"
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens = 2, 2, 4
+    config.train.max_steps, config.ckpt.output_dir, config.logger.console = 1, str(out / "out"), False
+    return config
+
+
+def letters(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
+    assert set(labels) <= {"1", "2", "3", "4"}
+    return [float(len(query) % 3) for query in queries]
+
+
+@pytest.mark.parametrize("kind", ["list", "datasets"])
+def test_prompts_may_be_rows(kind: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    import datasets
+
+    rows: Any = ROWS if kind == "list" else datasets.Dataset.from_list(ROWS)
+    container = container_with(settings(tiny_model_dir, tmp_path), letters, None, {"prompts": rows})
+    prompts = container.prompts()
+    assert len(prompts) == 4
+    assert {(prompt.messages[0]["content"], prompt.label) for prompt in prompts.take(4)} == {
+        (row["question"], row["answer"]) for row in ROWS
+    }
+
+
+def test_a_run_on_rows_continues_on_the_same_rows_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = settings(tiny_model_dir, tmp_path)
+    assert rollgrad.train(config, reward=letters, prompts=ROWS).steps == 1
+    config.train.max_steps, config.ckpt.resume = 2, "auto"
+    with pytest.raises(CheckpointError, match="prompt_dataset"):
+        rollgrad.train(config, reward=letters, prompts=ROWS[:3])
+    assert rollgrad.train(config, reward=letters, prompts=ROWS).steps == 2
+
+
+def test_the_fakes_of_all_ports_are_taken() -> None:
+    fakes = {
+        "engine": FakeRolloutEngine(),
+        "executor": FakeAgentExecutor.__new__(FakeAgentExecutor),
+        "prompts": FakePromptSource.__new__(FakePromptSource),
+        "policy": FakePolicy(),
+        "reference": FakeReference.__new__(FakeReference),
+        "critic": FakeValue.__new__(FakeValue),
+        "channel": FakeWeightChannel.__new__(FakeWeightChannel),
+        "sink": FakeMetricSink(),
+        "codec": FakeChatCodec(),
+        "clock": FakeClock(),
+    }
+    check_brought(fakes, trains=True)
+    assert PORTS.keys() - fakes.keys() == {"checkpoints"}
+
+
+class Deaf:
+    async def generate(self, request: Any, *, on_token: Any = None) -> Any: ...
+    async def pause(self, mode: Any) -> None: ...
+    async def resume(self) -> None: ...
+    async def sleep(self) -> None: ...
+    async def wake(self) -> None: ...
+
+
+class Env:
+    async def reset(self, prompt: Any) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("brought", "message"),
+    [
+        ({"prompts": iter(())}, "prompts is a tuple_iterator, which has no take, __len__, state_dict, load_state_dict"),
+        ({"prompts": ["3+4?"]}, "prompts is a list, which has no take"),
+        (
+            {"sink": FakeMetricSink},
+            r"sink is the class FakeMetricSink: give an object of it, such as FakeMetricSink\(\)",
+        ),
+        ({"engine": Deaf()}, "no channel says how the policy's weights reach it: give channel"),
+        ({"environment": Env()}, "environment is one object of Env, but .* give the class, environment=Env"),
+        ({"environment": Env}, "class Env, which has no step, close: an environment has async def reset"),
+    ],
+)
+def test_what_lacks_something_is_refused_before_anything_is_loaded(
+    brought: dict[str, Any], message: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        rollgrad.train(settings(tiny_model_dir, tmp_path), **{"reward": letters, "prompts": ROWS, **brought})
