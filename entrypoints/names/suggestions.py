@@ -57,6 +57,10 @@ ALIKE = 0.82
 APART = ("critic", "ref", "reward", "eval")
 """Sections whose settings are never meant by those of another: `critic.learning_rate` is not the actor's."""
 
+BROUGHT = ("algo.losses.", "algo.estimators.")
+"""Sections of settings that losses and estimators of users bring."""
+BY_EXTENSION = "it is known where --algo.extension_path names the file or module that brings it."
+
 MOST_CANDIDATES = 4
 """Largest number of settings with one last name that are listed; of more, none is likelier than the others."""
 
@@ -153,6 +157,8 @@ def advice(name: str, known: Collection[str]) -> str | None:
     similar = [] if elsewhere else difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
     if similar:
         return similar[0]
+    if name.startswith(BROUGHT) and "algo.extension_path" in known:
+        return BY_EXTENSION
     found = advice(last, known) if section else None
     return found if found is None or section.split(".")[0] not in APART else _in_section(found, section, known)
 

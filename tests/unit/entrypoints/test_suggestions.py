@@ -282,3 +282,12 @@ def test_a_path_without_a_flag_is_told_its_flag(tmp_path: Path) -> None:
 def test_a_key_with_dots_is_told_how_a_file_nests() -> None:
     assert unknown_key("actor.adam.lr", 1e-6, SETTINGS).endswith("write actor: {adam: {lr: VALUE}}.")
     assert "did you mean" in unknown_key("actor.adam-lr", 1e-6, ["actor.adam_lr"])
+
+
+@pytest.mark.parametrize("name", ["algo.losses.soft.tau", "algo.estimators.mine.limit"])
+def test_settings_that_a_file_brings_are_looked_for_in_the_file(name: str) -> None:
+    told = "it is known where --algo.extension_path names the file or module that brings it."
+    assert unknown_flag(f"--{name}", SETTINGS, "train rl") == f"--{name} is not a flag; {told}"
+    section, last = name.rsplit(".", 1)
+    assert unknown_key(section, {last: 2}, SETTINGS).endswith(told)
+    assert unknown_flag(f"--{name}s", [*SETTINGS, name], "train rl").endswith(f"did you mean --{name}?")
