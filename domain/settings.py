@@ -120,6 +120,13 @@ def own_first(_: type, fields: Sequence["Attribute[Any]"]) -> list["Attribute[An
 class OwnSettings:
     """A section of sections that are not known beforehand, such as the settings that policy losses bring."""
 
+    def __getattr__(self, name: str) -> Any:
+        """Says of settings that nothing has brought yet how they come."""
+        raise AttributeError(
+            f"Nothing has brought settings called {name!r}: import the module of the loss or estimator that brings "
+            "them, or name it with algo.extension_path in a file, before rollgrad.load_config."
+        )
+
 
 def section(
     kind: Callable[[], Any],

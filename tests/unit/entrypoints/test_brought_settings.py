@@ -1,5 +1,7 @@
 """A policy loss or estimator from one file brings settings: flags, --help, YAML, ranges and rules come with them."""
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -241,3 +243,16 @@ def test_what_is_no_section_is_refused_by_name(
     *_, (error,) = parse_run(TrainArguments, RLConfig, "train rl", ["--algo.extension_path", str(path)])
     assert isinstance(error, ConfigurationError)
     assert message in str(error)
+
+
+def test_settings_that_nothing_has_brought_say_how_they_come(plugin: str, tmp_path: Path) -> None:
+    config = RLConfig()
+    with pytest.raises(AttributeError, match="Nothing has brought settings called 'toy': import the module"):
+        config.algo.losses.toy.strength = 2.0
+    assert not hasattr(config.algo.losses, "toy")
+    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"algo": {"extension_path": plugin}}))
+    loaded = load_config(file)
+    loaded.algo.losses.toy.strength = 2.0
+    assert flat_settings(loaded)[STRENGTH] == 2.0
