@@ -14,6 +14,7 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import RollgradError, raise_together
 from rollgrad.entrypoints.composition.adapters import check_adapters
+from rollgrad.entrypoints.composition.data import note_repeated_prompts
 from rollgrad.entrypoints.composition.engines import engine_kind
 from rollgrad.entrypoints.composition.executors import executor_kind
 from rollgrad.entrypoints.composition.packages import check_packages
@@ -55,6 +56,8 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
             attempt(container.suits)
     sampler = None if container.engine.overridden else engine_kind(container.config())
     read = [attempt(container.providers[name]) for name in prompts]
+    if tuple(prompts) == TRAINING:
+        note_repeated_prompts(container.config(), *read)
     if not container.executor.overridden:  # else the caller's own plays and judges as it likes
         config = container.config()
         kind = executor_kind(config, container.environment())

@@ -24,6 +24,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError
 from rollgrad.domain.ports.chat_codec import RenderedPrompt
 from rollgrad.domain.ports.environment import tool_schema
+from rollgrad.entrypoints.composition.data import note_repeated_prompts
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rewards import check_reward_model, reward_kind
@@ -92,6 +93,7 @@ class _Trial:
         self._attempt(container.suits, *(f"{section}.model_name_or_path" for section in ("actor", "ref", "critic")))
         prompts = self._attempt(container.prompts, "actor.model_name_or_path", "data.prompt_dataset")
         held_out = self._attempt(container.eval_prompts, "actor.model_name_or_path", "eval.dataset")
+        note_repeated_prompts(config, prompts, held_out)
         self._plan(prompts.survey if isinstance(prompts, Surveyed) else None, held_out or ())
         if prompts is not None:
             self._say(counts(config, len(prompts)))

@@ -101,6 +101,19 @@ def make_eval_dataset(config: RLConfig, codec: TemplateCodec, environment: Any) 
     return _within_positions(config, environment, source, "eval").prompts()
 
 
+def note_repeated_prompts(config: RLConfig, learned: Any, held_out: Any) -> None:
+    """Warns of held-out prompts that are trained on, too, unless votes judge them, which need no labels; prompts that
+    are generated, or of a caller's own source, are not compared."""
+    if config.reward.majority_vote or not isinstance(learned, DatasetPromptSource) or not isinstance(held_out, list):
+        return
+    repeated = sum(map(learned.survey.has, held_out))
+    if repeated:
+        log.warning(
+            f"{repeated} of {len(held_out)} held-out prompts of eval.dataset are in data.prompt_dataset, too, and tell "
+            "nothing of new ones: leave them out of one of the two"
+        )
+
+
 HELD_OUT_SEED_OFFSET = 1_000_003
 """Number added to the run's seed for held-out reasoning_gym tasks, so that they differ from those of training."""
 

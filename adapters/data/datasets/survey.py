@@ -12,12 +12,13 @@ from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 import structlog
-from attrs import frozen
+from attrs import field, frozen
 
 from rollgrad.adapters.data.datasets.prompt_builder import Draft, PromptBuilder
 from rollgrad.application.foreign import foreign_code
 from rollgrad.application.settings.sections.data import DataConfig, Overlong
 from rollgrad.application.settings.sections.images import FetchImages
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import DataError
 
 log = structlog.get_logger(__name__)
@@ -45,13 +46,19 @@ class Rows(Protocol):
 class Survey:
     """Result of a survey. `setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: tokens of the
     longest prompt that is kept; `fingerprint`: sha256 of all rows in their order, which does not depend on the name;
-    `told`: tokens that a teacher reads in the place of each row's prompt, empty if it reads the prompt."""
+    `told`: tokens that a teacher reads in the place of each row's prompt, empty if it reads the prompt; `texts`:
+    hashes, of this process, of the prompts that are texts alone."""
 
     setting: str
     lengths: tuple[int, ...]
     limit: int
     fingerprint: str
     told: tuple[int, ...] = ()
+    texts: frozenset[int] = field(default=frozenset(), eq=False, repr=False)
+
+    def has(self, prompt: Prompt) -> bool:
+        """Returns whether a row has the text of a prompt; unknown, and so false, of one with images."""
+        return not prompt.images and hash(prompt.text) in self.texts
 
     def keeps(self, index: int) -> bool:
         """Returns whether row `index` is kept."""
@@ -96,6 +103,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     measured: dict[int, int] = {}
     told: list[int] = []
     broken: list[str] = []
+    texts: set[int] = set()
     content = hashlib.sha256()
     for start in _batches(size, setting):
         drafts: dict[int, Draft] = {}
@@ -113,6 +121,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
                     (measured[index],) = builder.lengths([draft])
                 else:
                     drafts[index] = draft
+                    texts.add(hash(draft.written if isinstance(draft.written, str) else draft.written.text))
             except DataError as error:
                 broken.append(f"Row {index + 1} of {setting} cannot be used: {error}")
         measured |= zip(drafts, builder.lengths([*drafts.values()]), strict=True)
@@ -121,7 +130,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
         others = f" ({len(broken)} of {size} rows cannot be used.)" if len(broken) > 1 else ""
         raise DataError(broken[0] + others)
     lengths = tuple(measured[index] for index in range(size))
-    found = Survey(setting, lengths, builder.data.prompt_limit, content.hexdigest(), tuple(told))
+    found = Survey(setting, lengths, builder.data.prompt_limit, content.hexdigest(), tuple(told), frozenset(texts))
     _report(found, builder.data)
     return found
 

@@ -1,13 +1,16 @@
 """Objects that a caller brings in the place of the run's own adapters."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 import rollgrad
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.entrypoints.composition.brought import PORTS, check_brought
+from rollgrad.entrypoints.inputs import check_inputs
 from rollgrad.entrypoints.library import container_with
 from rollgrad.testing import (
     FakeAgentExecutor,
@@ -50,6 +53,22 @@ def test_prompts_may_be_rows(kind: str, tiny_model_dir: Path, tmp_path: Path) ->
     assert {(prompt.messages[0]["content"], prompt.label) for prompt in prompts.take(4)} == {
         (row["question"], row["answer"]) for row in ROWS
     }
+
+
+@pytest.mark.parametrize(("votes", "told"), [(False, ["1 of 2 held-out prompts of eval.dataset are in"]), (True, [])])
+def test_held_out_prompts_that_are_trained_on_are_told(
+    votes: bool, told: list[str], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(
+        "".join(json.dumps({"question": text, "answer": "2"}) + "\n" for text in ("New?", ROWS[1]["question"]))
+    )
+    config = settings(tiny_model_dir, tmp_path)
+    config.eval.dataset, config.reward.majority_vote = str(held_out), votes
+    container = container_with(config, letters, None, {"prompts": ROWS})
+    with capture_logs() as logs:
+        check_inputs(container, trains=config)
+    assert [log["event"][:45] for log in logs if "held-out" in log["event"]] == [words[:45] for words in told]
 
 
 def test_a_run_on_rows_continues_on_the_same_rows_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
