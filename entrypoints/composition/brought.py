@@ -56,7 +56,7 @@ def check_brought(adapters: Mapping[str, Any], *, trains: bool) -> None:
 
 
 def is_rows(prompts: Any) -> bool:
-    """Returns whether prompts are rows, a list of mappings or a data set by index, and no source of prompts."""
+    """Returns whether prompts are rows, a list of mappings or a dataset by index, and no source of prompts."""
     if isinstance(prompts, list):
         return bool(prompts) and all(isinstance(row, Mapping) for row in prompts)
     return hasattr(prompts, "column_names") and hasattr(prompts, "__getitem__") and hasattr(prompts, "__len__")
