@@ -12,7 +12,7 @@ from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
-from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, KLSettings, OldLogprobs
+from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, KLSettings, Normalise, OldLogprobs
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 from rollgrad.domain.episodes.trajectory import Trajectory
@@ -279,6 +279,22 @@ def test_rewards_are_clipped_before_the_baseline() -> None:
     values = [part[mask][0] for part, mask in zip(*by_sequence(clipped), strict=True)]
     assert [float(v) for v in values] == pytest.approx([-1.0, 1.0, 0.0, 0.0])
     assert clipped.scores_S.tolist() == [0.0, 1.0, 2.0, 3.0], "scores stay what they were"
+
+
+def test_rewards_of_greedy_rollouts_are_normalised_and_clipped_like_the_others() -> None:
+    service = ExperienceService(
+        FakePolicy(TILT),
+        reference=None,
+        critic=None,
+        algo=algo("remax"),
+        reward=RewardConfig(normalize=Normalise.DATASET, normalize_mean_std=(1.0, 2.0), clip_range=(-0.25, 0.5)),
+        max_length=16,
+        max_tokens=1000,
+        steps_per_rollout=1,
+    )
+    batch = service.make(TRAJECTORIES, 0.0, {0: 2.0, 1: 9.0}).batch  # 0.5, and 4 before they are clipped
+    values = [part[mask][0] for part, mask in zip(*by_sequence(batch), strict=True)]
+    assert [float(v) for v in values] == pytest.approx([-0.25 - 0.5, 0.0 - 0.5, 0.5 - 0.5, 0.5 - 0.5])
 
 
 def test_the_outcome_of_several_turns_is_clipped_and_not_each_turn() -> None:

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.application.learning.update import Listening, UpdateService, _stretches
+from rollgrad.application.learning.update import Listening, UpdateService, _stretches, gradient_share_by_turn
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.algorithms.settings import Aggregation
@@ -197,6 +197,61 @@ def test_the_critic_learns_beside_the_policy_with_token_means() -> None:
         assert same.experts_NLK is None, "they would travel to the critic's processes for nothing"
         assert part.value_weights_N is not None
         assert float(part.value_weights_N.sum()) == pytest.approx(1.0)
+
+
+def test_the_share_of_values_that_moved_too_far_counts_both_sides() -> None:
+    packed = batch([2, 2])
+    old_N = torch.where(packed.action_mask_N, torch.tensor([0.0, 0, 0.5, -0.5, 0, 0, 0.2, -0.1]), 0.0)
+    report = service(FakePolicy(), FakeValue()).run(
+        evolve(packed, values_N=old_N), OBJECTIVE, ClippedValueObjective(clip=0.3)
+    )
+    assert report.metrics["critic/value_clip_share"] == pytest.approx(0.5)
+
+
+def test_the_likelihood_of_replies_that_passed_is_a_mean_over_their_tokens() -> None:
+    """VAPO's eq. 10; a score of just the threshold passes."""
+    packed = evolve(batch([2, 3, 4]), scores_S=torch.tensor([1.0, 0.4, 0.5]))
+    packed = evolve(packed, advantages_N=torch.zeros(packed.token_count))
+    policy = FakePolicy()
+    objective = PolicyLossObjective(positive_nll_coef=0.5)
+    metrics = service(policy, pass_threshold=0.5, max_tokens=8).run(packed, objective).metrics
+    moved_V = torch.full((VOCABULARY,), -1 / VOCABULARY)  # minus the probability of each token
+    moved_V[10] += 2 / 6
+    moved_V[12] += 4 / 6
+    torch.testing.assert_close(policy.state_dict()["table"], 0.5 * moved_V)
+    assert metrics["policy/positive_nll"] == pytest.approx(math.log(VOCABULARY))
+
+
+def test_the_effective_share_of_samples_is_that_of_the_weights() -> None:
+    """(mean w)^2 / mean w^2 of the token weights w = pi / mu."""
+    packed = batch([1, 3])
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    rollout_N = packed.rollout_logprobs_N.clone()
+    rollout_N[packed.action_mask_N] = -math.log(VOCABULARY) - weights.log()
+    metrics = service(FakePolicy(), max_tokens=6).run(evolve(packed, rollout_logprobs_N=rollout_N), OBJECTIVE).metrics
+    assert metrics["policy/mismatch_effective_sample_share"] == pytest.approx(2.5**2 / 7.5)
+
+
+@pytest.mark.parametrize(("forks", "shares"), [(None, [0.25, 0.75]), ([2, 3, 7], [0.4, 0.6])])
+def test_a_turns_share_of_the_gradient_is_of_weights_and_advantages(
+    forks: list[int] | None, shares: list[float]
+) -> None:
+    """Of the tokens alone at which the loss counts."""
+    packed = pack([make_trajectory([1, 1], [2, 3], [4, 4, 4], [5, 6])])
+    learned_N = None
+    if forks is not None:
+        learned_N = torch.zeros(9, dtype=torch.bool).index_fill_(0, torch.tensor(forks), True)
+    found = gradient_share_by_turn(
+        evolve(
+            packed,
+            advantages_N=torch.tensor([0.0, 0, 1, -1, 9, 9, 9, -3, 3]),
+            loss_weights_N=torch.where(packed.action_mask_N, 0.25, 0.0),
+            learned_N=learned_N,
+        )
+    )
+    assert found == pytest.approx(
+        {"policy/gradient_share_turn_0": shares[0], "policy/gradient_share_turn_1": shares[1]}
+    )
 
 
 def test_metrics_are_means_over_steps() -> None:
