@@ -14,6 +14,7 @@ from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, KLSettings, Normalise, OldLogprobs
 from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import DataError, EngineError, RewardError
@@ -279,6 +280,35 @@ def test_rewards_are_clipped_before_the_baseline() -> None:
     values = [part[mask][0] for part, mask in zip(*by_sequence(clipped), strict=True)]
     assert [float(v) for v in values] == pytest.approx([-1.0, 1.0, 0.0, 0.0])
     assert clipped.scores_S.tolist() == [0.0, 1.0, 2.0, 3.0], "scores stay what they were"
+
+
+def test_rewards_are_shaped_then_normalised_then_clipped() -> None:
+    """By length, of 6 tokens from 4 on: 1 - 0.25; by truncation: half of it."""
+    service = ExperienceService(
+        FakePolicy(TILT),
+        reference=None,
+        critic=None,
+        algo=algo(),
+        reward=RewardConfig(
+            overlong_buffer_len=2,
+            overlong_penalty_factor=0.5,
+            stop_properly_penalty_coef=0.5,
+            normalize=Normalise.DATASET,
+            normalize_mean_std=(0.25, 0.5),
+            clip_range=(0.0, 1.25),
+        ),
+        max_length=6,
+        max_tokens=1000,
+        steps_per_rollout=1,
+    )
+    ends = [(3, StopReason.STOP), (5, StopReason.STOP), (5, StopReason.LENGTH)]
+    trajectories = [
+        make_trajectory([1], [4] * length, sample_id=sample, rewards=[1.0], stop_reason=stop)
+        for sample, (length, stop) in enumerate(ends)
+    ]
+    batch = service.make(trajectories, 0.0).batch
+    last = batch.lengths_S.cumsum(0) - 1
+    assert batch.rewards_N[last].tolist() == pytest.approx([1.25, (0.75 - 0.25) / 0.5, (0.375 - 0.25) / 0.5])
 
 
 def test_rewards_of_greedy_rollouts_are_normalised_and_clipped_like_the_others() -> None:
