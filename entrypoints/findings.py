@@ -1,5 +1,5 @@
-"""What a dry run prints, in one order for all commands: the verdict, what was found, the settings that differ from the
-defaults, and the verdict again, before the problems."""
+"""The output of a dry run, in one order for all commands: the verdict, what was found, the settings that differ from
+the defaults, and the verdict again, before the problems."""
 
 import json
 import sys
