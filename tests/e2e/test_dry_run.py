@@ -1,5 +1,6 @@
 """`--dry_run` refuses what the run would, all at once; strangers' data needs no names of columns."""
 
+import gc
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.training import NEW_OBJECTS
 from rollgrad.entrypoints.findings import FINE
 from tests.tiny_architectures import tiny_model
 
@@ -87,6 +89,19 @@ def test_rows_of_other_systems_are_shown_and_trained_on_without_naming_columns(r
     assert run(*data)[0] == 0
     (metrics, *_) = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()][1:]
     assert metrics["rollout/samples"] == 4.0
+
+
+def test_garbage_is_looked_for_less_often_while_it_checks(run: Any) -> None:
+    """It imports much, of which nothing is garbage."""
+    reward = (
+        "import gc\n\ndef reward_func(queries, prompts, labels):\n    return [gc.get_threshold()[0]] * len(queries)\n"
+    )
+    Path("reward.py").write_text(reward)
+    before = gc.get_threshold()
+    status, output, errors, _ = run("--dry_run", "--reward.verifier", "None", "--reward.function_path", "reward.py")
+    assert (status, errors) == (0, [])
+    assert f"is {NEW_OBJECTS:g}." in output
+    assert gc.get_threshold() == before
 
 
 def test_memory_is_that_of_the_prompts_there_are(run: Any) -> None:
