@@ -1,5 +1,5 @@
-"""The output of a dry run, in one order for all commands: the verdict, what was found, the settings that differ from
-the defaults, and the verdict again, before the problems."""
+"""Prints what a dry run found, in one order for all commands: the verdict, what was found, the settings that differ
+from the defaults, and the verdict again, before the problems."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What an estimator or a loss returns: one value for each token."""
+"""Columns that an estimator or a loss returns: one value for each token."""
 
 from torch import Tensor
 

@@ -426,7 +426,7 @@ def test_sapo(case: Case) -> None:
 
 @pytest.mark.parametrize("spread", [0.1, 0.8])
 def test_gmpo(case: Case, spread: float) -> None:
-    """Of ratios within the clip range, and of such as are clipped."""
+    """Ratios lie within the clip range, or some are clipped."""
     wide = evolve(case, logprobs_N=case.old_N + spread * (case.logprobs_N - case.old_N) / 0.3)
     trl = run_trl("GMPOTrainer", wide, epsilon_low=0.4, epsilon_high=0.5, beta=BETA)
     agree(trl, run_ours(wide, "sequence_mean", objective_of("gmpo", (0.4, 0.5), kl_coef=BETA)))

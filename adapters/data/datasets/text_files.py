@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import datasets
 
 SEPARATORS = (";", "\t", "|")
-"""What separates columns where commas do not, as spreadsheets write it."""
+"""Marks that separate columns where commas do not, as spreadsheets write them."""
 EXACT = 2**53
 """Size of whole numbers up to which floats have them all."""
 _HEADER_BYTES = 65536

@@ -90,7 +90,7 @@ def refusal(response: httpx2.Response) -> dict[str, Any]:
 
 
 ID_HEADERS = ("x-request-id", "request-id")
-"""Where the SDKs of OpenAI and of Anthropic look for the id of a request."""
+"""The SDKs of OpenAI and of Anthropic look here for the id of a request."""
 
 
 @pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/busy", 429), ("/broken", 500), ("/gone", 404)])

@@ -106,7 +106,7 @@ def test_an_optimizer_step_has_a_part_of_the_samples() -> None:
 
 
 def test_samples_of_an_odd_number_are_not_divided_equally() -> None:
-    """Of three samples one of two processes has two."""
+    """One of two processes has two of three samples."""
     config = config_of(3, 1, 1000)
     config.cluster.enable, config.actor.num_gpus_per_node = True, 2
     assert pass_tokens(config, PACKED, 2).distinct == 2 * (PROMPT + REPLY)

@@ -236,7 +236,7 @@ def test_the_effective_share_of_samples_is_that_of_the_weights() -> None:
 def test_a_turns_share_of_the_gradient_is_of_weights_and_advantages(
     forks: list[int] | None, shares: list[float]
 ) -> None:
-    """Of the tokens alone at which the loss counts."""
+    """Shares are of the tokens alone at which the loss counts."""
     packed = pack([make_trajectory([1, 1], [2, 3], [4, 4, 4], [5, 6])])
     learned_N = None
     if forks is not None:
