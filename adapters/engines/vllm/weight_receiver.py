@@ -44,100 +44,108 @@ class FullBucket:
     """Key of this transfer; None if none of changes follows it."""
 
 
+class _Receiver:
+    """Takes buckets of shared memory, or files, in one worker; `model`, its settings and `device` are of vLLM's base
+    class."""
+
+    model: Any
+    model_config: Any
+    parallel_config: Any
+    device: torch.device
+
+    init_info_cls = ReceiverSettings
+    update_info_cls = FullBucket
+
+    _begun = False
+    _loading: Any = None
+    _has: str | None = None
+    """Key of the transfer whose weights the model has; None if it has none, or not wholly."""
+    _comes: str | None = None
+    """Key of the transfer that has begun."""
+
+    def init_transfer_engine(self, init_info: ReceiverSettings) -> None:
+        """Maps the trainer's memory."""
+        self._memory = SharedMemory(init_info.path, bucket_bytes=init_info.bucket_bytes)
+
+    def start_weight_update(self) -> None:
+        """Makes the layers ready to be loaded as from a checkpoint: they hold repacked weights otherwise."""
+        if self._begun:  # a transfer that broke off
+            self.finish_weight_update()
+        if self._loading is None or self._loading.model is not self.model:
+            # Quantised layers are made from whole tensors; balanced experts move, and a plan would not know.
+            planned = self.model_config.quantization is None and not self.parallel_config.enable_eplb
+            self._loading = LayerChanges(self.model, self.device, planned=planned)
+        self._begun, self._complete, self._changing, self._comes = True, False, False, None
+        kept = {name for name, _ in self.model.named_parameters()}
+        self._loading.begin()
+        # Of these, checkpoints have no matrices that latent attention takes out of its weights.
+        self._lacking = kept & {name for name, _ in self.model.named_parameters()}
+
+    def receive_weights(self, update_info: FullBucket) -> None:
+        """Loads the contents of a bucket or a file.
+
+        Raises:
+            ValueError: it was the last, and a parameter did not come or was cut short, or could not be changed by
+            the transfers to come; or it has changes of weights that are not here.
+        """
+        if update_info.base is not None:
+            self._change(update_info)
+            return
+        self._loading.keeps, self._has, self._comes = update_info.key is not None, None, update_info.key
+        memory, pieces = self._contents(update_info)
+        loaded = self._loading.take(memory, pieces)
+        self._lacking -= self._lacking if loaded is None else loaded  # a model that names nothing checks for itself
+        quantized = self.model_config.quantization is not None  # its scales are made here, not sent
+        if update_info.last:
+            lacking = [] if quantized else [*sorted(self._lacking), *self._loading.lacking()]
+            if lacking or not self._loading.whole():
+                more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
+                raise ValueError(f"these parameters did not come from the trainer: {lacking[:NAMED]}{more}")
+            if self._loading.keeps and (fixed := sorted(self._loading.unchangeable())):
+                raise ValueError(
+                    "vLLM computes something from these tensors when it loads them, so that their changes alone "
+                    f"cannot be loaded: {fixed[:NAMED]}; leave --vllm.sync_delta out"
+                )
+            self._complete = True
+
+    def _change(self, update: FullBucket) -> None:
+        """Changes the model by the contents of a bucket or a file."""
+        if not self._changing:
+            if self._has != update.base:
+                raise ValueError(
+                    f"changes of the weights of transfer {update.base} came, but here are those of {self._has}"
+                )
+            self._changing, self._has, self._comes = True, None, update.key
+        self._loading.change(*self._contents(update))
+        if update.last:
+            if not self._loading.whole():
+                raise ValueError("changes of weights came incomplete from the trainer")
+            self._complete = True
+
+    def _contents(self, update: FullBucket) -> tuple[Tensor, list[Piece]]:
+        if update.shard is not None:
+            return read_shard(update.shard)
+        return self._memory.bucket(update.bucket) if update.pieces else torch.empty(0), update.pieces
+
+    def finish_weight_update(self) -> None:
+        """Repacks the loaded layers."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._loading.end(well=self._complete)
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied(self.model)
+        self._begun, self._has = False, self._comes if self._complete else None
+
+    def shutdown(self) -> None:
+        """Does nothing: the memory is freed with the process."""
+
+
 def receiver_class() -> type:
-    """Returns the class of which vLLM's factory makes an object in each worker. It is made in a function because the
-    base class needs vLLM's import."""
+    """Returns the class of which vLLM's factory makes an object in each worker: with vLLM's base class, which needs its
+    import."""
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-    class Receiver(WeightTransferEngine):  # type: ignore[misc]
-        """Takes buckets of shared memory, or files, in one worker."""
-
-        init_info_cls = ReceiverSettings
-        update_info_cls = FullBucket
-
-        _begun = False
-        _loading: Any = None
-        _has: str | None = None
-        """Key of the transfer whose weights the model has; None if it has none, or not wholly."""
-        _comes: str | None = None
-        """Key of the transfer that has begun."""
-
-        def init_transfer_engine(self, init_info: ReceiverSettings) -> None:
-            """Maps the trainer's memory."""
-            self._memory = SharedMemory(init_info.path, bucket_bytes=init_info.bucket_bytes)
-
-        def start_weight_update(self) -> None:
-            """Makes the layers ready to be loaded as from a checkpoint: they hold repacked weights otherwise."""
-            if self._begun:  # a transfer that broke off
-                self.finish_weight_update()
-            if self._loading is None or self._loading.model is not self.model:
-                # Quantised layers are made from whole tensors; balanced experts move, and a plan would not know.
-                planned = self.model_config.quantization is None and not self.parallel_config.enable_eplb
-                self._loading = LayerChanges(self.model, self.device, planned=planned)
-            self._begun, self._complete, self._changing, self._comes = True, False, False, None
-            kept = {name for name, _ in self.model.named_parameters()}
-            self._loading.begin()
-            # Of these, checkpoints have no matrices that latent attention takes out of its weights.
-            self._lacking = kept & {name for name, _ in self.model.named_parameters()}
-
-        def receive_weights(self, update_info: FullBucket) -> None:
-            """Loads the contents of a bucket or a file.
-
-            Raises:
-                ValueError: it was the last, and a parameter did not come or was cut short, or could not be changed by
-                the transfers to come; or it has changes of weights that are not here.
-            """
-            if update_info.base is not None:
-                self._change(update_info)
-                return
-            self._loading.keeps, self._has, self._comes = update_info.key is not None, None, update_info.key
-            memory, pieces = self._contents(update_info)
-            loaded = self._loading.take(memory, pieces)
-            self._lacking -= self._lacking if loaded is None else loaded  # a model that names nothing checks for itself
-            quantized = self.model_config.quantization is not None  # its scales are made here, not sent
-            if update_info.last:
-                lacking = [] if quantized else [*sorted(self._lacking), *self._loading.lacking()]
-                if lacking or not self._loading.whole():
-                    more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
-                    raise ValueError(f"these parameters did not come from the trainer: {lacking[:NAMED]}{more}")
-                if self._loading.keeps and (fixed := sorted(self._loading.unchangeable())):
-                    raise ValueError(
-                        "vLLM computes something from these tensors when it loads them, so that their changes alone "
-                        f"cannot be loaded: {fixed[:NAMED]}; leave --vllm.sync_delta out"
-                    )
-                self._complete = True
-
-        def _change(self, update: FullBucket) -> None:
-            """Changes the model by the contents of a bucket or a file."""
-            if not self._changing:
-                if self._has != update.base:
-                    raise ValueError(
-                        f"changes of the weights of transfer {update.base} came, but here are those of {self._has}"
-                    )
-                self._changing, self._has, self._comes = True, None, update.key
-            self._loading.change(*self._contents(update))
-            if update.last:
-                if not self._loading.whole():
-                    raise ValueError("changes of weights came incomplete from the trainer")
-                self._complete = True
-
-        def _contents(self, update: FullBucket) -> tuple[Tensor, list[Piece]]:
-            if update.shard is not None:
-                return read_shard(update.shard)
-            return self._memory.bucket(update.bucket) if update.pieces else torch.empty(0), update.pieces
-
-        def finish_weight_update(self) -> None:
-            """Repacks the loaded layers."""
-            self._loading.end(well=self._complete)
-            finalize_layerwise_reload(self.model, self.model_config)
-            _repack_tied(self.model)
-            self._begun, self._has = False, self._comes if self._complete else None
-
-        def shutdown(self) -> None:
-            """Does nothing: the memory is freed with the process."""
-
-    return Receiver
+    return type("Receiver", (_Receiver, WeightTransferEngine), {})
 
 
 def read_shard(path: str) -> tuple[Tensor, list[Piece]]:
