@@ -7,7 +7,7 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ def report_data(view: RunView, room: int) -> dict[str, Any]:
     """Returns the data of a report: a run as the server tells of it, and rollouts whose deflated size, with all else,
     is at most `room` bytes."""
     rollouts = view.rollouts()
+    compare = trajectory.compared(rollouts)
+    prompts = sorted(compare["prompts"], key=lambda prompt: -abs(prompt["change"]))[:MOST_PROMPTS]
     data: dict[str, Any] = {
         "version": VERSION,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -80,22 +82,25 @@ def report_data(view: RunView, room: int) -> dict[str, Any]:
         "findings": view.findings(),
         "notes": view.notes()["notes"],
         "trajectory": {},
-        "compare": {},
+        "compare": compare | {"prompts": prompts},
         "compared": {},
     }
-    compare = trajectory.compared(rollouts)
-    prompts = sorted(compare["prompts"], key=lambda prompt: -abs(prompt["change"]))
-    data["compare"] = compare | {"prompts": prompts[:MOST_PROMPTS]}
     left = room - len(zlib.compress(_json(data)))
-    for prompt in data["compare"]["prompts"]:
-        replies = trajectory.replies_to(
-            rollouts, prompt["prompt_id"]
-        )  # the view would look for changed files each time
+    for prompt in prompts:
+        # Asked of the rollouts, for the view would look for changed files each time.
+        replies = trajectory.replies_to(rollouts, prompt["prompt_id"])
         left -= _size(replies)
         if left < room // 2:  # the rest is for rollouts
             break
         data["compared"][prompt["prompt_id"]] = replies
-    chosen: list[str] = []
+    data["trajectory"] = _whole_groups(view, rollouts, left)
+    data["trajectories"] = _table(rollouts, data["trajectory"])
+    return data
+
+
+def _whole_groups(view: RunView, rollouts: Rollouts, room: int) -> dict[str, Any]:
+    """Returns the rollouts of as many groups as there is room for, by their keys."""
+    chosen: dict[str, Any] = {}
     for group in _groups(rollouts):
         if len(chosen) + len(group) > MOST_ROLLOUTS:
             continue
@@ -105,15 +110,18 @@ def report_data(view: RunView, room: int) -> dict[str, Any]:
             log.warning("the report leaves a group out", reason=str(error))
             continue
         kept = {row["key"]: _shortened(row) for row in whole}
-        left -= _size(kept) + _size(rollouts.rows([rollouts.places[key] for key in group]))
-        if left < 0:
+        room -= _size(kept) + _size(rollouts.rows([rollouts.places[key] for key in group]))
+        if room < 0:
             break
-        data["trajectory"] |= kept
-        chosen += group
-    rows = rollouts.rows(
-        [row for row in rollouts.find("", DEFAULT_SORT).to_pylist() if rollouts.keys[row] in data["trajectory"]]
-    )
-    data["trajectories"] = {
+        chosen |= kept
+    return chosen
+
+
+def _table(rollouts: Rollouts, keys: Container[str]) -> dict[str, Any]:
+    """Returns the page of the table that has the rollouts of these keys."""
+    found = rollouts.find("", DEFAULT_SORT).to_pylist()
+    rows = rollouts.rows([row for row in found if rollouts.keys[row] in keys])
+    return {
         "total": len(rollouts),
         "matched": len(rows),
         "page": 0,
@@ -122,7 +130,6 @@ def report_data(view: RunView, room: int) -> dict[str, Any]:
         "chosen": len(rows),
         "problems": list(rollouts.problems),
     }
-    return data
 
 
 def _groups(rollouts: Rollouts) -> Iterable[Sequence[str]]:
