@@ -2,12 +2,13 @@
 
 The settings are those of `examples/sums.yaml` with the recipe's preset. Recipes of a loss take two optimizer steps a
 rollout, so that ratios differ from 1; recipes of a correction are over-sampled, so that a part of each rollout is one
-update old. `--only` runs some of them and keeps the results of the others.
+update old; `gigpo` plays up to two turns. `--only` runs some of them and keeps the results of the others.
 
     python benchmarks/learning_curves.py --steps 10
 """
 
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 import rollgrad
+from rollgrad.domain.episodes.messages import Action
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.ports.environment import StepResult
 from rollgrad.entrypoints.config_io import structure_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +53,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "opo": {},
     "gpg": {},
     "maxrl": {},
+    "pass_at_k": {},
     "gdpo": {"reward": {"verifier": None}},
     "remax": {},
     "flash_reinforce": {},
@@ -70,13 +75,36 @@ RECIPES: dict[str, dict[str, Any]] = {
     "dr_grpo,seq_mask_tis": _STALE,
     "dr_grpo,opsm": _STALE,
     "dr_grpo,m2po": _STALE,
+    "dr_grpo top_entropy": {"algo": {"top_entropy_quantile": 0.2}},
+    "gigpo": {},
     "on_policy_distill": {},
     "iw_opd": {},
     "opsd": {},
     "sdpo": {},
 }
-"""Presets and what they need besides."""
+"""Presets, some with a word about what they need besides, and that."""
 SMOKE = ("grpo", "on_policy_distill")
+
+
+class SecondTry:
+    """Says once that the last number of a reply is wrong, and judges the second reply."""
+
+    def __init__(self) -> None:
+        self._label = ""
+        self._turns = 0
+
+    async def reset(self, prompt: Prompt) -> str:
+        self._label = str(prompt.label)
+        return ""
+
+    async def step(self, action: Action) -> StepResult:
+        self._turns += 1
+        right = re.findall(r"\d+", action.text)[-1:] == [self._label]
+        again = "<|im_end|>\n<|im_start|>user\nThat is wrong, try again.<|im_end|>\n<|im_start|>assistant\n"
+        return StepResult(observation=again, reward=float(right), terminated=right or self._turns == 2)
+
+    async def close(self) -> None:
+        pass
 
 
 @define(kw_only=True)
@@ -119,10 +147,10 @@ def run(recipe: str, options: Options, folder: Path, tiny: Path | None) -> Curve
     import yaml
 
     settings = yaml.safe_load((ROOT / "examples" / "sums.yaml").read_text())
+    del settings["algo"]
     for section, values in RECIPES[recipe].items():
         settings.setdefault(section, {}).update(values)
-    del settings["algo"]
-    config = structure_config(settings, preset=recipe)
+    config = structure_config(settings, preset=recipe.partition(" ")[0])
     config.actor.model_name_or_path = str(ROOT / config.actor.model_name_or_path)
     config.data.prompt_dataset = str(ROOT / config.data.prompt_dataset)
     config.eval.dataset = str(ROOT / str(config.eval.dataset))
@@ -135,7 +163,11 @@ def run(recipe: str, options: Options, folder: Path, tiny: Path | None) -> Curve
     config.ckpt.output_dir = str(folder)
     if recipe in DISTILLED:
         config.ref.model_name_or_path = str(folder.parent / TEACHER / "model")
-    result = rollgrad.train(config, reward=correct_and_short if recipe == "gdpo" else None)
+    result = rollgrad.train(
+        config,
+        reward=correct_and_short if recipe == "gdpo" else None,
+        environment=SecondTry if recipe == "gigpo" else None,
+    )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     key = "reward/score_mean_before_filter"
     return Curve(
