@@ -24,12 +24,12 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class EpisodeThread:
-    """Runs calls of the environment `name` (for messages), each within `timeout` seconds.
+    """Runs calls of the environment `name` (for messages), each within `timeout` seconds, if there is such a limit.
 
     The thread starts with the first call and ends with `close`.
     """
 
-    def __init__(self, name: str, *, timeout: float) -> None:
+    def __init__(self, name: str, *, timeout: float | None) -> None:
         self._name = name
         self._timeout = timeout
         self._jobs: SimpleQueue[_Job | None] | None = None
@@ -45,7 +45,7 @@ class EpisodeThread:
                 result: Result = await self._submit(func)
                 return result
         except TimeoutError as error:
-            if not deadline.expired():  # the environment raised this TimeoutError itself
+            if self._timeout is None or not deadline.expired():  # the environment raised this TimeoutError itself
                 raise
             raise TimeoutError(f"{self._name} did not finish {what} within {self._timeout:g} s.") from error
 

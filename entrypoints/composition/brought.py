@@ -77,7 +77,7 @@ def check_environment(environment: Any) -> None:
     if missing:
         raise ConfigurationError(
             f"environment is the class {environment.__name__}, which has no {', '.join(missing)}: an environment has "
-            f"{', '.join(f'async def {name}' for name in ENVIRONMENT)}."
+            f"the methods {', '.join(ENVIRONMENT)}."
         )
 
 

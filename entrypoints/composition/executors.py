@@ -7,6 +7,7 @@ from rollgrad.adapters.agents.command import CommandAgent
 from rollgrad.adapters.agents.function import FunctionAgent
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.chat.tool_images import tool_image_reader
+from rollgrad.adapters.environments.plain_methods import awaitable_environment
 from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
 from rollgrad.adapters.openrlhf.loading import AgentFile
@@ -52,8 +53,9 @@ def make_multi_turn(
     environment: Callable[[], Environment],
     tracing: Tracing,
 ) -> MultiTurnExecutor:
-    """Returns an executor for environments that `environment` makes; `rewards` judges those that give no reward."""
-    return _turns(config, engine, codec, tracing, lambda params: environment(), rewards)
+    """Returns an executor for environments that `environment` makes, whose methods may be plain functions; `rewards`
+    judges those that give no reward."""
+    return _turns(config, engine, codec, tracing, lambda params: awaitable_environment(environment()), rewards)
 
 
 def make_tool_executor(

@@ -12,6 +12,7 @@ from rollgrad.adapters.environments.gem import GemEnvironment
 from rollgrad.adapters.environments.gymnasium import GymnasiumEnvironment
 from rollgrad.adapters.environments.nemo_gym import NemoGymEnvironment
 from rollgrad.adapters.environments.openenv import OpenEnvEnvironment
+from rollgrad.adapters.environments.plain_methods import awaitable_environment
 from rollgrad.adapters.environments.skyrl import SkyRLEnvironment
 from rollgrad.adapters.environments.textarena import TextArenaEnvironment
 from rollgrad.application.episodes.tool_environment import ToolEnvironment
@@ -50,6 +51,19 @@ class GemGame:
         return "A number!", 0.1, any(letter.isdigit() for letter in action), False, {}
 
 
+class PlainGame:
+    """A user's environment without `async`: any number ends it."""
+
+    def reset(self, prompt: Prompt) -> str:
+        return ""
+
+    def step(self, action: Action) -> StepResult:
+        return StepResult(observation="A number!", reward=0.1, terminated=any(map(str.isdigit, action.text)))
+
+    def close(self) -> None:
+        pass
+
+
 def frozen_lake() -> Environment:
     import gymnasium
 
@@ -71,6 +85,7 @@ def gsm8k() -> Environment:
 IN_PROCESS: Mapping[str, Make] = {
     "fake": lambda: FakeEnvironment([StepResult(reward=0.5)] * 40 + [StepResult(terminated=True)]),
     "tools": lambda: ToolEnvironment([]),
+    "plain functions": lambda: awaitable_environment(PlainGame()),
     "gymnasium": frozen_lake,
     "gem": lambda: GemEnvironment(GemGame),
     "textarena": guess_the_number,

@@ -134,8 +134,9 @@ def metrics(folder: Path) -> dict[str, Any]:
         (CUSTOM, {"reward/turns": 2.0, "reward/score_mean": 1.0}),
         (WRAPPED, {"reward/wrapped": 1.0}),
         (NATIVE, {"reward/turns": 2.0}),
+        (NATIVE.replace("async def", "def"), {"reward/turns": 2.0}),
     ],
-    ids=["guide", "custom", "wrapped", "native"],
+    ids=["guide", "custom", "wrapped", "native", "plain functions"],
 )
 def test_agent_files_train(tiny_model_dir: Path, tmp_path: Path, source: str, wanted: dict[str, float]) -> None:
     result = rollgrad.train(config(tiny_model_dir, tmp_path, source))

@@ -121,7 +121,10 @@ class Env:
         ),
         ({"engine": Deaf()}, "no channel says how the policy's weights reach it: give channel"),
         ({"environment": Env()}, "environment is one object of Env, but .* give the class, environment=Env"),
-        ({"environment": Env}, "class Env, which has no step, close: an environment has async def reset"),
+        (
+            {"environment": Env},
+            "class Env, which has no step, close: an environment has the methods reset, step, close",
+        ),
     ],
 )
 def test_what_lacks_something_is_refused_before_anything_is_loaded(
