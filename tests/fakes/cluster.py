@@ -44,7 +44,7 @@ from tests.compiled_layers import AS_IT_IS, compiler, graphs
 from tests.tensor_bytes import tensor_bytes
 
 FLAG = "--actor.model_name_or_path"
-STEPS = 2
+STEPS = 3
 SETTINGS = OptimizerSettings(lr=1e-2, total_steps=10, scheduler="linear", weight_decay=0.1, max_norm=0.5, ema_beta=0.7)
 """Everything that an optimizer step knows is in play: the gradients of `batch` exceed the norm."""
 
