@@ -119,6 +119,7 @@ def test_ctrl_c_while_modules_are_imported_ends_it_quietly(tmp_path: Path) -> No
         "        if name == 'rollgrad.application.settings.run':\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Interrupts())\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background jobs lack
         "from rollgrad.entrypoints.cli.main import main\n"
         "sys.exit(main(['--version']))\n"
     )

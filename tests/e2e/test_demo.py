@@ -109,8 +109,8 @@ def test_word_problems_are_held_out_by_calculation() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_agents_demo_trains_on_its_tool_and_calls_it(run_script: Run, tmp_path: Path) -> None:
-    """Runs an eighth of its first step, for it takes longer to learn than a test should."""
-    script = with_few_held_out("products", tmp_path, held_out=1, batch_size=1, n_samples_per_prompt=4)
+    """Runs a quarter of its first step, for it takes longer to learn than a test should."""
+    script = with_few_held_out("products", tmp_path, held_out=1, batch_size=2, n_samples_per_prompt=4)
     printed = run_script(str(script), *words(1, tmp_path / "run"))
     before, trained, after = metrics(tmp_path / "run")
     assert trained["reward/tool_calls"] > 0.3

@@ -7,7 +7,7 @@ Broadcasts and handles are replaced by queues and tables, for they need GPUs.
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -252,8 +252,7 @@ def test_an_engine_is_started_with_the_backend_of_the_trainer(
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "0")
     started: list[Any] = []
-    keep: Callable[[Any], object] = started.append
-    monkeypatch.setattr(AsyncLLM, "from_engine_args", keep)
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda arguments, **_: started.append(arguments))
     start(backend, model=str(tiny_model_dir), max_num_seqs=8)
     (arguments,) = started
     name = arguments.weight_transfer_config.backend

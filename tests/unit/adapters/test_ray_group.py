@@ -209,7 +209,7 @@ def test_a_process_that_waits_for_another_has_as_long_as_a_call(
     if given is None:
         monkeypatch.delenv(name)
     monkeypatch.setattr(gc, "disable", lambda: None)
-    monkeypatch.setattr(rank_worker, "show_gpus", lambda: None)
+    monkeypatch.setattr(rank_worker, "show_gpus", lambda: None)  # Ray knows them, and there is none
     seen: list[str] = []
     worker = RankWorker(0, 1, torch.get_num_threads(), own_gpu=True)
     assert worker.join("here", 1, 1800.5, lambda **_: seen.append(os.environ[name])) == os.getpid()

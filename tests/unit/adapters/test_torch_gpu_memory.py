@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, make_adam
+from rollgrad.adapters.models.ray import rank_worker
 from rollgrad.adapters.models.ray.rank_worker import RankWorker
 from rollgrad.adapters.models.torch import allocator, chunked_logprobs
 from rollgrad.adapters.models.torch.chunked_logprobs import CHUNK_BYTES, chunk_bytes, token_logprobs
@@ -76,6 +77,7 @@ def test_a_process_that_shares_its_gpu_gives_memory_back_after_passes_and_transf
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: happened.append("ipc_collect"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("empty_cache"))
     monkeypatch.setattr(gc, "disable", lambda: None)
+    monkeypatch.setattr(rank_worker, "show_gpus", lambda: None)  # Ray knows them, and there is none
     worker = RankWorker(0, 1, torch.get_num_threads(), own_gpu=own_gpu)
     worker._model = SimpleNamespace(**{method: lambda: happened.append(method)})
     worker.call(method)
