@@ -142,7 +142,8 @@ def train_in(
     if saved is not None:
         check_continues(saved.description, made.description(), type(config))
     try:
-        made.on_step(), made.trackers()  # what a user's files hold, before anything is loaded
+        made.on_step()  # what a user's files hold, before anything is loaded
+        made.trackers()
         check()
         run: Run[Any] = made.run()
         if saved is not None:

@@ -9,9 +9,14 @@ from typing import Any
 from rollgrad.adapters.environments.episode_thread import CLOSE_SECONDS, EpisodeThread
 from rollgrad.domain.episodes.messages import Action
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.ports.environment import Environment, Observation, OffersTools, StepResult, Tool
-
-METHODS = ("reset", "step", "close")
+from rollgrad.domain.ports.environment import (
+    ENVIRONMENT_METHODS,
+    Environment,
+    Observation,
+    OffersTools,
+    StepResult,
+    Tool,
+)
 
 
 class PlainEnvironment(Environment):
@@ -64,7 +69,7 @@ class PlainToolEnvironment(PlainEnvironment):
 def awaitable_environment(inner: Any) -> Environment:
     """Returns an environment as it is if its methods are asynchronous, else one that calls its plain ones, and offers
     tools if `inner` does."""
-    if all(inspect.iscoroutinefunction(getattr(inner, name, None)) for name in METHODS):
+    if all(inspect.iscoroutinefunction(getattr(inner, name, None)) for name in ENVIRONMENT_METHODS):
         made: Environment = inner
         return made
     return (PlainToolEnvironment if isinstance(inner, OffersTools) else PlainEnvironment)(inner)

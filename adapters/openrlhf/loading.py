@@ -13,6 +13,7 @@ from rollgrad.application.foreign import foreign_code
 from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_program import AgentProgram
+from rollgrad.domain.ports.environment import missing_methods
 
 FLAG = "--train.agent_func_path"
 EXECUTE = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
@@ -79,8 +80,7 @@ def _named(found: Any, path: str) -> AgentFile:
         return AgentFile(program=found)
     if hasattr(found, "execute"):
         return _executor_of(found, path)
-    missing = [name for name in ("reset", "step", "close") if not callable(getattr(found, name, None))]
-    if missing:
+    if missing := missing_methods(found):
         raise ConfigurationError(
             f"{FLAG} is {path!r}, a class without {', '.join(missing)}: an environment has reset, step and close."
         )

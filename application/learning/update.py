@@ -340,10 +340,9 @@ def _with_gradient(batch: RolloutBatch) -> RolloutBatch:
     same one: `gmpo` has the sequence's mean advantage at each token. The first one if there is none, so that a step is
     still taken."""
     assert batch.advantages_N is not None
-    actions_N = batch.action_mask_N
-    busy_S = counts(actions_N & (batch.advantages_N != 0), batch.lengths_S) > 0
+    busy_S = counts(batch.action_mask_N & (batch.advantages_N != 0), batch.lengths_S) > 0
     if batch.learned_N is not None:
-        busy_S &= counts(actions_N & batch.learned_N, batch.lengths_S) > 0
+        busy_S &= counts(_learned(batch), batch.lengths_S) > 0
     return batch.select(busy_S.nonzero()[:, 0] if bool(busy_S.any()) else [0])
 
 

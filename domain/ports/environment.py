@@ -70,6 +70,15 @@ class Environment(Protocol):
         ...
 
 
+ENVIRONMENT_METHODS = ("reset", "step", "close")
+"""Methods of an environment."""
+
+
+def missing_methods(kind: type[Any]) -> list[str]:
+    """Returns the methods of an environment that a class lacks."""
+    return [name for name in ENVIRONMENT_METHODS if not callable(getattr(kind, name, None))]
+
+
 @runtime_checkable
 class Tool(Protocol):
     """A function that the model may call. Promises: `close` may be called at any time and more than once."""

@@ -12,6 +12,7 @@ from rollgrad.domain.ports.agent_executor import AgentExecutor
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.clock import Clock
+from rollgrad.domain.ports.environment import ENVIRONMENT_METHODS, missing_methods
 from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, ValueModel
 from rollgrad.domain.ports.prompt_source import PromptSource
@@ -32,10 +33,6 @@ PORTS: Mapping[str, type[Any]] = {
     "clock": Clock,
 }
 """The ports of adapters that a caller may bring, by their names."""
-
-
-ENVIRONMENT = ("reset", "step", "close")
-"""Methods of an environment."""
 
 
 def check_brought(adapters: Mapping[str, Any], *, trains: bool) -> None:
@@ -73,11 +70,10 @@ def check_environment(environment: Any) -> None:
         raise ConfigurationError(
             f"environment is one object of {name}, but each episode has its own: give the class, environment={name}."
         )
-    missing = [name for name in ENVIRONMENT if inspect.isclass(environment) and not hasattr(environment, name)]
-    if missing:
+    if inspect.isclass(environment) and (missing := missing_methods(environment)):
         raise ConfigurationError(
             f"environment is the class {environment.__name__}, which has no {', '.join(missing)}: an environment has "
-            f"the methods {', '.join(ENVIRONMENT)}."
+            f"the methods {', '.join(ENVIRONMENT_METHODS)}."
         )
 
 

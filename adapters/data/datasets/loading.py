@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from rollgrad.adapters.checkpoints.hub import hub_answers
 from rollgrad.adapters.data.datasets.several import aligned, check_probs, distinct_names, mixed, shares
-from rollgrad.adapters.data.datasets.text_files import broken_line, check_json_rows, separator, whole_numbers
+from rollgrad.adapters.data.datasets.text_files import (
+    JSON_LINES,
+    broken_line,
+    check_json_rows,
+    separator,
+    whole_numbers,
+)
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import DataError
 
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
     from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 
 FILE_FORMATS = {
-    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
+    **dict.fromkeys((".json", *JSON_LINES), "json"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     ".parquet": "parquet",
     ".arrow": "arrow",
@@ -198,7 +204,7 @@ def _read_file(path: Path) -> Any:
     except Exception as error:  # of pyarrow, pandas, json, by the file's format
         if any(words in str(_root(error)) for words in _EMPTY):
             raise _no_rows(path) from error
-        place = broken_line(path) if kind == "json" and path.suffix != ".json" else None
+        place = broken_line(path) if path.suffix in JSON_LINES else None
         if isinstance(_root(error), UnicodeDecodeError):
             place = f"it is no UTF-8 ({_root(error)}): save it as UTF-8"
         raise DataError(

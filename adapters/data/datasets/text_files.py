@@ -12,6 +12,8 @@ from rollgrad.domain.errors import DataError
 if TYPE_CHECKING:
     import datasets
 
+JSON_LINES = (".jsonl", ".ndjson")
+"""Suffixes of files with an object in each line."""
 SEPARATORS = (";", "\t", "|")
 """Marks that separate columns where commas do not, as spreadsheets write them."""
 EXACT = 2**53
@@ -56,12 +58,12 @@ def check_json_rows(path: Path) -> None:
             begin = line.strip().removeprefix(b"\xef\xbb\xbf")[:1]
             if not begin:
                 continue
-            if begin != b"{" and (path.suffix != ".json" or begin != b"["):
+            if begin != b"{" and (path.suffix in JSON_LINES or begin != b"["):
                 raise DataError(
                     f"Line {number} of the dataset file {path} begins with {line.strip()[:20]!r}: each line "
                     "of a .jsonl is an object ({...}), and a .json begins with a list or an object of rows."
                 )
-            if path.suffix == ".json":
+            if path.suffix not in JSON_LINES:
                 return
 
 

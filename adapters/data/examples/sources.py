@@ -25,6 +25,7 @@ from rollgrad.adapters.data.datasets.loading import (
     split_configuration,
 )
 from rollgrad.adapters.data.datasets.several import check_probs, interleaved, shares
+from rollgrad.adapters.data.datasets.text_files import JSON_LINES
 from rollgrad.adapters.data.examples.joined import JoinedPairs, is_labelled, joined
 from rollgrad.adapters.data.examples.kept_index import kept_index
 from rollgrad.adapters.data.examples.ranked import RankedPairs, pair_ends
@@ -35,7 +36,6 @@ from rollgrad.domain.errors import DataError
 
 LOOKED_AT = 100
 """Rows whose columns tell the format."""
-JSON_SUFFIXES = (".jsonl", ".ndjson")
 
 
 @frozen(eq=False)
@@ -248,7 +248,7 @@ def open_sources(
     """The rows of one or several comma-separated datasets.
 
     Args:
-        spec: files (.jsonl, .json, .csv, .parquet, .arrow), folders, hub names, as for prompts.
+        spec: files (`FILE_FORMATS`), folders, hub names, as for prompts.
         split: read where it exists.
         probs: rows are drawn from the sets by these probabilities until each has been read to its end; None lets sets
             follow one another.
@@ -276,7 +276,7 @@ def _open(name: str, split: str, settings: ReadingSettings, cache_dir: Path | No
     check_name(name)
     path = Path(name)
     rows: Rows
-    if path.suffix in JSON_SUFFIXES:
+    if path.suffix in JSON_LINES:
         lines = JsonLines(path)
         rows, fingerprint = lines, lines.fingerprint
     else:

@@ -18,11 +18,12 @@ from attrs import frozen
 from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.chat.training_text import shared_prompt
 from rollgrad.adapters.data.datasets.loading import check_name, load_dataset, stream_hub
+from rollgrad.adapters.data.datasets.text_files import JSON_LINES
 from rollgrad.adapters.data.examples.prepared import as_preference, as_steps
 from rollgrad.adapters.data.examples.preparer import PreparedRow, Preparer
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import decoded, overlong_row
-from rollgrad.adapters.data.examples.sources import JSON_SUFFIXES, Table, is_local, json_lines, parse_line
+from rollgrad.adapters.data.examples.sources import Table, is_local, json_lines, parse_line
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens
 from rollgrad.domain.episodes.prompts import PromptCursor
@@ -64,7 +65,7 @@ def stream_rows(name: str, split: str) -> Iterator[StreamedRow]:
     """
     check_name(name)
     path = Path(name)
-    if path.suffix in JSON_SUFFIXES:
+    if path.suffix in JSON_LINES:
         for number, line in json_lines(path):
             try:
                 content: Mapping[str, Any] | RowError = parse_line(line)
