@@ -23,6 +23,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 experts that are pushed joined; states and gates in bfloat16, from text alone; experts that vLLM records, for replay.
 Each with settings of the engine, of which those of a CPU are without what it has not."""
 
+LINEAR = ("qwen3_5_text", "qwen3_next")
+"""Kinds with linear attention."""
+
+TRITON = {"gdn_prefill_backend": "triton"}
+"""Engine argument for linear attention: the other kernels for Hopper are compiled when they are first needed."""
+
 GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}}
 """Engine arguments: steps are captured, without compiling, which would take most of the time."""
 
@@ -70,7 +76,7 @@ async def _examined(kind: str, found: dict[str, Any]) -> None:
     settings = {"sync_backend": backend, "sleep_level": 2, "top_logprobs": LIKELIEST}
     settings |= FAMILIES[kind] if GPU else {}
     dtype = DT if GPU else None
-    extra = GRAPHS if GPU else {}
+    extra = {**GRAPHS, **(TRITON if kind in LINEAR else {})} if GPU else {}
     async with started(kind, dtype=dtype, device=DEV, settings=settings, **extra) as (engine, trained):
         channel = EngineWeights(engine, backend=cuda_ipc if GPU else shared_memory)
 

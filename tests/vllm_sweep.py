@@ -57,8 +57,8 @@ STATES = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16}
 """Widths of Mamba 2's states."""
 
 FULL = {"use_sliding_window": False}
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64}
-"""Widths of latent attention: vLLM's kernel for CPUs has those of DeepSeek alone, 512 and 64 for keys."""
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 64}
+"""Widths of latent attention: vLLM's kernels have those of DeepSeek, and of few others."""
 LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 4, **FULL}
 """Widths of linear attention, as vLLM's kernel for CPUs has them."""
 

@@ -31,8 +31,9 @@ QUICK = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TRITON_F32_DEFAULT": "ieee",
 }
-"""vLLM on a CPU, in one process, without compiling."""
+"""vLLM in one process, without compiling; on a GPU its kernels multiply float32 as it is."""
 
 
 def test_vllm_pools_the_scores_that_were_trained(

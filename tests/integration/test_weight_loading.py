@@ -14,10 +14,16 @@ from torch import Tensor, nn
 
 from rollgrad.adapters.engines.vllm.layer_loading import LayerLoading
 from rollgrad.adapters.engines.vllm.loaders import complete_loaders
-from rollgrad.adapters.engines.vllm.weight_receiver import FullBucket, ReceiverSettings, receiver_class
+from rollgrad.adapters.engines.vllm.weight_receiver import (
+    FullBucket,
+    ReceiverSettings,
+    gpu_receiver_class,
+    receiver_class,
+)
 from rollgrad.adapters.models.torch.sent_names import sent_buffers, sent_name, sent_weights
 from rollgrad.adapters.weights.delta import changes
 from rollgrad.adapters.weights.disk import write
+from rollgrad.adapters.weights.gpu_buckets import Contents, Packer
 from rollgrad.adapters.weights.shared_buckets import Run, SharedMemory, fill, fill_part_at
 from tests.tiny_models import make_tiny_tokenizer, saved, tiny_model
 
@@ -211,6 +217,103 @@ def test_a_push_makes_the_engine_that_vllm_makes_of_the_files(
         push(pushed, receiver, trained(directory, 1), writers=writers)
         push(pushed, receiver, trained(directory, 2), writers=writers)
         assert_same(pushed.computed(), expected)
+
+
+class GPU:
+    """Stands for the memory of a GPU, in which the trainer's bucket is, and for NCCL, by which a worker gets a copy."""
+
+    uuid = "GPU-7"
+
+    def __init__(self) -> None:
+        self.bucket = torch.empty(0, dtype=torch.uint8)
+        self.closed = 0
+
+    def rebuild(self, handle: list[Any]) -> Tensor:
+        """vLLM's importer maps the bucket by a handle."""
+        assert handle == [*range(6), None, 7], "of the worker's own device"
+        return self.bucket
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def broadcast(self, memory: Tensor, src: int, stream: Any) -> None:
+        assert src == 0
+        memory.copy_(self.bucket[: len(memory)])
+
+    def update(self, receiver: Any, contents: Contents) -> Any:
+        """The message about a bucket, as the receiver parses it."""
+        fields = {"names": contents.names, "dtype_names": contents.dtype_names, "shapes": contents.shapes}
+        if hasattr(receiver, "_packed_importer"):
+            fields |= {"tensor_sizes": contents.tensor_sizes, "ipc_handles": {self.uuid: tuple(range(8))}}
+        return receiver.update_info_cls(**fields)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
+    made = GPU()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    return made
+
+
+def gpu_receiver(worker: Worker, gpu: GPU, backend: str) -> Any:
+    """The end of a backend of vLLM's in a worker."""
+    made = gpu_receiver_class(backend)
+    assert made is not None
+    receiver = made(None, worker.config, CPU, worker.model)
+    setattr(receiver, {"ipc": "_packed_importer", "nccl": "model_update_group"}[backend], gpu)
+    return receiver
+
+
+def push_on_gpu(worker: Worker, receiver: Any, gpu: GPU, weights: dict[str, Tensor], *, buckets: int = 10**9) -> None:
+    """Pushes weights by buckets in a GPU's memory; after so many it breaks off."""
+    with worker.within():
+        receiver.start_weight_update()
+        for number, (contents, memory) in enumerate(Packer(CPU, 8192).buckets(iter(weights.items()))):
+            if number == buckets:
+                break
+            gpu.bucket = memory.clone()
+            receiver.receive_weights(gpu.update(receiver, contents))
+            gpu.bucket.fill_(0xFF)  # what has been taken does not lie in the bucket
+        receiver.finish_weight_update()
+
+
+@pytest.mark.parametrize(("rank", "size"), SHARES)
+@pytest.mark.parametrize("backend", ["ipc", "nccl"])
+def test_a_push_in_a_gpu_s_memory_makes_the_same_engine(
+    directory: Path, worker: Any, gpu: GPU, backend: str, rank: int, size: int
+) -> None:
+    expected = worker(rank, size).load(trained(directory, 2)).computed()
+    pushed = worker(rank, size).load(trained(directory, 1))
+    receiver = gpu_receiver(pushed, gpu, backend)
+    for seed in (3, 2):
+        push_on_gpu(pushed, receiver, gpu, trained(directory, seed))
+    assert_same(pushed.computed(), expected)
+    assert gpu.closed == 2 * (backend == "ipc")
+
+
+@pytest.mark.parametrize("backend", ["ipc", "nccl"])
+def test_a_push_in_a_gpu_s_memory_that_breaks_off_says_what_lacks(
+    directory: Path, worker: Any, gpu: GPU, backend: str
+) -> None:
+    expected = worker(0, 1).load(trained(directory, 2)).computed()
+    pushed = worker(0, 1).load(trained(directory, 1))
+    receiver = gpu_receiver(pushed, gpu, backend)
+    with pytest.raises(ValueError, match="did not come from the trainer"):
+        push_on_gpu(pushed, receiver, gpu, trained(directory, 3), buckets=2)
+    receiver.finish_weight_update()  # as the trainer abandons what failed
+    push_on_gpu(pushed, receiver, gpu, trained(directory, 2))
+    assert_same(pushed.computed(), expected)
+
+
+def test_a_worker_whose_gpu_has_no_bucket_says_so(directory: Path, worker: Any, gpu: GPU) -> None:
+    pushed = worker(0, 1).load(trained(directory, 1))
+    receiver = gpu_receiver(pushed, gpu, "ipc")
+    gpu.uuid = "GPU-8"
+    update = gpu.update(receiver, Contents())
+    gpu.uuid = "GPU-9"
+    with pytest.raises(ValueError, match=r"no bucket on GPU GPU-9, but on \['GPU-8'\]"):
+        receiver.receive_weights(update)
 
 
 @pytest.mark.parametrize(("rank", "size"), SHARES[1:])

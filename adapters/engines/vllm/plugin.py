@@ -60,14 +60,14 @@ def register() -> None:
 
     from rollgrad.adapters.engines.vllm import cpu_repairs, model_repairs
     from rollgrad.adapters.engines.vllm.loaders import complete_loaders
-    from rollgrad.adapters.engines.vllm.weight_receiver import receiver_class
+    from rollgrad.adapters.engines.vllm.weight_receiver import gpu_receiver_class, receiver_class
 
     WeightTransferEngineFactory.register_engine(BACKEND, receiver_class())
     create = WeightTransferEngineFactory.create_engine
 
-    def created(*arguments: Any, **named: Any) -> Any:
-        end_of_channel = create(*arguments, **named)  # of any backend, in a worker
-        complete_loaders(end_of_channel.model)
+    def created(config: Any, *arguments: Any, **named: Any) -> Any:
+        end_of_channel = (gpu_receiver_class(config.backend) or create)(config, *arguments, **named)
+        complete_loaders(end_of_channel.model)  # in a worker
         return end_of_channel
 
     WeightTransferEngineFactory.create_engine = created

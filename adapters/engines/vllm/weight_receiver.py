@@ -1,12 +1,15 @@
-"""The end of the weight channel in vLLM's workers: it reads tensors in shared memory, or in files, and loads them
-(`layer_loading.py`), or what changed in them (`layer_changes.py`).
+"""The end of the weight channel in vLLM's workers: it reads tensors in shared memory, in files, or in a GPU's memory,
+and loads them (`layer_loading.py`), or what changed in them (`layer_changes.py`).
 
-A worker reads of each tensor what its share of the model has of it: with tensor parallelism, a part.
+A worker reads of each tensor what its share of the model has of it: with tensor parallelism, a part. What comes to a
+GPU comes by vLLM's own backends; only its reloading, in which weights that a model copies without a loader are lost
+(experts of gpt-oss), is not used.
 """
 
 import json
 import mmap
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -44,17 +47,13 @@ class FullBucket:
     """Key of this transfer; None if none of changes follows it."""
 
 
-class _Receiver:
-    """Takes buckets of shared memory, or files, in one worker; `model`, its settings and `device` are of vLLM's base
-    class."""
+class _Loads:
+    """Loads weights into one worker's model; `model`, its settings and `device` are of vLLM's base class."""
 
     model: Any
     model_config: Any
     parallel_config: Any
     device: torch.device
-
-    init_info_cls = ReceiverSettings
-    update_info_cls = FullBucket
 
     _begun = False
     _loading: Any = None
@@ -63,14 +62,10 @@ class _Receiver:
     _comes: str | None = None
     """Key of the transfer that has begun."""
 
-    def init_transfer_engine(self, init_info: ReceiverSettings) -> None:
-        """Maps the trainer's memory."""
-        self._memory = SharedMemory(init_info.path, bucket_bytes=init_info.bucket_bytes)
-
     def start_weight_update(self) -> None:
         """Makes the layers ready to be loaded as from a checkpoint: they hold repacked weights otherwise."""
         if self._begun:  # a transfer that broke off
-            self.finish_weight_update()
+            self._end()
         if self._loading is None or self._loading.model is not self.model:
             # Quantised layers are made from whole tensors; balanced experts move, and a plan would not know.
             planned = self.model_config.quantization is None and not self.parallel_config.enable_eplb
@@ -80,6 +75,43 @@ class _Receiver:
         self._loading.begin()
         # Of these, checkpoints have no matrices that latent attention takes out of its weights.
         self._lacking = kept & {name for name, _ in self.model.named_parameters()}
+
+    def finish_weight_update(self) -> None:
+        """Repacks the loaded layers."""
+        self._end()
+
+    def _take(self, memory: Tensor, pieces: list[Piece]) -> None:
+        """Loads the pieces of tensors in `memory`."""
+        loaded = self._loading.take(memory, pieces)
+        self._lacking -= self._lacking if loaded is None else loaded  # a model that names nothing checks for itself
+
+    def _check(self) -> None:
+        """Raises `ValueError` if a parameter did not come or was cut short."""
+        quantized = self.model_config.quantization is not None  # its scales are made here, not sent
+        lacking = [] if quantized else [*sorted(self._lacking), *self._loading.lacking()]
+        if lacking or not self._loading.whole():
+            more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
+            raise ValueError(f"these parameters did not come from the trainer: {lacking[:NAMED]}{more}")
+        self._complete = True
+
+    def _end(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._loading.end(well=self._complete)
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied(self.model)
+        self._begun, self._has = False, self._comes if self._complete else None
+
+
+class _Receiver(_Loads):
+    """Takes buckets of shared memory, or files."""
+
+    init_info_cls = ReceiverSettings
+    update_info_cls = FullBucket
+
+    def init_transfer_engine(self, init_info: ReceiverSettings) -> None:
+        """Maps the trainer's memory."""
+        self._memory = SharedMemory(init_info.path, bucket_bytes=init_info.bucket_bytes)
 
     def receive_weights(self, update_info: FullBucket) -> None:
         """Loads the contents of a bucket or a file.
@@ -92,21 +124,15 @@ class _Receiver:
             self._change(update_info)
             return
         self._loading.keeps, self._has, self._comes = update_info.key is not None, None, update_info.key
-        memory, pieces = self._contents(update_info)
-        loaded = self._loading.take(memory, pieces)
-        self._lacking -= self._lacking if loaded is None else loaded  # a model that names nothing checks for itself
-        quantized = self.model_config.quantization is not None  # its scales are made here, not sent
+        self._take(*self._contents(update_info))
         if update_info.last:
-            lacking = [] if quantized else [*sorted(self._lacking), *self._loading.lacking()]
-            if lacking or not self._loading.whole():
-                more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
-                raise ValueError(f"these parameters did not come from the trainer: {lacking[:NAMED]}{more}")
+            self._check()
             if self._loading.keeps and (fixed := sorted(self._loading.unchangeable())):
+                self._complete = False
                 raise ValueError(
                     "vLLM computes something from these tensors when it loads them, so that their changes alone "
                     f"cannot be loaded: {fixed[:NAMED]}; leave --vllm.sync_delta out"
                 )
-            self._complete = True
 
     def _change(self, update: FullBucket) -> None:
         """Changes the model by the contents of a bucket or a file."""
@@ -127,17 +153,72 @@ class _Receiver:
             return read_shard(update.shard)
         return self._memory.bucket(update.bucket) if update.pieces else torch.empty(0), update.pieces
 
-    def finish_weight_update(self) -> None:
-        """Repacks the loaded layers."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        self._loading.end(well=self._complete)
-        finalize_layerwise_reload(self.model, self.model_config)
-        _repack_tied(self.model)
-        self._begun, self._has = False, self._comes if self._complete else None
-
     def shutdown(self) -> None:
         """Does nothing: the memory is freed with the process."""
+
+
+class _GPUReceiver(_Loads):
+    """Takes buckets that lie in the memory of the worker's GPU."""
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Loads the contents of a bucket: tensors end to end, by their names, formats and shapes."""
+        pieces, end = list[Piece](), 0
+        for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
+            size = prod(shape) * getattr(torch, dtype).itemsize
+            pieces.append(Piece(name=name, dtype=dtype, shape=shape, begin=0, offset=end, size=size))
+            end += size
+        self._take(self._bucket(update_info, end), pieces)
+
+    def _bucket(self, update_info: Any, size: int) -> Tensor:
+        """Returns the bytes of a bucket, uint8."""
+        raise NotImplementedError
+
+    def finish_weight_update(self) -> None:
+        """Repacks the loaded layers, which are as they were if not all came.
+
+        Raises:
+            ValueError: a parameter did not come; the transfer is over then, and may be ended again.
+        """
+        if not self._begun:
+            return
+        try:
+            self._check()
+        finally:
+            self._end()
+
+
+class _IPCReceiver(_GPUReceiver):
+    """Reads the trainer's bucket in their common GPU."""
+
+    _packed_importer: Any
+
+    def _bucket(self, update_info: Any, size: int) -> Tensor:
+        index = self.device.index
+        gpu = str(torch.cuda.get_device_properties(index).uuid)
+        if gpu not in update_info.ipc_handles:
+            raise ValueError(f"the trainer has no bucket on GPU {gpu}, but on {sorted(update_info.ipc_handles)}")
+        handle = [*update_info.ipc_handles[gpu]]
+        handle[6] = index  # of this GPU, which may have another one in the trainer's process
+        mapped: Tensor = self._packed_importer.rebuild(handle)
+        return mapped[:size]
+
+    def finish_weight_update(self) -> None:
+        """Repacks the loaded layers, like `_GPUReceiver.finish_weight_update`, and gives the trainer's memory back."""
+        try:
+            super().finish_weight_update()
+        finally:
+            self._packed_importer.close()
+
+
+class _NCCLReceiver(_GPUReceiver):
+    """Takes part in the trainer's broadcast of a bucket."""
+
+    model_update_group: Any
+
+    def _bucket(self, update_info: Any, size: int) -> Tensor:
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.model_update_group.broadcast(memory, src=0, stream=torch.cuda.current_stream())
+        return memory
 
 
 def receiver_class() -> type:
@@ -146,6 +227,20 @@ def receiver_class() -> type:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
     return type("Receiver", (_Receiver, WeightTransferEngine), {})
+
+
+def gpu_receiver_class(backend: str) -> type | None:
+    """Returns the class that takes vLLM's place for its backends `ipc` and `nccl`, whose ways of a bucket it has; None
+    for others."""
+    if backend == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+        return type("IPCReceiver", (_IPCReceiver, IPCWeightTransferEngine), {})
+    if backend == "nccl":
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        return type("NCCLReceiver", (_NCCLReceiver, NCCLWeightTransferEngine), {})
+    return None
 
 
 def read_shard(path: str) -> tuple[Tensor, list[Piece]]:

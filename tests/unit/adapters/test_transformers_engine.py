@@ -324,7 +324,7 @@ async def test_a_gpu_samples_from_the_same_distribution(
         replies = await gather(rollout, asked)
         assert torch.cuda.memory_allocated() > before
         await rollout.sleep()
-        assert torch.cuda.memory_allocated() == before
+        assert torch.cuda.memory_allocated() <= before
         return replies
 
     asked = [request([7 + n] * (40 * n + 1), seed=n, max_new_tokens=40 + 30 * n) for n in range(7)]
