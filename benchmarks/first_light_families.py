@@ -81,9 +81,11 @@ async def _examined(kind: str, found: dict[str, Any]) -> None:
         channel = EngineWeights(engine, backend=cuda_ipc if GPU else shared_memory)
 
         async def compared(name: str) -> list[Any]:
+            alone: list[Any] = await generated(engine, together=False, top_logprobs=LIKELIEST)
             made: list[Any] = await generated(engine, top_logprobs=LIKELIEST)
-            replies = [(prompt, reply.token_ids, reply.logprobs) for prompt, reply in made]
-            found[name] = round(gap(trained, replies), 5)
+            for of, each in ((", one at a time", alone), ("", made)):
+                replies = [(prompt, reply.token_ids, reply.logprobs) for prompt, reply in each]
+                found[f"{name}{of}"] = round(gap(trained, replies), 5)
             found[f"{name}, likely tokens"] = round(_likely_gap(trained, made), 5)
             return made
 
@@ -100,7 +102,7 @@ async def _examined(kind: str, found: dict[str, Any]) -> None:
         if GPU and settings.get("records_experts"):
             found["experts recorded"] = [[*part.experts_RLK.shape] for _, reply in made for part in reply.routed]
     times = ("before", "after a push", "after it slept")
-    worst = max(found[f"{name}{of}"] for name in times for of in ("", ", likely tokens"))
+    worst = max(found[f"{name}{of}"] for name in times for of in ("", ", one at a time", ", likely tokens"))
     found["right"] = worst < NEAR * found["moved"] and found.get("experts recorded", True) != []
 
 

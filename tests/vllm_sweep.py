@@ -278,8 +278,11 @@ async def sampled(engine: VLLMEngine) -> list[Reply]:
     return [(prompt, made.token_ids, made.logprobs) for prompt, made in await generated(engine)]
 
 
-async def generated(engine: VLLMEngine, **params: Any) -> list[tuple[tuple[int, ...], Generation]]:
-    """Prompts of random tokens, and what is generated for them with these parameters of sampling."""
+async def generated(
+    engine: VLLMEngine, *, together: bool = True, **params: Any
+) -> list[tuple[tuple[int, ...], Generation]]:
+    """Prompts of random tokens, and what is generated for them with these parameters of sampling, together or one after
+    the other."""
     draw = torch.Generator().manual_seed(0)
     prompts = [tuple(torch.randint(3, VOCABULARY, (count,), generator=draw).tolist()) for count in PROMPTS]
 
@@ -287,8 +290,9 @@ async def generated(engine: VLLMEngine, **params: Any) -> list[tuple[tuple[int, 
         asked = SamplingParams(max_new_tokens=REPLY, seed=seed, **params)
         return await engine.generate(GenerationRequest(prompt_token_ids=prompt, params=asked))
 
-    made = await asyncio.gather(*(reply(prompt, seed) for seed, prompt in enumerate(prompts)))
-    return [*zip(prompts, made, strict=True)]
+    replies = [reply(prompt, seed) for seed, prompt in enumerate(prompts)]
+    made = await asyncio.gather(*replies) if together else [await each for each in replies]
+    return list(zip(prompts, made, strict=True))
 
 
 def gap(policy: TorchPolicy, replies: Sequence[Reply]) -> float:

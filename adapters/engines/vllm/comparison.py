@@ -43,7 +43,8 @@ async def _difference_of_steps(core: Core, probe: Probe, name: Callable[[], str]
     return (
         f"After a transfer of weights, vLLM's log-probs of {len(gaps)} tokens that it sampled one after the other "
         f"differ from those that it computes of them at once by {mean:.2g} nats on average, more than the "
-        f"{tolerance:g} that rounding explains: it samples with other weights than it was given."
+        f"{tolerance:g} that rounding explains: it samples with other weights than it was given, or its CUDA graphs "
+        "compute something else; --vllm.extra.enforce_eager true samples without them."
     )
 
 
