@@ -195,7 +195,7 @@ def runs_of(out: Any, runs: dict[str, list[str]], *, longest: float = LONGEST) -
                     *("--algo.kl.init_coef", "0.01"),
                     *("--rollout.batch_size", sizes[0], "--rollout.n_samples_per_prompt", sizes[1]),
                     *("--rollout.max_new_tokens", sizes[2], "--train.max_steps", "3"),
-                    *("--ckpt.output_dir", str(path), *words),
+                    *("--ckpt.output_dir", str(path), "--ckpt.state_minutes", "None", *words),
                 ],
                 longest,
             )

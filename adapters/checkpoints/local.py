@@ -34,6 +34,7 @@ from rollgrad.adapters.checkpoints.names import (
     numbered,
 )
 from rollgrad.adapters.checkpoints.states import load_state, save_state
+from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.application.pipelines.run import FINAL_MODEL
 from rollgrad.domain.errors import CheckpointError, RollgradError
 from rollgrad.domain.ports.checkpoint_store import CRITIC_DIRECTORY, CheckpointStore, TrainingState
@@ -45,6 +46,9 @@ BYTES_PER_GIB = 2**30
 REPLACED_STATES = (f"{TRAINING_STATE}*", OLD_TRAINING_STATE)
 
 Written = TypeVar("Written")
+
+SAVING_EVERY_SECONDS = 60.0
+"""Seconds between two lines that something is being saved, beside which a run may go on."""
 
 
 class LocalCheckpointStore(CheckpointStore):
@@ -98,7 +102,8 @@ class LocalCheckpointStore(CheckpointStore):
                 critic.save(fresh / CRITIC_DIRECTORY)
 
         try:
-            self._with_room(lambda: replace_directory(target, fill), self._root)
+            with waiting_for(f"the model {name!r} to be saved", every=SAVING_EVERY_SECONDS):
+                self._with_room(lambda: replace_directory(target, fill), self._root)
         except OSError as error:
             message = (
                 str(error)
@@ -145,7 +150,8 @@ class LocalCheckpointStore(CheckpointStore):
             CheckpointError: it cannot be written; the older ones are then still there.
         """
         try:
-            return self._with_room(lambda: save_state(self._states, saved, keep=self._keep_states), self._states)
+            with waiting_for(f"the training state of step {saved.step} to be saved", every=SAVING_EVERY_SECONDS):
+                return self._with_room(lambda: save_state(self._states, saved, keep=self._keep_states), self._states)
         except RollgradError:
             raise
         except (OSError, RuntimeError) as error:

@@ -3,12 +3,17 @@
 import os
 import shutil
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
+from rollgrad.adapters.checkpoints import local
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
+from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.models import PolicyModel
 
@@ -68,6 +73,20 @@ def test_a_write_that_breaks_off_leaves_the_older_model(error: BaseException, tm
     assert visible(tmp_path) == ["model"]
     save(LocalCheckpointStore(tmp_path), Policy("c", tmp_path / "model"))
     assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["c", "c"]
+
+
+def test_a_save_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Large(Policy):
+        def save(self, path: Path) -> None:
+            time.sleep(0.3)
+            super().save(path)
+
+    monkeypatch.setattr(local, "waiting_for", partial(waiting_for, after=0.02))
+    with capture_logs() as logs:
+        save(LocalCheckpointStore(tmp_path), Large("a", tmp_path / "model"))
+    events = [line["event"] for line in logs]
+    assert events[0] == "waiting for the model 'model' to be saved (no deadline)"
+    assert events[-1].startswith("done waiting for the model 'model' to be saved")
 
 
 def test_what_is_worth_less_makes_room_for_a_model_and_a_state(tmp_path: Path) -> None:
