@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rollgrad.adapters.engines.vllm.layer_loading import LayerLoading
 from rollgrad.adapters.engines.vllm.loaders import complete_loaders
+from rollgrad.adapters.engines.vllm.plugin import register
 from rollgrad.adapters.engines.vllm.weight_receiver import (
     FullBucket,
     ReceiverSettings,
@@ -300,6 +301,19 @@ def test_a_push_in_a_gpu_s_memory_that_breaks_off_says_what_lacks(directory: Pat
     receiver.finish_weight_update()  # as the trainer abandons what failed
     push_on_gpu(pushed, receiver, gpu, trained(directory, 2))
     assert_same(pushed.computed(), expected)
+
+
+@pytest.mark.parametrize("backend", ["ipc", "nccl"])
+def test_vllm_makes_these_ends_of_its_backends(backend: str) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    register()
+    config: Any = SimpleNamespace(backend=backend)
+    vllm_config: Any = SimpleNamespace(model_config=None, parallel_config=None)
+    made = WeightTransferEngineFactory.create_engine(config, vllm_config, CPU, nn.Module())
+    expected = gpu_receiver_class(backend)
+    assert expected is not None
+    assert type(made).__mro__[1:] == expected.__mro__[1:]
 
 
 def test_a_worker_whose_gpu_has_no_bucket_says_so(gpu: GPU) -> None:
