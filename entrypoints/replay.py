@@ -158,7 +158,7 @@ def _check(config: RLConfig, step: int) -> None:
         )
     template, estimator = config.algo.kl.teacher_template, config.algo.kl.estimator
     tells_replies = template is not None and TeacherTemplate.read(template).tells_passed_replies
-    if template is not None and config.algo.kl.use_loss and (tells_replies or estimator is KLEstimator.FULL):
+    if template is not None and config.algo.kl.use_loss and (tells_replies or estimator == KLEstimator.FULL):
         raise ConfigurationError(
             f"algo.kl.estimator is {estimator} with algo.kl.teacher_template, but rollouts are kept without what the "
             "reference read in the place of their prompts: replay an update of a run with another estimator, whose "

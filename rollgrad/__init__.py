@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rollgrad.application.settings.sft import SFTRun as SFTRun
     from rollgrad.domain.algorithms.estimators.registry import estimator as estimator
     from rollgrad.domain.algorithms.losses.contract import policy_loss as policy_loss
+    from rollgrad.domain.algorithms.losses.kl import kl_estimator as kl_estimator
     from rollgrad.domain.settings import setting as setting
     from rollgrad.entrypoints.generation import Replies as Replies
     from rollgrad.entrypoints.generation import generate as generate
@@ -62,6 +63,7 @@ _PLACES = {
     "rollgrad.application.settings.sft": ("SFTRun",),
     "rollgrad.domain.algorithms.estimators.registry": ("estimator",),
     "rollgrad.domain.algorithms.losses.contract": ("policy_loss",),
+    "rollgrad.domain.algorithms.losses.kl": ("kl_estimator",),
     "rollgrad.domain.settings": ("setting",),
     "rollgrad.entrypoints.generation": ("Replies", "generate", "score"),
     "rollgrad.entrypoints.library": ("TrainResult", "evaluate", "load_config", "train"),

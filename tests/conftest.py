@@ -319,15 +319,18 @@ async def vllm_engine(_vllm_in_module: Any) -> Any:
 def algorithms_as_before() -> Iterator[None]:
     """Takes back what a test registers."""
     from rollgrad.domain.algorithms import catalogue, estimators, losses
+    from rollgrad.domain.algorithms.losses import kl
 
     tables: list[dict[str, Any]] = [
         catalogue.ESTIMATORS,
         catalogue.POLICY_LOSSES,
         estimators.ESTIMATORS,
         losses.POLICY_LOSSES,
+        kl.OWN,
     ]
-    before = [dict(table) for table in tables]
+    before, names = [dict(table) for table in tables], [*catalogue.KL_ESTIMATORS]
     yield
     for table, old in zip(tables, before, strict=True):
         table.clear()
         table.update(old)
+    catalogue.KL_ESTIMATORS[:] = names

@@ -161,7 +161,7 @@ def head_bytes(
     size = config.ds.tensor_parallel_size
     at_once = max(64 * MIB, gpu // 64)
     fused = gpu and not config.actor.deterministic
-    if config.algo.kl.estimator is KLEstimator.FULL:  # each process has the logits of the whole vocabulary
+    if config.algo.kl.estimator == KLEstimator.FULL:  # each process has the logits of the whole vocabulary
         slices = (FUSED_DISTILLED_LOGITS if fused else DISTILLED_LOGITS) * min(logits, at_once // DISTILLED_SLICES)
     else:
         in_slice: float = LOGITS_OF_A_SLICE + (MASKED_LOGITS if clients else 0)

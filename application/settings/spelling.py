@@ -19,10 +19,11 @@ from rollgrad.domain.algorithms.catalogue import (
     ESTIMATORS,
     POLICY_LOSSES,
     canonical_estimator,
+    canonical_kl_estimator,
     canonical_policy_loss,
     plain_name,
 )
-from rollgrad.domain.algorithms.settings import Aggregation, KLEstimator
+from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.errors import ConfigurationError, raise_together
 
 Kind = TypeVar("Kind", bound=StrEnum)
@@ -33,9 +34,7 @@ OTHER_SPELLINGS: Mapping[type[StrEnum], Mapping[str, str]] = {
     Engine: {"hf": "embedded", "transformers": "embedded"},
     Optim: {"adamw": "adam", "adamw_torch": "adam"},
     LRScheduler: {"wsd": "warmup_stable_decay"},
-    # verl's names
-    KLEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
-    Aggregation: {"seq_mean_token_mean": "sequence_mean"},
+    Aggregation: {"seq_mean_token_mean": "sequence_mean"},  # verl's
 }
 """Other tools' and torch's spellings of a setting's values, each with our value of the same meaning."""
 
@@ -72,6 +71,7 @@ def canonical_names(config: RLConfig) -> None:
     """
     problems = [ConfigurationError(problem) for problem in _choices(config, "")]
     config.algo.advantage.estimator = canonical_estimator(config.algo.advantage.estimator)
+    config.algo.kl.estimator = canonical_kl_estimator(config.algo.kl.estimator)
     config.actor.policy_loss_type = canonical_policy_loss(config.actor.policy_loss_type)
     for name, value, known in (
         ("algo.advantage.estimator", config.algo.advantage.estimator, ESTIMATORS),

@@ -1,12 +1,12 @@
 """Catalogue of the algorithms and of what each needs from a run. It imports no torch, so that a bad command is
 refused at once.
 
-The functions are in `domain.algorithms.estimators` and `domain.algorithms.losses.policy`; a user's own file adds to
-both with `@estimator` and `@policy_loss`.
+The functions are in `domain.algorithms.estimators` and `domain.algorithms.losses`; a user's own file adds to them with
+`@estimator`, `@policy_loss` and `@kl_estimator`.
 """
 
 import difflib
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -126,6 +126,9 @@ POLICY_LOSSES: dict[str, PolicyLossTraits] = {
 }
 """The names that `--actor.policy_loss_type` takes."""
 
+KL_ESTIMATORS = ["k1", "k2", "k3", "k3_unbiased", "full"]
+"""The names that `--algo.kl.estimator` takes; those after `full` are a user's own."""
+
 PAIR_LOSSES: dict[str, PairLossTraits] = {
     "sigmoid": PairLossTraits(uses=("label_smoothing", "f_divergence")),
     "robust": PairLossTraits(uses=("label_smoothing", "f_divergence")),
@@ -167,6 +170,9 @@ OTHER_ESTIMATOR_NAMES = {
     "reinforce_plus_plus_baseline": "reinforce_baseline",
 }
 """Names of estimators in papers and in verl, and their names here."""
+
+OTHER_KL_ESTIMATOR_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+"""Names of KL estimators in verl, and their names here."""
 
 OTHER_POLICY_LOSS_NAMES = {"vanilla": "ppo", "clip": "ppo", "geo_mean": "gmpo", "reinforce": "policy_gradient"}
 """Names of policy losses in papers and in verl, and their names here."""
@@ -226,6 +232,15 @@ def canonical_policy_loss(name: str) -> str:
     return _canonical(name, POLICY_LOSSES, OTHER_POLICY_LOSS_NAMES)
 
 
+def canonical_kl_estimator(name: str) -> str:
+    """Returns the catalogue's name of a KL estimator in any spelling; a name that is not known stays as it is.
+
+    >>> canonical_kl_estimator("low_var_kl"), canonical_kl_estimator("K3")
+    ('k3', 'k3')
+    """
+    return _canonical(str(name), KL_ESTIMATORS, OTHER_KL_ESTIMATOR_NAMES)  # of a member of `KLEstimator`, too
+
+
 def _canonical(name: str, known: Container[str], others: Mapping[str, str]) -> str:
     if name in known:  # also the name of a user's own
         return name
@@ -252,12 +267,26 @@ def policy_loss_traits(name: str) -> PolicyLossTraits:
     return _find(name, POLICY_LOSSES, "actor.policy_loss_type")
 
 
+def check_kl_estimator(name: str) -> None:
+    """Checks that there is a KL estimator of this name.
+
+    Raises:
+        ConfigurationError: there is none; the sentence lists the known ones.
+    """
+    _check(name, KL_ESTIMATORS, "algo.kl.estimator")
+
+
 def _find(name: str, known: dict[str, Traits], key: str) -> Traits:
-    if name not in known:
-        similar = difflib.get_close_matches(plain_name(name), known, n=1, cutoff=0.8)
-        hint = f" (did you mean {similar[0]}?)" if similar else ""
-        raise ConfigurationError(
-            f"{key} is {name!r}, which is none of {', '.join(known)}{hint}: change --{key}, or define it "
-            "in the file of --algo.extension_path."
-        )
+    _check(name, known, key)
     return known[name]
+
+
+def _check(name: str, known: Collection[str], key: str) -> None:
+    if name in known:
+        return
+    similar = difflib.get_close_matches(plain_name(name), known, n=1, cutoff=0.8)
+    hint = f" (did you mean {similar[0]}?)" if similar else ""
+    raise ConfigurationError(
+        f"{key} is {name!r}, which is none of {', '.join(known)}{hint}: change --{key}, or define it "
+        "in the file of --algo.extension_path."
+    )

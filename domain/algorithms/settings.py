@@ -40,7 +40,7 @@ WITH_KL = Condition(
     lambda here, run: here.init_coef > 0, "{at}init_coef is 0, which turns KL off", "set --{at}init_coef above 0"
 )
 WHOLE_KL = Condition(
-    lambda here, run: here.estimator is KLEstimator.FULL,
+    lambda here, run: here.estimator == KLEstimator.FULL,
     "only the full estimator compares whole distributions",
     "set --{at}estimator to full",
 )
@@ -54,10 +54,11 @@ class KLSettings:
     """Keeping near the reference."""
 
     init_coef: float = setting(0.0, "Weight of the KL term; 0 loads no reference at all.", NOT_NEGATIVE)
-    estimator: KLEstimator = setting(
-        KLEstimator.K1,
+    estimator: str = setting(
+        KLEstimator.K1.value,
         "k1, k2, k3, k3_unbiased or full. In the reward use k1; as a loss use k2, k3, k3_unbiased, or full, which is "
-        "exact: it sums over the vocabulary at each token, with the reference in the policy's processes.",
+        "exact: it sums over the vocabulary at each token, with the reference in the policy's processes; or a name "
+        "that algo.extension_path defines.",
         only_if=WITH_KL,
     )
     top_k: int | None = setting(

@@ -195,7 +195,7 @@ def reference_kind(config: RLConfig) -> str:
     kl = config.algo.kl
     if kl.init_coef == 0 or kl.against is not KLAgainst.REFERENCE:
         return "none"
-    return "compared" if kl.estimator is KLEstimator.FULL else "loaded"
+    return "compared" if kl.estimator == KLEstimator.FULL else "loaded"
 
 
 def critic_kind(config: RLConfig) -> str:

@@ -43,6 +43,11 @@ def mine(inputs, params):
     return Advantages(advantages_N=rewards_N, returns_N=rewards_N)
 
 
+@rollgrad.kl_estimator("constant")
+def constant(logprobs_N, ref_logprobs_N, ratio_N):
+    return torch.full_like(logprobs_N, 2.0) + 0 * logprobs_N
+
+
 @define(kw_only=True)
 class MineToo:
     "What scales the loss."
@@ -349,6 +354,11 @@ def test_algorithms_of_ones_own(workspace: Path) -> None:
     flags += " --actor.entropy_coef 0"
     rows = train(flags)
     assert len(rows) == 2
+    kl = "--algo.kl.init_coef 0.1 --algo.kl.estimator constant"
+    charged = train(flags, kl)
+    assert [row["policy/ref_kl"] for row in charged] == pytest.approx([2.0, 2.0])
+    kept = train(flags, kl, "--algo.kl.use_loss")
+    assert [row["policy/ref_kl"] for row in kept] == pytest.approx([2.0, 2.0])
     Path("watch_of_mine.py").write_text(WATCH)
     watched = "--train.max_steps 5 --train.on_step_path watch_of_mine --logger.report_to watch_of_mine:Curve"
     scaled = train(flags, "--algo.losses.mine_too.scale 3", watched)
@@ -381,6 +391,7 @@ def test_presets_are_shown_and_overridden(workspace: Path, capsys: pytest.Captur
         ("--algo.extension_path nowhere.py", "there is no such file"),
         ("--algo.extension_path broken.py", "cannot be imported: NameError"),
         ("--algo.advantage.estimator mine", "none of gae"),
+        ("--algo.kl.estimator mine", "none of k1, k2, k3, k3_unbiased, full: change --algo.kl.estimator, or define it"),
         ("--algo.preset gdpo --reward.verifier exact_match --reward.function_path None", "the reward has no names"),
         ("--algo.preset dapo --algo.dynamic_filtering_range 0.9 0.95", "dynamic filtering kept only"),
         ("--reward.weights letters 1", "give one weight to each"),

@@ -10,7 +10,7 @@ from rollgrad.application.settings.presets import refuse_preset, traits_of
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig
 from rollgrad.application.settings.sections.critic import CriticConfig
-from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, policy_loss_traits
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, check_kl_estimator, policy_loss_traits
 from rollgrad.domain.algorithms.settings import (
     AdvantageSettings,
     CorrectionGate,
@@ -96,7 +96,7 @@ def _distillation_problems(config: RLConfig) -> Iterator[str]:
     estimator = config.algo.advantage.estimator
     traits = traits_of(estimator)
     kl = config.algo.kl
-    taught = kl.estimator is (KLEstimator.FULL if kl.use_loss else KLEstimator.K1)
+    taught = kl.estimator == (KLEstimator.FULL if kl.use_loss else KLEstimator.K1)
     more = config.ref.model_name_or_path is not None or kl.teacher_template is not None
     if "teacher" in traits.needs and (not more or kl.init_coef == 0 or not taught):
         yield (
@@ -177,14 +177,14 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
             "no reference: leave --ref.offload out, or set --algo.kl.init_coef above 0 and --algo.kl.against to "
             "reference."
         )
-    if kl.use_loss and kl.estimator is KLEstimator.K1:
+    if kl.use_loss and kl.estimator == KLEstimator.K1:
         yield (
             "algo.kl.use_loss is on with algo.kl.estimator k1, whose gradient is zero on average: set "
             "--algo.kl.estimator to k2, k3, k3_unbiased or full."
         )
-    if kl.estimator is KLEstimator.FULL:
+    if kl.estimator == KLEstimator.FULL:
         yield from _whole_kl_problems(config)
-    if kl.estimator is KLEstimator.K3_UNBIASED and not kl.use_loss:
+    if kl.estimator == KLEstimator.K3_UNBIASED and not kl.use_loss:
         yield (
             "algo.kl.estimator is k3_unbiased, which weighs a loss by the importance ratio, but KL is in the reward: "
             "turn on --algo.kl.use_loss, or set --algo.kl.estimator to k1, k2 or k3."
@@ -200,6 +200,7 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
                 f"ref.model_name_or_path is {config.ref.model_name_or_path!r}, but algo.kl.against is rollout, which "
                 "needs no reference: leave --ref.model_name_or_path out, or set --algo.kl.against to reference."
             )
+    check_kl_estimator(kl.estimator)  # last, as it raises
 
 
 def teacher_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
@@ -222,7 +223,7 @@ def teacher_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             "algo.kl.teacher_template is what a reference reads, but algo.kl.against is rollout, which has none: set "
             "--algo.kl.against to reference, or leave --algo.kl.teacher_template out."
         )
-    if kl.estimator is KLEstimator.FULL and config.cluster.enable and config.ds.sequence_parallel_size > 1:
+    if kl.estimator == KLEstimator.FULL and config.cluster.enable and config.ds.sequence_parallel_size > 1:
         yield (
             f"algo.kl.teacher_template with algo.kl.estimator full and ds.sequence_parallel_size "
             f"{config.ds.sequence_parallel_size}: processes that share a sequence share it at other places where its "

@@ -49,7 +49,7 @@ def centering_problems(config: RLConfig) -> Iterator[str]:
             f"{on} with {truncated}, but the policy's probabilities are of the whole vocabulary: set --rollout.top_p 1 "
             f"and --rollout.top_k 0, or {out}."
         )
-    if algo.kl.init_coef > 0 and algo.kl.estimator is KLEstimator.FULL:
+    if algo.kl.init_coef > 0 and algo.kl.estimator == KLEstimator.FULL:
         yield (
             f"{on} with algo.kl.estimator full, but the pass that compares whole distributions finds no mean score: "
             f"set --algo.kl.estimator to k2 or k3, or {out}."

@@ -1,6 +1,7 @@
 """Losses against formulas, and the promise that a step may be split in any way."""
 
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights, weighted_sum
 from rollgrad.domain.algorithms.losses.contract import PolicyLoss, PolicyLossInput, PolicyLossParams, policy_loss
-from rollgrad.domain.algorithms.losses.kl import kl_estimate
+from rollgrad.domain.algorithms.losses.kl import kl_estimate, kl_estimator
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.algorithms.losses.value import value_loss
 from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
@@ -197,6 +198,43 @@ def test_what_is_masked_changes_neither_loss_nor_gradient(poison: float, seed: i
 )
 def test_kl_by_hand(x: float, kind: str, wanted: float) -> None:
     assert float(kl_estimate(torch.tensor([x]), torch.zeros(1), kind, torch.ones(1))) == pytest.approx(wanted, abs=1e-6)
+
+
+def objective_of_squares(batch: Any) -> tuple[PolicyLossObjective, torch.Tensor]:
+    """An objective with a KL estimator of somebody's own, rho x^2, and its gradient at each token of the batch."""
+
+    @kl_estimator("squares")
+    def squares(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor, ratio_N: torch.Tensor) -> torch.Tensor:
+        return ratio_N * (logprobs_N - ref_logprobs_N).square()
+
+    objective = PolicyLossObjective(kl_coef=0.5, kl_estimator="squares")
+    x_N, rho_N = -1.0 - batch.ref_logprobs_N, (-1.0 - batch.old_logprobs_N).exp()
+    gradient_N = 0.5 * batch.loss_weights_N * rho_N * (2 * x_N + x_N.square())
+    return pickle.loads(pickle.dumps(objective)), torch.where(batch.action_mask_N, gradient_N, 0.0)
+
+
+def test_a_kl_estimator_of_ones_own_is_in_the_loss(algorithms_as_before: None) -> None:
+    batch = batch_of(3, "token_mean")
+    objective, expected_N = objective_of_squares(batch)
+
+    def slope(objective: PolicyLossObjective) -> torch.Tensor:
+        leaf = torch.full((batch.token_count,), -1.0, dtype=torch.float64, requires_grad=True)
+        found = objective(TokenScores(logprobs_N=leaf, entropy_N=torch.zeros_like(leaf)), batch)
+        return torch.autograd.grad(found.loss, leaf)[0]
+
+    torch.testing.assert_close(slope(objective) - slope(evolve(objective, kl_coef=0.0)), expected_N)
+
+
+@pytest.mark.parametrize("name", ["k3", "full"])
+def test_a_kl_estimator_of_ones_own_replaces_none_of_rollgrads(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="choose another name"):
+        kl_estimator(name)
+
+
+def test_a_kl_estimator_has_a_value_for_each_token(algorithms_as_before: None) -> None:
+    kl_estimator("mean")(lambda logprobs_N, ref_logprobs_N, ratio_N: (logprobs_N - ref_logprobs_N).mean())
+    with pytest.raises(ConfigurationError, match=r"estimator mean returned estimates of shape \(\) for 2 tokens"):
+        kl_estimate(torch.zeros(2), torch.zeros(2), "mean")
 
 
 def test_kl_estimators_agree_in_expectation() -> None:

@@ -163,7 +163,7 @@ NEEDED = ["--actor.model_name_or_path", "org/m", "--data.prompt_dataset", "org/d
         (["train", "rl", "--train.seed=1.5"], "--train.seed is '1.5', but it takes an integer: change --train.seed."),
         (["train", "rl", "--actor.adam.betas", "0.9"], "is '0.9', but it takes 2 numbers with spaces between"),
         (["train", "rl", "--reward.weights", "right"], "is 'right', but it takes pairs of a name and a number"),
-        (["train", "rl", "--algo.kl.estimator", "k9"], "invalid choice 'k9' for argument '--algo.kl.estimator'"),
+        (["train", "rl", "--algo.kl.against", "k9"], "invalid choice 'k9' for argument '--algo.kl.against'"),
         (["train", "rl", f"--train.seed={2**42}"], "but it must be from 0 to 4398046511103: change --train.seed"),
         (["train", "rl", "--config"], "--config"),
         (["train", "rl", "--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times (b.yaml, a.yaml)"),
