@@ -22,6 +22,7 @@ from rollgrad.entrypoints.composition.examples import make_budget, make_total_st
 from rollgrad.entrypoints.composition.kd import check_teacher
 from rollgrad.entrypoints.composition.kto import check_labels, make_labels
 from rollgrad.entrypoints.composition.outputs import load_on_step, load_trackers
+from rollgrad.entrypoints.composition.own_optimizer import check_own_optimizers
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.prm import reward_token_ids
 from rollgrad.entrypoints.composition.reference import check_reference
@@ -66,6 +67,7 @@ def _try(run: OfflineRun, findings: Findings) -> None:
     findings.attempt(partial(check_packages, run))
     findings.attempt(partial(load_on_step, run.train.on_step_path))
     findings.attempt(partial(load_trackers, run.logger.report_to))
+    findings.attempt(partial(check_own_optimizers, run))
     if (prepared := findings.attempt(partial(prepared_rows, run))) is None:
         return
     preparation, examples = prepared

@@ -100,6 +100,7 @@ class _Trial:
         self._attempt(container.tool_box)
         self._attempt(container.on_step)
         self._attempt(container.trackers)
+        self._attempt(container.own_optimizers)
         self._attempt(container.tells_teacher)
         if continues(config.ckpt):
             read = ("actor.model_name_or_path", "data.prompt_dataset")

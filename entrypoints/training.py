@@ -144,6 +144,7 @@ def train_in(
     try:
         made.on_step()  # what a user's files hold, before anything is loaded
         made.trackers()
+        made.own_optimizers()
         check()
         run: Run[Any] = made.run()
         if saved is not None:

@@ -22,7 +22,7 @@ from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.algorithms.settings import KLEstimator
 
-OF_MODELS = ("adam", "lr_scheduler", "lr_warmup_ratio")
+OF_MODELS = ("adam", "lr_scheduler", "lr_warmup_ratio", "lr_scheduler_path")
 """Settings whose defaults differ between trainers, and which hold no memory."""
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from attrs import evolve, fields, has
 
-READ = ("model_name_or_path", "extension_path", "chat_template")
+from rollgrad.application.settings.function_path import FunctionPath
+
+READ = ("model_name_or_path", "extension_path", "chat_template", "lr_scheduler_path", "optim_path")
 """Settings of any section that may name a directory or a file, which processes of models read."""
 
 
@@ -15,8 +17,11 @@ def absolute(name: str) -> str:
     """Returns the absolute path of what exists here by this name; any other name, such as that of a model on the hub,
     as it is."""
     try:
-        path = Path(name).expanduser()
-        return str(path.absolute()) if path.exists() else name
+        place = FunctionPath.parse(name)  # FILE:NAME of a function
+        path = Path(place.file).expanduser()
+        if not path.exists():
+            return name
+        return f"{path.absolute()}:{place.name}" if place.name else str(path.absolute())
     except (OSError, RuntimeError):  # a chat template itself, which is too long for a name, or begins like a home
         return name
 

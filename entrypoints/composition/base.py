@@ -40,6 +40,7 @@ from rollgrad.entrypoints.composition.outputs import (
     make_profiler,
     make_sinks,
 )
+from rollgrad.entrypoints.composition.own_optimizer import check_own_optimizers
 
 
 def trainer_kind(config: Any) -> str:
@@ -94,6 +95,8 @@ class BaseContainer(containers.DeclarativeContainer):
     """Follower of the forms of replies, for log-probs of the tokens that they allow; None where none is prescribed."""
     on_step: providers.Provider[Any] = providers.Singleton(load_on_step, config.provided.train.on_step_path)
     """The caller's function of each finished step; None where there is none."""
+    own_optimizers: providers.Provider[None] = providers.Callable(check_own_optimizers, config)
+    """Checks what a user's files of optimizers and schedules hold."""
     extension: providers.Provider[None] = providers.Object(None)
     """Loads a user's extension file, before anything else is made in a process."""
 

@@ -36,6 +36,7 @@ from rollgrad.application.settings.sections.optimizer import Optim
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.algorithms.losses.centering import ScoreCentering
+from rollgrad.entrypoints.composition.own_optimizer import load_optim, load_schedule
 
 log = structlog.get_logger(__name__)
 
@@ -61,8 +62,8 @@ def make_optimizer(
 ) -> OptimizerSettings:
     """Returns a model's optimizer settings for a run of `total_steps` optimizer steps; `average` are those of a moving
     average of its weights. A learning rate of 0, with which a run learns nothing, is a warning."""
+    name = "critic" if isinstance(section, CriticConfig) else "actor"
     if not section.peak_lr and section.optim is not Optim.MUON:
-        name = "critic" if isinstance(section, CriticConfig) else "actor"
         log.warning("weights stay as they are", why=f"{name}.adam.lr is 0: set --{name}.adam.lr above 0 to learn")
     return OptimizerSettings(
         lr=section.peak_lr,
@@ -75,6 +76,8 @@ def make_optimizer(
         decay_ratio=section.lr_decay_ratio,
         max_norm=section.max_norm,
         total_steps=total_steps,
+        factors=load_schedule(section.lr_scheduler_path, total_steps, f"--{name}.lr_scheduler_path"),
+        own=load_optim(section.optim_path, f"--{name}.optim_path"),
         muon=MuonSettings(lr=section.muon.lr, momentum=section.muon.momentum) if section.optim is Optim.MUON else None,
         **average,
     )

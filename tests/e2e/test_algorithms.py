@@ -370,6 +370,13 @@ def test_algorithms_of_ones_own(workspace: Path) -> None:
     assert "scale: 3.0" in Path("out", "config.yaml").read_text()
 
 
+def test_an_optimizer_and_a_schedule_of_ones_own(workspace: Path) -> None:
+    Path("rates.py").write_text("def halved(step, total_steps):\n    return 0.5 ** step\n")
+    flags = "--actor.optim_path torch.optim:SGD --actor.lr_scheduler_path rates.py:halved --actor.adam.lr 0.5"
+    rows = train("--algo.advantage.estimator rloo", flags)
+    assert [row["policy/lr"] for row in rows] == pytest.approx([0.5, 0.25])
+
+
 def test_presets_are_shown_and_overridden(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--algo.preset", "dapo,tis", "--actor.eps_clip_low_high", "0.1", "0.3", "--print_config"]
     assert main(["train", "rl", "--config", "run.yaml", *flags]) == 0

@@ -115,7 +115,8 @@ class FSDPTrainedModule(MasterOptimizer):
         }
         if not self.first:  # numbers of steps, of which one process's are enough
             for moments in state["moments"].values():
-                moments.pop("step", None)
+                for key in [key for key, value in moments.items() if not value.ndim]:
+                    del moments[key]
         name = f"{distributed.get_rank():05}.safetensors"
         return lambda directory: write_state(state, directory / name, rows)
 

@@ -1,4 +1,5 @@
-"""AdamW, optionally with Muon, on float32 master weights of a model that computes in another format.
+"""AdamW, optionally with Muon, or an optimizer of a user's own, on float32 master weights of a model that computes in
+another format.
 
 Invariants: gradients of all micro-batches of a step are summed in float32; a step with a non-finite gradient changes
 no weight, nor moment nor schedule; after `step` the compute weights equal the rounded masters.
@@ -24,6 +25,7 @@ from rollgrad.adapters.models.torch.muon import (
     whole_directions,
 )
 from rollgrad.adapters.models.torch.optimizer_state import check_state, moment_keys
+from rollgrad.adapters.models.torch.own_optimizer import OwnOptimizer, as_kept, as_tensor, tensors_of
 from rollgrad.adapters.models.torch.sleeping import SleepingTensors
 from rollgrad.adapters.models.torch.stored_state import StoredTensor, whole_tensor
 from rollgrad.adapters.models.torch.trained_module import TrainedModule, Whole, as_it_is
@@ -37,7 +39,8 @@ from rollgrad.domain.control.learning_rate import lr_factor
 class OptimizerSettings:
     """Learning rate (peak), AdamW's constants, schedule over `total_steps` optimizer steps, and the norm to clip at
     (0: never); with `muon`, hidden matrices are stepped by Muon, with `ema_beta` a moving average is kept,
-    which moves after every `ema_every` steps; `ema_saved` says whether it is written beside the model."""
+    which moves after every `ema_every` steps; `ema_saved` says whether it is written beside the model. `factors`:
+    learning rates of all steps as shares of the peak, in the place of the schedule; `own`: in the place of AdamW."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
@@ -53,6 +56,21 @@ class OptimizerSettings:
     ema_beta: float | None = None
     ema_every: int = 1
     ema_saved: bool = True
+    factors: tuple[float, ...] | None = None
+    own: OwnOptimizer | None = None
+
+    def factor(self, step: int) -> float:
+        """Returns the learning rate of the `step`-th optimizer step, from 0, as a share of the peak."""
+        if self.factors is not None:
+            return self.factors[min(step, len(self.factors) - 1)]
+        return lr_factor(
+            self.scheduler,
+            step,
+            total_steps=self.total_steps,
+            warmup_ratio=self.warmup_ratio,
+            min_ratio=self.min_lr_ratio,
+            decay_ratio=self.decay_ratio,
+        )
 
 
 def stepping(
@@ -93,14 +111,7 @@ def stepping(
 
 def set_rates(optimizer: Any, settings: OptimizerSettings, step: int) -> float:
     """Sets the learning rates of the `step`-th optimizer step, from 0; returns AdamW's."""
-    factor = lr_factor(
-        settings.scheduler,
-        step,
-        total_steps=settings.total_steps,
-        warmup_ratio=settings.warmup_ratio,
-        min_ratio=settings.min_lr_ratio,
-        decay_ratio=settings.decay_ratio,
-    )
+    factor = settings.factor(step)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor
     return settings.lr * factor
@@ -113,7 +124,7 @@ def sleeping(masters: Iterable[Tensor], state: Mapping[Any, Any], awake: Iterabl
     for master in masters:
         if master.untyped_storage()._cdata not in memory:
             yield master
-        yield from (kept for kept in state.get(master, {}).values() if kept.ndim)  # but for the number of steps
+        yield from tensors_of(state.get(master, {}).values())
 
 
 class MasterOptimizer(TrainedModule):
@@ -148,9 +159,9 @@ class MasterOptimizer(TrainedModule):
         if masters is None:
             masters = {p: p if p.dtype == torch.float32 else _own_master(p) for p in self._params}
         self._masters = [masters[parameter] for parameter in self._params]
-        self._keys = moment_keys(module, muon=settings.muon is not None)
+        self._keys = moment_keys(module, muon=settings.muon is not None, own=settings.own is not None)
         adam = partial(torch.optim.AdamW, betas=settings.betas, eps=settings.eps, fused=True)
-        self._stepping = stepping(module, masters, settings, adam, directions)
+        self._stepping = stepping(module, masters, settings, settings.own or adam, directions)
         self._average = (
             None if settings.ema_beta is None else MovingAverage(self._masters, settings.ema_beta, settings.ema_every)
         )
@@ -158,6 +169,7 @@ class MasterOptimizer(TrainedModule):
         self._scaling = scaling or Scaling(module)
         self._sleeping = SleepingTensors(self._sleepers, self._masters[0].device)
         self.steps = 0
+        self._seen = False  # whether the state of a user's own optimizer is known to be whole
 
     def __call__(self, *inputs: Any) -> Any:
         """Returns the module's forward pass."""
@@ -205,7 +217,7 @@ class MasterOptimizer(TrainedModule):
         shrink = (limit / norm if limit and norm > limit else 1.0) / scale
         if shrink != 1.0:
             torch._foreach_mul_(gradients, shrink)
-        self._stepping.step()
+        self._update()
         if self._average is not None:
             self._average.follow(self.steps + 1)
         self.clear()
@@ -213,6 +225,24 @@ class MasterOptimizer(TrainedModule):
         self.steps += 1
         self.check_weights(self._masters)
         return {"grad_norm": Common(norm), "lr": Common(lr)} | self._scaling.applied()
+
+    def _update(self) -> None:
+        """Changes the masters by their gradients; looks at the state of a user's own optimizer after its first step.
+
+        Raises:
+            ForeignError: a user's own optimizer failed.
+            ConfigurationError: it keeps what no training state has.
+        """
+        own = self._settings.own
+        if own is None:
+            self._stepping.step()
+            return
+        before = own.numbers(self._stepping)
+        with own.guarded(f"failed in optimizer step {self.steps + 1}"):
+            self._stepping.step()
+        if not self._seen:
+            own.check(self._stepping, before, divided=self.divided)
+            self._seen = True
 
     def use(self, settings: OptimizerSettings) -> None:
         """Steps with other rates, decays and clipping from now on; the moments stay.
@@ -256,7 +286,7 @@ class MasterOptimizer(TrainedModule):
             "steps": self.steps,
             "masters": {name: copy(parameter, master) for name, parameter, master in named},
             "moments": {
-                name: {key: copy(parameter, value) for key, value in self._stepping.state[master].items()}
+                name: {key: copy(parameter, as_tensor(value)) for key, value in self._stepping.state[master].items()}
                 for name, parameter, master in named
                 if master in self._stepping.state
             },
@@ -279,8 +309,10 @@ class MasterOptimizer(TrainedModule):
                 master.copy_(self._own_part(parameter, state["masters"][name]))
                 if name in state["moments"]:
                     parts = {key: self._own_part(parameter, value) for key, value in state["moments"][name].items()}
+                    placed = {key: part.to(self._sleeping.place(part), copy=True) for key, part in parts.items()}
+                    is_own = self._settings.own is not None
                     self._stepping.state[master] = {
-                        key: part.to(self._sleeping.place(part), copy=True) for key, part in parts.items()
+                        key: as_kept(part) if is_own else part for key, part in placed.items()
                     }
             if self._average is not None:
                 with self._average.in_place():

@@ -17,9 +17,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's state of a parameter."""
 
 
-def moment_keys(module: nn.Module, *, muon: bool) -> dict[str, tuple[str, ...]]:
+def moment_keys(module: nn.Module, *, muon: bool, own: bool = False) -> dict[str, tuple[str, ...]]:
     """Returns the keys of the optimizer's state of each trainable parameter, by the parameter's name; `muon`: it steps
-    hidden matrices by Muon."""
+    hidden matrices by Muon; `own`: it is a user's own, of which no keys are known."""
+    if own:
+        return {name: () for name, parameter in module.named_parameters() if parameter.requires_grad}
     chosen = set(hidden_matrices(module) if muon else [])
     return {
         name: (MOMENTUM,) if parameter in chosen else MOMENTS
@@ -35,7 +37,9 @@ def check_state(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]], *, 
     Raises:
         CheckpointError: it is of another one, or moments are missing.
     """
-    lost = [name for name in keys if name not in state["moments"] and not may_lack_gradient(name)]
+    lost = [
+        name for name, kept in keys.items() if kept and name not in state["moments"] and not may_lack_gradient(name)
+    ]
     if lost and state["steps"]:
         raise CheckpointError(
             f"The state to continue from has taken {state['steps']} optimizer steps, but has no moments of {lost[0]} "

@@ -7,7 +7,9 @@ from rollgrad.application.settings.derived import first_change
 from rollgrad.application.settings.presets import traits_of
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
+from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.eval import EvalConfig
+from rollgrad.application.settings.sections.optimizer import AdamConfig
 from rollgrad.application.settings.sections.reward import JudgeIsolation, RewardConfig, Verifier
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.addresses import address_problem
@@ -67,6 +69,23 @@ def optimizer_problems(config: RLConfig) -> Iterator[str]:
             f"train.max_steps is {config.train.max_steps} and train.num_episodes is {config.train.num_episodes}, but a "
             "run has one length: leave out --train.max_steps or --train.num_episodes."
         )
+    for model in ("actor", "critic"):
+        section = getattr(config, model)
+        if section.optim_path is None:
+            continue
+        for name in ("betas", "eps"):
+            value = getattr(section.adam, name)
+            if value != getattr(AdamConfig(), name):
+                yield (
+                    f"{model}.adam.{name} is {value}, but {model}.optim_path {section.optim_path} is the optimizer, "
+                    f"which has its own constants: leave --{model}.adam.{name} or --{model}.optim_path out."
+                )
+        if config.cluster.enable and config.cluster.strategy is Strategy.DEEPSPEED:
+            yield (
+                f"{model}.optim_path is {section.optim_path!r} with cluster.strategy deepspeed, whose processes step "
+                "runs of numbers that end within matrices: set --cluster.strategy fsdp2, or leave "
+                f"--{model}.optim_path out."
+            )
 
 
 def data_problems(config: RLConfig) -> Iterator[str]:

@@ -8,6 +8,8 @@ from attrs import define, fields_dict
 from rollgrad.application.settings.sections.cluster import IN_CLUSTER, Strategy
 from rollgrad.application.settings.sections.ds import PARAMETERS
 from rollgrad.application.settings.sections.optimizer import (
+    BY_NAME,
+    BY_SCHEDULE,
     DECAYS,
     SCHEDULE,
     WITH_MUON,
@@ -16,6 +18,8 @@ from rollgrad.application.settings.sections.optimizer import (
     MuonConfig,
     Optim,
     decay_setting,
+    optim_path_setting,
+    schedule_path_setting,
 )
 from rollgrad.domain.algorithms.settings import PolicyLossSettings
 from rollgrad.domain.settings import (
@@ -251,14 +255,20 @@ class ModelConfig:
     )
     lora: LoraConfig = section(LoraConfig, "Low-rank adapters; with a rank above 0 they alone are trained.")
     optim: Optim = setting(
-        Optim.ADAM, "adam steps everything by AdamW, muon hidden matrices by Muon and the rest by AdamW."
+        Optim.ADAM,
+        "adam steps everything by AdamW, muon hidden matrices by Muon and the rest by AdamW.",
+        only_if=BY_NAME,
     )
+    optim_path: str | None = optim_path_setting()
     adam: AdamConfig = section(AdamConfig, "AdamW.")
     muon: MuonConfig = section(MuonConfig, "Muon.", only_if=WITH_MUON)
-    lr_scheduler: LRScheduler = setting(LRScheduler.CONSTANT, SCHEDULE)
-    lr_warmup_ratio: float = setting(0.0, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
+    lr_scheduler: LRScheduler = setting(LRScheduler.CONSTANT, SCHEDULE, only_if=BY_SCHEDULE)
+    lr_scheduler_path: str | None = schedule_path_setting()
+    lr_warmup_ratio: float = setting(
+        0.0, "Share of the run's optimizer steps spent warming up.", BELOW_ONE, only_if=BY_SCHEDULE
+    )
     min_lr_ratio: float = setting(
-        0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE, only_if=DECAYS
+        0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE, only_if=(BY_SCHEDULE, DECAYS)
     )
     lr_decay_ratio: float = decay_setting()
     max_norm: float = setting(

@@ -5,6 +5,8 @@ from attrs import define
 from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.application.settings.sections.cluster import IN_CLUSTER
 from rollgrad.application.settings.sections.optimizer import (
+    BY_NAME,
+    BY_SCHEDULE,
     DECAYS,
     SCHEDULE,
     WITH_MUON,
@@ -13,6 +15,8 @@ from rollgrad.application.settings.sections.optimizer import (
     MuonConfig,
     Optim,
     decay_setting,
+    optim_path_setting,
+    schedule_path_setting,
 )
 from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, section, setting
 
@@ -38,13 +42,17 @@ class CriticConfig:
     lora: AdapterConfig = section(
         AdapterConfig, "Low-rank adapters; with a rank above 0 they and the head alone are trained."
     )
-    optim: Optim = setting(Optim.ADAM, "As actor.optim.")
+    optim: Optim = setting(Optim.ADAM, "As actor.optim.", only_if=BY_NAME)
+    optim_path: str | None = optim_path_setting()
     adam: AdamConfig = section(lambda: AdamConfig(lr=9e-6), "AdamW.")
     muon: MuonConfig = section(lambda: MuonConfig(lr=9e-5), "Muon.", only_if=WITH_MUON)
-    lr_scheduler: LRScheduler = setting(LRScheduler.CONSTANT, SCHEDULE)
-    lr_warmup_ratio: float = setting(0.0, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
+    lr_scheduler: LRScheduler = setting(LRScheduler.CONSTANT, SCHEDULE, only_if=BY_SCHEDULE)
+    lr_scheduler_path: str | None = schedule_path_setting()
+    lr_warmup_ratio: float = setting(
+        0.0, "Share of the run's optimizer steps spent warming up.", BELOW_ONE, only_if=BY_SCHEDULE
+    )
     min_lr_ratio: float = setting(
-        0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE, only_if=DECAYS
+        0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE, only_if=(BY_SCHEDULE, DECAYS)
     )
     lr_decay_ratio: float = decay_setting()
     max_norm: float = setting(

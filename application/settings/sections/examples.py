@@ -10,7 +10,7 @@ from attrs import Attribute, define, evolve
 from rollgrad.application.settings.sections.actor import ModelConfig, frozen_tower_setting
 from rollgrad.application.settings.sections.data import WITH_TEMPLATE, WITHOUT_TEMPLATE
 from rollgrad.application.settings.sections.images import FetchImages, fetch_setting
-from rollgrad.application.settings.sections.optimizer import SCHEDULE, AdamConfig, LRScheduler
+from rollgrad.application.settings.sections.optimizer import BY_SCHEDULE, SCHEDULE, AdamConfig, LRScheduler
 from rollgrad.application.settings.sections.train import ON_STEP, WITH_EMA
 from rollgrad.domain.settings import (
     BELOW_ONE,
@@ -103,8 +103,10 @@ class ExampleModelConfig(ModelConfig):
     """A model that learns from examples, and its optimizer."""
 
     adam: ExampleAdamConfig = section(ExampleAdamConfig, "AdamW.")
-    lr_scheduler: LRScheduler = setting(LRScheduler.COSINE_WITH_MIN_LR, SCHEDULE)
-    lr_warmup_ratio: float = setting(0.03, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
+    lr_scheduler: LRScheduler = setting(LRScheduler.COSINE_WITH_MIN_LR, SCHEDULE, only_if=BY_SCHEDULE)
+    lr_warmup_ratio: float = setting(
+        0.03, "Share of the run's optimizer steps spent warming up.", BELOW_ONE, only_if=BY_SCHEDULE
+    )
     freeze_visual_encoder: bool = frozen_tower_setting()
 
     @property

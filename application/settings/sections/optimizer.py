@@ -27,6 +27,18 @@ class LRScheduler(StrEnum):
 
 WITH_MUON = Condition(lambda here, run: here.optim is Optim.MUON, "{at}optim is {here.optim}", "set --{at}optim muon")
 
+BY_SCHEDULE = Condition(
+    lambda here, run: here.lr_scheduler_path is None,
+    "{at}lr_scheduler_path {here.lr_scheduler_path} gives the learning rate of every step",
+    "leave --{at}lr_scheduler_path out",
+)
+
+BY_NAME = Condition(
+    lambda here, run: here.optim_path is None,
+    "{at}optim_path {here.optim_path} is the optimizer",
+    "leave --{at}optim_path out",
+)
+
 DECAYS = Condition(
     lambda here, run: here.lr_scheduler is not LRScheduler.CONSTANT,
     "a constant learning rate has no floor",
@@ -47,13 +59,32 @@ SCHEDULE = (
 """Text of the setting `lr_scheduler`."""
 
 
+def schedule_path_setting() -> Any:
+    """Returns the setting `lr_scheduler_path`, which actor and critic have."""
+    return setting(
+        None,
+        "Python file, or module (my_lib.rates), with a function lr_scheduler(step, total_steps), or FILE:NAME: it "
+        "returns the learning rate of optimizer step `step`, from 0, as a share of the peak, in the place of "
+        "lr_scheduler and its warm-up.",
+    )
+
+
+def optim_path_setting() -> Any:
+    """Returns the setting `optim_path`, which actor and critic have."""
+    return setting(
+        None,
+        "Python file, or module (torch.optim:SGD), with a function or class optim(groups), or FILE:NAME: it returns a "
+        "torch.optim.Optimizer of parameter groups, which have the rate and the weight decay of adam, in its place.",
+    )
+
+
 def decay_setting() -> Any:
     """Returns the setting `lr_decay_ratio`, which actor and critic have."""
     return setting(
         0.1,
         "Last share of the run's optimizer steps, in which warmup_stable_decay lowers the learning rate.",
         SOME_SHARE,
-        only_if=DECAYS_LATE,
+        only_if=(BY_SCHEDULE, DECAYS_LATE),
     )
 
 
