@@ -56,7 +56,8 @@ def train(
             a `datasets.Dataset`, which are read as those of `config.data.prompt_dataset` would be. `on_step`: a
             function of the number of each finished step, its metrics and the groups that it learned from, in the place
             of `train.on_step_path`. It returns metrics of its own or None, and ends the run by
-            `rollgrad.StopTraining`; any other exception in it is an error of the run.
+            `rollgrad.StopTraining`; any other exception in it is an error of the run. A coroutine function may take the
+            run fourth, of which it asks replies and evaluations (`RunAccess`).
 
     Returns:
         The result. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.

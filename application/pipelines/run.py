@@ -18,7 +18,7 @@ import torch
 from rollgrad.application.foreign import first_line, is_being_cancelled
 from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.application.pipelines.state_writing import StateWriter
-from rollgrad.application.pipelines.step_callback import StepCallback
+from rollgrad.application.pipelines.step_callback import Ask, RunAccess, StepCallback
 from rollgrad.application.pipelines.step_source import Evaluation, StepReport, StepSource, TrainedModels, finished
 from rollgrad.domain.control.best_model import BestModel
 from rollgrad.domain.control.findings import LearningWatch
@@ -57,6 +57,7 @@ class Run(Generic[Sample]):
         sample_log: receives the number of each step and its samples; None keeps none.
         on_step: the caller's function of the number of each finished step, its metrics and its samples
             (`StepCallback`).
+        ask: samples replies for `on_step`; None where no engine samples.
         checkpoints: keeps models and training states.
         clock: measures the age of the last training state.
         watch: finds reasons why the run cannot learn.
@@ -66,7 +67,7 @@ class Run(Generic[Sample]):
         profile: makes the context in which a step is taken, from its number.
 
     Raises:
-        ConfigurationError: `on_step` cannot be called so, or would have to be awaited.
+        ConfigurationError: `on_step` cannot be called so.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Run(Generic[Sample]):
         usage: Callable[[], Mapping[str, float]] = dict,
         profile: Callable[[int], AbstractAsyncContextManager[None]] = lambda step: nullcontext(),
         on_step: Callable[..., Any] | None = None,
+        ask: Ask | None = None,
     ) -> None:
         self._schedule = schedule
         self._steps = steps
@@ -101,6 +103,7 @@ class Run(Generic[Sample]):
         self._usage = usage
         self._profile = profile
         self._on_step = StepCallback(on_step)
+        self._access = RunAccess(self._evaluate, ask)
         self._done = 0
         self._began = 0
         self._kept_model = 0  # the last step whose model the schedule had saved
@@ -180,7 +183,7 @@ class Run(Generic[Sample]):
         while self._done < schedule.steps and self._enough is None:
             async with self._profile(self._done + 1):
                 report = await self._steps.step(self._done)
-            self._count(report)
+            await self._count(report)
             self._states.look()
             if self._due(schedule.eval_steps):
                 await self._evaluate()
@@ -210,7 +213,7 @@ class Run(Generic[Sample]):
             return f"{best.metric} was no number in {times}"
         return f"{best.metric} was no better in {times} than the {best.value:.4g} after step {best.step}"
 
-    def _count(self, report: StepReport[Sample]) -> None:
+    async def _count(self, report: StepReport[Sample]) -> None:
         """Counts and reports a finished step.
 
         Raises:
@@ -219,8 +222,10 @@ class Run(Generic[Sample]):
         """
         self._done += 1
         metrics = {**report.metrics, **self._usage()}
-        try:  # also of a step that an interruption waited for: it is not taken again
-            metrics = {**metrics, **self._on_step(self._done, metrics, report.samples)}
+        try:  # also of a step that an interruption waited for, which is not taken again: unless it would wait longer
+            if report.ended_by is None or not self._on_step.waits:
+                added = await self._on_step(self._done, metrics, report.samples, self._access)
+                metrics = {**metrics, **added}
         finally:  # the step is recorded in any case
             self._record(metrics, report.samples)
         if report.ended_by is not None:

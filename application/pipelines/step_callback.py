@@ -1,11 +1,11 @@
-"""The caller's function of each finished step: metrics that it adds, and how it ends a run.
+"""The caller's function of each finished step: metrics that it adds, what it may ask of the run, and how it ends one.
 
 Invariant: whatever the function does, the run gets numbers under names that the step has not taken, or one
 `ForeignError` sentence. Does not own: where the function comes from, and what is saved when the run ends.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -21,34 +21,81 @@ class StopTraining(Exception):  # noqa: N818 (no error: like StopIteration it sa
     say why."""
 
 
+Ask = Callable[..., Awaitable[list[str]]]
+"""Samples replies (`StepQuestions`)."""
+
+
+class RunAccess:
+    """Answers an `async def on_step(step, metrics, groups, run)` between two steps, in one process and in clusters
+    alike: the engines have the weights of the step, and no update is under way."""
+
+    def __init__(self, evaluate: Callable[[], Awaitable[Mapping[str, float]]], ask: Ask | None) -> None:
+        self._evaluate = evaluate
+        self._ask = ask
+
+    async def evaluate(self) -> Mapping[str, float]:
+        """Returns the metrics of the held-out data after this step; nothing where there are none. It is an evaluation
+        as `--eval.steps` has them: logged, compared with the best, and made once a step."""
+        return await self._evaluate()
+
+    async def generate(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
+        """Samples a reply to each prompt with the weights of this step, and returns their texts.
+
+        Args:
+            prompts: each a text, which is a user's message, a list of messages, or a `Prompt` such as `group.prompt`.
+            sampling: fields of `SamplingParams` that differ from those of the run, such as `temperature=0`.
+
+        Raises:
+            ConfigurationError: nothing samples in this run.
+            EngineError: sampling failed.
+        """
+        if self._ask is None:
+            raise ConfigurationError(
+                "on_step asks for replies (run.generate), but no engine samples in this run: replies are sampled by "
+                "rollgrad train rl."
+            )
+        return await self._ask(prompts, **sampling)
+
+
 class StepCallback:
-    """Calls `function`, if there is one, with the number of each finished step, its metrics and its samples.
+    """Calls `function`, if there is one, with the number of each finished step, its metrics and its samples; one that
+    is a coroutine function may take the run (`RunAccess`) fourth, and is awaited.
 
     Raises:
-        ConfigurationError: `function` cannot be called so, or would have to be awaited.
+        ConfigurationError: `function` cannot be called so.
     """
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self._function = function
+        self.waits = inspect.iscoroutinefunction(function)
+        """Whether the function is awaited."""
+        self._takes_run = False
         self.enough: str | None = None
         """Why the function has ended the run; None before."""
         if function is None:
             return
-        if inspect.iscoroutinefunction(function):
-            raise ConfigurationError(
-                "on_step is a coroutine function, and nothing would await it: give a plain function, without async."
-            )
         try:
-            inspect.signature(function).bind(1, NOTHING, ())
-        except TypeError as error:
-            raise ConfigurationError(
-                f"on_step cannot be called with the three arguments step, metrics and groups ({error}): write "
-                "def on_step(step, metrics, groups)."
-            ) from error
+            signature = inspect.signature(function)
         except ValueError:  # of a builtin, which has no signature
             return
+        try:
+            signature.bind(1, NOTHING, ())
+        except TypeError as error:
+            self._takes_run = _takes(signature, 4)
+            if not self._takes_run:
+                raise ConfigurationError(
+                    f"on_step cannot be called with the three arguments step, metrics and groups ({error}): write "
+                    "def on_step(step, metrics, groups), or async def on_step(step, metrics, groups, run)."
+                ) from error
+        if self._takes_run and not self.waits:
+            raise ConfigurationError(
+                "on_step takes the run, whose methods are awaited, but is no coroutine function: write "
+                "async def on_step(step, metrics, groups, run)."
+            )
 
-    def __call__(self, step: int, metrics: Mapping[str, float], samples: Sequence[Any]) -> Mapping[str, float]:
+    async def __call__(
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[Any], run: RunAccess
+    ) -> Mapping[str, float]:
         """Returns the metrics that the function adds to those of the step.
 
         Raises:
@@ -59,7 +106,9 @@ class StepCallback:
         added: Any = None
         with foreign_code(lambda words: ForeignError(f"on_step failed after step {step}: {words}"), located=True):
             try:
-                added = self._function(step, dict(metrics), samples)
+                added = self._function(step, dict(metrics), samples, *([run] if self._takes_run else []))
+                if self.waits:
+                    added = await added
             except StopTraining as stop:
                 self.enough = f"on_step: {stop}" if str(stop) else "on_step said so"
         if added is None:
@@ -71,6 +120,14 @@ class StepCallback:
                 "{'mine/score': 0.5}."
             )
         return {name: float(value) for name, value in added.items()}
+
+
+def _takes(signature: inspect.Signature, arguments: int) -> bool:
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        return False
+    return True
 
 
 def _problem(added: Any, metrics: Mapping[str, float]) -> str | None:

@@ -28,6 +28,7 @@ from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutService
 from rollgrad.application.rollouts.progress import Progress
 from rollgrad.application.rollouts.sampler import GroupSampler
+from rollgrad.application.rollouts.step_questions import StepQuestions
 from rollgrad.application.rollouts.stream import GroupStream
 from rollgrad.application.settings.derived import (
     longest_reply,
@@ -348,6 +349,7 @@ class RLContainer(EngineContainer):
         sink=providers.Callable(Progress.to, progress, base.sink),
         sample_log=sample_log,
         on_step=base.on_step,
+        ask=providers.Singleton(StepQuestions, base.engine, base.codec, sampling),
         checkpoints=base.checkpoints,
         clock=base.clock,
         watch=providers.Callable(make_learning_watch, base.config, rollouts),

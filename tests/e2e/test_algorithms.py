@@ -67,6 +67,13 @@ def mine_too(inputs, params, settings):
         metrics_N={"scaled_ratio": settings.scale * ratio_N},
     )
 """
+ASKS = """
+async def on_step(step, metrics, groups, run):
+    prompts = ["Say it", [{"role": "user", "content": "Say it"}], groups[0].prompt]
+    replies = await run.generate(prompts, temperature=0, max_new_tokens=3)
+    await run.evaluate()
+    return {"mine/replies": len(replies), "mine/same": float(replies[0] == replies[1])}
+"""
 WATCH = """
 import rollgrad
 from rollgrad.domain.ports.run_tracker import RunTracker
@@ -368,6 +375,16 @@ def test_algorithms_of_ones_own(workspace: Path) -> None:
     assert json.loads(Path("out", "run.json").read_text())["reason"] == "on_step: two steps are enough"
     assert scaled[0]["policy/grad_norm"] == pytest.approx(3 * rows[0]["policy/grad_norm"], rel=1e-3)
     assert "scale: 3.0" in Path("out", "config.yaml").read_text()
+
+
+def test_a_function_of_each_step_asks_the_policy(workspace: Path) -> None:
+    Path("asks.py").write_text(ASKS)
+    plain = train("--algo.advantage.estimator rloo")
+    asked = train("--algo.advantage.estimator rloo --train.on_step_path asks.py")
+    assert [row["mine/replies"] for row in asked] == [3.0, 3.0]
+    assert [row["mine/same"] for row in asked] == [1.0, 1.0]
+    alike = [name for name in plain[0] if name.startswith(("policy/", "reward/")) and not name.endswith("_s")]
+    assert [[row[name] for name in alike] for row in plain] == [[row[name] for name in alike] for row in asked]
 
 
 def test_an_optimizer_and_a_schedule_of_ones_own(workspace: Path) -> None:

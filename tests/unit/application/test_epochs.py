@@ -19,7 +19,7 @@ from rollgrad.application.learning.examples import ExampleLearner, together
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget, next_examples, steps_left
 from rollgrad.application.pipelines.run import Run
 from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
-from rollgrad.application.pipelines.step_callback import StopTraining
+from rollgrad.application.pipelines.step_callback import RunAccess, StopTraining
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective
 from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
@@ -179,12 +179,62 @@ def test_a_function_of_other_arguments_is_refused_before_the_run(tmp_path: Path)
         Trained(tmp_path, on_step=lambda step, metrics: None)
 
 
-def test_a_coroutine_function_that_nothing_would_await_is_refused(tmp_path: Path) -> None:
-    async def told(step: int, metrics: Mapping[str, float], samples: Sequence[Any]) -> None:
-        raise AssertionError
+async def test_a_coroutine_function_is_awaited_and_may_evaluate(tmp_path: Path) -> None:
+    seen: list[Mapping[str, float]] = []
 
-    with pytest.raises(ConfigurationError, match="on_step is a coroutine function"):
-        Trained(tmp_path, on_step=told)
+    async def told(step: int, metrics: Mapping[str, float], samples: Sequence[Any], run: RunAccess) -> Any:
+        if step == 3:
+            seen.extend([await run.evaluate(), await run.evaluate()])
+        return {"mine/step": step}
+
+    trained = Trained(tmp_path, on_step=told)
+    await play(trained)
+    rows = [metrics["mine/step"] for _, metrics in trained.sink.records if "train/epoch" in metrics]
+    assert rows == [1.0, 2.0, 3.0, 4.0, 5.0]
+    evaluated = {step: metrics for step, metrics in trained.sink.records if "eval/loss" in metrics}
+    assert list(evaluated) == [0, 2, 3, 4, 5], "once a step, beside those of the schedule"
+    assert seen == [evaluated[3], evaluated[3]]
+    plain = Trained(tmp_path / "plain")
+    await play(plain)
+    assert torch.equal(plain.table, trained.table), "it changes nothing of the training"
+
+
+async def test_replies_of_a_run_that_samples_none_are_refused(tmp_path: Path) -> None:
+    async def asks(step: int, metrics: Mapping[str, float], samples: Sequence[Any], run: RunAccess) -> None:
+        await run.generate(["Hello"])
+
+    trained = Trained(tmp_path, on_step=asks)
+    with pytest.raises(ConfigurationError, match="but no engine samples in this run"):
+        await play(trained)
+    assert trained.store.states["model"]["step"] == 1
+
+
+def test_a_plain_function_that_takes_the_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"write async def on_step\(step, metrics, groups, run\)"):
+        Trained(tmp_path, on_step=lambda step, metrics, samples, run: None)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_an_interruption_waits_for_no_function_that_is_awaited(waits: bool, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def told(step: int, metrics: Mapping[str, float], samples: Sequence[Any]) -> None:
+        calls.append(step)
+
+    async def awaited(step: int, metrics: Mapping[str, float], samples: Sequence[Any]) -> None:
+        calls.append(step)
+
+    trained = Trained(tmp_path, on_step=awaited if waits else told)
+    taken = trained.run._steps.step
+
+    async def interrupted(done: int) -> Any:
+        return evolve(await taken(done), ended_by=asyncio.CancelledError() if done == 1 else None)
+
+    trained.run._steps.step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(ForeignError, match="cancelled though nobody asked"):
+        await play(trained)
+    assert calls == ([1] if waits else [1, 2])
+    assert [step for step, metrics in trained.sink.records if "train/epoch" in metrics] == [1, 2]
 
 
 async def test_an_error_of_the_caller_ends_the_run_with_what_was_trained(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def on_step(step, metrics, groups): return {'mine/step': step}\n"
         "def other(step, metrics, groups): return None\n"
         "def narrow(step): return None\n"
+        "def with_run(step, metrics, groups, run): return None\n"
     )
     return tmp_path
 
@@ -51,6 +52,7 @@ def test_every_trainer_calls_the_function_that_is_named(container: Any, here: Pa
         ("nowhere.py", "--train.on_step_path is 'nowhere.py', but there is no such file"),
         ("watch.py:gone", "--train.on_step_path watch.py:gone defines no function gone: name one with"),
         ("watch.py:narrow", r"on_step cannot be called with the three arguments step, metrics and groups \(too many"),
+        ("watch.py:with_run", "on_step takes the run, whose methods are awaited, but is no coroutine function"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused(path: str, message: str, here: Path) -> None:
