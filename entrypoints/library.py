@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from attrs import evolve
-from dependency_injector import providers
 
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.application.rollouts.evaluation import EvaluationService
@@ -21,6 +20,7 @@ from rollgrad.entrypoints.composition.brought import check_brought, check_enviro
 from rollgrad.entrypoints.composition.cluster import keep_roles
 from rollgrad.entrypoints.composition.data import make_row_source
 from rollgrad.entrypoints.composition.extensions import load_extension
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import closing, give, given, gives_memory_back, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
 from rollgrad.entrypoints.config_io import load_config as load_config

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from attrs import evolve, frozen
-from dependency_injector import providers
 
 from rollgrad.adapters.checkpoints.names import METRICS_FILE, MODEL_OF_STEP, numbered
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
@@ -29,6 +28,7 @@ from rollgrad.entrypoints.composition.algorithm import (
     make_kl_controller,
     make_objective,
 )
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.rl import rl_container
 

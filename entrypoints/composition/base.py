@@ -14,8 +14,6 @@ and `divide` afterwards.
 
 from typing import Any
 
-from dependency_injector import containers, providers
-
 from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchReference
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
 from rollgrad.adapters.system.clock import SystemClock
@@ -23,6 +21,7 @@ from rollgrad.adapters.system.usage import MemoryUsage
 from rollgrad.application.pipelines.schedule import Schedule
 from rollgrad.entrypoints.composition.chat import make_codec, make_image_renderer, make_tokenizer
 from rollgrad.entrypoints.composition.cluster import Cluster, Role
+from rollgrad.entrypoints.composition.injection import containers, providers
 from rollgrad.entrypoints.composition.lifetimes import closed_at_end
 from rollgrad.entrypoints.composition.models import (
     averaging,

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import structlog
 from attrs import evolve, frozen
-from dependency_injector import providers
 
 from rollgrad.adapters.engines.ray_vllm import RayVLLMEngine, start_engines
 from rollgrad.adapters.models.deepspeed.forward_only import forward_only
@@ -46,6 +45,7 @@ from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.ds import PARAMETERS
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.anywhere import absolute, with_absolute_paths
+from rollgrad.entrypoints.composition.injection import providers
 
 log = structlog.get_logger(__name__)
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dependency_injector import providers
-
 from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedPairs
 from rollgrad.adapters.data.examples.streaming import preference
 from rollgrad.application.learning.examples import Pack
@@ -20,6 +18,7 @@ from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import AveragedPolicy, PolicyModel
 from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.examples import make_stream
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.offline import complete, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.composition.reference import ReferencedContainer, References, make_referenced_roles
 

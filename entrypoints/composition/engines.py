@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import structlog
-from dependency_injector import providers
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, check_compared, check_vllm_images
 from rollgrad.adapters.chat.template_codec import TemplateCodec
@@ -46,6 +45,7 @@ from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.base import BaseContainer, trainer_kind
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.models import has_gpu, make_actor_model
 from rollgrad.entrypoints.composition.outputs import make_profiler

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import structlog
-from dependency_injector import providers
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor, sees_images
 from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerprint
@@ -33,6 +32,7 @@ from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, TeacherModel
 from rollgrad.domain.ports.score_store import ScoreStore
 from rollgrad.entrypoints.composition.examples import Preparation, check_positions, make_stream, reference_directory
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import make_actor_model
 from rollgrad.entrypoints.composition.offline import OfflineContainer, complete, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.composition.reference import START_TOLERANCE, reference_key

@@ -5,7 +5,6 @@ from typing import Any
 
 import structlog
 from attrs import frozen
-from dependency_injector import providers
 
 from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedLabels
 from rollgrad.adapters.data.examples.streaming import labelled
@@ -35,6 +34,7 @@ from rollgrad.entrypoints.composition.examples import (
     make_total_steps,
     starting_position,
 )
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.offline import complete, if_evaluated, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.composition.reference import ReferencedContainer, References, make_referenced_roles
 

@@ -11,10 +11,9 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from dependency_injector import containers, providers
-
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.closing import AsyncClosable, Closable
+from rollgrad.entrypoints.composition.injection import containers, providers
 
 CLOSED = ("engine", "sink", "tool_box", "server")
 """Adapters that hold connections, threads or files of one run, which closes them, whoever made them. Others may serve

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from dependency_injector import providers
-
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.application.learning.examples import ExampleLearner
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget
@@ -21,6 +19,7 @@ from rollgrad.entrypoints.composition.examples import (
     make_total_examples,
     make_total_steps,
 )
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.description import Description, describe_run
 
 LESS_MEMORY = (

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from dependency_injector import providers
-
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedSteps
 from rollgrad.adapters.data.examples.streaming import solution
@@ -15,6 +13,7 @@ from rollgrad.domain.episodes.examples import StepLabels
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.entrypoints.composition.examples import make_stream
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import make_trained_actor
 from rollgrad.entrypoints.composition.offline import OfflineContainer, complete
 

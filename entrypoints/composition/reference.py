@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from attrs import frozen
-from dependency_injector import providers
 
 from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerprint
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
@@ -21,6 +20,7 @@ from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
 from rollgrad.domain.ports.score_store import ScoreStore
 from rollgrad.entrypoints.composition.cluster import Cluster, Role
 from rollgrad.entrypoints.composition.examples import check_positions, reference_directory
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.composition.vocabularies import check_tokens
 from rollgrad.entrypoints.run_directory import continues

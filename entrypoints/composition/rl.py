@@ -7,8 +7,6 @@ their weights `engines.py`'s.
 
 from typing import Any
 
-from dependency_injector import providers
-
 from rollgrad.adapters.agents.command import CommandAgent
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
 from rollgrad.adapters.openrlhf.loading import load_agent_file
@@ -86,6 +84,7 @@ from rollgrad.entrypoints.composition.executors import (
 )
 from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.forms import FOLLOWERS, make_masks, unprescribed
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.outputs import make_sample_log, make_trajectories
 from rollgrad.entrypoints.composition.rewards import make_judge, make_remote_reward, make_reward_model, reward_kind

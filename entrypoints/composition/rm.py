@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import structlog
-from dependency_injector import providers
 
 from rollgrad.adapters.chat.padding import set_padding_apart
 from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedPairs
@@ -24,6 +23,7 @@ from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.entrypoints.composition.base import BaseContainer, trainer_kind
 from rollgrad.entrypoints.composition.chat import make_tokenizer
 from rollgrad.entrypoints.composition.examples import make_stream
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import make_optimizer, make_trained_reward
 from rollgrad.entrypoints.composition.offline import (
     OfflineContainer,

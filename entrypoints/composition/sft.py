@@ -3,14 +3,13 @@
 from functools import partial
 from typing import Any
 
-from dependency_injector import providers
-
 from rollgrad.adapters.chat.token_bytes import token_bytes
 from rollgrad.adapters.data.examples.streaming import demonstration
 from rollgrad.application.settings.sft import SFTRun, SupervisedAggregation
 from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
 from rollgrad.domain.batches.examples import pack_demonstrations
 from rollgrad.entrypoints.composition.examples import make_budget, make_stream, make_total_steps
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.offline import OfflineContainer, complete
 
 

@@ -1,9 +1,8 @@
 """The agent server of a training run, on the loopback interface, inside the run's event loop."""
 
 import asyncio
+from typing import TYPE_CHECKING
 
-from rollgrad.adapters.servers.agent_server import AgentServer, max_body_bytes
-from rollgrad.adapters.servers.server import Server
 from rollgrad.application.episodes.chat_service import ChatService
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ForeignError
@@ -11,6 +10,9 @@ from rollgrad.domain.ports.agent_program import AgentProgram
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.closing import AsyncClosable
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
+
+if TYPE_CHECKING:
+    from rollgrad.adapters.servers.server import Server
 
 MODEL = "policy"
 """Name of the trained model for agents."""
@@ -26,7 +28,7 @@ class TrainingServer:
         self.engine = engine
         self.service = ChatService(engine, codec, max_tokens=engine.max_tokens, unprescribed=unprescribed)
         self._codec = codec
-        self._max_body = max_body_bytes(None if sees_images else self.service.max_tokens)
+        self._sees_images = sees_images
         self._server: Server | None = None
         self._agents: list[AsyncClosable] = []
         self._starting = asyncio.Lock()
@@ -35,8 +37,12 @@ class TrainingServer:
         """Returns the server's address, `http://127.0.0.1:PORT`."""
         async with self._starting:
             if self._server is None:
+                from rollgrad.adapters.servers.agent_server import AgentServer, max_body_bytes
+                from rollgrad.adapters.servers.server import Server
+
                 app = AgentServer(self.service, self._codec, model=MODEL).app()
-                self._server = Server(app, name="agent server", max_body=self._max_body)
+                longest = None if self._sees_images else self.service.max_tokens
+                self._server = Server(app, name="agent server", max_body=max_body_bytes(longest))
                 await self._server.start()
         assert self._server.url is not None
         return self._server.url
