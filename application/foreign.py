@@ -4,7 +4,6 @@ Invariant: an exception of such code reaches the run as one sentence, and never 
 wait for. Does not own: deadlines, which belong to the caller.
 """
 
-import asyncio
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -81,6 +80,8 @@ class foreign_code(AbstractContextManager[object]):  # noqa: N801 (it is read as
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> Literal[False]:
         if error is None or isinstance(error, RollgradError | KeyboardInterrupt | GeneratorExit):
             return False
+        import asyncio
+
         if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
             return False
         words = error_text(error) + (error_place(error) if self._located else "")
@@ -89,6 +90,8 @@ class foreign_code(AbstractContextManager[object]):  # noqa: N801 (it is read as
 
 def is_being_cancelled() -> bool:
     """Returns whether the running task is being cancelled; false in a thread without an event loop."""
+    import asyncio
+
     try:
         task = asyncio.current_task()
     except RuntimeError:

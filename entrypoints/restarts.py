@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import structlog
 from attrs import evolve
 
 from rollgrad.application.settings.offline import OfflineRun
@@ -16,8 +15,6 @@ from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.domain.errors import LostProcessError
 from rollgrad.entrypoints.run_directory import has_state, output_problem
-
-log = structlog.get_logger(__name__)
 
 Run = TypeVar("Run", RLConfig, OfflineRun)
 Result = TypeVar("Result")
@@ -47,7 +44,9 @@ def until_finished(run: Run, train: Callable[[Run], Result]) -> Result:
                 raise
             spent += 1
             run = evolve(run, ckpt=again)
-            log.warning(
+            import structlog
+
+            structlog.get_logger(__name__).warning(
                 "a process is lost, so that the run starts again from its last training state",
                 start=spent,
                 of=run.cluster.max_restarts,

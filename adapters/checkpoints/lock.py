@@ -13,12 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import structlog
-
 from rollgrad.adapters.checkpoints.files import make_writable
 from rollgrad.domain.errors import CheckpointError
-
-log = structlog.get_logger(__name__)
 
 LOCK_FILE = ".lock"
 """It stays when the run ends: whoever removed it could remove that of another run."""
@@ -52,7 +48,9 @@ def locked(directory: Path, flag: str, *, file: str = LOCK_FILE) -> Iterator[Non
                     f"{flag} is {str(directory)!r}, where another run is writing ({owner or 'it has just begun'}): "
                     f"wait for its end, or choose another {flag}."
                 ) from error
-            log.warning(
+            import structlog
+
+            structlog.get_logger(__name__).warning(
                 "no lock: make sure that no other run writes there", directory=str(directory), reason=str(error)
             )
         else:

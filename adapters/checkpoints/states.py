@@ -15,14 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import structlog
-
 from rollgrad.adapters.checkpoints.files import replace_directory
 from rollgrad.adapters.checkpoints.names import OLD_TRAINING_STATE, TRAINING_STATE, numbered, state_paths
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import STORED_IN, PartInFiles, TrainingState
-
-log = structlog.get_logger(__name__)
 
 Read = TypeVar("Read")
 
@@ -101,7 +97,9 @@ def _newest(directory: Path, read: Callable[[Path], Read]) -> Read | None:
             broken.append(str(error))
             continue
         if broken:
-            log.warning(
+            import structlog
+
+            structlog.get_logger(__name__).warning(
                 "a training state is broken: the one before it is used", broken="; ".join(broken), used=path.name
             )
         return found

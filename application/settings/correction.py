@@ -5,13 +5,9 @@ Does not own: the weights themselves (`domain.algorithms.losses.corrections`), a
 
 from typing import Any
 
-import structlog
-
 from rollgrad.application.settings.derived import optimizer_steps_per_rollout
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.algorithms.settings import CorrectionGate, CorrectionLevel, CorrectionMode, OldLogprobs
-
-log = structlog.get_logger(__name__)
 
 
 def may_be_stale(config: RLConfig) -> bool:
@@ -84,7 +80,10 @@ def correction_summary(config: RLConfig) -> dict[str, Any]:
 
 def log_correction(config: RLConfig) -> None:
     """Says at the start of a run which correction acts; a warning if stale samples have none."""
+    import structlog
+
     uncorrected = may_be_stale(config) and not learns_from_stale(config)
+    log = structlog.get_logger(__name__)
     (log.warning if uncorrected else log.info)("off-policy correction", **correction_summary(config))
 
 

@@ -6,8 +6,6 @@ losses are then the plain policy gradient, which is right, but not what someone 
 Later steps change a policy that did not sample: without a ratio their gradient is that of no objective.
 """
 
-import structlog
-
 from rollgrad.application.settings.correction import may_be_stale
 from rollgrad.application.settings.derived import optimizer_steps_per_rollout, samples_per_rollout
 from rollgrad.application.settings.run import RLConfig
@@ -15,8 +13,6 @@ from rollgrad.application.settings.sections.actor import ActorConfig, RouterRepl
 from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.domain.algorithms.catalogue import estimator_traits, policy_loss_traits
 from rollgrad.domain.algorithms.settings import CorrectionGate, OldLogprobs
-
-log = structlog.get_logger(__name__)
 
 BY_RATIO = ("gmpo", "cispo", "sapo", "vespo", "topr", "kl_cov", "dppo_tv", "dppo_kl", "dro", "gspo", "gspo_token")
 """Losses that are chosen for what they do with ratios other than 1."""
@@ -84,6 +80,9 @@ def uncorrected_sentence(config: RLConfig) -> str | None:
 
 def log_ratios(config: RLConfig) -> None:
     """Warns at the start of a run of settings that do nothing, and of optimizer steps that nothing corrects."""
+    import structlog
+
+    log = structlog.get_logger(__name__)
     if (sentence := idle_sentence(config)) is not None:
         log.warning("settings without effect", settings=sentence)
     if (sentence := uncorrected_sentence(config)) is not None:

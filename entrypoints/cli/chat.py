@@ -1,6 +1,5 @@
 """`rollgrad chat`: talks to a model in the terminal, with the tools and the conversation of training."""
 
-import asyncio
 import contextlib
 import json
 import sys
@@ -15,6 +14,8 @@ from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 
 if TYPE_CHECKING:
+    import asyncio
+
     from rollgrad.application.episodes.runtime import PlayedTurn
     from rollgrad.domain.episodes.messages import Message
     from rollgrad.entrypoints.composition.assistant import LoadedAssistant
@@ -62,6 +63,8 @@ def chat(arguments: ChatArguments) -> None:
         KeyboardInterrupt: Ctrl-C while no reply is being sampled.
         ConfigurationError: a setting or the model cannot be used.
     """
+    import asyncio
+
     arguments.check()
     opening = [] if arguments.messages is None else _read_messages(arguments.messages)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers alone, not for prints of libraries
@@ -131,7 +134,7 @@ class _ChatSession:
         self._conversation = self._loaded.assistant.conversation(self._opening)
         self._images: list[str] = []
 
-    def take(self, runner: asyncio.Runner, text: str, *, interruptible: bool) -> None:
+    def take(self, runner: "asyncio.Runner", text: str, *, interruptible: bool) -> None:
         said = False
         try:
             text = self._show_images(text)

@@ -1,6 +1,5 @@
 """`rollgrad serve agent`: a model with its tools behind the wires of OpenAI and Anthropic."""
 
-import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -71,6 +70,8 @@ def serve_agent(arguments: ServeAgentArguments) -> None:
         EngineError: no engine will ever serve again.
     """
     arguments.check()
+    import asyncio
+
     from rollgrad.adapters.servers.operation import needs_token
 
     besides: list[Callable[[], Awaitable[None]]] = []
@@ -93,6 +94,8 @@ def _loaded_app(
     arguments: ServeAgentArguments, besides: list[Callable[[], Awaitable[None]]]
 ) -> "Iterator[tuple[App, int]]":
     """Loads the app; adds to `besides` what runs beside its server."""
+    import asyncio
+
     from rollgrad.adapters.servers.agent_server import AgentServer, max_body_bytes
     from rollgrad.adapters.servers.operation import Operation
     from rollgrad.entrypoints.composition.assistant import load_assistant

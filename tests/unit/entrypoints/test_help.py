@@ -138,10 +138,10 @@ def test_usage_shows_the_words_without_a_flag(command: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("words", [["train", "rl", "--help", "all"], ["chat", "--help"]])
-def test_help_imports_neither_torch_nor_the_parser(words: list[str]) -> None:
+def test_help_imports_neither_torch_nor_the_parser_nor_the_log(words: list[str]) -> None:
     script = (
         f"import sys\nfrom rollgrad.entrypoints.cli.main import main\nmain({words})\n"
-        "heavy = {'torch', 'tyro', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'tyro', 'transformers', 'numpy', 'structlog', 'asyncio'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
