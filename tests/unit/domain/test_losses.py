@@ -15,7 +15,6 @@ from rollgrad.domain.algorithms.losses.aggregation import loss_weights, weighted
 from rollgrad.domain.algorithms.losses.contract import PolicyLoss, PolicyLossInput, PolicyLossParams, policy_loss
 from rollgrad.domain.algorithms.losses.kl import kl_estimate, kl_estimator
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
-from rollgrad.domain.algorithms.losses.value import value_loss
 from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import TokenScores
@@ -244,13 +243,6 @@ def test_kl_estimators_agree_in_expectation() -> None:
     exact = float((p.exp() * (p - q)).sum())
     for kind in ("k1", "k3"):
         assert float((p.exp() * kl_estimate(p, q, kind)).sum()) == pytest.approx(exact, rel=1e-9)
-
-
-def test_value_loss_by_hand() -> None:
-    value, old, target = torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([1.0])
-    assert float(value_loss(value, old, target, clip=0.5)) == pytest.approx(0.5)
-    assert float(value_loss(torch.tensor([0.9]), old, target, clip=0.5)) == pytest.approx(0.125)
-    assert float(value_loss(value, old, target, clip=None)) == pytest.approx(0.5)
 
 
 def test_without_old_logprobs_the_ratio_is_one() -> None:
