@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
+from rollgrad.adapters.system.own_loop import in_own_loop
 from rollgrad.application.episodes.numbers import returned_number
 from rollgrad.application.foreign import foreign_code, shown
 from rollgrad.domain.errors import ForeignError
@@ -12,11 +13,12 @@ from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, Agent
 
 
 class FunctionAgent(AgentProgram):
-    """Calls `function(task)`, which may be asynchronous; a blocking one runs in a thread of its own.
+    """Calls `function(task)`; a blocking one runs in a thread of its own, asynchronous ones share an event loop of
+    their own, so that one that blocks all the same holds up the others, but not the server that it asks.
 
     It returns its answer (a text), its reward (a number), a mapping with `answer`, `reward` and `metrics`, or None:
-    then the last reply is the answer. A blocking function that is cancelled keeps its thread until it returns, but its
-    session refuses further calls.
+    then the last reply is the answer. A function that blocks keeps its thread until it returns, also when it is
+    cancelled, but its session refuses further calls.
     """
 
     def __init__(self, function: Callable[[AgentTask], Any]) -> None:
@@ -30,11 +32,10 @@ class FunctionAgent(AgentProgram):
                 training run.
         """
         with foreign_code(lambda words: ForeignError(f"The agent raised {words}"), located=True):
-            asynchronous = inspect.iscoroutinefunction(self._function)
-            value = (
-                self._function(task) if asynchronous else await in_daemon_thread(lambda: self._function(task), "agent")
-            )
-            return agent_result(await value if inspect.isawaitable(value) else value)
+            if inspect.iscoroutinefunction(self._function):
+                return agent_result(await in_own_loop(lambda: self._function(task)))
+            value = await in_daemon_thread(lambda: self._function(task), "agent")
+            return agent_result(await in_own_loop(lambda: value) if inspect.isawaitable(value) else value)
 
 
 def agent_result(value: Any) -> AgentResult:

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import os
 import shlex
+import socket
 import sys
 import threading
 import time
@@ -88,6 +90,53 @@ async def test_blocking_functions_play_at_once_and_may_be_left_behind() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     forever.set()
+
+
+async def test_an_asynchronous_function_that_blocks_does_not_keep_the_server_from_answering_it() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"4")
+        writer.close()
+
+    async def blocks(task: AgentTask) -> str:
+        with socket.create_connection(address, timeout=WAIT_SECONDS) as connection:
+            return connection.recv(1).decode()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        address = server.sockets[0].getsockname()
+        async with asyncio.timeout(WAIT_SECONDS / 10):
+            assert await call(blocks) == AgentResult(answer="4")
+
+
+async def test_an_asynchronous_function_that_is_cancelled_cleans_up_first() -> None:
+    began, cleaned = threading.Event(), threading.Event()
+
+    async def waits(task: AgentTask) -> None:
+        try:
+            began.set()
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(0.01)
+            cleaned.set()
+
+    task = asyncio.create_task(call(waits))
+    await asyncio.to_thread(began.wait, WAIT_SECONDS)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cleaned.is_set()
+
+
+async def test_asynchronous_functions_share_an_event_loop_and_see_the_episode_context() -> None:
+    once, seen = asyncio.Semaphore(1), contextvars.ContextVar("seen", default="")
+
+    async def shares(task: AgentTask) -> str:
+        async with once:
+            await asyncio.sleep(0.01)
+            return seen.get()
+
+    seen.set("episode")
+    for result in await asyncio.gather(call(shares), call(shares)):
+        assert result == AgentResult(answer="episode")
 
 
 def program(folder: Path, source: str) -> CommandAgent:
