@@ -185,7 +185,7 @@ def score(
         raise ConfigurationError(f"--output is {str(out)!r}, which is the file that is read: choose another --output.")
     config = evolve(config, algo=AlgoConfig())  # its teachers give no rewards
     raise_together([*scoring_errors(config, has_reward=reward is not None), *scoring_file_problems(config)])
-    keys, models = _surveyed(source, config)
+    keys, models = surveyed(source, config)
     if not config.actor.model_name_or_path:
         config = evolve(config, actor=evolve(config.actor, model_name_or_path=_only(models)))
     container = container_with(config, reward, None, adapters, "score")
@@ -233,7 +233,7 @@ def _check_servers(servers: Sequence[ServedEngine], config: RLConfig, *, logprob
             )
 
 
-def _surveyed(source: Path, config: RLConfig) -> tuple[set[tuple[int, int]], set[str]]:
+def surveyed(source: Path, config: RLConfig) -> tuple[set[tuple[int, int]], set[str]]:
     """Returns row and sample of all replies of a file, which are not kept in memory, and the models whose tokens they
     have.
 

@@ -60,18 +60,24 @@ def rehearse(config: RLConfig, errors: Sequence[RollgradError]) -> None:
     """
     findings = Findings(errors)
     with contextlib.redirect_stdout(sys.stderr), findings.told(config):  # what libraries and reward functions print
-        trial = _Trial(with_defaults(config, range_problems(config)), findings)
+        usable = with_defaults(config, range_problems(config))
+        trial = _TrainingTrial(usable, findings, file_problems(usable))
         try:
             trial.play()
         finally:
             shut_down(trial.container)
 
 
-class _Trial:
-    """Runs one check after the other, if its inputs could be made; collects all problems."""
+class Trial:
+    """Runs one check after the other, if its inputs could be made; collects all problems.
 
-    def __init__(self, config: RLConfig, findings: Findings) -> None:
-        files = file_problems(config)
+    Args:
+        config: the run.
+        findings: collects problems, and what is said.
+        files: settings that name what is not there, and why.
+    """
+
+    def __init__(self, config: RLConfig, findings: Findings, files: Mapping[str, RollgradError]) -> None:
         findings.errors += files.values()
         self._findings, self._errors, self._say = findings, findings.errors, findings.say
         self._config = config
@@ -82,14 +88,82 @@ class _Trial:
         self._broken = {*files, *(key for key, value in empty.items() if not value)}
         self.container = rl_container(config)
 
+    def tokenizer(self) -> None:
+        """Loads the tokenizer, without which no prompts are made."""
+        if self._attempt(self.container.tokenizer, "actor.model_name_or_path") is None:
+            self._broken |= {"data.prompt_dataset", "eval.dataset"}
+            if isinstance(self._errors[-1], CheckpointError):
+                self._broken.add("actor.model_name_or_path")
+
+    def show(self, prompt: Prompt) -> None:
+        """Says a prompt, as the model sees it, and what the reference reads in its place."""
+        config, tokens, text = self._config, len(prompt.token_ids), prompt.text
+        talks = config.agent.tools is not None or config.agent.system_prompt is not None
+        if talks and (opening := self._attempt(partial(asyncio.run, self._opening(prompt)))):
+            tokens, text = len(opening.token_ids), opening.text
+        self._say(f"A prompt, as the model sees it ({tokens} tokens; label {prompt.label!r}):")
+        self._say(text)
+        if told := prompt.teacher_token_ids:
+            self._say(f"What the reference reads in its place ({len(told)} tokens):")
+            self._say(self.container.codec().decode(told, special_tokens=True))
+
+    async def _opening(self, prompt: Prompt) -> RenderedPrompt:
+        """Returns a conversation as it begins with the run's tools, of servers too, and its system prompt."""
+        box = self.container.tool_box()
+        try:
+            world = ToolEnvironment(await box.open(), system_prompt=self._config.agent.system_prompt)
+            return self.container.codec().render(await world.reset(prompt), [tool_schema(tool) for tool in world.tools])
+        finally:
+            await box.aclose()
+
+    def judge(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
+        """Calls the reward with a made-up reply to each prompt; the keys say in words which prompts they are."""
+        config = self._config
+        if config.train.agent_func_path is not None:
+            file = self._attempt(self.container.agent_file)
+            if file is None:
+                return None
+        if config.agent.command is not None:
+            self._attempt(self.container.agent_command)
+        kind = reward_kind(config, self.container.reward_spec())
+        if kind == "model":
+            self._attempt(lambda: check_reward_model(config), "reward.model_name_or_path")
+        reward = None if kind == "model" else self._attempt(self.container.reward, "reward.function_path")
+        if kind in UNASKED:
+            return self._say(UNASKED[kind])
+        if reward is None:
+            return None
+        for which, its in prompts.items():
+            for prompt in its:
+                self._attempt(partial(self._judge_one, reward, prompt, which))
+        return None
+
+    def _judge_one(self, reward: Any, prompt: Prompt, which: str) -> None:
+        labelled = isinstance(prompt.label, str | int | float)
+        reply = str(prompt.label) if labelled else MADE_UP
+        request = answer_request(self.container.codec(), prompt, reply, step=0)
+        (judged,) = asyncio.run(reward.score([request]))
+        made = "the label alone" if labelled else "made up"
+        self._say(f"The reward of the reply {reply!r} ({which}{made}) is {judged.value:g}.")
+
+    def _usable(self, *keys: str) -> bool:
+        """Returns whether nothing is known to be wrong with these settings."""
+        return not self._broken.intersection(keys)
+
+    def _attempt(self, make: Callable[[], Made], *needs: str) -> Made | None:
+        """Returns the result of `make`, None if it fails; it is not called without the files of the settings
+        `needs`."""
+        return self._findings.attempt(make) if self._usable(*needs) else None
+
+
+class _TrainingTrial(Trial):
+    """A training run."""
+
     def play(self) -> None:
         """Runs all checks."""
         config, container = self._config, self.container
         self._attempt(lambda: check_packages(config))
-        if self._attempt(container.tokenizer, "actor.model_name_or_path") is None:
-            self._broken |= {"data.prompt_dataset", "eval.dataset"}
-            if isinstance(self._errors[-1], CheckpointError):
-                self._broken.add("actor.model_name_or_path")
+        self.tokenizer()
         self._attempt(container.suits, *(f"{section}.model_name_or_path" for section in ("actor", "ref", "critic")))
         prompts = self._attempt(container.prompts, "actor.model_name_or_path", "data.prompt_dataset")
         held_out = self._attempt(container.eval_prompts, "actor.model_name_or_path", "eval.dataset")
@@ -119,26 +193,9 @@ class _Trial:
         if held_out:
             longest = max(len(prompt.token_ids) for prompt in held_out)
             self._say(f"Held-out prompts: {len(held_out):,}; the longest has {longest:,} tokens.")
-        talks = config.agent.tools is not None or config.agent.system_prompt is not None
         for prompt in shown:
-            tokens, text = len(prompt.token_ids), prompt.text
-            if talks and (opening := self._attempt(partial(asyncio.run, self._opening(prompt)))):
-                tokens, text = len(opening.token_ids), opening.text
-            self._say(f"A prompt, as the model sees it ({tokens} tokens; label {prompt.label!r}):")
-            self._say(text)
-            if told := prompt.teacher_token_ids:
-                self._say(f"What the reference reads in its place ({len(told)} tokens):")
-                self._say(container.codec().decode(told, special_tokens=True))
-        self._judge({"": shown, "to a held-out prompt, ": (held_out or [])[:1]})
-
-    async def _opening(self, prompt: Prompt) -> RenderedPrompt:
-        """Returns a conversation as it begins with the run's tools, of servers too, and its system prompt."""
-        box = self.container.tool_box()
-        try:
-            world = ToolEnvironment(await box.open(), system_prompt=self._config.agent.system_prompt)
-            return self.container.codec().render(await world.reset(prompt), [tool_schema(tool) for tool in world.tools])
-        finally:
-            await box.aclose()
+            self.show(prompt)
+        self.judge({"": shown, "to a held-out prompt, ": (held_out or [])[:1]})
 
     def _plan(self, survey: Survey | None, held_out: Sequence[Prompt]) -> None:
         """Prints the memory plan: by the longest prompt that there is, where an episode is a prompt and a reply, and by
@@ -163,42 +220,3 @@ class _Trial:
                 f"No setting bounds an episode of several turns: the plan takes {longest_sample(config):,} tokens for "
                 "the longest, and a longer one takes more memory. Bound them by --rollout.max_episode_tokens."
             )
-
-    def _judge(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
-        """Calls the reward with a made-up reply to each prompt; the keys say in words which prompts they are."""
-        config = self._config
-        if config.train.agent_func_path is not None:
-            file = self._attempt(self.container.agent_file)
-            if file is None:
-                return None
-        if config.agent.command is not None:
-            self._attempt(self.container.agent_command)
-        kind = reward_kind(config, config.data.prompt_dataset)
-        if kind == "model":
-            self._attempt(lambda: check_reward_model(config), "reward.model_name_or_path")
-        reward = None if kind == "model" else self._attempt(self.container.reward, "reward.function_path")
-        if kind in UNASKED:
-            return self._say(UNASKED[kind])
-        if reward is None:
-            return None
-        for which, its in prompts.items():
-            for prompt in its:
-                self._attempt(partial(self._judge_one, reward, prompt, which))
-        return None
-
-    def _judge_one(self, reward: Any, prompt: Prompt, which: str) -> None:
-        labelled = isinstance(prompt.label, str | int | float)
-        reply = str(prompt.label) if labelled else MADE_UP
-        request = answer_request(self.container.codec(), prompt, reply, step=0)
-        (judged,) = asyncio.run(reward.score([request]))
-        made = "the label alone" if labelled else "made up"
-        self._say(f"The reward of the reply {reply!r} ({which}{made}) is {judged.value:g}.")
-
-    def _usable(self, *keys: str) -> bool:
-        """Returns whether nothing is known to be wrong with these settings."""
-        return not self._broken.intersection(keys)
-
-    def _attempt(self, make: Callable[[], Made], *needs: str) -> Made | None:
-        """Returns the result of `make`, None if it fails; it is not called without the files of the settings
-        `needs`."""
-        return self._findings.attempt(make) if self._usable(*needs) else None

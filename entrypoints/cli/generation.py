@@ -13,7 +13,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.domain.errors import ConfigurationError, RollgradError, raise_together
 from rollgrad.domain.settings import setting
-from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
+from rollgrad.entrypoints.cli.parsing import RunFlags, dry_run_setting, parse_run
 from rollgrad.entrypoints.composition.extensions import spelling_errors
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.redaction import print_settings
@@ -29,6 +29,7 @@ class GenerateFlags(RunFlags):
     output: Path | None = setting(
         None, "File of the replies, JSON lines; required. The replies that it has already are not sampled again."
     )
+    dry_run: bool = dry_run_setting("command", "prompts")
     logprobs: bool = setting(False, "Write the log-probs of the tokens, too.")
     retry_failed: bool = setting(False, "Sample the replies again that failed.")
 
@@ -41,6 +42,7 @@ class ScoreFlags(RunFlags):
     output: Path | None = setting(
         None, "File of the replies with their rewards; required. Those that it has already are not judged again."
     )
+    dry_run: bool = dry_run_setting("command", "replies, the reward")
     retry_failed: bool = setting(
         False,
         "Judge the replies again that could not be judged, also by a reward function that has changed since; others "
@@ -73,6 +75,11 @@ def generate(arguments: Sequence[str]) -> None:
     from rollgrad.entrypoints.dry_run import generation_file_problems
 
     errors += _named("--output", parsed.output)
+    if parsed.dry_run:
+        from rollgrad.entrypoints.sampling_rehearsal import rehearse_generation
+
+        rehearse_generation(config, parsed.output, errors)
+        return
     raise_together([*errors, *generation_file_problems(config)])
     assert parsed.output is not None
     with contextlib.redirect_stdout(sys.stderr):
@@ -97,6 +104,11 @@ def score(arguments: Sequence[str]) -> None:
     from rollgrad.entrypoints.dry_run import scoring_file_problems
 
     errors += [*_named("--input", parsed.input), *_named("--output", parsed.output)]
+    if parsed.dry_run:
+        from rollgrad.entrypoints.sampling_rehearsal import rehearse_scoring
+
+        rehearse_scoring(config, parsed.input, parsed.output, errors)
+        return
     raise_together([*errors, *scoring_file_problems(config)])
     assert parsed.input is not None
     assert parsed.output is not None

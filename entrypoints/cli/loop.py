@@ -9,25 +9,32 @@ from attrs import define, frozen
 from rollgrad.application.settings.loop import CSFTRun, IterDPORun, LoopRun, RSRun, sampling_run
 from rollgrad.application.settings.loop_rules import loop_errors
 from rollgrad.domain.errors import raise_together
-from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
+from rollgrad.entrypoints.cli.parsing import RunFlags, dry_run_setting, parse_run
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.redaction import print_settings
 
 
+@define(kw_only=True, slots=False)
+class LoopFlags(RunFlags):
+    """Flags of loops."""
+
+    dry_run: bool = dry_run_setting("loop", "prompts, the reward")
+
+
 @define(kw_only=True)
-class RSArguments(RunFlags, RSRun):
+class RSArguments(LoopFlags, RSRun):
     """Rejection sampling: samples replies, keeps the best ones, and fine-tunes the model on them, again and again. The
     same command continues a loop that was cut off. Every setting below is also a key of the YAML file."""
 
 
 @define(kw_only=True)
-class IterDPOArguments(RunFlags, IterDPORun):
+class IterDPOArguments(LoopFlags, IterDPORun):
     """Iterated DPO: samples replies, and trains the model on the best against the worst reply to each prompt, again and
     again. The same command continues a loop that was cut off. Every setting below is also a key of the YAML file."""
 
 
 @define(kw_only=True)
-class CSFTArguments(RunFlags, CSFTRun):
+class CSFTArguments(LoopFlags, CSFTRun):
     """Conditional fine-tuning: samples replies, and fine-tunes the model on all of them, each prompt saying what its
     reply is worth, again and again; then the best is asked for. The same command continues a loop that was cut off.
     Every setting below is also a key of the YAML file."""
@@ -38,7 +45,7 @@ class Loop:
     """A loop: `rollgrad loop NAME`."""
 
     purpose: str
-    arguments: type[RunFlags]
+    arguments: type[LoopFlags]
     run: type[LoopRun]
 
 
@@ -61,6 +68,11 @@ def run_loop(name: str, arguments: Sequence[str]) -> int | None:
     if parsed.print_config:
         print_settings(dump_config(run))
         raise_together(errors)
+        return None
+    if parsed.dry_run:
+        from rollgrad.entrypoints.sampling_rehearsal import rehearse_loop
+
+        rehearse_loop(run, errors)
         return None
     from rollgrad.entrypoints.dry_run import eval_file_problems, generation_file_problems
 

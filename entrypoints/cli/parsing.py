@@ -50,6 +50,15 @@ class RunFlags:
     print_config: bool = setting(False, "Print all settings as YAML that --config reads, and leave.")
 
 
+def dry_run_setting(what: str, checked: str) -> Any:
+    """Returns the flag `dry_run` of a command that trains nothing."""
+    return setting(
+        False,
+        f"Check all that the {what} would refuse: settings, files, packages, {checked}; show what would be done, a "
+        "prompt as the model sees it, and the settings that differ from the defaults, and leave.",
+    )
+
+
 @define(kw_only=True, slots=False)
 class TrainFlags(RunFlags):
     """Flags of commands that train."""
@@ -65,6 +74,7 @@ class TrainFlags(RunFlags):
 class EvalFlags(RunFlags):
     """Flags of commands that evaluate."""
 
+    dry_run: bool = dry_run_setting("evaluation", "held-out prompts, the reward")
     json: bool = setting(False, "Print JSON instead of a table.")
 
 

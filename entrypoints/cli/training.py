@@ -121,6 +121,12 @@ def evaluate(arguments: Sequence[str]) -> int:
     errors = [*unread, *spelling_errors(config), *evaluation_errors(runs[0])]
     if parsed.print_config:
         return _print_config(runs[0], errors)
+    if parsed.dry_run:
+        with few_collections():
+            from rollgrad.entrypoints.sampling_rehearsal import rehearse_evaluation
+
+            rehearse_evaluation(runs, errors)
+        return 0
     from rollgrad.entrypoints.dry_run import eval_file_problems
 
     raise_together([*errors, *(problem for run in runs for problem in eval_file_problems(run).values())])

@@ -1,0 +1,99 @@
+"""`--dry_run` of commands that train nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollgrad.entrypoints.cli.main import main
+
+REWARD = "def reward_func(queries, prompts, labels): return [0.25 for _ in queries]\n"
+
+
+@pytest.fixture
+def here(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"input": f"What is {number} plus 1?", "label": str(number + 1)} for number in range(3)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("reward.py").write_text(REWARD)
+    Path("model").symlink_to(tiny_model_dir)
+    return tmp_path
+
+
+MODEL = ["--actor.model_name_or_path", "model", "--dry_run"]
+REWARDED = ["--reward.function_path", "reward.py", "--data.label_key", "label"]
+SHORT = ["--rollout.max_new_tokens", "8"]
+PROMPTS = ["--data.prompt_dataset", "rows.jsonl", *SHORT]
+
+
+def test_eval_says_what_it_would_sample(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = ["--eval.dataset", "rows.jsonl", "--eval.n_samples_per_prompt", "2", "--eval.temperature", "1"]
+    assert main(["eval", "model", "model", *MODEL, *REWARDED, *SHORT, *samples]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("Nothing that a dry run checks would stop this run.")
+    assert "eval.dataset: 3 prompts; 6 replies of each of 2 models, 2 to each." in told
+    assert "A prompt, as the model sees it" in told
+    assert "The reward of the reply '1' (the label alone) is 0.25." in told
+
+
+def test_generate_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {*here.iterdir()}
+    assert main(["generate", *MODEL, *PROMPTS, "--rollout.n_samples_per_prompt", "4", "--output", "out.jsonl"]) == 0
+    told = capsys.readouterr().out
+    assert "data.prompt_dataset: 3 prompts; 12 replies, 4 to each." in told
+    assert {*here.iterdir()} == before
+    Path("out.jsonl").write_text("")
+    assert main(["generate", *MODEL, *PROMPTS, "--output", "out.jsonl"]) == 0
+    assert "out.jsonl is there: what it has already is left alone." in capsys.readouterr().out
+
+
+def test_lengths_are_checked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *MODEL, *PROMPTS, "--output", "out.jsonl", "--rollout.max_new_tokens", "600"]) == 2
+    assert "but the model has 512 positions" in capsys.readouterr().err
+
+
+def test_score_reads_the_replies(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replies = [{"row": row, "sample": s, "prompt": "a", "completion": "b"} for row in range(2) for s in range(3)]
+    Path("replies.jsonl").write_text("".join(json.dumps(reply) + "\n" for reply in replies))
+    files = ["--input", "replies.jsonl", "--output", "scored.jsonl"]
+    assert main(["score", *MODEL, *REWARDED, *files]) == 0
+    assert "replies.jsonl: 6 replies to 2 prompts." in capsys.readouterr().out
+    assert not Path("scored.jsonl").exists()
+    Path("replies.jsonl").write_text("{}\n")
+    Path("reward.py").write_text("undefined")
+    assert main(["score", *MODEL, *REWARDED, *files[:3], "replies.jsonl"]) == 2
+    problems = capsys.readouterr().err
+    assert "replies.jsonl" in problems
+    assert "which is the file that is read: choose another --output" in problems
+    assert "reward.py cannot be imported: NameError" in problems
+
+
+def test_a_loop_says_what_an_iteration_samples(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*MODEL, *REWARDED, *PROMPTS, "--rollout.n_samples_per_prompt", "2", "--ckpt.output_dir", "loop"]
+    assert main(["loop", "rs", *words]) == 0
+    told = capsys.readouterr().out
+    assert "data.prompt_dataset: 3 prompts; 6 replies, 2 to each." in told
+    assert "The reward of the reply '1'" in told
+    assert "What it trains on is sampled first" in told
+    assert not Path("loop").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "--eval.dataset", "gone.jsonl"],
+        ["generate", "--data.prompt_dataset", "gone.jsonl", "--output", "o.jsonl"],
+        ["loop", "rs", "--data.prompt_dataset", "gone.jsonl", "--ckpt.output_dir", "loop"],
+    ],
+    ids=["eval", "generate", "loop"],
+)
+def test_all_problems_are_told_at_once(command: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    judged = [] if command[0] == "generate" else ["--reward.function_path", "gone.py"]
+    wrong = ["--actor.model_name_or_path", "./gone", "--rollout.max_new_tokens", "0", "--dry_run"]
+    assert main([*command, *wrong, *judged]) == 2
+    told = capsys.readouterr().err
+    assert "rollout.max_new_tokens is 0" in told
+    assert "actor.model_name_or_path is './gone'" in told
+    assert "'gone.jsonl', which does not exist" in told
+    if judged:
+        assert "reward.function_path is 'gone.py', which is no file" in told
