@@ -18,7 +18,9 @@ CURVES_FILE = "curves.png"
 ASIDE = """
 import pathlib, sys
 from rollgrad.entrypoints.reporting import write
-write(pathlib.Path(sys.argv[1]), sys.argv[2])
+from rollgrad.entrypoints.ui.without_pandas import without_pandas
+with without_pandas():
+    write(pathlib.Path(sys.argv[1]), sys.argv[2])
 """
 ASIDE_SECONDS = 600.0
 """Longest that a report on the way may take."""

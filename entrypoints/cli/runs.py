@@ -91,8 +91,11 @@ def report_of_run(arguments: Sequence[str]) -> int:
     if named is None:
         raise ConfigurationError("report takes the directory of a run: rollgrad report runs/first.")
     from rollgrad.entrypoints.ui.report import write_run_report
+    from rollgrad.entrypoints.ui.without_pandas import without_pandas
 
-    sys.stdout.write(f"{write_run_report(Path(named), parsed.output)}\n")
+    with without_pandas():
+        written = write_run_report(Path(named), parsed.output)
+    sys.stdout.write(f"{written}\n")
     return 0
 
 

@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from attrs import define
@@ -31,20 +30,6 @@ class UIArguments:
     """File with the token that the page must send (default: the variable ROLLGRAD_TOKEN, else none)."""
 
 
-class WithoutPandas(MetaPathFinder):
-    """Hides pandas from this process: pyarrow imports it, if there is one, with its first array, which takes 0.2 s of
-    CPU and 40 MB, and nothing here needs it."""
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        """Leaves all other modules to the finders behind this one.
-
-        Raises:
-            ModuleNotFoundError: it is pandas.
-        """
-        if fullname == "pandas":
-            raise ModuleNotFoundError("pandas is not needed here.", name=fullname)
-
-
 def serve_runs(arguments: Sequence[str]) -> None:
     """`rollgrad ui`: serves until SIGTERM.
 
@@ -61,6 +46,7 @@ def serve_runs(arguments: Sequence[str]) -> None:
     named = next(iter(places), None)
     from rollgrad.adapters.servers.ui import serve_ui
     from rollgrad.entrypoints.ui.runs import Runs, newest_run
+    from rollgrad.entrypoints.ui.without_pandas import WithoutPandas
 
     root = newest_run() if named is None else Path(named)
     if not root.is_dir():

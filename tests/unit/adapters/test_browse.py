@@ -20,6 +20,7 @@ from rollgrad.adapters.tracking.browse.index import Rollouts, RunIndex
 from rollgrad.adapters.tracking.browse.notes import read_notes, write_note
 from rollgrad.adapters.tracking.trajectory_files import read_rows, read_trajectories, trajectory_files
 from rollgrad.domain.errors import DataError, FilterError
+from rollgrad.entrypoints.reporting import ASIDE
 from tests.fakes import kept_run
 from tests.kept_rollouts import group, usual_run, write_rollouts
 
@@ -476,7 +477,7 @@ def test_reading_needs_no_torch_and_the_command_no_pandas(tmp_path: Path) -> Non
     code = f"""
 import sys
 from pathlib import Path
-from rollgrad.entrypoints.cli.ui import WithoutPandas
+from rollgrad.entrypoints.ui.without_pandas import WithoutPandas
 import rollgrad.adapters.servers.ui
 from rollgrad.entrypoints.ui.runs import Runs
 
@@ -486,3 +487,15 @@ print(found["matched"], {{"torch", "pandas"}} & sys.modules.keys())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "5 set()\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [ASIDE, "import sys\nfrom rollgrad.entrypoints.cli.main import main\nassert main(['report', sys.argv[1]]) == 0"],
+)
+def test_a_report_is_written_without_torch_and_pandas(tmp_path: Path, code: str) -> None:
+    run = usual_run(tmp_path / "run")
+    code += "\nprint({'torch', 'pandas'} & sys.modules.keys(), 'pyarrow' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(run), "a run"], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set() True\n")
+    assert (run / "report.html").exists()
