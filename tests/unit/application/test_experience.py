@@ -346,6 +346,24 @@ def test_gae_uses_the_critic_and_reports_what_it_explains() -> None:
     assert experience.metrics["critic/explained_variance"] == pytest.approx(0.0)
 
 
+def test_the_explained_variance_and_the_sizes_of_advantages_are_those_of_action_tokens() -> None:
+    """1 - Var(returns - values) / Var(returns); with lambda 1 the returns are the rewards alone."""
+    critic = FakeValue()
+    critic.load_state_dict(critic.state_dict() | {"table": torch.arange(VOCABULARY) - 3.0})
+    experience = make(algo("gae", whiten="none"), critic=critic)
+    batch, metrics = experience.batch, experience.metrics
+    mask_N = batch.action_mask_N
+    returns_A, advantages_A = batch.filled("returns_N")[mask_N].double(), batch.filled("advantages_N")[mask_N].double()
+    assert returns_A.tolist() == pytest.approx([0, 0, 1, 1, 2, 2, 0, 3, 3], abs=1e-6)
+    error_A = returns_A - batch.filled("values_N")[mask_N].double()
+    explained = 1 - error_A.var(correction=0) / returns_A.var(correction=0)
+    assert metrics["critic/explained_variance"] == pytest.approx(float(explained), abs=1e-6)
+    assert abs(float(explained)) > 0.1
+    assert metrics["advantage/mean"] == pytest.approx(float(advantages_A.mean()), abs=1e-6)
+    assert metrics["advantage/abs_mean"] == pytest.approx(float(advantages_A.abs().mean()), abs=1e-6)
+    assert abs(metrics["advantage/mean"]) < metrics["advantage/abs_mean"]
+
+
 def test_the_token_budget_changes_nothing() -> None:
     kl = KLSettings(init_coef=0.1)
     whole = make(algo("gae", kl=kl), reference=FakeReference(), critic=FakeValue(), coef=0.1)

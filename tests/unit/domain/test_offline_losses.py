@@ -5,7 +5,7 @@ import math
 import random
 import statistics
 from collections.abc import Mapping
-from operator import eq
+from operator import eq, mul
 
 import pytest
 import torch
@@ -85,12 +85,24 @@ def test_any_split_of_labelled_replies_gives_the_same_loss_gradient_and_metrics(
     metrics = joined([found])
     assert batch.ref_logprobs_N is not None
     ratio_N = torch.where(batch.action_mask_N, theta_N - batch.ref_logprobs_N, 0.0)
-    wanted = 0.0
+    wanted, right = 0.0, 0
+    rewards: dict[bool, list[float]] = {True: [], False: []}
     for part, score in zip(ratio_N.split(batch.lengths_S.tolist()), batch.scores_S.tolist(), strict=True):
         x = 0.3 * (float(part.sum()) - 0.2)
         wanted += 1.3 * (1 - logistic(x)) if score else 0.7 * (1 - logistic(-x))
+        right += (x > 0) == bool(score)
+        rewards[bool(score)].append(0.3 * float(part.sum()))
     assert float(loss) == pytest.approx(wanted / len(batch))
-    assert metrics["desirable_share"] + metrics["undesirable_share"] == pytest.approx(1.0)
+    assert metrics == pytest.approx(
+        {
+            "accuracy": right / len(batch),
+            "kl": 0.2,
+            "desirable_share": len(rewards[True]) / len(batch),
+            "undesirable_share": len(rewards[False]) / len(batch),
+            "desirable_reward": statistics.mean(rewards[True] or [0.0]),
+            "undesirable_reward": statistics.mean(rewards[False] or [0.0]),
+        }
+    )
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
     summed_N, of_parts = torch.zeros_like(whole_N), []
     for part in order.tensor_split(min(parts, len(batch))):
@@ -205,6 +217,15 @@ def test_any_split_of_pairs_trains_the_reward_model_alike(seed: int, parts: int)
         )
     )
     assert loss == pytest.approx(wanted, rel=1e-6)
+    weights, chosen, rejected = [pair.weight / total for pair in pairs], scores[::2], scores[1::2]
+    columns = {
+        "accuracy": [c > r for c, r in zip(chosen, rejected, strict=True)],
+        "reward_gap": [c - r for c, r in zip(chosen, rejected, strict=True)],
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }
+    for name, values in columns.items():
+        assert metrics[name] == pytest.approx(math.fsum(map(mul, weights, values)), abs=1e-6), name
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
     summed_N, of_parts = torch.zeros_like(whole_N), []
     for part in order.tensor_split(min(parts, len(pairs))):

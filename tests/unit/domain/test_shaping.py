@@ -153,6 +153,18 @@ def test_normalisation_shifts_outcomes_and_scales_turns() -> None:
     packed = pack([make_trajectory([1], [5], [8], [6], rewards=[1.0, 3.0])])
     shaped = shaping.normalise(packed, mean=2.0, std=4.0)
     assert shaped[packed.action_mask_N].tolist() == pytest.approx([0.25, 0.25])
+    branched = pack(
+        [
+            make_trajectory([1], [5, 5], group_id=0, sample_id=0, rewards=[1.0]),
+            make_trajectory([1], [5], group_id=0, sample_id=1, rewards=[-2.0]),
+            make_trajectory([1], [6, 6], [8], [7], group_id=0, sample_id=0, rewards=[3.0, 5.0]),
+        ]
+    )
+    shaped = shaping.normalise(branched, mean=2.0, std=4.0)
+    assert shaped[branched.action_mask_N].tolist() == pytest.approx([0.0, 0.25, -1.0, 0.0, 0.75, 0.75])
+    assert outcomes(branched, shaped) == pytest.approx([(1 + 3 + 5 - 2) / 4, (-2 - 2) / 4])
+    equal = shaping.normalise(packed, mean=4.0, std=0.0)
+    assert outcomes(packed, equal) == [0.0], "rewards without a deviation are all their mean"
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,6 +1,7 @@
 """Supervised losses against formulas written out, whatever the split."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -63,6 +64,39 @@ def test_bits_per_byte_are_those_of_the_trained_text() -> None:
     scores = TokenScores(logprobs_N=logprobs_N, entropy_N=torch.zeros(5))
     found = SupervisedObjective(bytes_V=bytes_V)(scores, batch).metrics["bits_per_byte"]
     assert found == pytest.approx(3.5 / math.log(2) / 7)
+
+
+@pytest.mark.parametrize(("name", "smoothing"), [("nll", 0.0), ("dft", 0.0), ("nll", 0.3)])
+@EXAMPLES
+@given(seed=SEEDS)
+def test_the_objective_and_its_metrics_are_sums_over_trained_tokens(name: str, smoothing: float, seed: int) -> None:
+    batch, generator = batch_of(seed, "sequence_mean"), torch.Generator().manual_seed(seed)
+    noise = torch.rand(4, batch.token_count, generator=generator, dtype=torch.float64)
+    logprobs_N, mean_N, entropy_N, correct_N = -noise[0], -1 - noise[1], noise[2], (noise[3] < 0.5).double()
+    scores = TokenScores(logprobs_N=logprobs_N, mean_logprobs_N=mean_N, entropy_N=entropy_N, correct_N=correct_N)
+    found = SupervisedObjective(loss=name, label_smoothing=smoothing)(scores, batch)
+    trained = batch.action_mask_N.nonzero()[:, 0].tolist()
+    weights, p = batch.filled("loss_weights_N").tolist(), logprobs_N.exp().tolist()
+
+    def total(value: Callable[[int], float]) -> float:
+        return math.fsum(weights[t] * value(t) for t in trained)
+
+    wanted = total(
+        lambda t: (
+            -p[t] * math.log(p[t])
+            if name == "dft"
+            else -(1 - smoothing) * math.log(p[t]) - smoothing * float(mean_N[t])
+        )
+    )
+    assert float(found.loss) == pytest.approx(wanted, rel=1e-9)
+    assert {name: float(value) for name, value in found.metrics.items()} == pytest.approx(
+        {
+            "nll": total(lambda t: -math.log(p[t])),
+            "entropy": total(lambda t: float(entropy_N[t])),
+            "accuracy": total(lambda t: float(correct_N[t])),
+        },
+        rel=1e-9,
+    )
 
 
 def gradient(batch: PackedBatch, theta_N: Tensor, objective: SupervisedObjective) -> Tensor:
