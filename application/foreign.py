@@ -6,9 +6,10 @@ wait for. Does not own: deadlines, which belong to the caller.
 
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 from rollgrad.domain.errors import ForeignError, RollgradError
@@ -38,10 +39,19 @@ def first_line(error: BaseException) -> str:
 def error_place(error: BaseException) -> str:
     """Returns where in a user's own file an error came from, as ` (reward.py, line 5)`; nothing where it came from
     libraries and rollgrad alone."""
+    place = users_place(reversed(list(traceback.walk_tb(error.__traceback__))))
+    return f" ({place})" if place else ""
+
+
+def users_place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Returns the first of `frames`, each with its line, that is in a user's own file, as `reward.py, line 5`; nothing
+    if none is."""
     known = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [(file, line) for file, line in frames if not file.startswith(known) and "site-packages" not in file]
-    return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if not file.startswith(known) and "site-packages" not in file:
+            return f"{Path(file).name}, line {line}"
+    return ""
 
 
 def shown(value: Any) -> str:

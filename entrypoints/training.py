@@ -15,6 +15,7 @@ from attrs import AttrsInstance, asdict, evolve, field, frozen
 from rollgrad.adapters.checkpoints.files import make_writable
 from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
+from rollgrad.adapters.system.blocked_loop import reporting_blocks
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
 from rollgrad.application.foreign import first_line
@@ -278,7 +279,8 @@ async def heeding_signals(work: Coroutine[Any, Any, Result]) -> tuple[Result, in
     for number in heeded:
         loop.add_signal_handler(number, stop, number)
     try:
-        result = await work
+        with reporting_blocks():
+            result = await work
     finally:
         for number, handler in heeded.items():
             loop.remove_signal_handler(number)

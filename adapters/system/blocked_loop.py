@@ -1,0 +1,57 @@
+"""Notices that a user's function blocks the event loop, for which the whole run waits, and says where."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import structlog
+
+from rollgrad.application.foreign import users_place
+
+BLOCKED_SECONDS = 60.0
+"""Time after which a blocked event loop is reported, and again after twice, four times, ... as long."""
+ASK_SECONDS = 5.0
+"""Time between two questions whether it is free."""
+
+log = structlog.get_logger(__name__)
+
+
+@contextmanager
+def reporting_blocks(seconds: float = BLOCKED_SECONDS) -> Iterator[None]:
+    """Warns inside the block where a user's function blocks the running event loop for `seconds`: an `async def` that
+    waits without `await`. Nothing else in the process can say so, for all wait for it, signals too."""
+    loop, thread, over = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(min(ASK_SECONDS, seconds)):
+            free, waited, longest = threading.Event(), 0.0, seconds
+            try:
+                loop.call_soon_threadsafe(free.set)
+            except RuntimeError:  # it is closed
+                return
+            while not over.is_set() and not free.wait(longest - waited):
+                waited, longest = longest, 2 * longest
+                frame = sys._current_frames().get(thread)
+                if place := users_place(_in_loop(frame)):
+                    log.warning(
+                        "a function blocks the run: it is asynchronous, but waits without await; make it a plain one, "
+                        "which runs in a thread, or let it await (kill -KILL or a second Ctrl-C end the run)",
+                        where=place,
+                        seconds=waited,
+                    )
+
+    threading.Thread(target=watch, name="blocked-loop", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _in_loop(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    """Yields the frames, the innermost first, that the event loop runs; not those that run the loop."""
+    while frame is not None and frame.f_code.co_name != "_run_once":
+        yield frame, frame.f_lineno
+        frame = frame.f_back
