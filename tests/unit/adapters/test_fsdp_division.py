@@ -15,6 +15,7 @@ from rollgrad.adapters.models.torch import row_widths
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
+from rollgrad.adapters.models.torch.own_optimizer import OwnOptimizer
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import ConfigurationError
@@ -47,6 +48,19 @@ def test_masters_are_float32_and_what_is_saved_has_the_format_it_computes_in(
         assert not torch.equal(masters[name], masters[name].bfloat16().float())
     policy.save(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_of_ones_own_steps_rows_as_it_does_whole_matrices(tiny_model_dir: Path) -> None:
+    own = OwnOptimizer(lambda groups: torch.optim.SGD(groups, momentum=0.9), "--actor.optim_path mine.py")
+    settings = evolve(cluster.SETTINGS, ema_beta=None, own=own, factors=(1.0, 0.5))
+    lone = cluster.policy(str(tiny_model_dir), settings=settings)
+    policy = cluster.policy(str(tiny_model_dir), FSDPTrainedModule, settings=settings)
+    assert cluster.trained(policy) == pytest.approx(cluster.trained(lone), rel=1e-5)
+    found, wanted = policy.state_dict(), lone.state_dict()
+    for name, moments in wanted["moments"].items():
+        torch.testing.assert_close(found["moments"][name], moments)
+        torch.testing.assert_close(found["masters"][name], wanted["masters"][name])
 
 
 @pytest.mark.usefixtures("alone")

@@ -73,7 +73,7 @@ def test_a_loop_says_what_an_iteration_samples(here: Path, capsys: pytest.Captur
     assert main(["loop", "rs", *words]) == 0
     told = capsys.readouterr().out
     assert "data.prompt_dataset: 3 prompts; 6 replies, 2 to each." in told
-    assert "The reward of the reply '1'" in told
+    assert "(the label alone) is 0.25." in told
     assert "What it trains on is sampled first" in told
     assert not Path("loop").exists()
 
