@@ -383,6 +383,8 @@ def test_a_function_of_each_step_asks_the_policy(workspace: Path) -> None:
     asked = train("--algo.advantage.estimator rloo --train.on_step_path asks.py")
     assert [row["mine/replies"] for row in asked] == [3.0, 3.0]
     assert [row["mine/same"] for row in asked] == [1.0, 1.0]
+    overlapping = train("--algo.advantage.estimator rloo --train.async_enable --train.on_step_path asks.py")
+    assert [row["mine/same"] for row in overlapping] == [1.0, 1.0]
     alike = [name for name in plain[0] if name.startswith(("policy/", "reward/")) and not name.endswith("_s")]
     assert [[row[name] for name in alike] for row in plain] == [[row[name] for name in alike] for row in asked]
 
