@@ -752,8 +752,12 @@ def test_every_condition_is_a_sentence_that_says_what_to_set() -> None:
             assert "{" not in problem or kinds[name] == FREE  # whose value has braces of its own
     assert len(conditional) > 50
     needs_default = {"data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "data.image_key"}
+    # Files of one's own, which are not named by default, take the place of these.
+    files = {
+        f"{model}.{name}" for model in ("actor", "critic") for name in ("optim", "lr_scheduler", "lr_warmup_ratio")
+    }
     # States are saved by default, and what does not go with compiled layers, or with selective checkpointing, is off.
-    assert silent == needs_default | {"ckpt.async_save", "actor.compile", "actor.gradient_checkpointing"}
+    assert silent == needs_default | files | {"ckpt.async_save", "actor.compile", "actor.gradient_checkpointing"}
 
 
 def test_a_wrong_number_hides_no_rule_and_breaks_none() -> None:
