@@ -175,6 +175,8 @@ def _show_packages(report: Report, asked: Requirements | None, gpus: Sequence[ma
     report.fact("torch", facts, "torch", _versions(torch, tested.get("torch", "")) + (build if torch else ""))
     tested_transformers = tested.get("transformers", "")
     report.fact("transformers", transformers, "transformers", _versions(transformers, tested_transformers))
+    if (slow := machine.compiled_each_time()) is not None:
+        report.warning(slow)
     if asked is None:
         report.problem("rollgrad is not installed, so what it asks for is not known: pip install -e . in its source.")
         return

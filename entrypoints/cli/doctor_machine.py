@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,6 +109,19 @@ def compiler_problem(gpus: list[Gpu]) -> str | None:
     return (
         f"vLLM, and DeepSpeed's offloaded Adam, compile kernels when they first run on a GPU, for which "
         f"{' and '.join(lacking)} lack here: install them (on Debian: apt-get install gcc g++ python3-dev)."
+    )
+
+
+def compiled_each_time() -> str | None:
+    """Returns what it takes that processes do not keep the modules that they compile; None if they do, or if they find
+    them compiled."""
+    torch = importlib.util.find_spec("torch")
+    if not sys.dont_write_bytecode or torch is None or torch.cached is None or Path(torch.cached).is_file():
+        return None
+    return (
+        "PYTHONDONTWRITEBYTECODE is set and torch lies here uncompiled, so that each process compiles all that it "
+        "imports, which takes longer than the imports themselves: unset it, or compile the packages once by "
+        f"{sys.executable} -m compileall -q {sysconfig.get_paths()['purelib']}."
     )
 
 

@@ -18,6 +18,7 @@ from rollgrad.entrypoints.cli import doctor
 from rollgrad.entrypoints.cli.doctor_machine import (
     Driver,
     Gpu,
+    compiled_each_time,
     compiler_problem,
     disk,
     driver_problem,
@@ -103,6 +104,24 @@ def test_torch_s_build_is_held_against_the_driver(driver: Driver | None, cuda: s
     problem = driver_problem(driver, [Gpu("H100", None)], cuda, "2.13.0")
     assert (problem is None) == (said is None)
     assert said is None or said in str(problem)
+
+
+def test_modules_that_each_process_compiles_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    source = tmp_path / "torch" / "__init__.py"
+    source.touch()
+    found = importlib.util.spec_from_file_location("torch", source)
+    assert found is not None
+    assert found.cached is not None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert "-m compileall -q" in str(compiled_each_time())
+    Path(found.cached).parent.mkdir(parents=True, exist_ok=True)
+    Path(found.cached).touch()
+    assert compiled_each_time() is None
+    Path(found.cached).unlink()
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert compiled_each_time() is None
 
 
 def test_what_kernels_are_compiled_with_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
