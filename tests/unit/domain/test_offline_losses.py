@@ -226,6 +226,12 @@ def test_any_split_of_pairs_trains_the_reward_model_alike(seed: int, parts: int)
     }
     for name, values in columns.items():
         assert metrics[name] == pytest.approx(math.fsum(map(mul, weights, values)), abs=1e-6), name
+    bins: dict[int, float] = {}  # of confidences from 0.5 to 1: by how much they are above the share of right choices
+    for weight, gap in zip(weights, columns["reward_gap"], strict=True):
+        sure = logistic(abs(gap))
+        number = min(9, int((sure - 0.5) * 20))
+        bins[number] = bins.get(number, 0.0) + weight * (sure - (gap > 0))
+    assert metrics["calibration_error"] == pytest.approx(math.fsum(map(abs, bins.values())), abs=1e-6)
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
     summed_N, of_parts = torch.zeros_like(whole_N), []
     for part in order.tensor_split(min(parts, len(pairs))):
