@@ -91,11 +91,11 @@ def test_loss_gradient_and_metrics_are_the_sum_over_tokens(
         weight, advantage = float(batch.filled("loss_weights_N")[t]), float(batch.filled("advantages_N")[t])
         new, mu = float(theta_N[t]), float(batch.rollout_logprobs_N[t])
         age = max(1, VERSION - int(batch.versions_N[t]))
-        old = {
-            "recomputed": lambda t=t: float(batch.filled("old_logprobs_N")[t]),
-            "interpolated": lambda new=new, mu=mu, age=age: mu + (new - mu) * (age - 1) / age,
-            "none": lambda new=new: new,
-        }[proximal]()
+        old = new
+        if proximal == "interpolated":
+            old = mu + (new - mu) * (age - 1) / age
+        elif proximal == "recomputed":
+            old = float(batch.filled("old_logprobs_N")[t])
         rho = math.exp(new - old)
         plain, clipped = rho * advantage, clamp(rho, 1 - LOW, 1 + HIGH) * advantage
         is_clipped = clipped < plain
