@@ -166,7 +166,7 @@ def _end(reply: ChatReply) -> dict[str, Any]:
 
 
 def _usage(reply: ChatReply) -> dict[str, int]:
-    return {"input_tokens": len(reply.prompt_token_ids), "output_tokens": len(reply.generation.token_ids)}
+    return {"input_tokens": reply.read, "output_tokens": reply.sampled}
 
 
 def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:

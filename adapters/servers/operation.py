@@ -27,6 +27,7 @@ from rollgrad.adapters.servers.guard import (
     internal_error,
     stopping,
 )
+from rollgrad.adapters.servers.wire import usage_of
 from rollgrad.application.episodes.chat_service import ChatService
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.errors import EngineError, RollgradError
@@ -162,8 +163,7 @@ class Operation:
 
     def count(self, replies: Sequence[ChatReply], scope: Scope) -> None:
         """Counts the tokens of the replies to one request, which has this scope."""
-        prompt = len(replies[0].prompt_token_ids)
-        sampled = sum(len(reply.generation.token_ids) for reply in replies)
+        prompt, sampled = usage_of(replies)
         self._tokens.labels("prompt").inc(prompt)
         self._tokens.labels("reply").inc(sampled)
         scope[TOKENS] = {"prompt_tokens": prompt, "reply_tokens": sampled}

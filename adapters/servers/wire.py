@@ -378,8 +378,9 @@ def named_event(kind: str, **fields: Any) -> str:
 
 
 def usage_of(replies: Sequence[ChatReply]) -> tuple[int, int]:
-    """Returns the tokens of the prompt and of all replies to it."""
-    return len(replies[0].prompt_token_ids), sum(len(reply.generation.token_ids) for reply in replies)
+    """Returns the tokens of the prompt and of all replies to it, calls of the server's own tools included."""
+    read = len(replies[0].prompt_token_ids) + sum(reply.earlier[0] for reply in replies)
+    return read, sum(reply.sampled for reply in replies)
 
 
 def calls_of(message: Message) -> list[tuple[str, str, str]]:

@@ -1,7 +1,8 @@
 """Tools from Python functions.
 
 Invariant: nothing that the function does (an exception, a hang, a huge number of calls) stops the event loop, unless an
-asynchronous one waits without await; the model sees its mistake, but never a traceback. Does not own: the signature (`function_arguments`).
+asynchronous one waits without await; the model sees its mistake, but never a traceback. Does not own: the signature
+(`function_arguments`).
 """
 
 import asyncio

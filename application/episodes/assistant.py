@@ -79,7 +79,8 @@ class Assistant:
 
     async def answer(self, request: ChatRequest, on_piece: OnPiece | None = None) -> ChatReply:
         """Answers a conversation that a client keeps, or continues a plain text. A client with tools of its own gets
-        one reply, and runs them itself; otherwise the assistant runs its tools, and returns only the answer.
+        one reply, and runs them itself; otherwise the assistant runs its tools, and returns only the answer. If turns
+        or tokens end before there is one, the last reply is returned without its calls, as truncated.
 
         Raises:
             DataError: the template refuses the messages.
@@ -97,9 +98,21 @@ class Assistant:
         with self.service.place():
             turns, _ = await self.play(request.messages, TokenLedger(self._codec), params, form=request.form)
         last = turns[-1]
-        answer = last.result.info.get("answer")
-        parsed = ParsedReply(message=last.action.message if answer is None else assistant_message(str(answer)))
-        reply = ChatReply(parsed=parsed, generation=last.action.generation, prompt_token_ids=last.prompt_token_ids)
+        message, generation = last.action.message, last.action.generation
+        if (answer := last.result.info.get("answer")) is not None:
+            message = assistant_message(str(answer))
+        elif last.stop_reason is not None and last.stop_reason.truncated:  # the client has none of the tools it calls
+            message = {name: value for name, value in message.items() if name != "tool_calls"}
+            generation = evolve(generation, stop_reason=last.stop_reason)
+        reply = ChatReply(
+            parsed=ParsedReply(message=message),
+            generation=generation,
+            prompt_token_ids=last.prompt_token_ids,
+            earlier=(
+                sum(len(turn.prompt_token_ids) for turn in turns[:-1]),
+                sum(len(turn.action.generation.token_ids) for turn in turns[:-1]),
+            ),
+        )
         if request.stops:
             reply = StopText(request.stops).finish(reply)
         if on_piece is not None:

@@ -26,12 +26,24 @@ OnPiece = Callable[[str, str], None]
 @frozen(kw_only=True, eq=False)
 class ChatReply:
     """One reply, with its tokens. `prompt_token_ids` is the engine's input; `stopped_by` the client's stop text that
-    ended the reply."""
+    ended the reply. `earlier` counts the tokens that the calls of tools before it read and sampled, if it answers after
+    some."""
 
     parsed: ParsedReply
     generation: Generation
     prompt_token_ids: tuple[int, ...]
     stopped_by: str | None = None
+    earlier: tuple[int, int] = (0, 0)
+
+    @property
+    def read(self) -> int:
+        """Number of tokens that the engine was given."""
+        return self.earlier[0] + len(self.prompt_token_ids)
+
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that the engine sampled."""
+        return self.earlier[1] + len(self.generation.token_ids)
 
 
 async def sample_tokens(
