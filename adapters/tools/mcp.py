@@ -6,6 +6,7 @@ the server's.
 """
 
 import asyncio
+import contextlib
 import os
 import shlex
 import shutil
@@ -31,6 +32,8 @@ URLS = ("http://", "https://")
 """Beginnings of the URLs of servers."""
 START_SECONDS = 120.0
 """Longest wait for a server to start and list its tools; some servers are downloaded first."""
+ALIVE_SECONDS = 10.0
+"""Longest time of a server to list its tools, after a call that it did not answer in time."""
 CLOSE_SECONDS = 10.0
 """Longest wait for a server to end; then its process is killed."""
 SESSION_HEADER = "mcp-session-id"
@@ -54,7 +57,7 @@ class McpTool(Tool):
         """Returns the server's answer: its texts and images, and other parts by their kind (`[audio]`).
 
         Errors that the server reports, wrong arguments among them, a passed deadline, and a server that ends during the
-        call are results with `is_error`; the call after that starts the server again.
+        call or then answers nothing at all are results with `is_error`; the call after that starts the server again.
 
         Raises:
             ConnectionError: the connection was closed by `McpTools.close`.
@@ -77,6 +80,7 @@ class McpTool(Tool):
         except TimeoutError:
             if not deadline.expired():
                 raise
+            await self.connection.check(client)
             text = f"The tool {self.name!r} gave no answer within {self.timeout:g} s."
             return ToolResult(content=text, is_error=True)
         texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
@@ -130,6 +134,15 @@ class McpTools:
         if client is self._client:
             self._client = None
             _log.warning("mcp_server_ended", server=self._server)
+
+    async def check(self, client: "Client") -> None:
+        """Gives up a server that answers nothing, because a call of it hangs: the next call starts or reaches it
+        again."""
+        with contextlib.suppress(Exception):  # of many kinds, and each of them is an answer, or the connection's end
+            async with asyncio.timeout(ALIVE_SECONDS) as deadline:
+                await client.session.list_tools()
+        if deadline.expired():
+            self.ended(client)
 
     async def open(self) -> None:
         """Connects and lists the tools, for `connect`."""

@@ -120,6 +120,19 @@ async def test_a_server_that_dies_is_started_again(python: str, tmp_path: Path) 
             await named(connection, "repeat").call({"text": "x"})
 
 
+async def test_a_server_that_a_call_blocks_is_started_again(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollgrad.adapters.tools.mcp.ALIVE_SECONDS", 1.0)
+    command = mcp_command(tmp_path, python)
+    script = tmp_path / "server.py"
+    script.write_text(script.read_text().replace("await anyio.sleep(600)", "__import__('time').sleep(600)"))
+    async with await connect(command) as connection:
+        hang = McpTool(name="hang", description="", parameters={}, connection=connection, timeout=1.0)
+        assert (await hang.call({})).content == "The tool 'hang' gave no answer within 1 s."
+        assert await named(connection, "repeat").call({"text": "on"}) == ToolResult(content="on")
+
+
 async def test_a_server_that_comes_back_at_its_address_is_used_again() -> None:
     first = McpHttpServer()
     async with await connect(first.url) as connection:

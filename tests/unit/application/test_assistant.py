@@ -1,4 +1,4 @@
-"""What the client of an assistant with tools of its own is answered, and told of the tokens."""
+"""Answers of an assistant with tools of its own, and the tokens that its client is told."""
 
 from collections.abc import Sequence
 
