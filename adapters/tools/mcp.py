@@ -10,9 +10,10 @@ import contextlib
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import structlog
 from attrs import frozen
@@ -272,6 +273,7 @@ async def _client(
     """Yields the SDK's client of a server; `notice` is told each answer over HTTP."""
     import httpx2
     from mcp import Client, StdioServerParameters
+    from mcp.client.stdio import stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
     async with AsyncExitStack() as stack:
@@ -286,7 +288,19 @@ async def _client(
             yield await stack.enter_async_context(Client(streamable_http_client(server, http_client=http)))
         else:
             command, *arguments = shlex.split(server) or [""]
-            yield await stack.enter_async_context(Client(StdioServerParameters(command=command, args=arguments)))
+            started = StdioServerParameters(command=command, args=arguments)
+            # The SDK's own default is what sys.stderr was when the SDK was imported.
+            errors = _stderr() or stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+            yield await stack.enter_async_context(Client(stdio_client(started, errlog=errors)))
+
+
+def _stderr() -> TextIO | None:
+    """Returns where a process may write errors: None if there is no such file, as in some notebooks."""
+    for stream in (sys.stderr, sys.__stderr__):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.fileno()  # type: ignore[union-attr]  # None without a console
+            return stream
+    return None
 
 
 def _reason(error: BaseException | None) -> str:

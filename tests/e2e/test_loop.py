@@ -439,6 +439,6 @@ def test_help_shows_what_a_loop_reads(name: str, run: type[LoopRun], capsys: pyt
     assert [*unread, *loop_errors(example)] == []
     assert main(["loop", name, "--help", "all"]) == 0
     shown = set(re.findall(r"^  --(\S+) ", capsys.readouterr().out, re.MULTILINE))
-    assert shown - {"config", "print_config"} == set(setting_names(run)) - UNREAD
+    assert shown - {"config", "dry_run", "print_config"} == set(setting_names(run)) - UNREAD
     assert main(["loop", name, "--help"]) == 0
     assert main(["loop", name, "--print_config", *words[3:]]) == 0

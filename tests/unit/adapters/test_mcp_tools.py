@@ -1,6 +1,7 @@
 """Tools of real MCP servers, over pipes and over HTTP."""
 
 import asyncio
+import io
 import os
 import shlex
 import sys
@@ -51,6 +52,20 @@ async def test_the_tools_are_the_servers(server: str) -> None:
         repeat = named(connection, "repeat")
         assert repeat.description == "Says it again."
         assert repeat.parameters["required"] == ["text"]
+
+
+@pytest.mark.parametrize("console", [True, False])
+async def test_a_server_starts_where_errors_go_to_no_file(
+    monkeypatch: pytest.MonkeyPatch, python: str, tmp_path: Path, console: bool
+) -> None:
+    """As in a notebook, also if the SDK was imported there."""
+    from mcp.client import stdio
+
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(stdio.stdio_client.__wrapped__, "__defaults__", (io.StringIO(),))  # type: ignore[attr-defined]
+    if not console:
+        monkeypatch.setattr(sys, "__stderr__", None)
+    assert (await ask(mcp_command(tmp_path, python), "repeat", text="a")).content == "a"
 
 
 async def test_parts_become_text_and_images(server: str) -> None:

@@ -53,7 +53,7 @@ def test_a_forest_has_the_values_and_gradients_of_its_sequences(recomputes: bool
     if recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         train_without_dropout(model)
-    assert max(packed_gaps(plain, model, forest())) < 1e-5
+    assert max(packed_gaps(plain, model, forest())) < 3e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

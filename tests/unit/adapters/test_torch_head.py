@@ -396,10 +396,10 @@ def test_shares_of_the_vocabulary_give_what_the_whole_gives(
         results = list(threads.map(computed, range(count)))
     for found, gradients in results:
         for mine, whole in zip((*found, gradients[0]), (*expected, expected_gradients[0]), strict=True):
-            torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(mine, whole, rtol=3e-5, atol=3e-5)
     for index in (1, 2):
         together = torch.cat([gradients[index] for _, gradients in results])
-        torch.testing.assert_close(together, expected_gradients[index], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(together, expected_gradients[index], rtol=3e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("form", [LogitForm(), LogitForm(cap=3.0)], ids=["plain", "capped"])
