@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from attrs import evolve
-from dependency_injector import providers
 
 from rollgrad.adapters.data.datasets.survey import Surveyed
 from rollgrad.application.settings.loop import LoopRun, sampling_run
@@ -24,6 +23,7 @@ from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.validation import range_problems, with_defaults
 from rollgrad.domain.errors import ConfigurationError, RollgradError
+from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.dry_run import eval_file_problems, generation_file_problems, scoring_file_problems
@@ -98,7 +98,8 @@ def rehearse_loop(run: LoopRun, errors: Sequence[RollgradError]) -> None:
 
     def play(trial: _SamplingTrial, config: RLConfig) -> None:
         trial.attempt(partial(check_packages, run))
-        trial.attempt(partial(check_output, run.ckpt), unless=(Path(run.ckpt.output_dir) / "loop.json").exists())
+        if not (Path(run.ckpt.output_dir) / "loop.json").exists():
+            trial.attempt(partial(check_output, run.ckpt))
         trial.sample("prompts", "data.prompt_dataset", config.rollout.n_samples_per_prompt)
         if config.eval.dataset is not None:
             trial.sample("eval_prompts", "eval.dataset", config.eval.n_samples_per_prompt, judges=False)
@@ -157,10 +158,9 @@ class _SamplingTrial(Trial):
         """Notes a problem."""
         self._errors.append(ConfigurationError(sentence))
 
-    def attempt(self, check: Callable[[], object], *, unless: bool = False) -> None:
-        """Notes why a check fails; it is not made if `unless`."""
-        if not unless:
-            self._attempt(check)
+    def attempt(self, check: Callable[[], object]) -> None:
+        """Notes why a check fails."""
+        self._attempt(check)
 
 
 def _rehearse(

@@ -8,6 +8,7 @@ GPU comes by vLLM's own backends; only its reloading, in which weights that a mo
 
 import json
 import mmap
+from abc import abstractmethod
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -92,7 +93,6 @@ class _Loads:
         if lacking or not self._loading.whole():
             more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
             raise ValueError(f"these parameters did not come from the trainer: {lacking[:NAMED]}{more}")
-        self._complete = True
 
     def _end(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -128,11 +128,11 @@ class _Receiver(_Loads):
         if update_info.last:
             self._check()
             if self._loading.keeps and (fixed := sorted(self._loading.unchangeable())):
-                self._complete = False
                 raise ValueError(
                     "vLLM computes something from these tensors when it loads them, so that their changes alone "
                     f"cannot be loaded: {fixed[:NAMED]}; leave --vllm.sync_delta out"
                 )
+            self._complete = True
 
     def _change(self, update: FullBucket) -> None:
         """Changes the model by the contents of a bucket or a file."""
@@ -169,9 +169,9 @@ class _GPUReceiver(_Loads):
             end += size
         self._take(self._bucket(update_info, end), pieces)
 
+    @abstractmethod
     def _bucket(self, update_info: Any, size: int) -> Tensor:
         """Returns the bytes of a bucket, uint8."""
-        raise NotImplementedError
 
     def finish_weight_update(self) -> None:
         """Repacks the loaded layers, which are as they were if not all came.
@@ -183,6 +183,7 @@ class _GPUReceiver(_Loads):
             return
         try:
             self._check()
+            self._complete = True
         finally:
             self._end()
 

@@ -237,10 +237,10 @@ class MasterOptimizer(TrainedModule):
         if own is None:
             self._stepping.step()
             return
-        before = own.numbers(self._stepping)
+        before = None if self._seen else own.numbers(self._stepping)
         with own.guarded(f"failed in optimizer step {self.steps + 1}"):
             self._stepping.step()
-        if not self._seen:
+        if before is not None:
             own.check(self._stepping, before, divided=self.divided)
             self._seen = True
 
