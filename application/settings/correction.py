@@ -6,6 +6,7 @@ Does not own: the weights themselves (`domain.algorithms.losses.corrections`), a
 from typing import Any
 
 from rollgrad.application.settings.derived import optimizer_steps_per_rollout
+from rollgrad.application.settings.quantized import quantized_engine
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.algorithms.settings import CorrectionGate, CorrectionLevel, CorrectionMode, OldLogprobs
 
@@ -30,15 +31,21 @@ def truncated_sampling(config: RLConfig) -> str | None:
 def correction_level(config: RLConfig) -> CorrectionLevel:
     """Level of the importance ratio by which tokens are weighted, or off.
 
-    `auto` is token where samples may be stale and nothing else corrects them: with its defaults truncated importance
-    sampling, min(pi / mu, 2) (Yao et al. 2025). It is off on fresh samples, where the loss's own ratio already is
-    against the sampler (`algo.old_logprobs`), and where samples are of a truncated distribution.
+    `auto` is token where samples may be stale, or of an engine that quantises, and nothing else corrects them: with its
+    defaults truncated importance sampling, min(pi / mu, 2) (Yao et al. 2025). Otherwise it is off, also where the
+    loss's own ratio already is against the sampler (`algo.old_logprobs`), and where samples are of a truncated
+    distribution.
     """
     algo = config.algo
     if algo.correction.level is not CorrectionLevel.AUTO:
         return algo.correction.level
-    uncorrected = may_be_stale(config) and algo.old_logprobs is OldLogprobs.RECOMPUTE
+    uncorrected = _of_another_policy(config) and algo.old_logprobs is OldLogprobs.RECOMPUTE
     return CorrectionLevel.TOKEN if uncorrected and not truncated_sampling(config) else CorrectionLevel.OFF
+
+
+def _of_another_policy(config: RLConfig) -> bool:
+    """Whether samples may differ from those of the policy that trains on them by more than rounding."""
+    return may_be_stale(config) or quantized_engine(config) is not None
 
 
 def off_policy(config: RLConfig) -> bool:
@@ -79,10 +86,10 @@ def correction_summary(config: RLConfig) -> dict[str, Any]:
 
 
 def log_correction(config: RLConfig) -> None:
-    """Says at the start of a run which correction acts; a warning if stale samples have none."""
+    """Says at the start of a run which correction acts; a warning if samples of another policy have none."""
     import structlog
 
-    uncorrected = may_be_stale(config) and not learns_from_stale(config)
+    uncorrected = _of_another_policy(config) and not learns_from_stale(config)
     log = structlog.get_logger(__name__)
     (log.warning if uncorrected else log.info)("off-policy correction", **correction_summary(config))
 
@@ -90,11 +97,13 @@ def log_correction(config: RLConfig) -> None:
 def _why(config: RLConfig) -> str:
     algo = config.algo
     stale = "samples may be older than the weights" if may_be_stale(config) else "every sample is of the newest policy"
+    if quantized := quantized_engine(config):
+        stale += f", but of an engine that quantises ({quantized})"
     if algo.correction.level is not CorrectionLevel.AUTO:
         return f"algo.correction.level is {algo.correction.level}; {stale}"
-    if may_be_stale(config) and algo.old_logprobs is not OldLogprobs.RECOMPUTE:
+    if _of_another_policy(config) and algo.old_logprobs is not OldLogprobs.RECOMPUTE:
         return f"{stale}, and algo.old_logprobs {algo.old_logprobs} corrects for that"
-    if may_be_stale(config) and (truncated := truncated_sampling(config)):
+    if _of_another_policy(config) and (truncated := truncated_sampling(config)):
         return f"{stale}, but {truncated} leave no unbiased ratio"
     return stale
 

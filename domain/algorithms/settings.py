@@ -188,8 +188,8 @@ class CorrectionSettings:
         CorrectionLevel.AUTO,
         "Where the importance ratio is taken: token, sequence (the product) or geometric (its geometric mean); off "
         "corrects nothing. auto is token where samples may be older than the weights (train.async_enable with "
-        "max_staleness 1 or more, over-sampling) and algo.old_logprobs does not correct for it, else off; --dry_run "
-        "and the start of a run say which.",
+        "max_staleness 1 or more, over-sampling) or vLLM quantises (vllm.extra.quantization, kv_cache_dtype) and "
+        "algo.old_logprobs does not correct for it, else off; --dry_run and the start of a run say which.",
     )
     mode: CorrectionMode = setting(
         CorrectionMode.TRUNCATE, "truncate the ratio at high, clip it to low and high, or mask what lies outside."

@@ -12,6 +12,8 @@ from rollgrad.domain.errors import EngineError
 from rollgrad.testing.models import VOCABULARY
 from tests.fakes.fleet_member import FakeFleetMember
 
+MODEL = EngineModel(torch.float32, VOCABULARY)
+
 
 class FakeWeightReceiver(FakeFleetMember, WeightReceiver):
     """Holds the table of a `FakePolicy`. `die_at`: begin, take, finish, prove or abandon; it is killed there, once."""
@@ -53,7 +55,7 @@ class FakeWeightReceiver(FakeFleetMember, WeightReceiver):
         self.takes = 0
         self._taking = True
         FakeWeightReceiver.transferring += 1
-        return EngineModel(torch.float32, VOCABULARY)
+        return MODEL
 
     async def take_weights(self, update: Mapping[str, Any]) -> None:
         await self._step("take")
@@ -83,7 +85,7 @@ class FakeWeightReceiver(FakeFleetMember, WeightReceiver):
         await self._step("prove")
         self._end()
         table = self.weights["logits"].log_softmax(0)
-        self.broken = probe.difference([float(table[token]) for token in probe.tokens[1:]], torch.float32)
+        self.broken = probe.difference([float(table[token]) for token in probe.tokens[1:]], MODEL)
         if self.broken is not None:
             raise WeightsDifferError(self.broken)
 

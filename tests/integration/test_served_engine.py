@@ -187,7 +187,7 @@ AS_WITHOUT_A_SERVER = {
 globals().update(PROMISES | AS_WITHOUT_A_SERVER)
 
 
-@pytest.mark.demo
+@pytest.mark.wide
 async def test_a_server_that_makes_its_own_imports_samples_from_new_weights(
     wide_headed_model_dir: Path, policy: TorchPolicy, tmp_path: Path
 ) -> None:

@@ -68,10 +68,14 @@ async def test_numbers_of_experts_get_the_type_that_has_one_for_none(experts: in
 
     class Told:
         model_config = SimpleNamespace(
-            max_model_len=8, dtype=torch.float32, get_vocab_size=lambda: 9, get_num_experts=lambda: experts
+            max_model_len=8,
+            dtype=torch.float32,
+            quantization=None,
+            get_vocab_size=lambda: 9,
+            get_num_experts=lambda: experts,
         )
 
-        vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
+        vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"))
 
         async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
             logprobs = SimpleNamespace(start_indices=[0], logprobs=[-1.0])

@@ -97,10 +97,13 @@ class Worker:
 
     def load(self, weights: dict[str, Tensor]) -> "Worker":
         """As from a checkpoint, by vLLM itself."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         with self.within():
             self.model.load_weights(iter(weights.items()))
+            if self.config.model_config.quantization is not None:
+                finalize_layerwise_processing(self.model, self.config.model_config)
             process_weights_after_loading(self.model, self.config.model_config, CPU)
         return self
 
@@ -114,7 +117,7 @@ class Worker:
             if (product := getattr(layer, "cpu_linear", None)) is not None:
                 names = ("input_size_per_partition", "embedding_dim", "input_size")
                 width = next(getattr(layer, name) for name in names if hasattr(layer, name))
-                inputs = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+                inputs = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(layer.weight.dtype)
                 found[f"{name}()"] = product(inputs, layer.weight, None)
         return found
 
@@ -128,7 +131,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Any:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    def made(rank: int, size: int) -> Worker:
+    def made(rank: int, size: int, **settings: Any) -> Worker:
         group = SimpleNamespace(rank_in_group=rank, world_size=size, rank=rank)
         lone = SimpleNamespace(
             rank_in_group=0,
@@ -140,10 +143,9 @@ def worker(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Any:
         monkeypatch.setattr(parallel_state, "_TP", group)
         for name in ("_PP", "_DP", "_EP", "_PCP"):
             monkeypatch.setattr(parallel_state, name, lone)
-        config = EngineArgs(
-            model=str(directory), dtype="float32", enforce_eager=True, attention_backend="CPU_MLA"
-        ).create_engine_config()
-        with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+        settings = {"dtype": "float32", "enforce_eager": True, "attention_backend": "CPU_MLA", **settings}
+        config = EngineArgs(model=str(directory), **settings).create_engine_config()
+        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
             model = initialize_model(config)
         complete_loaders(model)
         return Worker(config, model)
@@ -408,6 +410,28 @@ def test_quantised_layers_are_made_by_vllm_from_whole_tensors(directory: Path, w
         lost = {name for name in expected if "experts" in name or "sinks" in name}
         found, expected = ({n: x for n, x in each.items() if n not in lost} for each in (found, expected))
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("directory", ["untied"], indirect=True)
+def test_a_push_makes_the_engine_in_eight_bits_that_vllm_makes_of_the_files(directory: Path, worker: Any) -> None:
+    """As vLLM quantises while it loads; by channels is the one way that it has on every processor."""
+
+    def loaded(seed: int) -> Worker:
+        quantized: Worker = worker(0, 1, dtype="bfloat16", quantization="fp8_per_channel")
+        return quantized.load(sent[seed])
+
+    def computed(worker: Worker) -> dict[str, Tensor]:
+        return {name: tensor.float() for name, tensor in worker.computed().items()}
+
+    sent = [{name: tensor.bfloat16() for name, tensor in trained(directory, seed).items()} for seed in range(2)]
+    expected, pushed = loaded(1), loaded(0)
+    eighths = {name for name, tensor in expected.model.named_parameters() if tensor.dtype == torch.float8_e4m3fn}
+    assert len(eighths) == 2 * 4  # of each layer qkv, o, gate and up, down
+    receiver = pushed.receiver()
+    push(pushed, receiver, sent[1], writers=2)
+    assert_same(computed(pushed), computed(expected))
+    push(pushed, receiver, sent[0], writers=2)
+    assert not torch.equal(pushed.model.model.layers[0].mlp.down_proj.weight.float(), computed(expected)[eighths.pop()])
 
 
 def test_files_are_read_as_far_as_a_share_needs(directory: Path, worker: Any, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from rollgrad.adapters.engines.vllm.core import LIVENESS_SECONDS, Core
 from rollgrad.adapters.engines.vllm.images import engine_input
 from rollgrad.adapters.engines.vllm.sampling_params import parameters
 from rollgrad.adapters.weights.receiver_port import EngineModel
+from rollgrad.application.settings.quantized import quantized_by
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.routed import RoutedTokens, experts_type
@@ -63,7 +64,8 @@ class LocalCore(Core):
         config = llm.model_config
         self._keeps = bool(llm.vllm_config.cache_config.enable_prefix_caching)
         self.max_tokens = config.max_model_len
-        self.model = EngineModel(config.dtype, config.get_vocab_size())
+        quantized = quantized_by(config.quantization, llm.vllm_config.cache_config.cache_dtype)
+        self.model = EngineModel(config.dtype, config.get_vocab_size(), quantized)
 
     async def sample(
         self,

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from rollgrad.adapters.engines.vllm.core import Core
-from rollgrad.adapters.weights.receiver_port import PROBE_TOLERANCE, Probe
+from rollgrad.adapters.weights.receiver_port import Probe
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 
 STEPS = 4
@@ -25,7 +25,7 @@ async def difference(core: Core, probe: Probe, name: Callable[[], str]) -> str |
         EngineError: vLLM failed.
     """
     actual = await _logprobs(core, probe.tokens, 1, probe.temperature, name)
-    return probe.difference(actual, core.model.dtype) or await _difference_of_steps(core, probe, name)
+    return probe.difference(actual, core.model) or await _difference_of_steps(core, probe, name)
 
 
 async def _difference_of_steps(core: Core, probe: Probe, name: Callable[[], str]) -> str | None:
@@ -37,7 +37,7 @@ async def _difference_of_steps(core: Core, probe: Probe, name: Callable[[], str]
     # The first token comes from the prompt's own pass.
     expected = await _logprobs(core, [*prompt, *reply.token_ids], len(prompt) + 1, probe.temperature, name)
     gaps = [abs(found - known) for found, known in zip(reply.logprobs[1:], expected, strict=True)]
-    mean, tolerance = sum(gaps) / max(1, len(gaps)), PROBE_TOLERANCE[core.model.dtype]
+    mean, tolerance = sum(gaps) / max(1, len(gaps)), core.model.tolerance(core.model.dtype)
     if mean <= tolerance:
         return None
     return (

@@ -27,6 +27,7 @@ from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.adapters.weights.shared_buckets import ALIGNMENT, DIRECTORY, SharedMemory
 from rollgrad.application.engines.fleet_member import Listener
 from rollgrad.application.foreign import foreign_code
+from rollgrad.application.settings.quantized import quantized_by
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
 
@@ -195,15 +196,14 @@ class ServedCore(Core):
                 f"rollout.server_urls names {self.http.url}, which cannot be trained with, for it lacks "
                 f"{' and '.join(lacking)}: start it as docs/cluster.md says, or only evaluate (`rollgrad eval`)."
             )
-        _, dtype, self._follows = self._configured(info)
-        self.model = EngineModel(dtype, self.model.vocabulary)
+        _, self.model, self._follows = self._configured(info)
         await self.abort(())
         await self.thaw()
         await self._require_files(directory)
         self._controlled = True
 
-    def _configured(self, info: Any) -> tuple[str | None, torch.dtype, str]:
-        """Returns what SERVER_INFO says of the way of weights, of their type, and of what follows grammars.
+    def _configured(self, info: Any) -> tuple[str | None, EngineModel, str]:
+        """Returns what SERVER_INFO says of the way of weights, of the model, and of what follows grammars.
 
         Raises:
             EngineError: it is no answer of vLLM's.
@@ -211,8 +211,11 @@ class ServedCore(Core):
         with foreign_code(self._no_answer):
             config = info["vllm_config"]
             dtype: torch.dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
+            cached = (config.get("cache_config") or {}).get("cache_dtype", "auto")
+            quantized = quantized_by(config["model_config"].get("quantization"), cached)
+            model = EngineModel(dtype, self.model.vocabulary, quantized)
             way, forms = (config.get(f"{name}_config") or {} for name in ("weight_transfer", "structured_outputs"))
-            return way.get("backend"), dtype, forms.get("backend", GRAMMARS_FOLLOWED_ALIKE[0])
+            return way.get("backend"), model, forms.get("backend", GRAMMARS_FOLLOWED_ALIKE[0])
 
     def _read(self, wire: Wire, answer: Any, version: int) -> Generation:
         with foreign_code(self._no_answer):

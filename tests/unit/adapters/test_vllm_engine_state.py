@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from rollgrad.adapters.engines.vllm import async_llm
 from rollgrad.adapters.engines.vllm.async_llm import LocalCore, _top_logprobs
@@ -106,10 +107,23 @@ async def test_what_a_pause_froze_goes_on_when_the_next_transfer_comes_through()
     await frozen
 
 
-@pytest.mark.parametrize(("gap", "differs"), [(0.0009, False), (0.0012, True)])
-async def test_replies_that_differ_from_prompts_are_of_other_weights(gap: float, differs: bool) -> None:
+@pytest.mark.parametrize(
+    ("quantized", "gap", "differs"),
+    [
+        ((), 0.0009, False),
+        ((), 0.0012, True),
+        (("fp8_per_channel",), 1.4, False),
+        (("fp8_per_channel", "fp8_e5m2"), 1.6, True),
+        (("mxfp4", "fp8"), 7.9, False),
+        (("nvfp4_per_token",), 8.1, True),
+    ],
+)
+async def test_replies_that_differ_from_prompts_are_of_other_weights(
+    quantized: tuple[str, ...], gap: float, differs: bool
+) -> None:
     """The first token of a reply is computed with its prompt, and counts for nothing."""
     core = EndlessCore()
+    core.model = evolve(core.model, quantized=quantized)
     core.reply = (-5.0, gap, -gap, gap)
     engine = CoreEngine(core, eos_token_ids=())
     await engine.begin_weights({})
@@ -118,7 +132,7 @@ async def test_replies_that_differ_from_prompts_are_of_other_weights(gap: float,
     if not differs:
         await proof
         return
-    with pytest.raises(WeightsDifferError, match=r"3 tokens that it sampled .* differ .* by 0\.0012"):
+    with pytest.raises(WeightsDifferError, match=rf"3 tokens that it sampled .* differ .* by {gap}"):
         await proof
     with pytest.raises(EngineError, match="it samples with other weights than it was given"):
         await engine.generate(REQUEST)
@@ -208,8 +222,8 @@ async def test_no_reply_is_of_weights_that_were_given_up(keeps_weights: bool) ->
 class SleepCalls:
     """vLLM as far as sleep goes, with its own signatures."""
 
-    model_config = SimpleNamespace(max_model_len=64, dtype=torch.float32, get_vocab_size=lambda: 100)
-    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
+    model_config = SimpleNamespace(max_model_len=64, dtype=torch.float32, get_vocab_size=lambda: 100, quantization=None)
+    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"))
     errored = False
 
     def __init__(self) -> None:

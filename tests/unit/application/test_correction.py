@@ -10,7 +10,9 @@ from torch import Tensor
 
 from rollgrad.application.settings.correction import correction_level, correction_summary, log_correction, may_be_stale
 from rollgrad.application.settings.presets import PRESETS
+from rollgrad.application.settings.quantized import quantized_engine
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.algorithms.settings import CorrectionLevel, CorrectionMode, OldLogprobs
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import TokenScores
@@ -33,6 +35,7 @@ def configured(**settings: Any) -> RLConfig:
 
 
 OVERLAPPING: dict[str, Any] = {"train__async_enable": True}
+EIGHT_BITS: dict[str, Any] = {"rollout__engine": Engine.VLLM, "vllm__extra": {"quantization": "fp8"}}
 
 
 @pytest.mark.parametrize(
@@ -51,17 +54,25 @@ OVERLAPPING: dict[str, Any] = {"train__async_enable": True}
         (OVERLAPPING | {"rollout__top_k": 5}, True, OFF),
         ({"rollout__generate_batch_size": 129}, True, TOKEN),
         ({"rollout__generate_batch_size": 128}, False, OFF),
+        (EIGHT_BITS, False, TOKEN),
+        ({"vllm__extra": {"kv_cache_dtype": "fp8"}, "rollout__engine": Engine.VLLM}, False, TOKEN),
+        ({"vllm__extra": {"kv_cache_dtype": "bfloat16"}, "rollout__engine": Engine.VLLM}, False, OFF),
+        ({"vllm__extra": {"quantization": None, "seed": 1}, "rollout__engine": Engine.VLLM}, False, OFF),
+        (EIGHT_BITS | {"rollout__engine": Engine.EMBEDDED}, False, OFF),
+        (EIGHT_BITS | {"algo__old_logprobs": OldLogprobs.ROLLOUT}, False, OFF),
+        (EIGHT_BITS | {"algo__correction__level": OFF}, False, OFF),
     ],
     ids=str,
 )
-def test_the_default_corrects_what_may_be_stale_and_nothing_else_corrects(
+def test_the_default_corrects_what_another_policy_samples_and_nothing_else_corrects(
     settings: dict[str, Any], stale: bool, level: CorrectionLevel
 ) -> None:
     config = configured(**settings)
     assert may_be_stale(config) is stale
     assert correction_level(config) is level
     (logged,) = capture(config)
-    alone = stale and level is OFF and config.algo.old_logprobs is OldLogprobs.RECOMPUTE
+    apart = stale or quantized_engine(config) is not None
+    alone = apart and level is OFF and config.algo.old_logprobs is OldLogprobs.RECOMPUTE
     assert logged["log_level"] == ("warning" if alone else "info")
     assert logged["why"]
     assert (logged["weights"] == "none") is (level is OFF)
@@ -83,6 +94,8 @@ def test_the_summary_names_log_probs_and_bounds() -> None:
     }
     several = correction_summary(configured(**OVERLAPPING, train__max_epochs=2))
     assert several["between"].startswith("the policy before the update and")
+    quantized = correction_summary(configured(**EIGHT_BITS))["why"]
+    assert quantized.endswith("but of an engine that quantises (vllm.extra.quantization fp8)")
     masked = correction_summary(configured(**OVERLAPPING, algo__correction__mode=CorrectionMode.MASK))
     assert masked["bounds"] == "0 outside 0.5 to 2.0"
 

@@ -167,7 +167,7 @@ BUFFERED = {**os.environ, "PYTHONUNBUFFERED": ""}
 def test_nobody_reads_the_output(arguments: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # before the command starts: however fast it is, nobody reads
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *arguments.split()]
+    command = [sys.executable, "-m", "rollgrad", *arguments.split()]
     try:
         result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, env=BUFFERED)
     finally:
