@@ -4,41 +4,22 @@ right."""
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn.functional import log_softmax
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rollgrad.domain.batches.examples import StepBatch
 from rollgrad.domain.batches.metrics import Mean
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 
-def step_loss(logits_KR: Tensor, labels_K: Tensor) -> Tensor:
-    """Cross-entropy of each step over the reward tokens alone.
-
-    Float labels are the probability p that the step is right, and the target is (p, 1 - p) over two reward tokens, of
-    which the first stands for right (Wang et al. 2023, "Math-Shepherd", arXiv:2312.08935: its hard and
-    soft estimates). Integer labels are the index of the right reward token (Lightman et al. 2023, arXiv:2305.20050).
+def step_loss(odds_K: Tensor, labels_K: Tensor) -> Tensor:
+    """Cross-entropy of each of K steps over the two reward tokens alone: -p log sigmoid(x) - (1 - p) log sigmoid(-x)
+    (Wang et al. 2023, "Math-Shepherd", arXiv:2312.08935, eq. 2; p is its hard or soft estimate).
 
     Args:
-        logits_KR: of each of the K steps, the logits (or log-probs) of the R reward tokens.
-        labels_K: as above.
-
-    Raises:
-        ValueError: float labels, but not two reward tokens.
+        odds_K: x, the logit of the reward token for right less that of the other.
+        labels_K: p, the probability that the step is right.
     """
-    logprobs_KR = log_softmax(logits_KR, dim=1)
-    if not labels_K.is_floating_point():
-        return -logprobs_KR.gather(1, labels_K[:, None])[:, 0]
-    if logits_KR.shape[1] != 2:
-        raise ValueError(f"Labels from 0 to 1 need two reward tokens, but there are {logits_KR.shape[1]}.")
-    right_K, wrong_K = logprobs_KR.unbind(1)
-    return -labels_K * right_K - (1 - labels_K) * wrong_K
-
-
-def step_accuracy(logits_KR: Tensor, labels_K: Tensor) -> Tensor:
-    """Whether each step's likeliest reward token is the label's, as 0 or 1; a float label stands for the first where it
-    is above 1/2."""
-    wanted_K = (labels_K <= 0.5).long() if labels_K.is_floating_point() else labels_K
-    return (logits_KR.argmax(1) == wanted_K).to(logits_KR.dtype)
+    return binary_cross_entropy_with_logits(odds_K, labels_K.to(odds_K), reduction="none")
 
 
 @frozen(kw_only=True)
@@ -59,8 +40,7 @@ class StepObjective:
         mask_N = batch.action_mask_N
         weights_N = batch.filled("loss_weights_N")
         odds_K, labels_K, weights_K = scores.odds_N[mask_N], batch.labels_N[mask_N], weights_N[mask_N]
-        logits_K2 = torch.stack([odds_K, torch.zeros_like(odds_K)], dim=1)
-        loss = (weights_K * step_loss(logits_K2, labels_K)).sum()
+        loss = (weights_K * step_loss(odds_K, labels_K)).sum()
         found_K, wrong_K = odds_K.detach() <= 0, labels_K <= 0.5
         counted_K = weights_K > 0  # a process without solutions has a copy that weighs nothing
         sequence_K = batch.sequence_ids_N[mask_N]
@@ -70,7 +50,7 @@ class StepObjective:
         return LossOutput(
             loss=loss,
             metrics={
-                "step_accuracy": (weights_K * step_accuracy(logits_K2.detach(), labels_K)).sum(),
+                "step_accuracy": (weights_K * (found_K == wrong_K)).sum(),
                 "error_f1": Mean(hits, hits + ((found_K != wrong_K) & counted_K).sum()),
                 "first_error_accuracy": Mean((same_S & counted_S).sum(), counted_S.sum()),
             },

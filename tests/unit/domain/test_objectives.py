@@ -87,6 +87,7 @@ def test_loss_gradient_and_metrics_are_the_sum_over_tokens(
 
     sums: dict[str, float] = {}
     loss, slope_N, entropy_slope_N = 0.0, [0.0] * batch.token_count, [0.0] * batch.token_count
+    clipped_N = [False] * batch.token_count
     for t in batch.action_mask_N.nonzero()[:, 0].tolist():
         weight, advantage = float(batch.filled("loss_weights_N")[t]), float(batch.filled("advantages_N")[t])
         new, mu = float(theta_N[t]), float(batch.rollout_logprobs_N[t])
@@ -98,7 +99,7 @@ def test_loss_gradient_and_metrics_are_the_sum_over_tokens(
             old = float(batch.filled("old_logprobs_N")[t])
         rho = math.exp(new - old)
         plain, clipped = rho * advantage, clamp(rho, 1 - LOW, 1 + HIGH) * advantage
-        is_clipped = clipped < plain
+        clipped_N[t] = is_clipped = clipped < plain
         factor = math.exp(old - mu) if not corrected or math.exp(old - mu) <= HIGHEST else 0.0
         counts = (factor if corrected else 1.0) * bool(batch.learned_N is not None and batch.learned_N[t])
         policy = -min(plain, clipped) * counts
@@ -131,6 +132,8 @@ def test_loss_gradient_and_metrics_are_the_sum_over_tokens(
             sums[name] = sums.get(name, 0.0) + weight * value
     assert float(found.loss.detach()) == pytest.approx(loss, rel=1e-9, abs=1e-12)
     assert {name: float(value) for name, value in found.metrics.items()} == pytest.approx(sums, rel=1e-6, abs=1e-9)
+    assert found.clipped_N is not None
+    assert found.clipped_N.tolist() == clipped_N
     for gradient_N, wanted in zip(gradients, (slope_N, entropy_slope_N), strict=True):
         torch.testing.assert_close(gradient_N, torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=1e-12)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollgrad.domain.algorithms.losses.distillation import DistillationObjective, divergence, with_rest
-from rollgrad.domain.algorithms.losses.process_reward import StepObjective, step_accuracy, step_loss
+from rollgrad.domain.algorithms.losses.process_reward import StepObjective, step_loss
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective, last_trained, pairwise_reward_loss
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective, reference_point, unpaired_loss
 from rollgrad.domain.batches.examples import ExampleBatch, StepBatch, pack_sequences, pack_steps
@@ -249,19 +249,24 @@ def test_any_split_of_pairs_trains_the_reward_model_alike(seed: int, parts: int)
 @given(plus=st.floats(-5, 5), minus=st.floats(-5, 5), label=st.floats(0, 1))
 def test_step_losses_are_the_formula(plus: float, minus: float, label: float) -> None:
     right = logistic(plus - minus)
-    logits = float64([plus, minus])[None]
     wanted = -label * math.log(right) - (1 - label) * math.log(1 - right)
-    assert float(step_loss(logits, float64([label]))) == pytest.approx(wanted, rel=1e-9)
-    hard = float(step_loss(logits, torch.tensor([1])))
-    assert hard == pytest.approx(-math.log(1 - right), rel=1e-9)
+    assert float(step_loss(float64([plus - minus]), float64([label]))) == pytest.approx(wanted, rel=1e-9)
 
 
-def test_steps_by_hand() -> None:
-    logits = float64([2.0, 1.0, 0.0, 3.0]).view(2, 2)
-    assert step_accuracy(logits, float64([0.9, 0.4])).tolist() == [1.0, 1.0]
-    assert step_accuracy(logits, torch.tensor([1, 1])).tolist() == [0.0, 1.0]
+def test_steps_of_even_odds_count_as_wrong_and_those_that_weigh_nothing_not_at_all() -> None:
+    """Whichever of the metrics is asked: the first solution's steps are found (right, wrong, wrong)."""
+    right, error = [1.0, 0.5, 1.0], [0.0, 1.0, 0.0]
+    labels = [
+        StepLabels(token_ids_T=torch.arange(4), ends=[1, 2, 3], labels=each, row=row, weight=weight)
+        for row, (each, weight) in enumerate([(right, 1.0), (error, 0.0), (error, 0.0)])
+    ]
+    odds_N = float64([0.0, 3.0, 0.0, -1.0, 0.0, -1.0, 1.0, -1.0, 0.0, 1.0, 1.0, -1.0])
+    found = StepObjective()(TokenScores(logprobs_N=odds_N, entropy_N=odds_N, odds_N=odds_N), pack_steps(labels))
+    assert joined([found.metrics]) == pytest.approx(
+        {"step_accuracy": 2 / 3, "error_f1": 2 * 1 / (2 + 1), "first_error_accuracy": 1.0}
+    )
     with pytest.raises(ValueError, match="two reward tokens"):
-        step_loss(torch.zeros(1, 3), torch.tensor([0.5]))
+        StepObjective()(TokenScores(logprobs_N=odds_N, entropy_N=odds_N), pack_steps(labels))
 
 
 def kl(p: list[float], q: list[float]) -> float:
@@ -280,6 +285,13 @@ def test_divergences_are_the_formula(beta: float, rows: tuple[list[float], list[
     assert whole == pytest.approx(wanted, abs=1e-9)
     coarse = float(divergence(with_rest(teacher[None, :2]), with_rest(student[None, :2]), beta=beta))
     assert -1e-9 <= coarse <= whole + 1e-6
+    others = [torch.stack([*row[:2], row[2:].logsumexp(0)])[None] for row in (teacher, student)]
+    assert coarse == pytest.approx(float(divergence(*others, beta=beta)), abs=1e-5)
+
+
+def test_tokens_that_rounding_leaves_nothing_besides_have_a_rest() -> None:
+    certain = torch.tensor([[1.0, 2**-23]]).log()  # rounding may leave less than nothing
+    assert float(with_rest(certain)[0, 2].exp()) == pytest.approx(1e-7, rel=1e-5)
 
 
 def test_distillation_weighs_both_losses_of_trained_tokens() -> None:
