@@ -39,18 +39,20 @@ def divergence(kind: str, x: float) -> tuple[float, float]:
 
 
 def random_step(seed: int, *, proximal: str) -> tuple[RolloutBatch, Tensor, Tensor]:
-    """(a step's batch, the policy's log-probs, its entropies); `proximal`: from where old log-probs come."""
+    """(a step's batch, the policy's log-probs, its entropies); `proximal`: from where old log-probs come. Those
+    of the sampler make the loss's own ratio the correction."""
     batch, generator = batch_of(seed, "token_mean"), torch.Generator().manual_seed(seed)
     mask_N = batch.action_mask_N
     near, far, entropy_N = torch.rand(3, batch.token_count, generator=generator, dtype=torch.float64).unbind()
     theta_N = torch.where(mask_N, batch.filled("old_logprobs_N") + near - 0.5, 0.0)
     equal_N = torch.rand(batch.token_count, generator=generator) < 0.3
     rollout_N = torch.where(equal_N, batch.filled("old_logprobs_N"), batch.filled("old_logprobs_N") + far - 0.5)
+    rollout_N = torch.where(mask_N, rollout_N, 0.0)
     return (
         evolve(
             batch,
-            rollout_logprobs_N=torch.where(mask_N, rollout_N, 0.0),
-            old_logprobs_N=batch.old_logprobs_N if proximal == "recomputed" else None,
+            rollout_logprobs_N=rollout_N,
+            old_logprobs_N={"recomputed": batch.old_logprobs_N, "sampler": rollout_N}.get(proximal),
             versions_N=torch.randint(0, VERSION + 1, (batch.token_count,), generator=generator, dtype=torch.int32),
             positive_weights_N=torch.where(mask_N & (entropy_N > 0.4), 0.3 * entropy_N, 0.0),
             learned_N=torch.rand(batch.token_count, generator=generator) < 0.8,
@@ -61,7 +63,7 @@ def random_step(seed: int, *, proximal: str) -> tuple[RolloutBatch, Tensor, Tens
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-@pytest.mark.parametrize("proximal", ["recomputed", "interpolated", "none"])
+@pytest.mark.parametrize("proximal", ["recomputed", "interpolated", "sampler", "none"])
 @EXAMPLES
 @given(seed=SEEDS, kind=st.sampled_from(["k1", "k2", "k3"]), against=st.sampled_from(["reference", "rollout"]))
 def test_loss_gradient_and_metrics_are_the_sum_over_tokens(
@@ -74,6 +76,7 @@ def test_loss_gradient_and_metrics_are_the_sum_over_tokens(
     objective = PolicyLossObjective(
         params=PolicyLossParams(eps_clip_low_high=(LOW, HIGH)),
         correction=correction if corrected else None,
+        bypass=proximal == "sampler",
         kl_coef=KL,
         kl_estimator=kind,
         kl_against=against,
@@ -97,10 +100,13 @@ def test_loss_gradient_and_metrics_are_the_sum_over_tokens(
             old = mu + (new - mu) * (age - 1) / age
         elif proximal == "recomputed":
             old = float(batch.filled("old_logprobs_N")[t])
+        elif proximal == "sampler":
+            old = mu
         rho = math.exp(new - old)
         plain, clipped = rho * advantage, clamp(rho, 1 - LOW, 1 + HIGH) * advantage
         clipped_N[t] = is_clipped = clipped < plain
-        factor = math.exp(old - mu) if not corrected or math.exp(old - mu) <= HIGHEST else 0.0
+        off = math.exp((new if proximal == "sampler" else old) - mu)
+        factor = (1.0 if proximal == "sampler" else off) if off <= HIGHEST else 0.0
         counts = (factor if corrected else 1.0) * bool(batch.learned_N is not None and batch.learned_N[t])
         policy = -min(plain, clipped) * counts
         kl, kl_slope = divergence(

@@ -515,10 +515,9 @@ def test_of_tokens_that_covary_alike_the_same_are_penalised_in_any_order(share: 
 
 
 def test_covariances_by_hand() -> None:
-    found = covariances(
-        torch.tensor([-1.0, -3.0, 9.0]), torch.tensor([2.0, 0.0, 9.0]), torch.tensor([True, True, False])
-    )
-    assert found.tolist() == [1.0, 1.0, 0.0]
+    logprobs, advantages = torch.tensor([-1.0, -3.0, -5.0, 9.0]), torch.tensor([3.0, 0.0, 0.0, 9.0])
+    assert covariances(logprobs, advantages, torch.tensor([True, True, True, False])).tolist() == [4.0, 0.0, 2.0, 0.0]
+    assert not covariances(logprobs, advantages, torch.tensor([True, False, False, False])).any(), "of one token"
 
 
 def test_nothing_is_selected_without_actions() -> None:
