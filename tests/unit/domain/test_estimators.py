@@ -246,6 +246,36 @@ def test_a_gap_equals_the_compacted_sequence(name: str, seed: int) -> None:
     torch.testing.assert_close(gapped[flat(batch, "actions", torch.bool)], dense, rtol=1e-12, atol=1e-12)
 
 
+def is_odd(turn: int) -> bool:
+    return turn > 0 and turn % 2 == 1
+
+
+def branch_of(sequence: Sequence, *, odd: bool) -> Sequence:
+    """A branch that has the sequence's odd turns alone, or all of it but these."""
+    assert sequence.turns is not None
+    kept = [t for t, turn in enumerate(sequence.turns) if is_odd(turn) == odd]
+    columns = {name: [getattr(sequence, name)[t] for t in kept] for name in ("rewards", "extras", "values", "actions")}
+    return attrs.evolve(sequence, **columns, turns=[sequence.turns[t] for t in kept])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@FEWER
+@given(seed=SEEDS)
+def test_turns_of_branches_follow_each_other_as_they_were_sampled(name: str, seed: int) -> None:
+    """As those of an agent and the sub-agent that it calls, and calls again."""
+    whole = numbered(list({(s.group, s.sample): s for s in batch_for(name, seed)}.values()))
+    branches = [
+        branch
+        for s in whole
+        for branch in (branch_of(s, odd=False), attrs.evolve(branch_of(s, odd=True), parts=[0.0] * len(s.parts)))
+    ]
+    found, wanted = raw(name, branches), raw(name, whole)
+    odd = torch.cat([torch.tensor([is_odd(turn) for turn in s.turns or []]) for s in whole])
+    in_second = torch.cat([torch.full((len(b.actions),), i % 2 == 1) for i, b in enumerate(branches)])
+    torch.testing.assert_close(found[~in_second], wanted[~odd], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found[in_second], wanted[odd], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_without_actions_is_answered_with_zeros(name: str) -> None:
     batch = [Sequence(0, i, [0.0] * 2, [0.0] * 2, [0.0] * 2, [False] * 2) for i in range(2)]
