@@ -35,6 +35,8 @@ def test_overlong_penalty_grows_over_the_buffer() -> None:
     packed = batch([1.0] * 6, [5, 6, 7, 8, 10, 13])
     found = outcomes(packed, shaping.overlong_penalty(packed, limit=10, buffer=4, factor=2.0))
     assert found == pytest.approx([1.0, 1.0, 0.5, 0.0, -1.0, -1.0])
+    found = outcomes(packed, shaping.overlong_penalty(packed, limit=8, buffer=1, factor=2.0))
+    assert found == pytest.approx([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
 
 
 @pytest.mark.parametrize("buffer", [0, -1])
@@ -55,10 +57,10 @@ def test_overlong_counts_sampled_tokens_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("coef", "wanted"), [(0.5, [0.5, -1.0, 1.0]), (0.0, [0.0, -1.0, 1.0]), (-0.5, [-0.5, -1.0, 1.0]), (1.0, [1, -1, 1])]
+    ("coef", "wanted"), [(0.5, [2.0, -4.0, 4.0]), (0.0, [0.0, -4.0, 4.0]), (-0.5, [-0.5, -4.0, 4.0]), (1.0, [4, -4, 4])]
 )
 def test_stop_properly_by_hand(coef: float, wanted: list[float]) -> None:
-    packed = batch([1.0, -1.0, 1.0], [3, 3, 3], truncated=(0, 1))
+    packed = batch([4.0, -4.0, 4.0], [3, 3, 3], truncated=(0, 1))
     assert outcomes(packed, shaping.stop_properly(packed, coef)) == pytest.approx(wanted)
 
 
@@ -147,6 +149,14 @@ def test_outcome_changes_go_to_the_last_action_token_of_the_last_branch() -> Non
     changed = (shaped != packed.rewards_N).nonzero()[:, 0].tolist()
     assert changed == [packed.token_count - 1]
     assert outcomes(packed, shaped) == pytest.approx([1.75 - 1.0])
+
+
+def test_a_rollout_without_actions_is_left_as_it_is() -> None:
+    packed = batch([1.0, 0.0], [3, 3], truncated=(1,))
+    packed = evolve(packed, action_mask_N=packed.action_mask_N & (packed.sequence_ids_N == 0))
+    assert torch.equal(shaping.stop_properly(packed, -0.5), packed.rewards_N)
+    shaped = shaping.overlong_penalty(packed, limit=3, buffer=3, factor=0.5)
+    assert (shaped - packed.rewards_N).tolist() == [0.0, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_normalisation_shifts_outcomes_and_scales_turns() -> None:
