@@ -238,7 +238,7 @@ class AgentServer:
     async def _sampled(self, asked: _Asked, pieces: "Pieces | None" = None) -> Sequence[ChatReply]:
         """Samples all replies to a request at once; if one fails, the others are given up."""
         tasks = [
-            asyncio.ensure_future(self._sample(asked, choice, _teller(pieces, choice)))
+            asyncio.ensure_future(self._sample(asked, choice, self._teller(asked, pieces, choice)))
             for choice in range(asked.call.choices)
         ]
         try:
@@ -248,7 +248,21 @@ class AgentServer:
                 task.cancel()
         if self._operation is not None:
             self._operation.count(replies, asked.scope)
+            if pieces is not None:  # a reply of calls alone comes in one piece, at its end
+                self._operation.count_first(asked.scope)
         return replies
+
+    def _teller(self, asked: _Asked, pieces: "Pieces | None", choice: int) -> OnPiece | None:
+        """Returns the function that puts the pieces of one reply into the queue."""
+        if pieces is None:
+            return None
+
+        def tell(field: str, text: str) -> None:
+            if self._operation is not None:
+                self._operation.count_first(asked.scope)
+            pieces.put_nowait((field, text, choice))
+
+        return tell
 
     async def _sample(self, asked: _Asked, choice: int, on_piece: OnPiece | None) -> ChatReply:
         request = evolve(asked.call.request, choice=choice)
@@ -284,11 +298,6 @@ class AgentServer:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._texts(tuple(token_ids))
-
-
-def _teller(pieces: "Pieces | None", choice: int) -> OnPiece | None:
-    """Returns the function that puts the pieces of one reply into the queue."""
-    return None if pieces is None else lambda field, text: pieces.put_nowait((field, text, choice))
 
 
 def _thinking(body: Mapping[str, Any]) -> Mapping[str, Any]:

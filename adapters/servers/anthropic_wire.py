@@ -10,6 +10,7 @@ from typing import Any
 
 from rollgrad.adapters.servers.content import content_of, text_of
 from rollgrad.adapters.servers.guard import HttpError, error_type
+from rollgrad.adapters.servers.sampling_fields import read_all, stops, temperature
 from rollgrad.adapters.servers.wire import (
     FIELDS,
     Call,
@@ -27,8 +28,6 @@ from rollgrad.adapters.servers.wire import (
     number,
     read,
     schema_of,
-    stops,
-    temperature,
     tool_of,
 )
 from rollgrad.application.episodes.reply import ChatReply
@@ -49,6 +48,13 @@ class AnthropicWire(Wire):
 
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Parses the body of a message request."""
+        settings = read_all(
+            temperature=lambda: temperature(body, 1),
+            top_p=lambda: number(body, "top_p", 1e-6, 1),
+            top_k=lambda: count(body, "top_k", 0),
+            max_new_tokens=lambda: count(body, "max_tokens"),
+            stop_strings=lambda: stops(body, "stop_sequences"),
+        )
         messages = messages_of(body)
         choice = read(body, "tool_choice", dict, {"type": "auto"})
         if choice.get("type") not in ("auto", "any", "tool", "none"):
@@ -62,13 +68,6 @@ class AnthropicWire(Wire):
             name=read(choice, "name", str, "") if choice["type"] == "tool" else None,
             several=not read(choice, "disable_parallel_tool_use", bool, False),
         )
-        settings = {
-            "temperature": temperature(body, 1),
-            "top_p": number(body, "top_p", 1e-6, 1),
-            "top_k": count(body, "top_k", 0),
-            "max_new_tokens": count(body, "max_tokens"),
-            "stop_strings": stops(body, "stop_sequences"),
-        }
         system = text_of(body.get("system"), "system")
         conversation: list[Message] = [{"role": "system", "content": system}] if system else []
         names: dict[str, str] = {}

@@ -16,9 +16,9 @@ from rollgrad.adapters.servers.openai_wire import (
     head_of,
     token_usage,
 )
+from rollgrad.adapters.servers.sampling_fields import MAX_STOPS, read_all, refuse_others, sampling_of, stops
 from rollgrad.adapters.servers.wire import (
     MAX_COUNT,
-    MAX_STOPS,
     OPENAI_FIELDS,
     Call,
     Decode,
@@ -28,9 +28,6 @@ from rollgrad.adapters.servers.wire import (
     call_of,
     count,
     read,
-    refuse_others,
-    sampling_of,
-    stops,
 )
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.generation import StopReason
@@ -53,16 +50,17 @@ class CompletionsWire(Wire):
 
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Parses the body of a completion."""
-        choices = count(body, "n", 1, MOST_CHOICES) or 1
-        refuse_others(body, {**NEUTRAL, "best_of": (choices,)})
-        read(body, "stream_options", dict)
-        settings = {
+        settings = read_all(
+            lambda: refuse_others(body, {**NEUTRAL, "best_of": (body.get("n") or 1,)}),
+            lambda: read(body, "stream_options", dict),
             **sampling_of(body, "max_tokens"),
-            "stop_strings": stops(body, "stop"),
-            "top_logprobs": count(body, "logprobs", 0, MOST_LIKELY),
-            "min_new_tokens": count(body, "min_tokens", 0),
-            "stop_token_ids": _stop_token_ids(body),
-        }
+            stop_strings=lambda: stops(body, "stop"),
+            top_logprobs=lambda: count(body, "logprobs", 0, MOST_LIKELY),
+            min_new_tokens=lambda: count(body, "min_tokens", 0),
+            stop_token_ids=lambda: _stop_token_ids(body),
+            choices=lambda: count(body, "n", 1, MOST_CHOICES),
+        )
+        choices = settings.pop("choices") or 1
         return call_of(body, settings, prompt=_prompt(body.get("prompt")), choices=choices)
 
     def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:

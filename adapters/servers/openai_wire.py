@@ -11,6 +11,7 @@ from typing import Any
 
 from rollgrad.adapters.servers.content import content_of, text_of
 from rollgrad.adapters.servers.guard import HttpError, error_body
+from rollgrad.adapters.servers.sampling_fields import read_all, refuse_others, sampling_of, stops
 from rollgrad.adapters.servers.wire import (
     OPENAI_FIELDS,
     Call,
@@ -24,9 +25,6 @@ from rollgrad.adapters.servers.wire import (
     count,
     messages_of,
     read,
-    refuse_others,
-    sampling_of,
-    stops,
     text_schema,
     tool_of,
     tools_and_form,
@@ -88,22 +86,20 @@ class OpenAIWire(Wire):
 
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Parses the body of a chat completion."""
-        refuse_others(body, NEUTRAL)
-        read(body, "stream_options", dict)
+        settings = read_all(
+            lambda: refuse_others(body, NEUTRAL),
+            lambda: read(body, "stream_options", dict),
+            **sampling_of(body, "max_completion_tokens", "max_tokens"),
+            stop_strings=lambda: stops(body, "stop"),
+            top_logprobs=lambda: _top_logprobs(body),
+            choices=lambda: count(body, "n", 1, MOST_CHOICES),
+        )
+        choices = settings.pop("choices") or 1
         messages = messages_of(body)
         described = read(body, "response_format", dict, {"type": "text"})
         schema = text_schema(described, "response_format", within="json_schema")
         tools, form = tools_and_form(body, _tool, schema, within="function")
-        top_logprobs = count(body, "top_logprobs", 0, MOST_LIKELY)
-        if top_logprobs and not body.get("logprobs"):
-            raise bad("top_logprobs is set, but logprobs is not: set logprobs to true.")
-        settings = {
-            **sampling_of(body, "max_completion_tokens", "max_tokens"),
-            "stop_strings": stops(body, "stop"),
-            "top_logprobs": top_logprobs,
-        }
         conversation = [_message(message, index) for index, message in enumerate(messages)]
-        choices = count(body, "n", 1, MOST_CHOICES) or 1
         return call_of(body, settings, messages=conversation, tools=tools, form=form, choices=choices)
 
     def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
@@ -214,6 +210,18 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad(f"{where}.tool_calls has a call without function.name.")
     return call_entry(str(call.get("id", "")), function["name"], arguments_of(function.get("arguments") or "{}"))
+
+
+def _top_logprobs(body: Mapping[str, Any]) -> int | None:
+    """Returns how many of the most likely tokens a client wants to see.
+
+    Raises:
+        HttpError: too many, or the client wants no log-probs.
+    """
+    value = count(body, "top_logprobs", 0, MOST_LIKELY)
+    if value and not body.get("logprobs"):
+        raise bad("top_logprobs is set, but logprobs is not: set logprobs to true.")
+    return value
 
 
 def _tool(tool: Any, index: int) -> Mapping[str, Any]:

@@ -41,6 +41,8 @@ CLIENT_LEFT = 499
 """Status of an answer whose client went away before its end."""
 OUTCOME = "rollgrad.outcome"
 """Key of an ASGI scope with the status of the error with which an answer ended that had begun well."""
+BEGUN = "rollgrad.begun"
+"""Key of an ASGI scope with the time of the request, until the first piece of its answer is counted."""
 TOKENS = "rollgrad.tokens"
 """Key of an ASGI scope with the tokens of an answer, for the log."""
 PROBES = (HEALTH_PATH, METRICS_PATH, READY_PATH)
@@ -102,6 +104,12 @@ class Operation:
         self._seconds = Histogram(
             "rollgrad_request_seconds",
             "Seconds from a request to its answer's end.",
+            buckets=BUCKETS,
+            registry=registry,
+        )
+        self._first = Histogram(
+            "rollgrad_first_token_seconds",
+            "Seconds from a request that streams to the first piece of its answer.",
             buckets=BUCKETS,
             registry=registry,
         )
@@ -168,6 +176,12 @@ class Operation:
         self._tokens.labels("reply").inc(sampled)
         scope[TOKENS] = {"prompt_tokens": prompt, "reply_tokens": sampled}
 
+    def count_first(self, scope: Scope) -> None:
+        """Counts the time to the first piece of a streamed answer, once for the request that has this scope."""
+        begun = scope.pop(BEGUN, None)
+        if begun is not None:
+            self._first.observe(time.monotonic() - begun)
+
     def around(self, app: ASGIApp, paths: Collection[str]) -> ASGIApp:
         """Returns `app`, observed; other paths than these are counted together."""
 
@@ -186,6 +200,7 @@ class Operation:
 
             client, begun = (scope.get("client") or ("",))[0], time.monotonic()
             self._clients[client] += 1
+            scope[BEGUN] = begun
             try:
                 full = self._limit is not None and self._clients[client] > self._limit
                 if full and scope["path"] != RELOAD_PATH:  # which is the operator's

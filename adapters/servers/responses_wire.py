@@ -7,11 +7,13 @@ sessions.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rollgrad.adapters.servers.content import content_of, text_of
 from rollgrad.adapters.servers.guard import HttpError, error_body, error_type
 from rollgrad.adapters.servers.openai_wire import KEEP_ALIVE, MOST_LIKELY, told_logprobs
+from rollgrad.adapters.servers.sampling_fields import read_all, refuse_others, sampling_of
 from rollgrad.adapters.servers.wire import (
     OPENAI_FIELDS,
     Call,
@@ -25,8 +27,6 @@ from rollgrad.adapters.servers.wire import (
     count,
     named_event,
     read,
-    refuse_others,
-    sampling_of,
     text_schema,
     tool_of,
     tools_and_form,
@@ -56,10 +56,13 @@ class ResponsesWire(Wire):
 
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Parses the body of a response."""
-        refuse_others(body, NEUTRAL)
-        for name in STORED:
-            if body.get(name) is not None:
-                raise bad(f"{name} is set, but this server keeps nothing: send the whole conversation as input.")
+        settings = read_all(
+            lambda: refuse_others(body, NEUTRAL),
+            *(partial(_refuse_stored, body, name) for name in STORED),
+            lambda: read(body, "include", list),
+            **sampling_of(body, "max_output_tokens"),
+            top_logprobs=lambda: count(body, "top_logprobs", 0, MOST_LIKELY),
+        )
         described = read(read(body, "text", dict, {}), "format", dict, {"type": "text"})
         tools, form = tools_and_form(body, _tool, text_schema(described, "text.format"))
         instructions = read(body, "instructions", str, "")
@@ -69,11 +72,6 @@ class ResponsesWire(Wire):
         messages = [{"role": "user", "content": items}] if isinstance(items, str) else _messages(items)
         if instructions:
             messages.insert(0, {"role": "system", "content": instructions})
-        settings = {
-            **sampling_of(body, "max_output_tokens"),
-            "top_logprobs": count(body, "top_logprobs", 0, MOST_LIKELY),
-        }
-        read(body, "include", list)
         return call_of(body, settings, messages=messages, tools=tools, form=form)
 
     def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
@@ -308,6 +306,11 @@ def _messages(items: Sequence[Any]) -> list[Message]:
                 f"{where} is of type {kind!r}, but this model reads messages, reasoning, calls and their outputs."
             )
     return messages
+
+
+def _refuse_stored(body: Mapping[str, Any], name: str) -> None:
+    if body.get(name) is not None:
+        raise bad(f"{name} is set, but this server keeps nothing: send the whole conversation as input.")
 
 
 def _tool(tool: Any, index: int) -> Mapping[str, Any]:

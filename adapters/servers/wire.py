@@ -16,12 +16,8 @@ from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.messages import Message, ReplyForm
 
 Value = TypeVar("Value")
-MIN_TEMPERATURE = 1e-3
-"""Temperature below which sampling is greedy."""
 MAX_COUNT = 2**31 - 1
 """Largest number of tokens in a request."""
-MAX_STOPS = 64
-"""Largest number of stop texts of a request, each of which is searched for after every token."""
 
 FIELDS = frozenset(
     {
@@ -256,17 +252,6 @@ def schema_of(described: Mapping[str, Any], where: str) -> Mapping[str, Any] | b
     return schema
 
 
-def refuse_others(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses settings with values other than `neutral` ones, which change nothing.
-
-    Raises:
-        HttpError: one has another.
-    """
-    for name, values in neutral.items():
-        if body.get(name) is not None and body[name] not in values:
-            raise bad(f"{name} is {json.dumps(body[name])[:60]}, which this server cannot do: leave {name} out.")
-
-
 def bad(message: str, code: str = "invalid_value") -> HttpError:
     """Returns a 400."""
     return HttpError(400, message, code=code)
@@ -306,29 +291,12 @@ def number(body: Mapping[str, Any], name: str, low: float, high: float) -> float
     return None if value is None else float(value)
 
 
-def temperature(body: Mapping[str, Any], high: float) -> float | None:
-    """Returns the field `temperature`, None if absent. A value near 0 becomes 0, because logits are divided by it."""
-    value = number(body, "temperature", 0, high)
-    return 0.0 if value is not None and value < MIN_TEMPERATURE else value
-
-
 def count(body: Mapping[str, Any], name: str, low: int = 1, high: int = MAX_COUNT) -> int | None:
     """Returns a whole number in a closed range, None if absent."""
     value: int | None = read(body, name, int)
     if value is not None and not low <= value <= high:
         raise bad(f"{name} is {json.dumps(value)[:60]}, but it must be from {low} to {high}.")
     return value
-
-
-def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
-    """Returns the texts that end a reply, None if there are none."""
-    value = read(body, name, (str, list))
-    texts = (value,) if isinstance(value, str) else tuple(value or ())
-    if not all(isinstance(text, str) and text for text in texts):
-        raise bad(f"{name} must be a text, or a list of texts, none of them empty.")
-    if len(texts) > MAX_STOPS:
-        raise bad(f"{name} has {len(texts)} texts, but it may have {MAX_STOPS} at most.")
-    return texts or None
 
 
 def arguments_of(text: Any) -> Mapping[str, Any]:
@@ -353,23 +321,6 @@ def tool_of(described: Mapping[str, Any], schema: str) -> Mapping[str, Any]:
         "parameters": read(described, schema, dict, {}) or {"type": "object", "properties": {}},
     }
     return {"type": "function", "function": function}
-
-
-def sampling_of(body: Mapping[str, Any], *budgets: str) -> dict[str, Any]:
-    """Returns the sampling settings that OpenAI's wires share, as fields of `SamplingParams`; None where absent.
-
-    Args:
-        body: of the request.
-        budgets: names of the field with the largest number of tokens, the first that is set counts.
-    """
-    seed, top_k = count(body, "seed", -(2**63), 2**63 - 1), count(body, "top_k", -1)
-    return {
-        "temperature": temperature(body, 2),
-        "top_p": number(body, "top_p", 1e-6, 1),
-        "top_k": None if top_k is None else max(0, top_k),
-        "max_new_tokens": next(filter(None, (count(body, name) for name in budgets)), None),
-        "seed": None if seed is None else seed % 2**63,
-    }
 
 
 def named_event(kind: str, **fields: Any) -> str:

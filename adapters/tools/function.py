@@ -109,6 +109,7 @@ class FunctionTool(Tool):
                     # Writing an image takes a while, in which the event loop must not stand still.
                     return await asyncio.to_thread(_result, value) if _has_pictures(value) else _result(value)
         except TimeoutError:
+            self._failures.tell("tool_timed_out", tool=self._name, seconds=self._timeout)
             text = f"The tool {self._name!r} gave no answer within {self._timeout:g} s."
         except RollgradError as error:
             cause = error.__cause__ or error

@@ -16,9 +16,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import structlog
-from attrs import frozen
+from attrs import field, frozen
 
 from rollgrad.application.foreign import error_text
+from rollgrad.application.rare_warning import RareWarning
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtraError
 from rollgrad.domain.ports.environment import Tool
@@ -53,6 +54,7 @@ class McpTool(Tool):
     parameters: Mapping[str, Any]
     connection: "McpTools"
     timeout: float
+    _late: RareWarning = field(factory=RareWarning, init=False, eq=False, repr=False)
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Returns the server's answer: its texts and images, and other parts by their kind (`[audio]`).
@@ -81,6 +83,7 @@ class McpTool(Tool):
         except TimeoutError:
             if not deadline.expired():
                 raise
+            self._late.tell("tool_timed_out", tool=self.name, seconds=self.timeout)
             await self.connection.check(client)
             text = f"The tool {self.name!r} gave no answer within {self.timeout:g} s."
             return ToolResult(content=text, is_error=True)

@@ -94,6 +94,7 @@ async def test_counts_and_log_tell_no_content() -> None:
         assert f'rollgrad_requests_total{{path="{CHAT}",status="400"}} 1.0' in told
         assert 'rollgrad_requests_total{path="other"' in told
         assert "rollgrad_request_seconds_count 4.0" in told
+        assert "rollgrad_first_token_seconds_count 1.0" in told  # of the one that streams
         replies = sum(len(reply.token_ids) for _, reply in operated.engine.said)
         prompts = sum(len(prompt) for prompt, _ in operated.engine.said)
         assert f'rollgrad_tokens_total{{kind="reply"}} {replies:.1f}' in told

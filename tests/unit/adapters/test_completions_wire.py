@@ -6,7 +6,7 @@ import pytest
 
 from rollgrad.adapters.servers.completions_wire import CompletionsWire
 from rollgrad.adapters.servers.guard import HttpError
-from rollgrad.adapters.servers.wire import MAX_STOPS
+from rollgrad.adapters.servers.sampling_fields import MAX_STOPS
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import ParsedReply

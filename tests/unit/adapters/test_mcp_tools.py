@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from rollgrad.adapters.tools.mcp import TOKEN_VARIABLE, McpTool, McpTools, connect
 from rollgrad.domain.episodes.messages import ToolResult
@@ -97,7 +98,9 @@ async def test_a_call_has_a_deadline_and_the_next_one_is_answered(server: str) -
             late = await hang.call({})
             return late, await named(connection, "repeat").call({"text": "on"})
 
-    late, repeated = await scenario()
+    with capture_logs() as logs:
+        late, repeated = await scenario()
+    assert [(log["event"], log["tool"], log["seconds"]) for log in logs] == [("tool_timed_out", "hang", 1.0)]
     assert late == ToolResult(content="The tool 'hang' gave no answer within 1 s.", is_error=True)
     assert repeated == ToolResult(content="on")
 

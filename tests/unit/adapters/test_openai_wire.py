@@ -8,7 +8,7 @@ from attrs import evolve
 
 from rollgrad.adapters.servers.guard import HttpError
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
-from rollgrad.adapters.servers.wire import MAX_STOPS, MIN_TEMPERATURE
+from rollgrad.adapters.servers.sampling_fields import MAX_STOPS, MIN_TEMPERATURE
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import ParsedReply, ReplyForm
