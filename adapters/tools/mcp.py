@@ -7,12 +7,15 @@ the server's.
 
 import asyncio
 import contextlib
+import logging
 import os
 import shlex
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import structlog
@@ -42,7 +45,31 @@ SESSION_HEADER = "mcp-session-id"
 """Header of requests within a session, which the protocols before 2026 have; one that the server does not know is
 answered with 404."""
 
+SDK_LOGGER = "mcp.client"
+"""Logger of the SDK's clients."""
+
 _log = structlog.get_logger()
+_server: ContextVar[str] = ContextVar("mcp_server", default="?")
+
+
+class _SdkLog(logging.Handler):
+    """Tells in one line, and rarely, what the SDK says of a server: it writes a traceback for each line that is no
+    JSON-RPC message, which a server with a `print` on its standard output sends without end."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._told: defaultdict[tuple[str, str, int], RareWarning] = defaultdict(RareWarning)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Implements `logging.Handler`."""
+        error = record.exc_info[1] if record.exc_info else None
+        why = {} if error is None else {"error": error_text(error)}
+        server = _server.get()
+        told = self._told[server, record.name, record.lineno]
+        told.tell("mcp_server_misbehaves", server=server, problem=record.getMessage(), **why)
+
+
+_sdk_log = _SdkLog()
 
 
 @frozen(kw_only=True)
@@ -55,11 +82,13 @@ class McpTool(Tool):
     connection: "McpTools"
     timeout: float
     _late: RareWarning = field(factory=RareWarning, init=False, eq=False, repr=False)
+    _wrong: RareWarning = field(factory=RareWarning, init=False, eq=False, repr=False)
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Returns the server's answer: its texts and images, and other parts by their kind (`[audio]`).
 
-        Errors that the server reports, wrong arguments among them, a passed deadline, and a server that ends during the
+        Errors that the server reports, wrong arguments among them, an answer that is not the protocol's, a passed
+        deadline, and a server that ends during the
         call or then answers nothing at all are results with `is_error`; the call after that starts the server again.
 
         Raises:
@@ -80,6 +109,10 @@ class McpTool(Tool):
                 text = f"The server of the tool {self.name!r} ended during the call."
                 return ToolResult(content=text, is_error=True)
             return ToolResult(content=error.message, is_error=True)
+        except ValueError as error:  # pydantic's: the answer is not what the protocol prescribes
+            self._wrong.tell("tool_failed", tool=self.name, error=error_text(error))
+            text = f"The server of the tool {self.name!r} gave an answer that cannot be read."
+            return ToolResult(content=text, is_error=True)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -192,6 +225,10 @@ class McpTools:
 
     async def _hold(self, opened: "asyncio.Future[None]") -> None:
         """Opens, holds and closes the connection in one task, to which its cancel scopes belong."""
+        _server.set(self._server)  # the SDK's tasks begin here, and have it, too
+        sdk = logging.getLogger(SDK_LOGGER)
+        sdk.addHandler(_sdk_log)
+        sdk.propagate = False
         async with _client(self._server, self._timeout, self._notice) as client:
             found, cursor = [], None
             while True:

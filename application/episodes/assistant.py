@@ -133,7 +133,7 @@ class Assistant:
         them.
 
         Raises:
-            DataError: there is no room for a reply.
+            RefusedError: there is no room for a reply.
         """
         tools = await self._tools()
         world = ToolEnvironment(tools, system_prompt=self._system_prompt, read_image=self._read_image)
@@ -148,7 +148,7 @@ class Assistant:
             turns.append(turn)
             on_turn(turn)
         if not turns:
-            raise DataError("The conversation leaves no room for a reply: start a new one.")
+            raise RefusedError("The conversation leaves no room for a reply: start a new one.", "context_length")
         return turns, session.messages or []
 
     def _defaults(self) -> SamplingParams:

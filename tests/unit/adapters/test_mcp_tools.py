@@ -220,3 +220,48 @@ async def test_without_the_sdk_the_extra_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(MissingExtraError, match=r"rollgrad\[mcp\]"):
         await connect("server")
+
+
+CARELESS = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    method, answer = asked["method"], {"content": [{"type": "text", "text": "fine"}]}
+    if method == "initialize":
+        version = asked["params"]["protocolVersion"]
+        answer = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": {"name": "s", "version": "1"}}
+    elif method == "tools/list":
+        schema = {"type": "object", "properties": {}}
+        answer = {"tools": [{"name": name, "inputSchema": schema} for name in ("talk", "wrong")]}
+    elif method != "tools/call":
+        answer = None
+    elif asked["params"]["name"] == "wrong":
+        answer = {"contents": 5}
+    else:
+        print("Listening ...\\n" * 5, end="")
+    said = {"error": {"code": -32601, "message": "no"}} if answer is None else {"result": answer}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **said}), flush=True)
+"""
+
+
+async def test_a_server_that_writes_other_lines_is_told_of_rarely_and_without_tracebacks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "careless.py"
+    script.write_text(CARELESS)
+    command = f"{sys.executable} {script}"
+    with capture_logs() as logs:
+        async with await connect(command) as connection:
+            assert await named(connection, "talk").call({}) == ToolResult(content="fine")
+            wrong = await named(connection, "wrong").call({})
+            assert await named(connection, "talk").call({}) == ToolResult(content="fine")
+    problem = "The server of the tool 'wrong' gave an answer that cannot be read."
+    assert wrong == ToolResult(content=problem, is_error=True)
+    misbehaved = [log for log in logs if log["event"] == "mcp_server_misbehaves"]
+    assert [log["times"] for log in misbehaved] == [1, 2, 4, 8]  # of ten lines
+    assert {log["server"] for log in misbehaved} == {command}
+    assert "Listening" in misbehaved[0]["error"]
+    assert [log["tool"] for log in logs if log["event"] == "tool_failed"] == ["wrong"]
+    assert "Traceback" not in capfd.readouterr().err
