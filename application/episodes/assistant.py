@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import evolve
 
-from rollgrad.application.episodes.chat_request import ChatRequest, check_length
+from rollgrad.application.episodes.chat_request import ChatRequest, RefusedError, check_length
 from rollgrad.application.episodes.chat_service import ChatService
 from rollgrad.application.episodes.ledger import TokenLedger
 from rollgrad.application.episodes.reply import ChatReply, OnPiece
@@ -21,7 +21,6 @@ from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.messages import Message, ParsedReply, ReplyForm, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.environment import Tool
 from rollgrad.domain.ports.rollout_engine import RolloutEngine

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from attrs import define
 
+from rollgrad.application.episodes.chat_request import RefusedError
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 
@@ -153,7 +154,7 @@ class _ChatSession:
                 raise
             sys.stderr.write("\n(stopped)\n")
             return
-        except DataError as error:
+        except (DataError, RefusedError) as error:
             if not interruptible:
                 raise
             if said:  # they would be refused again, with each message to come

@@ -231,7 +231,8 @@ for line in sys.stdin:
     method, answer = asked["method"], {"content": [{"type": "text", "text": "fine"}]}
     if method == "initialize":
         version = asked["params"]["protocolVersion"]
-        answer = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": {"name": "s", "version": "1"}}
+        who = {"name": "s", "version": "1"}
+        answer = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": who}
     elif method == "tools/list":
         schema = {"type": "object", "properties": {}}
         answer = {"tools": [{"name": name, "inputSchema": schema} for name in ("talk", "wrong")]}

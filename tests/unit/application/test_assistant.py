@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from rollgrad.application.episodes.assistant import Assistant
-from rollgrad.application.episodes.chat_request import ChatRequest
+from rollgrad.application.episodes.chat_request import ChatRequest, RefusedError
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.ports.environment import Tool
@@ -14,13 +16,12 @@ from tests.fakes.scripted_engine import ScriptedEngine
 CALL = '@repeat {"text": "lost"}'
 
 
-async def answered(engine: ScriptedEngine, max_turns: int) -> ChatReply:
+async def answered(engine: ScriptedEngine, max_turns: int, max_tokens: int | None = None) -> ChatReply:
     async def tools() -> Sequence[Tool]:
         return [FakeTool()]
 
-    assistant = Assistant(
-        engine, FakeChatCodec(), tools, params=SamplingParams(max_new_tokens=100), max_turns=max_turns
-    )
+    params = SamplingParams(max_new_tokens=100)
+    assistant = Assistant(engine, FakeChatCodec(), tools, params=params, max_turns=max_turns, max_tokens=max_tokens)
     return await assistant.answer(ChatRequest(messages=[{"role": "user", "content": "Where is it?"}]))
 
 
@@ -43,3 +44,10 @@ async def test_the_tokens_of_calls_count_as_the_answers() -> None:
     assert len(engine.said) == 3
     assert reply.read == sum(len(prompt) for prompt, _ in engine.said)
     assert reply.sampled == sum(len(generation.token_ids) for _, generation in engine.said)
+
+
+async def test_a_conversation_beyond_the_context_is_refused_as_such() -> None:
+    engine = ScriptedEngine(FakeChatCodec(), EOS, ["It is lost."])
+    with pytest.raises(RefusedError, match="leaves no room for a reply") as refused:
+        await answered(engine, max_turns=2, max_tokens=10)
+    assert refused.value.kind == "context_length"  # by which clients know that they are to shorten it
