@@ -1,6 +1,6 @@
 """The library face: the same runs as the command line, with any adapter replaced by keyword."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,16 +101,40 @@ def evaluate(
     **adapters: Any,
 ) -> dict[str, float]:
     """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`; arguments as for `train`."""
+    return _evaluate(config, reward, environment, adapters)[0]
+
+
+def evaluate_models(configs: Sequence[RLConfig]) -> dict[str, dict[str, float]]:
+    """Returns the metrics of each model, by its name; of those after the first also by how much they are better, with
+    the standard error (`EvaluationService.difference`)."""
+    found: dict[str, dict[str, float]] = {}
+    first: EvaluationService | None = None
+    for config in configs:
+        metrics, evaluation = gives_memory_back(_evaluate)(config)
+        found[config.actor.model_name_or_path] = metrics | (
+            {} if first is None else evaluation.difference(first)
+        )
+        first = first or evaluation
+    return found
+
+
+def _evaluate(
+    config: RLConfig,
+    reward: RewardSource | Callable[..., Any] | None = None,
+    environment: Callable[[], Environment] | None = None,
+    adapters: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, float], EvaluationService]:
+    """Returns the metrics of `evaluate`, and what found them."""
     config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is, which training changes
     load_extension(config)
     validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
-    container = container_with(config, reward, environment, adapters, "evaluate")
+    container = container_with(config, reward, environment, adapters or {}, "evaluate")
     container.reward_spec.override(providers.Object(config.eval.dataset))
     keep_roles(container, "engines", "reward")
     try:
         check_inputs(container, ["eval_prompts"])
         evaluation: EvaluationService = container.evaluation()
-        return run_interruptibly(closing(evaluation.run(), container))
+        return run_interruptibly(closing(evaluation.run(), container)), evaluation
     finally:
         shut_down(container)
 

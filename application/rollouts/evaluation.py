@@ -2,12 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 import structlog
 
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
 from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
-from rollgrad.domain.algorithms.evaluation import summarise, too_many_sets
+from rollgrad.domain.algorithms.equality import reaches
+from rollgrad.domain.algorithms.evaluation import paired_difference, summarise, too_many_sets
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import RewardError
@@ -43,6 +45,7 @@ class EvaluationService:
         self._samples = samples
         self._threshold = threshold
         self._trajectories = trajectories
+        self._scores: list[list[float]] = []  # of the replies to each prompt, in their order, of the latest evaluation
         too_many = too_many_sets({prompt.datasource for prompt in prompts})
         if too_many is not None:
             log.warning(too_many)
@@ -60,6 +63,7 @@ class EvaluationService:
         groups = await self._rollout.collect(self._prompts, self._params, samples=self._samples)
         if self._trajectories is not None and step is not None:
             self._trajectories.evaluation(step, groups)
+        self._scores = [list(group.scores) for group in groups]
         failures = [failure for group in groups for failure in group.failures]
         sources: dict[str, list[RolloutGroup]] = defaultdict(list)
         for group in groups:
@@ -77,6 +81,26 @@ class EvaluationService:
         metrics["eval/response_length_mean"] = sum(t.action_length for s in samples for t in s) / len(samples)
         metrics["eval/truncated_share"] = sum(any(t.stop_reason.truncated for t in s) for s in samples) / len(samples)
         return metrics
+
+    def difference(self, other: "EvaluationService") -> dict[str, float]:
+        """Returns by how much the latest evaluation is better than the latest of `other`, as `eval/pass@1_difference`
+        and `eval/mean_difference`, each with its standard error (`..._stderr`); nothing where the prompts differ."""
+        metrics: dict[str, float] = {}
+        if self._asked() != other._asked():
+            return metrics
+        for name, value in (("pass@1", self._pass_share), ("mean", fmean)):
+            first, second = ([value(of) if of else None for of in each] for each in (other._scores, self._scores))
+            compared = paired_difference(first, second)
+            if compared is not None:
+                whole = f"eval/{name}_difference"
+                metrics[whole], metrics[f"{whole}_stderr"] = compared
+        return metrics
+
+    def _asked(self) -> list[object]:
+        return [prompt.messages or prompt.text for prompt in self._prompts]
+
+    def _pass_share(self, scores: Sequence[float]) -> float:
+        return fmean(reaches(score, self._threshold) for score in scores)
 
     def _summary(self, prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
         scores, answers = [group.scores for group in groups], [group.answers for group in groups]

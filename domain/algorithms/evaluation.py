@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from statistics import fmean, stdev
 
 from rollgrad.domain.algorithms.equality import reaches
 
@@ -124,3 +125,19 @@ def summarise(
         passed = [[reaches(score, threshold) for score in scores] for scores in counted]
         metrics[f"maj@{n}"] = math.fsum(map(majority_passes, voting, passed)) / len(counted)
     return metrics
+
+
+def paired_difference(first: Sequence[float | None], second: Sequence[float | None]) -> tuple[float, float] | None:
+    """Returns by how much `second` is greater than `first` in the mean over prompts, and the standard error of that:
+    the deviation of the prompts' differences over the root of their number, which leaves out how prompts differ in
+    difficulty (Miller 2024, "Adding Error Bars to Evals", arXiv:2411.00640, section 4.2). None where fewer than two
+    prompts have a value in both.
+
+    >>> paired_difference([0.0, 1.0, None], [1.0, 1.0, 1.0])
+    (0.5, 0.5)
+    """
+    pairs = zip(first, second, strict=True)
+    differences = [b - a for a, b in pairs if a is not None and b is not None]
+    if len(differences) < 2:
+        return None
+    return fmean(differences), stdev(differences) / math.sqrt(len(differences))

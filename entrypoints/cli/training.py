@@ -131,9 +131,9 @@ def evaluate(arguments: Sequence[str]) -> int:
 
     raise_together([*errors, *(problem for run in runs for problem in eval_file_problems(run).values())])
     with results_only_on_stdout():
-        from rollgrad.entrypoints.library import evaluate as evaluate_model
+        from rollgrad.entrypoints.library import evaluate_models
 
-        metrics = {run.actor.model_name_or_path: evaluate_model(run) for run in runs}
+        metrics = evaluate_models(runs)
     if parsed.json:
         told = metrics if len(metrics) > 1 else metrics[named[0]]
         sys.stdout.write(json.dumps(told, indent=2) + "\n")

@@ -38,16 +38,19 @@ def play(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
     ]
 
 
-async def evaluate(sources: dict[str, str], executor: FakeAgentExecutor, **settings: float) -> dict[str, float]:
+def evaluating(sources: dict[str, str], executor: FakeAgentExecutor, **settings: float) -> EvaluationService:
     prompts = [Prompt(token_ids=(1,), text=text, datasource=source) for text, source in sources.items()]
-    service = EvaluationService(
+    return EvaluationService(
         RolloutService(executor, max_concurrent=3, max_failures=int(settings.get("max_failures", 0))),
         prompts,
         SamplingParams(temperature=0.0),
         samples=2,
         threshold=settings.get("threshold", 1.0),
     )
-    return await service.run()
+
+
+async def evaluate(sources: dict[str, str], executor: FakeAgentExecutor, **settings: float) -> dict[str, float]:
+    return await evaluating(sources, executor, **settings).run()
 
 
 async def test_passes_means_lengths_and_truncation() -> None:
@@ -154,3 +157,26 @@ async def test_a_source_that_no_reward_applies_to_is_left_out() -> None:
     assert not any(name.startswith("eval/y/") for name in metrics)
     with pytest.raises(RewardError, match="No reply to the 1 held-out prompts has a reward: nothing to compare with"):
         await evaluate({"c": "y"}, FakeAgentExecutor(undecided))
+
+
+async def test_the_difference_of_two_models_has_the_standard_error_of_paired_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sources = {"a": "x", "b": "x", "c": "x"}
+    second = evaluating(sources, FakeAgentExecutor(play))
+    await second.run()
+    for prompt, scores in {"a": [1.0, 1.0], "b": [0.0, 1.0], "c": [0.0, 0.0]}.items():
+        monkeypatch.setitem(SCORES, prompt, scores)
+    first = evaluating(sources, FakeAgentExecutor(play))
+    await first.run()
+    assert second.difference(first) == pytest.approx(
+        {
+            "eval/pass@1_difference": 0.0,  # of -0.5, 0.5 and 0
+            "eval/pass@1_difference_stderr": 0.5 / 3**0.5,
+            "eval/mean_difference": 1 / 12,  # of -0.5, 0.5 and 0.25
+            "eval/mean_difference_stderr": (((7 / 12) ** 2 + (5 / 12) ** 2 + (2 / 12) ** 2) / 2 / 3) ** 0.5,
+        }
+    )
+    others = evaluating({"a": "x", "b": "x"}, FakeAgentExecutor(play))
+    await others.run()
+    assert others.difference(first) == {}
