@@ -111,9 +111,7 @@ def evaluate_models(configs: Sequence[RLConfig]) -> dict[str, dict[str, float]]:
     first: EvaluationService | None = None
     for config in configs:
         metrics, evaluation = gives_memory_back(_evaluate)(config)
-        found[config.actor.model_name_or_path] = metrics | (
-            {} if first is None else evaluation.difference(first)
-        )
+        found[config.actor.model_name_or_path] = metrics | ({} if first is None else evaluation.difference(first))
         first = first or evaluation
     return found
 

@@ -83,6 +83,10 @@ def unknown_flag(word: str, known: Collection[str], command: str) -> str:
         flag = next((flag for flag, suffixes in TAKING.items() if flag in known and word.endswith(suffixes)), None)
         if flag is not None and Path(word).exists():
             return f"{word!r} belongs to no flag: did you mean --{flag} {word}?"
+        if command == "eval" and Path(word).exists():
+            return (
+                f"{word!r} belongs to no flag: models stand before all flags, as in rollgrad eval {word} --config ..."
+            )
         return f"{word!r} belongs to no flag: see rollgrad {command} --help."
     if not word.startswith("-"):  # verl's own form
         clause = _advice_clause(plain, known, "--")

@@ -277,6 +277,7 @@ def test_a_path_without_a_flag_is_told_its_flag(tmp_path: Path) -> None:
     )
     assert unknown_flag(str(tmp_path), ["model", "prompt"], "chat").endswith(f"did you mean --model {tmp_path}?")
     assert "did you mean" not in unknown_flag("missing.yaml", ["config"], "train rl")
+    assert "models stand before all flags" in unknown_flag(str(tmp_path), ["config"], "eval")
 
 
 def test_a_key_with_dots_is_told_how_a_file_nests() -> None:
