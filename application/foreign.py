@@ -43,13 +43,17 @@ def error_place(error: BaseException) -> str:
     return f" ({place})" if place else ""
 
 
-def users_place(frames: Iterable[tuple[FrameType, int]]) -> str:
+def users_place(frames: Iterable[tuple[FrameType, int]], *, innermost: bool = False) -> str:
     """Returns the first of `frames`, each with its line, that is in a user's own file, as `reward.py, line 5`; nothing
-    if none is."""
-    known = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
+    if none is, or, with `innermost`, if rollgrad's own code comes before it."""
+    own = str(Path(__file__).parents[1])
+    known = (sysconfig.get_path("stdlib"), "<")
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if not file.startswith(known) and "site-packages" not in file:
+        if file.startswith(own):
+            if innermost:
+                return ""
+        elif not file.startswith(known) and "site-packages" not in file:
             return f"{Path(file).name}, line {line}"
     return ""
 
@@ -92,7 +96,9 @@ class foreign_code(AbstractContextManager[object]):  # noqa: N801 (it is read as
             return False
         import asyncio
 
-        if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
+        from rollgrad.application.interruption import Interrupted
+
+        if isinstance(error, Interrupted) or (isinstance(error, asyncio.CancelledError) and is_being_cancelled()):
             return False
         words = error_text(error) + (error_place(error) if self._located else "")
         raise self._refusal(words) from error

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import signal
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -15,8 +14,8 @@ from attrs import AttrsInstance, asdict, evolve, field, frozen
 from rollgrad.adapters.checkpoints.files import make_writable
 from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
-from rollgrad.adapters.system.blocked_loop import reporting_blocks
 from rollgrad.adapters.system.event_loop import run_to_end
+from rollgrad.adapters.system.stop_signals import heeding_signals
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
 from rollgrad.application.foreign import first_line
 from rollgrad.application.pipelines.run import BEST_MODEL, FINAL_MODEL, Run
@@ -258,31 +257,3 @@ def run_interruptibly(work: Coroutine[Any, Any, Result]) -> Result:
         return run_to_end(heeding_signals(work))[0]
     except asyncio.CancelledError as error:
         raise KeyboardInterrupt from error
-
-
-async def heeding_signals(work: Coroutine[Any, Any, Result]) -> tuple[Result, int]:
-    """Returns the result of `work`, and the signal that cancelled it (SIGINT if none of those handled here did).
-    SIGTERM, which schedulers send before they kill, and SIGHUP of a closed terminal act like Ctrl-C, unless they are
-    ignored (nohup)."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    received: list[int] = []
-
-    def stop(number: int) -> None:
-        received.append(number)
-        if len(received) == 1:  # a second signal must not interrupt saving
-            task.cancel()
-
-    own = threading.current_thread() is threading.main_thread()  # only the main thread may set handlers
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP) if own}
-    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in heeded:
-        loop.add_signal_handler(number, stop, number)
-    try:
-        with reporting_blocks():
-            result = await work
-    finally:
-        for number, handler in heeded.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
-    return result, received[0] if received else signal.SIGINT

@@ -34,11 +34,10 @@ def reporting_blocks(seconds: float = BLOCKED_SECONDS) -> Iterator[None]:
                 return
             while not over.is_set() and not free.wait(longest - waited):
                 waited, longest = longest, 2 * longest
-                frame = sys._current_frames().get(thread)
-                if place := users_place(_in_loop(frame)):
+                if place := users_place(frames_of(thread)):
                     log.warning(
                         "a function blocks the run: it is asynchronous, but waits without await; make it a plain one, "
-                        "which runs in a thread, or let it await (kill -KILL or a second Ctrl-C end the run)",
+                        "which runs in a thread, or let it await (Ctrl-C and SIGTERM break it off and save)",
                         where=place,
                         seconds=waited,
                     )
@@ -50,8 +49,13 @@ def reporting_blocks(seconds: float = BLOCKED_SECONDS) -> Iterator[None]:
         over.set()
 
 
-def _in_loop(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yields the frames, the innermost first, that the event loop runs; not those that run the loop."""
+def frames_of(thread: int) -> Iterator[tuple[FrameType, int]]:
+    """Yields the frames that the event loop of a thread runs now, as `frames_in_loop` does."""
+    return frames_in_loop(sys._current_frames().get(thread))
+
+
+def frames_in_loop(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    """Yields the frames, each with its line, the innermost first, that the event loop runs; not those that run it."""
     while frame is not None and frame.f_code.co_name != "_run_once":
         yield frame, frame.f_lineno
         frame = frame.f_back

@@ -9,13 +9,14 @@ Does not own: what a step does (its `StepSource`), nor how models learn (`Traine
 import asyncio
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 import structlog
 import torch
 
 from rollgrad.application.foreign import first_line, is_being_cancelled
+from rollgrad.application.interruption import Interrupted
 from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.application.pipelines.step_callback import Ask, RunAccess, StepCallback
@@ -129,6 +130,9 @@ class Run(Generic[Sample]):
             try:
                 after = await self._train(on_save)
             except asyncio.CancelledError as error:
+                if isinstance(error, Interrupted):  # the run's own cancellation comes when the loop is free: now
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.sleep(0)
                 if not is_being_cancelled():
                     raise ForeignError(
                         f"Step {self._done + 1} was cancelled though nobody asked for it: something it called gave up."

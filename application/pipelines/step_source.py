@@ -5,9 +5,12 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import structlog
 from attrs import frozen
 
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
+
+log = structlog.get_logger(__name__)
 
 Result = TypeVar("Result")
 SampleCo = TypeVar("SampleCo", covariant=True)
@@ -105,6 +108,7 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool
             await asyncio.wait([task])  # unlike awaiting the task, this never cancels it
         except asyncio.CancelledError:
             cancelled = True
+            log.info("interrupted: what has begun is finished first")
     return task.result(), cancelled
 
 

@@ -1,0 +1,140 @@
+"""Ends a coroutine on a signal, also while users' code blocks the event loop.
+
+Ctrl-C, SIGTERM, which schedulers send before they kill (Slurm and Kubernetes 30 s before), and SIGHUP of a closed
+terminal cancel the coroutine. Handlers of an event loop run when it is free, and Python's own when the main thread
+returns to Python, which a sleeping one may never do, as systems may hand the signal to another thread. So a thread
+learns of it by the file descriptor of `signal.set_wakeup_fd`, says what is waited for, and after `BLOCKED_SECONDS`
+breaks users' code that blocks the loop off, so that there is time left to save.
+
+Does not own: what is saved, and users' code in C that does not return to Python, which nothing can break off.
+"""
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, TypeVar
+
+import structlog
+
+from rollgrad.adapters.system.blocked_loop import frames_in_loop, frames_of, reporting_blocks
+from rollgrad.application.foreign import users_place
+from rollgrad.application.interruption import Interrupted
+
+SAY_SECONDS = 1.0
+"""Time in which the event loop has to answer after a signal, before it is said what blocks it."""
+ASK_SECONDS = 0.2
+"""Time between two questions whether it is free."""
+BLOCKED_SECONDS = 5.0
+"""Time after which users' code that blocks it is broken off, and again after as long."""
+
+log = structlog.get_logger(__name__)
+Result = TypeVar("Result")
+
+
+async def heeding_signals(work: Coroutine[Any, Any, Result]) -> tuple[Result, int]:
+    """Returns the result of `work`, and the signal that cancelled it (SIGINT if none did). A second SIGTERM or SIGHUP
+    does nothing, so that it cannot interrupt saving; signals that are ignored (nohup) stay so.
+
+    Raises:
+        KeyboardInterrupt: SIGINT, by which `work` was cancelled, or a second one.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    with reporting_blocks(), _heeding(asyncio.get_running_loop(), task.cancel) as received:
+        try:
+            result = await work
+        except asyncio.CancelledError as error:
+            if received and received[0] == signal.SIGINT:
+                raise KeyboardInterrupt from error
+            raise
+    return result, received[0] if received else signal.SIGINT
+
+
+@contextmanager
+def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object]) -> Iterator[list[int]]:
+    """Calls `cancel` at the first signal inside the block, and yields a list that then has it."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    main, over, sending, breaks_off = threading.get_ident(), threading.Event(), threading.Lock(), threading.Event()
+    ctrl_c = 0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal ctrl_c
+        with suppress(OSError):  # full: it has been told
+            told.send(bytes([number]))  # again, should someone have set another file descriptor
+        ctrl_c += number == signal.SIGINT
+        if breaks_off.is_set():
+            breaks_off.clear()
+            if users_place(frames_in_loop(frame), innermost=True):
+                raise Interrupted
+        elif ctrl_c > 1:
+            raise KeyboardInterrupt
+
+    def break_off(number: int) -> None:
+        with sending:
+            if not over.is_set():  # else the handler is another one
+                breaks_off.set()
+                signal.pthread_kill(main, number)
+
+    def watch() -> None:
+        while not over.is_set():
+            number = hears.recv(1)[0]
+            if number in heeded and not received:
+                received.append(number)
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(cancel)
+                    _watch(loop, main, number, over, break_off)
+        hears.close()
+
+    hears, told = socket.socketpair()
+    told.setblocking(False)
+    descriptor = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    for number in heeded:
+        signal.signal(number, handle)
+    threading.Thread(target=watch, name="stop-signals", daemon=True).start()
+    try:
+        yield received
+    finally:
+        with sending:
+            over.set()
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(descriptor)
+        with suppress(OSError):
+            told.send(b"\0")
+        told.close()
+
+
+def _watch(
+    loop: asyncio.AbstractEventLoop,
+    main: int,
+    number: int,
+    over: threading.Event,
+    break_off: Callable[[int], None],
+) -> None:
+    """Says that a signal has come, and what it waits for; breaks off users' code that blocks the loop."""
+    name = signal.Signals(number).name
+    log.info(f"{name}: the run ends, and saves its last finished step")
+    while not over.wait(ASK_SECONDS):
+        free = threading.Event()
+        loop.call_soon_threadsafe(free.set)
+        blocked, said = SAY_SECONDS, False
+        while not free.wait(blocked) and not over.is_set():
+            place = users_place(frames_of(main), innermost=True)
+            if place and said:
+                log.warning(f"{name}: breaking off the function that blocks the run", where=place)
+                break_off(number)
+            elif place:
+                log.warning(
+                    f"{name}: waiting {BLOCKED_SECONDS:g} s for a function that blocks the run, then breaking it off",
+                    where=place,
+                )
+            blocked, said = BLOCKED_SECONDS, bool(place)

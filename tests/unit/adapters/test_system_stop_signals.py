@@ -1,0 +1,120 @@
+"""A signal ends a coroutine, also where a user's function blocks the event loop, and says what it waits for."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from rollgrad.adapters.system import stop_signals
+from rollgrad.adapters.system.stop_signals import heeding_signals
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.errors import ForeignError
+
+LONG = 4.0
+
+BLOCKING = """
+import time
+
+async def step(began):
+    began.set()
+    time.sleep({seconds})
+"""
+
+
+@pytest.fixture
+def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    for name in ("ASK_SECONDS", "SAY_SECONDS", "BLOCKED_SECONDS"):
+        monkeypatch.setattr(stop_signals, name, 0.05)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+    with capture_logs() as caught:
+        yield caught
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> Callable[[str], Callable[..., Any]]:
+    def load(source: str) -> Callable[..., Any]:
+        namespace: dict[str, Any] = {}
+        exec(compile(source, str(tmp_path / "environment.py"), "exec"), namespace)
+        return namespace["step"]  # type: ignore[no-any-return]
+
+    return load
+
+
+def send(number: int, began: threading.Event) -> None:
+    def wait_and_send() -> None:
+        assert began.wait(LONG)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait_and_send, daemon=True).start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("own_task", [True, False])
+def test_what_blocks_the_loop_is_named_and_broken_off(
+    users: Callable[[str], Any], logs: list[Any], number: int, own_task: bool
+) -> None:
+    step, began, cancelled = users(BLOCKING.format(seconds=LONG)), threading.Event(), []
+
+    async def work() -> None:
+        try:
+            with foreign_code(ForeignError):
+                await (asyncio.create_task(step(began)) if own_task else step(began))
+        except asyncio.CancelledError:
+            cancelled.append(time.monotonic() - started)
+            raise
+
+    send(number, began)
+    started = time.monotonic()
+    with pytest.raises((asyncio.CancelledError, KeyboardInterrupt)):
+        asyncio.run(heeding_signals(work()))
+    assert len(cancelled) == 1
+    assert cancelled[0] < LONG / 2
+    events = [log["event"] for log in logs]
+    assert events[0].startswith(f"{signal.Signals(number).name}: the run ends")
+    assert [log["where"] for log in logs[1:3]] == ["environment.py, line 6"] * 2
+    assert "breaking off" in events[2]
+
+
+def test_what_ends_soon_is_not_broken_off(
+    users: Callable[[str], Any], logs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_signals, "BLOCKED_SECONDS", LONG)
+    step, began, finished = users(BLOCKING.format(seconds=0.5)), threading.Event(), []
+
+    async def work() -> None:
+        await step(began)
+        finished.append(True)
+        await asyncio.sleep(LONG)
+
+    send(signal.SIGTERM, began)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(heeding_signals(work()))
+    assert finished
+    assert not any("breaking off" in log["event"] for log in logs)
+
+
+@pytest.mark.usefixtures("logs")
+def test_handlers_are_what_they_were_and_a_free_loop_ends_at_once() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    began = threading.Event()
+
+    async def work() -> str:
+        began.set()
+        try:
+            await asyncio.sleep(LONG)
+        except asyncio.CancelledError:
+            os.kill(os.getpid(), signal.SIGTERM)  # a second one does not interrupt saving
+            await asyncio.sleep(0.2)
+        return "saved"
+
+    send(signal.SIGTERM, began)
+    assert asyncio.run(heeding_signals(work())) == ("saved", signal.SIGTERM)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
