@@ -154,6 +154,48 @@ def test_a_signal_ends_the_run_as_ctrl_c_does(
     assert logged() == list(range(1, int(more) + 1))
 
 
+BLOCKING = """
+import time
+from pathlib import Path
+
+async def reward_func(queries, prompts, labels):
+    block("reward")
+    return [len(query) % 5 for query in queries]
+
+def on_step(step, metrics, groups):
+    block("on_step")
+
+def block(name):
+    if name == "{name}" and Path("out/metrics.jsonl").exists():
+        Path("blocked").touch()
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["reward", "on_step"])
+def test_a_signal_ends_a_run_that_users_code_blocks(workspace: Path, rollgrad_command: list[str], name: str) -> None:
+    Path("blocking.py").write_text(BLOCKING.replace("{name}", name))
+    own = ("--reward.function_path", "blocking.py", "--train.on_step_path", "blocking.py")
+    process = start(rollgrad_command, *own, "--train.max_steps", "100000")
+    deadline = time.monotonic() + STARTUP_SECONDS
+    try:
+        while not Path("blocked").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=STOP_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    assert "blocking.py, line 15" in stderr
+    assert step() == logged()[-1] == (1 if name == "reward" else 2)
+    assert weights(workspace / "out" / "model")
+    assert Path("out", f"training_state_{step()}").exists()
+
+
 def test_a_second_run_in_the_same_place_is_refused_until_told_to_overwrite(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
