@@ -6,7 +6,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import AdapterConfig, RouterReplay
 from rollgrad.application.settings.sections.eval import EvalConfig
+from rollgrad.application.settings.sections.optimizer import Optim
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.time_floor import least_seconds, step_work
 from rollgrad.application.settings.unit_ratio import idle_sentence, uncorrected_sentence
@@ -190,7 +191,7 @@ def show_plan(
     dtype = resolve_dtype(config.actor.dtype, device)
     shapes = _shapes(config, dtype, device, becomes=becomes)
     rows = _rows(config, shapes, machine, dtype, told)
-    console.print(_memory_table(rows, machine))
+    console.print(_memory_table(rows, machine, optimizer_words(config, rows)))
     for place in places(rows, machine):
         console.print(f"{_mib(place.held)} MiB at once in {place.name}, which has {_mib(place.available)}")
     for role in _padded_roles(rows, shapes):
@@ -322,7 +323,7 @@ def _time_floor(
     )
 
 
-def _memory_table(rows: list[RoleMemory], machine: Machine) -> "Table":
+def _memory_table(rows: list[RoleMemory], machine: Machine, optimizers: str) -> "Table":
     from rich.table import Table
 
     title = "Memory plan: MiB of one process"
@@ -344,8 +345,22 @@ def _memory_table(rows: list[RoleMemory], machine: Machine) -> "Table":
         if row.rests:
             words = "memory (while engines sample)"
             table.add_row(row.role, str(row.processes), words, "", "", "", "", _mib(row.rests))
-    table.caption = "activations: and what ZeRO gathers for a pass; of engines, keys and values"
+    table.caption = "activations: and what ZeRO gathers for a pass; of engines, keys and values" + optimizers
     return table
+
+
+def optimizer_words(config: RLConfig, rows: Sequence[RoleMemory]) -> str:
+    """Returns how the optimizer's bytes of roles whose optimizer is not AdamW are to be read; nothing if all are."""
+    words = ""
+    for role in ("actor", "critic"):
+        section = getattr(config, role, None)
+        if section is None or role not in {row.role for row in rows}:
+            continue
+        if section.optim_path is not None:
+            words += f"; {role}'s optimizer counts two numbers a parameter, whatever {section.optim_path} keeps"
+        elif section.optim is Optim.MUON:
+            words += f"; {role}'s optimizer is an upper bound: Muon keeps one number of a matrix where two are counted"
+    return words
 
 
 def _mib(count: int) -> str:

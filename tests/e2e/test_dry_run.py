@@ -167,6 +167,21 @@ def test_everything_that_is_wrong_is_told_at_once(run: Any) -> None:
     assert 'data.prompt_dataset: "prompts.jsonl"' in output
 
 
+def test_the_plan_says_where_an_optimizer_is_not_what_it_counts(run: Any) -> None:
+    Path("sign.py").write_text("from torch.optim import SGD as optim")
+    words = {
+        (): "",
+        ("--actor.optim", "muon"): "actor's optimizer is an upper bound",
+        ("--actor.optim_path", "sign.py"): "actor's optimizer counts two numbers a parameter",
+    }
+    for flags, said in words.items():
+        status, output, errors, _ = run("--dry_run", *flags)
+        assert (status, errors) == (0, [])
+        flat = " ".join(output.split())
+        assert said in flat
+        assert ("actor's optimizer" in flat) is bool(said)
+
+
 def test_what_is_printed_fits_on_one_screen_and_begins_and_ends_with_the_verdict(run: Any) -> None:
     status, output, errors, _ = run("--dry_run")
     assert (status, errors) == (0, [])
