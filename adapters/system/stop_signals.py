@@ -86,7 +86,10 @@ def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object]) -> I
 
     def watch() -> None:
         while not over.is_set():
-            number = hears.recv(1)[0]
+            heard = hears.recv(1)
+            if not heard:  # users' code has closed what is not its own
+                break
+            number = heard[0]
             if number in heeded and not received:
                 received.append(number)
                 with suppress(RuntimeError):  # the loop is closed
