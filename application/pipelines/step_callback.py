@@ -46,7 +46,7 @@ class RunAccess:
             sampling: fields of `SamplingParams` that differ from those of the run, such as `temperature=0`.
 
         Raises:
-            ConfigurationError: nothing samples in this run.
+            ConfigurationError: nothing samples in this run, or `prompts` is no list, or a field is unknown.
             EngineError: sampling failed.
         """
         if self._ask is None:

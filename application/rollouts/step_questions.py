@@ -5,14 +5,15 @@ own: when they may be asked for (`step_callback`).
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import evolve
+from attrs import evolve, fields
 
 from rollgrad.application.rollouts.groups import sample_seed
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
@@ -30,9 +31,11 @@ class StepQuestions:
         of `SamplingParams` that differ.
 
         Raises:
+            ConfigurationError: the prompts are one text or one conversation, or there is no such field.
             EngineError: sampling failed.
-            TypeError, ValueError: there is no such field, or it may not have such a value.
+            ValueError: a field may not have such a value.
         """
+        _check(prompts, sampling)
         params = evolve(self._params, top_logprobs=0, **sampling)
         requests = [
             self._request(prompt, evolve(params, seed=sample_seed(params.seed, number)))
@@ -52,3 +55,18 @@ class StepQuestions:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         rendered = self._codec.render(messages)
         return GenerationRequest(prompt_token_ids=rendered.token_ids, params=params, images=rendered.images)
+
+
+FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "top_logprobs")
+"""Fields that a caller may set: log-probs of other tokens are not returned."""
+
+
+def _check(prompts: Sequence[Any], sampling: Mapping[str, Any]) -> None:
+    unknown = sorted(sampling.keys() - set(FIELDS))
+    if unknown:
+        raise ConfigurationError(f"run.generate has no {', '.join(unknown)}: it takes {', '.join(FIELDS)}.")
+    if isinstance(prompts, str | Prompt) or any(isinstance(prompt, Mapping) for prompt in prompts):
+        raise ConfigurationError(
+            "run.generate takes a list of prompts, and was given one: write run.generate([prompt]); each is a text, a "
+            "list of messages, or a Prompt."
+        )
