@@ -1,4 +1,4 @@
-"""What a caller's function asks of the run is answered, or refused in a sentence."""
+"""Questions of a caller's function to the run are answered, or refused in a sentence."""
 
 from typing import Any
 
