@@ -16,8 +16,8 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3
 """Largest mean difference of a log-prob between engine and trainer, nats, by the coarser of their number formats.
 Probe tokens are improbable, so their logits are large and rounded the most."""
 EIGHT_BITS, FEWER_BITS = 1.5, 8.0
-"""Largest such differences where vLLM quantises to as many bits. SmolLM2-135M, whose weights are small for their number, differs by 0.5 in FP8 and by
-3.4 in MXFP4; with one layer lost it differs by 0.7 to 6, with all layers lost by 22."""
+"""Largest such differences where vLLM quantises to as many bits. SmolLM2-135M differs by 0.5 in FP8 and by 3.4 in
+MXFP4; with one layer lost by 0.7 to 6, with all layers lost by 22."""
 
 
 def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
