@@ -1,4 +1,4 @@
-"""Tells whether vLLM samples in fewer bits than the trainer has, and is thus another policy than the one that trains."""
+"""Tells whether vLLM samples in fewer bits than the trainer has, which makes it another policy."""
 
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
