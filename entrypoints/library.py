@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from attrs import evolve
 
 from rollgrad.adapters.rewards.function import FunctionReward
-from rollgrad.application.rollouts.evaluation import EvaluationService
+from rollgrad.application.rollouts.evaluation import EvaluationService, PromptScores
 from rollgrad.application.settings.correction import log_correction
 from rollgrad.application.settings.rules import validate, validate_evaluation
 from rollgrad.application.settings.run import RLConfig
@@ -106,13 +106,13 @@ def evaluate(
 
 def evaluate_models(configs: Sequence[RLConfig]) -> dict[str, dict[str, float]]:
     """Returns the metrics of each model, by its name; of those after the first also by how much they are better, with
-    the standard error (`EvaluationService.difference`)."""
+    the standard error (`PromptScores.difference`)."""
     found: dict[str, dict[str, float]] = {}
-    first: EvaluationService | None = None
+    first: PromptScores | None = None
     for config in configs:
-        metrics, evaluation = gives_memory_back(_evaluate)(config)
-        found[config.actor.model_name_or_path] = metrics | ({} if first is None else evaluation.difference(first))
-        first = first or evaluation
+        metrics, scores = gives_memory_back(_evaluate)(config)
+        found[config.actor.model_name_or_path] = metrics | ({} if first is None else scores.difference(first))
+        first = first or scores
     return found
 
 
@@ -121,8 +121,8 @@ def _evaluate(
     reward: RewardSource | Callable[..., Any] | None = None,
     environment: Callable[[], Environment] | None = None,
     adapters: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, float], EvaluationService]:
-    """Returns the metrics of `evaluate`, and what found them."""
+) -> tuple[dict[str, float], PromptScores]:
+    """Returns the metrics of `evaluate`, and the scores that they are of."""
     config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is, which training changes
     load_extension(config)
     validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
@@ -132,7 +132,9 @@ def _evaluate(
     try:
         check_inputs(container, ["eval_prompts"])
         evaluation: EvaluationService = container.evaluation()
-        return run_interruptibly(closing(evaluation.run(), container)), evaluation
+        metrics = run_interruptibly(closing(evaluation.run(), container))
+        assert evaluation.latest is not None  # of the run above
+        return metrics, evaluation.latest
     finally:
         shut_down(container)
 

@@ -88,8 +88,8 @@ class McpTool(Tool):
         """Returns the server's answer: its texts and images, and other parts by their kind (`[audio]`).
 
         Errors that the server reports, wrong arguments among them, an answer that is not the protocol's, a passed
-        deadline, and a server that ends during the
-        call or then answers nothing at all are results with `is_error`; the call after that starts the server again.
+        deadline, and a server that ends during the call or then answers nothing at all are results with `is_error`; the
+        call after that starts the server again.
 
         Raises:
             ConnectionError: the connection was closed by `McpTools.close`.

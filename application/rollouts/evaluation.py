@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 import structlog
+from attrs import frozen
 
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
 from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
@@ -15,6 +16,33 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import RewardError
 
 log = structlog.get_logger(__name__)
+
+
+@frozen
+class PromptScores:
+    """Scores of an evaluation, by which two models are compared: of the replies to each of the prompts that were
+    `asked`, with the score from which a reply passes."""
+
+    asked: Sequence[object]
+    scores: Sequence[Sequence[float]]
+    threshold: float
+
+    def difference(self, other: "PromptScores") -> dict[str, float]:
+        """Returns by how much these scores are better than `other`, as `eval/pass@1_difference` and
+        `eval/mean_difference`, each with its standard error (`..._stderr`); nothing where the prompts differ."""
+        metrics: dict[str, float] = {}
+        if self.asked != other.asked:
+            return metrics
+        for name, value in (("pass@1", self._pass_share), ("mean", fmean)):
+            first, second = ([value(of) if of else None for of in each] for each in (other.scores, self.scores))
+            compared = paired_difference(first, second)
+            if compared is not None:
+                whole = f"eval/{name}_difference"
+                metrics[whole], metrics[f"{whole}_stderr"] = compared
+        return metrics
+
+    def _pass_share(self, scores: Sequence[float]) -> float:
+        return fmean(reaches(score, self.threshold) for score in scores)
 
 
 class EvaluationService:
@@ -45,7 +73,8 @@ class EvaluationService:
         self._samples = samples
         self._threshold = threshold
         self._trajectories = trajectories
-        self._scores: list[list[float]] = []  # of the replies to each prompt, in their order, of the latest evaluation
+        self.latest: PromptScores | None = None
+        """Scores of the evaluation that ran last."""
         too_many = too_many_sets({prompt.datasource for prompt in prompts})
         if too_many is not None:
             log.warning(too_many)
@@ -63,7 +92,8 @@ class EvaluationService:
         groups = await self._rollout.collect(self._prompts, self._params, samples=self._samples)
         if self._trajectories is not None and step is not None:
             self._trajectories.evaluation(step, groups)
-        self._scores = [list(group.scores) for group in groups]
+        asked = [prompt.messages or prompt.text for prompt in self._prompts]
+        self.latest = PromptScores(asked, [list(group.scores) for group in groups], self._threshold)
         failures = [failure for group in groups for failure in group.failures]
         sources: dict[str, list[RolloutGroup]] = defaultdict(list)
         for group in groups:
@@ -81,26 +111,6 @@ class EvaluationService:
         metrics["eval/response_length_mean"] = sum(t.action_length for s in samples for t in s) / len(samples)
         metrics["eval/truncated_share"] = sum(any(t.stop_reason.truncated for t in s) for s in samples) / len(samples)
         return metrics
-
-    def difference(self, other: "EvaluationService") -> dict[str, float]:
-        """Returns by how much the latest evaluation is better than the latest of `other`, as `eval/pass@1_difference`
-        and `eval/mean_difference`, each with its standard error (`..._stderr`); nothing where the prompts differ."""
-        metrics: dict[str, float] = {}
-        if self._asked() != other._asked():
-            return metrics
-        for name, value in (("pass@1", self._pass_share), ("mean", fmean)):
-            first, second = ([value(of) if of else None for of in each] for each in (other._scores, self._scores))
-            compared = paired_difference(first, second)
-            if compared is not None:
-                whole = f"eval/{name}_difference"
-                metrics[whole], metrics[f"{whole}_stderr"] = compared
-        return metrics
-
-    def _asked(self) -> list[object]:
-        return [prompt.messages or prompt.text for prompt in self._prompts]
-
-    def _pass_share(self, scores: Sequence[float]) -> float:
-        return fmean(reaches(score, self._threshold) for score in scores)
 
     def _summary(self, prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
         scores, answers = [group.scores for group in groups], [group.answers for group in groups]

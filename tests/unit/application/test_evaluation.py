@@ -169,7 +169,9 @@ async def test_the_difference_of_two_models_has_the_standard_error_of_paired_pro
         monkeypatch.setitem(SCORES, prompt, scores)
     first = evaluating(sources, FakeAgentExecutor(play))
     await first.run()
-    assert second.difference(first) == pytest.approx(
+    assert second.latest is not None
+    assert first.latest is not None
+    assert second.latest.difference(first.latest) == pytest.approx(
         {
             "eval/pass@1_difference": 0.0,  # of -0.5, 0.5 and 0
             "eval/pass@1_difference_stderr": 0.5 / 3**0.5,
@@ -179,4 +181,5 @@ async def test_the_difference_of_two_models_has_the_standard_error_of_paired_pro
     )
     others = evaluating({"a": "x", "b": "x"}, FakeAgentExecutor(play))
     await others.run()
-    assert others.difference(first) == {}
+    assert others.latest is not None
+    assert others.latest.difference(first.latest) == {}
