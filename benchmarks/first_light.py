@@ -94,7 +94,7 @@ SECTIONS = {
     profile: 60,
     fsdp2: 60,
     compiled: 120,
-    vllm: 180,
+    vllm: 300,
     cluster: 460,
     families: 300,
     gpu_tests: 120,

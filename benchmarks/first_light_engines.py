@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,13 @@ def vllm(out: Any) -> None:
     if not GPU or (missing := lacking("vllm")):
         out["left out"] = f"needs {missing if GPU else 'a GPU'}"
         return
-    beside(out)
+    beside(out, _sampled)
+    out["eight bits"] = {}
+    beside(out["eight bits"], _pushed, quantization="fp8_per_tensor")
 
 
-def beside(out: Any) -> None:
-    """Starts the engine, and measures it."""
+def beside(out: Any, measured: Callable[[Any, Any, Any], Coroutine[Any, Any, None]], **extra: Any) -> None:
+    """Starts an engine with these settings of vLLM, and lets it be measured with what is trained."""
     from rollgrad.adapters.engines.vllm.engine import VLLMEngine
     from rollgrad.application.settings.sections.vllm import SyncBackend
 
@@ -93,21 +95,40 @@ def beside(out: Any) -> None:
             max_tokens=256 if RUN.tiny else 2048,
             memory_fraction=0.4,
             sync_backend=SyncBackend.CUDA_IPC if GPU else SyncBackend.SHARED_MEMORY,
+            extra=extra,
         )
         out["start_s"] = round(time.perf_counter() - t, 1)
         try:
-            asyncio.run(_sampled(out, engine, trained))
+            asyncio.run(measured(out, engine, trained))
         finally:
             engine.close()
 
 
-async def _sampled(out: Any, engine: Any, trained: Any) -> None:
-    from benchmarks.weight_sync import difference
+def _channel(engine: Any) -> Any:
     from rollgrad.adapters.weights.channel import EngineWeights
     from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
     from rollgrad.adapters.weights.shared_memory import shared_memory
 
-    channel = EngineWeights(engine, backend=cuda_ipc if GPU else shared_memory)
+    return EngineWeights(engine, backend=cuda_ipc if GPU else shared_memory)
+
+
+async def _pushed(out: Any, engine: Any, trained: Any) -> None:
+    from benchmarks.weight_sync import difference
+
+    channel, new = _channel(engine), 4 if RUN.tiny else 256
+    out["differs"] = same = await difference(engine, trained, new)
+    for _ in range(3):
+        step(trained, batch(1, 2, 8, 16))
+    out["differs before the push"] = before = await difference(engine, trained, new)
+    out["push_s"] = round((await channel.push(trained, 1))["seconds"], 3)
+    out["differs after it"] = after = await difference(engine, trained, new)
+    assert 2 * max(same, after) < before, "the engine does not have the trainer's weights"
+
+
+async def _sampled(out: Any, engine: Any, trained: Any) -> None:
+    from benchmarks.weight_sync import difference
+
+    channel = _channel(engine)
     new = 4 if RUN.tiny else 256
     for rows in (2,) if RUN.tiny else (1, 32, 128, 256):
         await played(engine, rows, new)

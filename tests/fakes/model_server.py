@@ -42,6 +42,7 @@ class ModelServer(JsonServer):
         token: str | None = None,
         renderer: ImageRenderer | None = None,
         forms: str = "auto",
+        quantization: str | None = None,
         port: int = 0,
     ) -> None:
         self.fails: list[int] = []
@@ -56,6 +57,7 @@ class ModelServer(JsonServer):
         self._tokens, self._token_ids, self._processed = tokens, token_ids, processed
         self.renderer = renderer
         self._develops, self._backend, self._token, self._forms = develops, backend, token, forms
+        self._quantization = quantization
         super().__init__(self._answer, port=port)
 
     def _answer(self, path: str, body: Any) -> tuple[int, Any]:
@@ -76,7 +78,8 @@ class ModelServer(JsonServer):
             transfer = None if self._backend is None else {"backend": self._backend}
             config = {
                 "weight_transfer_config": transfer,
-                "model_config": {"dtype": "torch.float32"},
+                "model_config": {"dtype": "torch.float32", "quantization": self._quantization},
+                "cache_config": {"cache_dtype": "auto"},
                 "structured_outputs_config": {"backend": self._forms},
             }
             return 200, {"vllm_config": config}

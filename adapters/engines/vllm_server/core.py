@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from attrs import evolve
 
@@ -30,6 +31,8 @@ from rollgrad.application.foreign import foreign_code
 from rollgrad.application.settings.quantized import quantized_by
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
+
+log = structlog.get_logger(__name__)
 
 PROBE_SECONDS = 120.0
 """Longest that a server may take for one call of the probe: its first reply may have to warm up."""
@@ -197,6 +200,13 @@ class ServedCore(Core):
                 f"{' and '.join(lacking)}: start it as docs/cluster.md says, or only evaluate (`rollgrad eval`)."
             )
         _, self.model, self._follows = self._configured(info)
+        if self.model.quantized:
+            log.info(
+                "the server quantises, and is another policy than the one that trains; --algo.correction.level token "
+                "corrects for it",
+                server=self.http.url,
+                by=" and ".join(self.model.quantized),
+            )
         await self.abort(())
         await self.thaw()
         await self._require_files(directory)
@@ -211,8 +221,7 @@ class ServedCore(Core):
         with foreign_code(self._no_answer):
             config = info["vllm_config"]
             dtype: torch.dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
-            cached = (config.get("cache_config") or {}).get("cache_dtype", "auto")
-            quantized = quantized_by(config["model_config"].get("quantization"), cached)
+            quantized = quantized_by(config["model_config"]["quantization"], config["cache_config"]["cache_dtype"])
             model = EngineModel(dtype, self.model.vocabulary, quantized)
             way, forms = (config.get(f"{name}_config") or {} for name in ("weight_transfer", "structured_outputs"))
             return way.get("backend"), model, forms.get("backend", GRAMMARS_FOLLOWED_ALIKE[0])

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from structlog.testing import capture_logs
 
 from rollgrad.adapters.engines.vllm_server.client import TOKEN_VARIABLE, ServerClient
 from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire, TokensWire
@@ -161,6 +162,17 @@ async def test_a_server_elsewhere_sees_files_of_a_shared_directory(
     monkeypatch.setattr("tests.fakes.model_server.Path.exists", lambda path: False)
     with pytest.raises(ConfigurationError, match=r"point --ckpt\.output_dir to a file system"):
         await using(engine_of(server.url), require)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+async def test_a_server_that_quantises_is_named_with_what_corrects_for_it(
+    serve: Serve, quantization: str | None
+) -> None:
+    server = serve(quantization=quantization)
+    with capture_logs() as logs:
+        await using(engine_of(server.url), ServedEngine.require_weights)
+    told = [line for line in logs if "--algo.correction.level token" in line["event"]]
+    assert [(line["server"], line["by"]) for line in told] == [(server.url, "fp8")] * (quantization is not None)
 
 
 async def test_a_server_that_is_not_ready_lacks_nothing(serve: Serve) -> None:
