@@ -88,7 +88,7 @@ class TrainedModule(Protocol):
                 f"Optimizer step {self.steps} has made weights NaN, infinite or so large (a norm above "
                 f"{LARGEST_NORM:g}) that nothing can be computed with them: lower the learning rate "
                 "(--actor.adam.lr, --actor.muon.lr or --critic.adam.lr), with which --ckpt.resume continues from the "
-                "last training state."
+                "last training state, if one was saved."
             )
 
     def clear(self) -> None:
