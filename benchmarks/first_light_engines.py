@@ -76,7 +76,7 @@ def vllm(out: Any) -> None:
         return
     beside(out, _sampled)
     out["eight bits"] = {}
-    beside(out["eight bits"], _pushed, quantization="fp8_per_tensor")
+    beside(out["eight bits"], _in_eight_bits, quantization="fp8_per_tensor")
 
 
 def beside(out: Any, measured: Callable[[Any, Any, Any], Coroutine[Any, Any, None]], **extra: Any) -> None:
@@ -104,38 +104,20 @@ def beside(out: Any, measured: Callable[[Any, Any, Any], Coroutine[Any, Any, Non
             engine.close()
 
 
-def _channel(engine: Any) -> Any:
+async def _in_eight_bits(out: Any, engine: Any, trained: Any) -> None:
+    _, right, wrong = await _pushed(out, engine, trained)
+    assert 2 * right < wrong, "the engine does not have the trainer's weights"
+
+
+async def _pushed(out: Any, engine: Any, trained: Any) -> tuple[Any, float, float]:
+    """Pushes weights after some steps; returns the channel, and by how much the log-probs of engine and trainer differ
+    with the same weights, at most, and with those of before the steps."""
+    from benchmarks.weight_sync import difference
     from rollgrad.adapters.weights.channel import EngineWeights
     from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
     from rollgrad.adapters.weights.shared_memory import shared_memory
 
-    return EngineWeights(engine, backend=cuda_ipc if GPU else shared_memory)
-
-
-async def _pushed(out: Any, engine: Any, trained: Any) -> None:
-    from benchmarks.weight_sync import difference
-
-    channel, new = _channel(engine), 4 if RUN.tiny else 256
-    out["differs"] = same = await difference(engine, trained, new)
-    for _ in range(3):
-        step(trained, batch(1, 2, 8, 16))
-    out["differs before the push"] = before = await difference(engine, trained, new)
-    out["push_s"] = round((await channel.push(trained, 1))["seconds"], 3)
-    out["differs after it"] = after = await difference(engine, trained, new)
-    assert 2 * max(same, after) < before, "the engine does not have the trainer's weights"
-
-
-async def _sampled(out: Any, engine: Any, trained: Any) -> None:
-    from benchmarks.weight_sync import difference
-
-    channel = _channel(engine)
-    new = 4 if RUN.tiny else 256
-    for rows in (2,) if RUN.tiny else (1, 32, 128, 256):
-        await played(engine, rows, new)
-        t = time.perf_counter()
-        await played(engine, rows, new)
-        t = time.perf_counter() - t
-        out[f"{rows} rows"] = {"ms_a_step": round(1e3 * t / new, 2), "tok_s": round(rows * new / t)}
+    channel, new = EngineWeights(engine, backend=cuda_ipc if GPU else shared_memory), _new()
     out["differs"] = same = await difference(engine, trained, new)
     for _ in range(3):
         step(trained, batch(1, 2, 8, 16))
@@ -149,6 +131,25 @@ async def _sampled(out: Any, engine: Any, trained: Any) -> None:
             "gib": round(moved["bytes"] / 2**30, 2),
         }
     out["differs after it"] = after = await difference(engine, trained, new)
+    return channel, max(same, after), before
+
+
+def _new() -> int:
+    """Tokens of a reply."""
+    return 4 if RUN.tiny else 256
+
+
+async def _sampled(out: Any, engine: Any, trained: Any) -> None:
+    from benchmarks.weight_sync import difference
+
+    new = _new()
+    for rows in (2,) if RUN.tiny else (1, 32, 128, 256):
+        await played(engine, rows, new)
+        t = time.perf_counter()
+        await played(engine, rows, new)
+        t = time.perf_counter() - t
+        out[f"{rows} rows"] = {"ms_a_step": round(1e3 * t / new, 2), "tok_s": round(rows * new / t)}
+    channel, right, wrong = await _pushed(out, engine, trained)
     for turn in ("first", "again"):
         free, t = _free_gib(), time.perf_counter()
         await engine.sleep()
@@ -163,7 +164,7 @@ async def _sampled(out: Any, engine: Any, trained: Any) -> None:
             "wake_and_push_s": round(time.perf_counter() - t, 2),
         }
     out["differs after it slept"] = slept_after = await difference(engine, trained, new)
-    assert 5 * max(same, after, slept_after) < before, "the engine does not have the trainer's weights"
+    assert 5 * max(right, slept_after) < wrong, "the engine does not have the trainer's weights"
 
 
 def _free_gib() -> float:

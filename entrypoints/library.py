@@ -92,7 +92,6 @@ def _log_choices(config: RLConfig) -> None:
     log_ratios(config)
 
 
-@gives_memory_back
 def evaluate(
     config: RLConfig,
     *,
@@ -101,7 +100,7 @@ def evaluate(
     **adapters: Any,
 ) -> dict[str, float]:
     """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`; arguments as for `train`."""
-    return _evaluate(config, reward, environment, adapters)[0]
+    return _evaluate(config, reward=reward, environment=environment, **adapters)[0]
 
 
 def evaluate_models(configs: Sequence[RLConfig]) -> dict[str, dict[str, float]]:
@@ -110,23 +109,25 @@ def evaluate_models(configs: Sequence[RLConfig]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     first: PromptScores | None = None
     for config in configs:
-        metrics, scores = gives_memory_back(_evaluate)(config)
+        metrics, scores = _evaluate(config)
         found[config.actor.model_name_or_path] = metrics | ({} if first is None else scores.difference(first))
         first = first or scores
     return found
 
 
+@gives_memory_back
 def _evaluate(
     config: RLConfig,
+    *,
     reward: RewardSource | Callable[..., Any] | None = None,
     environment: Callable[[], Environment] | None = None,
-    adapters: Mapping[str, Any] | None = None,
+    **adapters: Any,
 ) -> tuple[dict[str, float], PromptScores]:
     """Returns the metrics of `evaluate`, and the scores that they are of."""
     config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is, which training changes
     load_extension(config)
     validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
-    container = container_with(config, reward, environment, adapters or {}, "evaluate")
+    container = container_with(config, reward, environment, adapters, "evaluate")
     container.reward_spec.override(providers.Object(config.eval.dataset))
     keep_roles(container, "engines", "reward")
     try:

@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 @contextmanager
 def reporting_blocks(seconds: float = BLOCKED_SECONDS) -> Iterator[None]:
     """Warns inside the block where a user's function blocks the running event loop for `seconds`: an `async def` that
-    waits without `await`. Nothing else in the process can say so, for all wait for it, signals too."""
+    waits without `await`. Nothing that runs in the loop can say so, for all of it waits."""
     loop, thread, over = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
 
     def watch() -> None:

@@ -7,9 +7,10 @@ AS_IT_COMPUTES = ("auto", "bfloat16", "float16", "float32")
 """Formats in vLLM's settings that quantise nothing."""
 
 
-def quantized_by(weights: str | None, keys_and_values: str | None) -> tuple[str, ...]:
-    """Returns vLLM's names of what is quantised with such a `quantization` and `kv_cache_dtype`; none if nothing is."""
-    return tuple(name for name in (weights, keys_and_values) if name and name not in AS_IT_COMPUTES)
+def quantized_by(*formats: str | None) -> tuple[str, ...]:
+    """Returns those of vLLM's formats, of weights (`quantization`) or of keys and values (`kv_cache_dtype`), that
+    quantise."""
+    return tuple(name for name in formats if name and name not in AS_IT_COMPUTES)
 
 
 def quantized_engine(config: RLConfig) -> str | None:
@@ -17,5 +18,5 @@ def quantized_engine(config: RLConfig) -> str | None:
     extra = config.vllm.extra or {}
     if config.rollout.engine is not Engine.VLLM:
         return None
-    names = [name for name in ("quantization", "kv_cache_dtype") if quantized_by(extra.get(name), None)]
+    names = [name for name in ("quantization", "kv_cache_dtype") if quantized_by(extra.get(name))]
     return " and ".join(f"vllm.extra.{name} {extra[name]}" for name in names) or None
