@@ -244,6 +244,8 @@ def settings_tree(config: attrs.AttrsInstance) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, StrEnum):  # in the place of a text, such as a name of one's own
+            return value.value
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
     tree: dict[str, Any] = plain(_converter.unstructure(config))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.algorithms.settings import KLEstimator
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import (
     dump_config,
@@ -54,6 +55,12 @@ def test_what_is_dumped_reads_back_equal(config: RLConfig) -> None:
     config.algo.preset = None  # expanded when read
     assert yaml.safe_load(dump_config(config)) == settings_tree(config)
     assert structure_config(settings_tree(config)) == config
+
+
+def test_an_enumerated_value_where_names_of_ones_own_may_stand_is_dumped() -> None:
+    config = RLConfig()
+    config.algo.kl.init_coef, config.algo.kl.estimator = 0.1, KLEstimator.K3
+    assert structure_config(yaml.safe_load(dump_config(config))) == config
 
 
 def test_a_path_whose_bytes_are_no_utf8_is_dumped() -> None:
