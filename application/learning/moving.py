@@ -1,21 +1,56 @@
-"""A reference that moves toward the policy while this is trained (TR-DPO): the moving average of the policy's weights.
+"""A reference that moves toward the policy while this is trained: the moving average of the policy's weights.
 
 Its log-probs are those of the step alone, and are never kept.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from attrs import evolve
+from torch import Tensor
 
 from rollgrad.application.learning.examples import Pack
 from rollgrad.application.learning.reference import trained_logprobs
 from rollgrad.domain.batches.examples import ExampleBatch, pack_preferences
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.episodes.examples import Preference
-from rollgrad.domain.ports.models import AveragedPolicy
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.models import AveragedPolicy, PolicyModel, ReferenceModel, TokenScores
+
+
+class AveragedReference(ReferenceModel):
+    """The policy with the averages in the place of its weights, with which nothing else may compute meanwhile.
+
+    Raises:
+        ConfigurationError: the policy, which the caller brought, keeps no averages.
+    """
+
+    def __init__(self, policy: PolicyModel) -> None:
+        if not isinstance(policy, AveragedPolicy):
+            raise ConfigurationError(
+                f"algo.kl.ref_sync_steps is set, but the policy that was given, a {type(policy).__name__}, has no "
+                "method `averaged`: leave --algo.kl.ref_sync_steps out, or give it one."
+            )
+        self._policy = policy
+
+    def padded(self) -> bool:
+        """Implements `ReferenceModel.padded`."""
+        return self._policy.padded()
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """Implements `ReferenceModel.score`."""
+        with self._policy.averaged():
+            return self._policy.score(batch)
+
+    def logprobs(self, passes: Passes[Any]) -> Tensor:
+        """Implements `ReferenceModel.logprobs`: the weights change places once for all passes."""
+        with self._policy.averaged():
+            return self._policy.logprobs(passes)
 
 
 def against_average(policy: AveragedPolicy, *, max_tokens: int, shares: int = 1) -> Pack[Preference]:
-    """Returns what packs the pairs of a step with their log-probs under the average of the policy's weights.
+    """Returns what packs the pairs of a step with their log-probs under the average of the policy's weights (TR-DPO).
 
     Args:
         policy: the model as it is before the step.

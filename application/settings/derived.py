@@ -8,6 +8,7 @@ import attrs
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.ds import PARAMETERS
+from rollgrad.domain.algorithms.settings import KLAgainst
 
 SEQUENCES_AT_ONCE = 128
 """Sequences decoded together where nothing is set."""
@@ -77,6 +78,17 @@ def longest_sample(config: RLConfig) -> int:
 def _with_reply(config: RLConfig, reply: int) -> int:
     separately = config.data.prompt_limit + reply
     return separately if config.data.max_len is None else min(config.data.max_len, separately)
+
+
+def moves_reference(config: RLConfig) -> bool:
+    """Whether the reference is a moving average of the policy's weights, in the policy's processes."""
+    kl = config.algo.kl
+    return kl.init_coef > 0 and kl.against is KLAgainst.REFERENCE and kl.ref_sync_steps is not None
+
+
+def keeps_average(config: RLConfig) -> bool:
+    """Whether a moving average of the actor's weights is kept, in the machine's memory."""
+    return config.train.enable_ema or moves_reference(config)
 
 
 def ranks(config: RLConfig, model: str = "actor") -> int:

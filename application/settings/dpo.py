@@ -142,11 +142,6 @@ def _moving_problems(run: DPORun) -> Iterator[str]:
             f"{known}ref.model_name_or_path is {run.ref.model_name_or_path!r}, and a reference that moves begins as "
             "the policy: leave --ref.model_name_or_path or --dpo.ref_sync_steps out."
         )
-    if run.actor.lora.rank:
-        yield (
-            f"{known}actor.lora.rank is {run.actor.lora.rank}, and with adapters the reference is the model without "
-            "them: leave --actor.lora.rank or --dpo.ref_sync_steps out."
-        )
     if run.train.enable_ema:
         yield (
             f"{known}train.enable_ema is on, and one average of the weights is kept: leave --train.enable_ema or "
@@ -157,11 +152,6 @@ def _moving_problems(run: DPORun) -> Iterator[str]:
         yield (
             f"{known}ckpt.best_metric is {best!r}, which compares with the reference, and that is another one at each "
             "evaluation: set --ckpt.best_metric eval/chosen_token_accuracy, or leave one of the two out."
-        )
-    if run.cluster.enable:
-        yield (
-            f"{known}cluster.enable is on, and a reference moves in one process alone: leave --cluster.enable or "
-            "--dpo.ref_sync_steps out."
         )
 
 

@@ -8,7 +8,7 @@ import math
 
 from attrs import evolve
 
-from rollgrad.application.settings.derived import divides_reward, longest_sample, ranks
+from rollgrad.application.settings.derived import divides_reward, keeps_average, longest_sample, moves_reference, ranks
 from rollgrad.application.settings.engine_memory import engine_share, engines_sleep
 from rollgrad.application.settings.memory_places import Machine, RoleMemory
 from rollgrad.application.settings.memory_plan_passes import (
@@ -70,8 +70,13 @@ def memory_plan(
         rows.append(_saved(config, row, (critic or plain).without_head(), machine))
     compares = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
     whole = config.algo.kl.estimator == KLEstimator.FULL
-    # In one process the reference is the actor without its adapters, unless whole distributions are compared.
-    if compares and (config.cluster.enable or reference is not None or not actor.adapters or whole):
+    # In one process the reference is the actor without its adapters, unless whole distributions are compared; one that
+    # moves is the actor with other weights, everywhere.
+    if (
+        compares
+        and not moves_reference(config)
+        and (config.cluster.enable or reference is not None or not actor.adapters or whole)
+    ):
         beside = "actor" if whole else "reference"
         rows.append(_reference(config, reference or base, compute_bytes, machine, beside=beside, told=told))
     if reward is not None:
@@ -124,7 +129,7 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     tokens = most.distinct
     head = 0 if shape.headless else head_bytes(config, shape, tokens, compute_bytes, machine.gpu, gradients=True)
     masters = shape.trained * FLOAT32_BYTES
-    average = masters if role == "actor" and config.train.enable_ema else 0  # in the machine's memory
+    average = masters if role == "actor" and keeps_average(config) else 0  # in the machine's memory
     passes = training_bytes(config, shape, tokens, compute_bytes, head, machine.gpu) + shape.dequantised(compute_bytes)
     passes += exchanged_bytes(config, shape, tokens, compute_bytes, trained=True)
     passes += repeated_bytes(config, shape, most.repeated, compute_bytes, trained=True)
@@ -230,7 +235,7 @@ def _saved(config: RLConfig, row: RoleMemory, shape: ModelShape, machine: Machin
     counts as much."""
     if not config.ckpt.async_save:
         return row
-    averages = row.role == "actor" and config.train.enable_ema
+    averages = row.role == "actor" and keeps_average(config)
     state = shape.trained * (1 + ADAM_MOMENTS + averages) * FLOAT32_BYTES
     rows = config.cluster.enable and config.cluster.strategy is Strategy.FSDP2
     copy = math.ceil(state / (row.processes if rows else row.on_a_machine))

@@ -4,7 +4,8 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.settings import COUNT, POSITIVE, SHARE, SOME_SHARE, Condition, Range, setting
+from rollgrad.domain.algorithms.settings import MOVING
+from rollgrad.domain.settings import COUNT, POSITIVE, SHARE, SOME_SHARE, Range, setting
 
 
 class FDivergence(StrEnum):
@@ -14,11 +15,6 @@ class FDivergence(StrEnum):
     FORWARD_KL = "forward_kl"
     JS = "js_divergence"
     ALPHA = "alpha_divergence"
-
-
-MOVING = Condition(
-    lambda here, run: here.ref_sync_steps is not None, "the reference never moves", "set --{at}ref_sync_steps"
-)
 
 
 @define(kw_only=True)

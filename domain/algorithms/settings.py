@@ -44,6 +44,9 @@ WHOLE_KL = Condition(
     "only the full estimator compares whole distributions",
     "set --{at}estimator to full",
 )
+MOVING = Condition(
+    lambda here, run: here.ref_sync_steps is not None, "the reference never moves", "set --{at}ref_sync_steps"
+)
 ADAPTIVE_KL = Condition(
     lambda here, run: here.target is not None, "a fixed KL weight has no horizon", "set --{at}target"
 )
@@ -88,6 +91,19 @@ class KLSettings:
         "that passed (SDPO; without one a reply is not taught), {NAME} a column of the row. The template itself, or a "
         "text file.",
         only_if=WITH_KL,
+    )
+    ref_sync_steps: int | None = setting(
+        None,
+        "Optimizer steps after each of which the reference moves toward the policy, in whose processes it then is; "
+        "with ref_mixup 1 it becomes the policy (ProRL, Liu et al. 2025, arXiv:2505.24864). None: it never moves.",
+        COUNT,
+        only_if=WITH_KL,
+    )
+    ref_mixup: float = setting(
+        0.6,
+        "Share of the policy in the weights of the reference that has moved; the rest is the reference before.",
+        SOME_SHARE,
+        only_if=MOVING,
     )
     target: float | None = setting(
         None,

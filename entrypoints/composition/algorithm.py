@@ -1,6 +1,7 @@
 """Makes the objects of an algorithm from its settings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from attrs import evolve
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from rollgrad.application.rollouts.sampler import SamplingPlan
 from rollgrad.application.rollouts.voting import voted
 from rollgrad.application.settings.correction import correction_level
+from rollgrad.application.settings.derived import moves_reference
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.domain.algorithms.catalogue import estimator_traits, policy_loss_traits
@@ -35,6 +37,7 @@ from rollgrad.domain.control.staleness import StalenessBound
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.ports.models import PolicyObjective
 from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.entrypoints.composition.models import averaging, following
 
 
 def make_aggregation(config: RLConfig) -> str:
@@ -190,12 +193,24 @@ def make_curriculum(config: RLConfig) -> Curriculum | None:
 
 
 def reference_kind(config: RLConfig) -> str:
-    """Returns the kind of reference model, or that there is none: one of its own, or the one that the policy's scores
-    are compared with."""
+    """Returns the kind of reference model, or that there is none: one of its own, the policy with the average of its
+    weights, or the one that the policy's scores are compared with."""
     kl = config.algo.kl
     if kl.init_coef == 0 or kl.against is not KLAgainst.REFERENCE:
         return "none"
+    if moves_reference(config):
+        return "averaged"
     return "compared" if kl.estimator == KLEstimator.FULL else "loaded"
+
+
+def make_average(config: RLConfig) -> Mapping[str, Any]:
+    """Returns the optimizer's settings of the moving average of the actor's weights: the reference, or one that is
+    saved, or none."""
+    kl = config.algo.kl
+    if not moves_reference(config):
+        return averaging(config.train)
+    assert kl.ref_sync_steps is not None
+    return following(kl.ref_sync_steps, kl.ref_mixup)
 
 
 def critic_kind(config: RLConfig) -> str:

@@ -19,6 +19,7 @@ from rollgrad.domain.ports.models import AveragedPolicy, PolicyModel
 from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.examples import make_stream
 from rollgrad.entrypoints.composition.injection import providers
+from rollgrad.entrypoints.composition.models import following
 from rollgrad.entrypoints.composition.offline import complete, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.composition.reference import ReferencedContainer, References, make_referenced_roles
 
@@ -27,7 +28,7 @@ NOT_LOG_2 = "the loss would not begin at log 2"
 
 def make_dpo_roles(run: DPORun) -> dict[str, Role]:
     """Returns the processes of the models in a cluster."""
-    return make_referenced_roles(run, compared=has_reference(run.dpo))
+    return make_referenced_roles(run, compared=has_reference(run.dpo) and run.dpo.ref_sync_steps is None)
 
 
 def make_pairs(
@@ -111,8 +112,7 @@ def dpo_container(config: DPORun) -> DPOContainer:
         learned = providers.Singleton(make_stream, container.preparation, config.train, preference)
     if config.dpo.ref_sync_steps is not None:
         pack = providers.Singleton(make_moving_pack, config, container.policy)
-        average = {"ema_beta": 1 - config.dpo.ref_mixup, "ema_every": config.dpo.ref_sync_steps, "ema_saved": False}
-        container.average.override(providers.Object(average))
+        container.average.override(providers.Object(following(config.dpo.ref_sync_steps, config.dpo.ref_mixup)))
     if sorts_pairs(config.dpo):
         pack = providers.Singleton(make_ranked_pack, config, container.policy, pack)
     complete(

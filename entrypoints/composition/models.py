@@ -88,6 +88,12 @@ def averaging(train: TrainConfig) -> Mapping[str, Any]:
     return {"ema_beta": train.ema_beta} if train.enable_ema else NO_AVERAGE
 
 
+def following(steps: int, mixup: float) -> Mapping[str, Any]:
+    """Returns those of an average that is a reference: after every so many optimizer steps the share `mixup` of it is
+    the actor's weights, and it is not saved beside them."""
+    return {"ema_beta": 1 - mixup, "ema_every": steps, "ema_saved": False}
+
+
 def make_actor_model(
     actor: ModelConfig,
     name: str | None = None,

@@ -17,6 +17,7 @@ from rollgrad.adapters.rewards.verifiers import VerifierReward
 from rollgrad.application.engines.observed import ObservedEngine
 from rollgrad.application.episodes.single_turn import SingleTurnExecutor
 from rollgrad.application.learning.experience import ExperienceService
+from rollgrad.application.learning.moving import AveragedReference
 from rollgrad.application.learning.update import UpdateService
 from rollgrad.application.pipelines.alternating import Alternating
 from rollgrad.application.pipelines.learner import RLLearner
@@ -48,6 +49,7 @@ from rollgrad.entrypoints.composition.algorithm import (
     always_scores,
     critic_kind,
     make_aggregation,
+    make_average,
     make_centering,
     make_curriculum,
     make_entropy_controller,
@@ -169,6 +171,7 @@ class RLContainer(EngineContainer):
     reference = providers.Selector(
         providers.Callable(reference_kind, base.config),
         loaded=base.loaded_reference,
+        averaged=providers.Singleton(AveragedReference, base.policy),
         compared=providers.Object(None),
         none=providers.Object(None),
     )
@@ -382,8 +385,10 @@ def rl_container(config: RLConfig) -> RLContainer:
                 make_compared_reference, container.config, container.tokenizer, container.image_renderer
             ),
             loaded=providers.Object(None),
+            averaged=providers.Object(None),
             none=providers.Object(None),
         ),
+        average=providers.Callable(make_average, container.config),
         centering=providers.Callable(make_centering, container.config),
         extension=providers.Callable(load_extension, container.config),
         roles=providers.Callable(cluster_roles, container.config),

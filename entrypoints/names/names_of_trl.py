@@ -115,11 +115,8 @@ TRL: Mapping[str, str] = {
     **alike("vespo_lambda_pos vespo_lambda_neg", "write --actor.vespo_lambda POSITIVE NEGATIVE."),
     "importance_sampling_level": "write --actor.policy_loss_type ppo for the token's ratio, gspo for the sequence's.",
     **alike("loss_type loss_agg_mode", AGGREGATION),
-    **alike(
-        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
-        "the reference stays as it is all through the run: another run may begin with the model of this one, and train "
-        "dpo has --dpo.ref_sync_steps.",
-    ),
+    **alike("sync_ref_model ref_model_sync_steps", "algo.kl.ref_sync_steps"),
+    "ref_model_mixup_alpha": "algo.kl.ref_mixup",
     "top_entropy_quantile": "algo.top_entropy_quantile",
     **alike("entropy_coef ent_coef entropy_coeff", "actor.entropy_coef"),
     "use_adaptive_entropy": "write --actor.entropy_target.",

@@ -139,10 +139,17 @@ REFERENCE: Mapping[str, Flag] = {
     ),
     "precompute_ref_batch_size": Flag(INTEGER, reason=EVALUATED, idle=NOTHING),
     **{
-        name: Flag(WORDS, reason=TRL["sync_ref_model"].rstrip("."), idle=NOTHING)
+        name: Flag(WORDS, reason="the reference stays as it is all through the run", idle=NOTHING)
         for name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
     },
 }
+
+MOVING: Mapping[str, Flag] = {
+    "sync_ref_model": Flag(SWITCH),
+    "ref_model_mixup_alpha": Flag(NUMBER),
+    "ref_model_sync_steps": Flag(INTEGER),
+}
+"""Flags of a reference that moves."""
 
 TEMPLATE = Flag(TEXT, "data.chat_template")
 
@@ -180,9 +187,7 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "label_smoothing": Flag(NUMBER),
         "beta": Flag(NUMBER, "dpo.beta", default=0.1),
         "use_weighting": Flag(SWITCH, "dpo.wpo"),
-        "sync_ref_model": Flag(SWITCH),
-        "ref_model_mixup_alpha": Flag(NUMBER),
-        "ref_model_sync_steps": Flag(INTEGER),
+        **MOVING,
         "discopop_tau": Flag(NUMBER, "dpo.discopop_tau"),
     },
     "kto": {
@@ -215,6 +220,7 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "steps_per_generation": Flag(INTEGER),
         "beta": Flag(NUMBER, default=0.0),
         "use_bias_correction_kl": Flag(SWITCH, default=True),
+        **MOVING,
         "num_iterations": Flag(INTEGER, "train.max_epochs"),
         "epsilon": Flag(NUMBER, default=0.2),
         "epsilon_high": Flag(NUMBER),
@@ -272,8 +278,7 @@ OTHERS_OF_GRPO = """
 cache_implementation chat_template_kwargs ds3_gather_for_generation entropy_coef_delta entropy_coef_max
 entropy_coef_min entropy_target generation_kwargs log_completions_hub_repo log_multimodal log_unique_prompts
 max_tool_calling_iterations min_p multi_objective_aggregation
-ref_model_mixup_alpha ref_model_sync_steps repetition_penalty
-shuffle_dataset sync_ref_model transformers_continuous_batching_config
+repetition_penalty shuffle_dataset transformers_continuous_batching_config
 use_adaptive_entropy use_transformers_continuous_batching use_transformers_paged
 vllm_enable_sleep_mode vllm_group_port
 vllm_model_impl

@@ -28,6 +28,7 @@ from rollgrad.entrypoints.translation.schedules import SCHEDULERS
 from rollgrad.entrypoints.translation.words import Given, options, parse
 from rollgrad.entrypoints.trl.grpo import count_rollouts, finish_grpo
 from rollgrad.entrypoints.trl.launch import launched
+from rollgrad.entrypoints.trl.moving_reference import follow_policy
 
 USAGE = """usage: rollgrad trl [--run] COMMAND --flag value ...
 
@@ -41,9 +42,6 @@ of --config is read as TRL does.
 
 OLDER_LOSSES = {"aot_pair": "aot"}
 """Losses of pairs that earlier releases of TRL called otherwise."""
-
-SYNC_STEPS = 512
-"""TRL's default number of steps between moves of a reference."""
 
 LORA_DROPOUT = 0.05
 """TRL's default share of the inputs of adapters that training leaves out."""
@@ -338,12 +336,7 @@ def _finish_dpo(draft: Draft) -> None:
     draft.set("dpo.loss", losses)
     if draft.value("use_weighting", False) and "sft" in losses:
         draft.change("use_weighting", "the likelihood of the chosen replies is not weighed, in TRL by the mean weight")
-    if draft.value("sync_ref_model", False):
-        draft.set("dpo.ref_sync_steps", draft.value("ref_model_sync_steps", SYNC_STEPS))
-        draft.set("dpo.ref_mixup", draft.value("ref_model_mixup_alpha", 0.6))
-    else:
-        for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
-            draft.lose(name, "the reference never moves without --sync_ref_model, in TRL neither")
+    follow_policy(draft, "dpo")
     coef = draft.value("f_alpha_divergence_coef", 0.5)
     if draft.value("f_divergence_type", "reverse_kl") == "alpha_divergence":
         draft.set("dpo.f_alpha", 1 - coef)  # TRL's is that of u^(coef - 1), ours that of u^-alpha

@@ -7,6 +7,7 @@ from typing import Any
 
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.translation.draft import Draft
+from rollgrad.entrypoints.trl.moving_reference import follow_policy
 
 LOSSES: Mapping[str, tuple[str, str | None]] = {
     "dapo": ("ppo", "token_mean"),
@@ -181,8 +182,10 @@ def _function_path(dotted: str) -> str | None:
 def _kl(draft: Draft) -> None:
     beta = draft.value("beta")
     if not beta:
-        draft.lose("use_bias_correction_kl", "there is no KL without --beta, in TRL neither")
+        for name in ("use_bias_correction_kl", "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"):
+            draft.lose(name, "there is no KL without --beta, in TRL neither")
         return
+    follow_policy(draft, "algo.kl")
     draft.set("algo.kl.init_coef", beta)
     draft.set("algo.kl.use_loss", True)
     draft.set("algo.kl.estimator", "k3_unbiased" if draft.value("use_bias_correction_kl") else "k3")

@@ -169,6 +169,23 @@ def test_a_policy_comes_nearer_to_its_teacher_on_its_own_replies(workspace: Path
     assert 0 < coarse["policy/ref_kl"] < first["ref_kl"]
 
 
+@pytest.mark.parametrize("adapters", ["", "--actor.lora.rank 4"], ids=["weights", "adapters"])
+def test_a_reference_moves_toward_the_policy(workspace: Path, adapters: str) -> None:
+    """After two optimizer steps it is the policy itself, or has come nearer."""
+    flags = (
+        "--algo.advantage.estimator group_norm --algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator k3 "
+        f"--actor.adam.lr 5e-3 --train.max_steps 4 {adapters}"
+    )
+    still, reset, nearer = (
+        [row["policy/ref_kl"] for row in train(flags, moving)]
+        for moving in ("", "--algo.kl.ref_sync_steps 2 --algo.kl.ref_mixup 1", "--algo.kl.ref_sync_steps 2")
+    )
+    assert still[:2] == reset[:2] == nearer[:2]
+    assert [distance > 1e-6 for distance in reset] == [False, True, False, True]
+    assert 1e-6 < nearer[2] < 0.5 * still[2]
+    assert not (workspace / "out" / "model" / "ema").exists()
+
+
 def test_a_teacher_reads_what_the_policy_does_not(workspace: Path, tiny_model_dir: Path) -> None:
     """Advantages are the log-ratios that transformers computes: of a reply after what the teacher reads, and after the
     prompt. The whole divergence is of the same two, and falls."""

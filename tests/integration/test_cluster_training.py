@@ -28,7 +28,7 @@ from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.application.settings.sections.vllm import SyncBackend
-from rollgrad.domain.algorithms.settings import CorrectionLevel
+from rollgrad.domain.algorithms.settings import CorrectionLevel, KLEstimator, KLSettings
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import LostProcessError
@@ -61,6 +61,7 @@ def make(wide_headed_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
         made.actor.model_name_or_path, made.actor.dtype = str(wide_headed_model_dir), DType.FLOAT32
         made.actor.adam.lr = 1e-3
         made.algo.advantage.estimator, made.algo.top_entropy_quantile = "group_norm", 0.5
+        made.algo.kl = KLSettings(init_coef=0.1, use_loss=True, estimator=KLEstimator.K3, ref_sync_steps=2)
         made.data.prompt_dataset, made.data.label_key = str(tmp_path / "prompts.jsonl"), "label"
         made.rollout.batch_size, made.rollout.n_samples_per_prompt, made.rollout.max_new_tokens = 2, 4, 12
         made.rollout.engine = Engine.VLLM if vllm else Engine.EMBEDDED
@@ -111,7 +112,7 @@ def finished(make: Callable[..., RLConfig]) -> RLConfig:
 def test_a_run_in_several_processes_is_the_run_in_one(make: Callable[..., RLConfig], finished: RLConfig) -> None:
     lone = without_cluster(make("lone"))
     for one, other in zip(train(lone), steps(finished), strict=True):
-        for key in ("reward/mean", "rollout/entropy", "policy/loss", "policy/grad_norm"):
+        for key in ("reward/mean", "rollout/entropy", "policy/loss", "policy/grad_norm", "policy/ref_kl"):
             assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5)
     for name, tensor in model(lone).items():
         torch.testing.assert_close(model(finished)[name], tensor, rtol=0, atol=1e-3)
@@ -150,6 +151,7 @@ TRAINERS: dict[str, tuple[type[Any], Callable[[Any], rollgrad.TrainResult], tupl
     "dpo": (rollgrad.DPORun, rollgrad.train_dpo, ("train/reward_margin", "train/accuracy")),
     "dpo_of_three": (rollgrad.DPORun, rollgrad.train_dpo, ("train/reward_margin",)),
     "dpo_streamed": (rollgrad.DPORun, rollgrad.train_dpo, ("train/reward_margin",)),
+    "dpo_moving": (rollgrad.DPORun, rollgrad.train_dpo, ("train/reward_margin", "eval/reward_margin")),
     "kto": (rollgrad.KTORun, rollgrad.train_kto, ("train/kl", "train/accuracy", "eval/kl")),
     "kd": (rollgrad.KDRun, rollgrad.train_kd, ("train/divergence", "eval/divergence")),
     "kd_served": (rollgrad.KDRun, rollgrad.train_kd, ("train/divergence", "eval/divergence")),
@@ -164,6 +166,7 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "sft": {"cluster.strategy": Strategy.FSDP2},
     "sft_of_a_mixture": {"cluster.strategy": Strategy.FSDP2, "cluster.expert_parallel_size": 2, **SELECTIVE},
     "dpo": {"cluster.strategy": Strategy.FSDP2, "cluster.offload": True, **SELECTIVE},
+    "dpo_moving": {"cluster.strategy": Strategy.FSDP2},
     "dpo_of_three": {"ds.zero_stage": 3, "ds.sequence_parallel_size": 3, **SAVING},
     "rm": {"ds.zero_stage": 2, "ds.tensor_parallel_size": 2, **SAVING},
     "rm_of_three": {"cluster.strategy": Strategy.FSDP2, "ds.sequence_parallel_size": 3, **SELECTIVE},
@@ -228,6 +231,8 @@ def test_learning_from_examples_in_several_processes_is_that_in_one(
         run.train.batch_size, run.train.num_epochs = 4, 2
         if trainer == "dpo_streamed":  # the reference stays in processes of its own
             run.data.stream, run.train.num_epochs, run.train.max_steps = True, 1, 3
+        if trainer == "dpo_moving":  # the average of adapters
+            run.dpo.ref_sync_steps, run.actor.lora.rank = 2, 4
         run.ckpt.output_dir, run.logger.console = str(tmp_path / name), False
         if processes > 1:
             run.cluster.enable, run.cluster.timeout = True, 300

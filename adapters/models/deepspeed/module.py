@@ -92,7 +92,8 @@ class DeepSpeedModule(TrainedModule):
         self.steps = 0
         self._make_moments()
         masters = [master for master, _ in self._masters()]
-        self._average = None if settings.ema_beta is None else MovingAverage(masters, settings.ema_beta)
+        beta, every = settings.ema_beta, settings.ema_every
+        self._average = None if beta is None else MovingAverage(masters, beta, every)
         self._sleeping = SleepingTensors(self._sleepers, self._device, self._relink)
 
     def _make_stepping(self, module: nn.Module, division: DeepSpeedSettings, *, clips: bool) -> torch.optim.Optimizer:

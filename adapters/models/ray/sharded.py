@@ -7,6 +7,7 @@ Does not own: how a process computes its part (`adapters.models.torch`, `adapter
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.batches.sharding import sequences_of_shares
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.ports.models import (
-    PolicyModel,
+    AveragedPolicy,
     PolicyObjective,
     ReferenceModel,
     TokenScores,
@@ -55,9 +56,18 @@ class RankPolicy:
         self.policy = policy
         self._weights: Iterator[tuple[str, Tensor]] = iter(())
         self._updates: Iterator[Any] = iter(())
+        self._average = ExitStack()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name)
+
+    def begin_average(self) -> None:
+        """Puts the moving average in the place of the weights, until `end_average`."""
+        self._average.enter_context(self.policy.averaged())
+
+    def end_average(self) -> None:
+        """Puts the weights back into their place."""
+        self._average.close()
 
     def open_weights(self, send: Send, *arguments: Any) -> None:
         """Starts to send the weights by `send`."""
@@ -131,7 +141,7 @@ class _Trained:
         self._group.all("load_state_dict", state.whole() if isinstance(state, GroupState) else state)
 
 
-class ShardedPolicy(_Trained, PolicyModel):
+class ShardedPolicy(_Trained, AveragedPolicy):
     """A `PolicyModel`; each process of `group` holds a `RankPolicy`, and each `width` neighbours one part of a
     batch."""
 
@@ -151,6 +161,15 @@ class ShardedPolicy(_Trained, PolicyModel):
     def scores(self, passes: Passes[Any]) -> TokenScores:
         """Implements `PolicyModel.scores`."""
         return self._parts.scores(passes)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Implements `AveragedPolicy.averaged`."""
+        self._group.all("begin_average")
+        try:
+            yield
+        finally:
+            self._group.all("end_average")
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Implements `PolicyModel.update`."""

@@ -177,6 +177,8 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
             "no reference: leave --ref.offload out, or set --algo.kl.init_coef above 0 and --algo.kl.against to "
             "reference."
         )
+    if kl.init_coef > 0 and kl.ref_sync_steps is not None:
+        yield from _moving_problems(config)
     if kl.use_loss and kl.estimator == KLEstimator.K1:
         yield (
             "algo.kl.use_loss is on with algo.kl.estimator k1, whose gradient is zero on average: set "
@@ -228,6 +230,37 @@ def teacher_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             f"algo.kl.teacher_template with algo.kl.estimator full and ds.sequence_parallel_size "
             f"{config.ds.sequence_parallel_size}: processes that share a sequence share it at other places where its "
             "prompt is another. Leave --ds.sequence_parallel_size out, or set --algo.kl.estimator to k1, k2 or k3."
+        )
+
+
+def _moving_problems(config: RLConfig) -> Iterator[str]:
+    """Yields what a reference that moves does not go with."""
+    kl, ref = config.algo.kl, config.ref
+    known = f"algo.kl.ref_sync_steps is {kl.ref_sync_steps}, but "
+    if kl.against is KLAgainst.ROLLOUT:
+        yield (
+            f"{known}algo.kl.against is rollout, which needs no reference: set --algo.kl.against to reference, or "
+            "leave --algo.kl.ref_sync_steps out."
+        )
+    if kl.estimator == KLEstimator.FULL:
+        yield (
+            f"{known}algo.kl.estimator is full, which compares with a reference that stays: set --algo.kl.estimator "
+            "to k1, k2 or k3, or leave --algo.kl.ref_sync_steps out."
+        )
+    if ref.model_name_or_path is not None:
+        yield (
+            f"{known}ref.model_name_or_path is {ref.model_name_or_path!r}, and a reference that moves begins as the "
+            "policy: leave --ref.model_name_or_path or --algo.kl.ref_sync_steps out."
+        )
+    if config.train.enable_ema:
+        yield (
+            f"{known}train.enable_ema is on, and one average of the weights is kept: leave --train.enable_ema or "
+            "--algo.kl.ref_sync_steps out."
+        )
+    if config.cluster.enable and (ref.num_nodes, ref.num_gpus_per_node, ref.offload) != (None, None, False):
+        yield (
+            f"{known}ref.num_nodes, ref.num_gpus_per_node or ref.offload is set, and a reference that moves is in the "
+            "policy's processes: leave --ref.num_nodes, --ref.num_gpus_per_node and --ref.offload out."
         )
 
 

@@ -131,9 +131,7 @@ def test_what_other_trainers_learn_from_is_not_imitated(kind: ExampleFormat, tra
     [
         (lambda run: setattr(run.dpo, "loss", ("simpo",)), "simpo compares with no reference"),
         (lambda run: setattr(run.ref, "model_name_or_path", "other"), "begins as the policy"),
-        (lambda run: setattr(run.actor.lora, "rank", 4), "leave --actor.lora.rank or --dpo.ref_sync_steps out"),
         (lambda run: setattr(run.train, "enable_ema", True), "one average of the weights is kept"),
-        (lambda run: setattr(run.cluster, "enable", True), "in one process alone"),
     ],
 )
 def test_what_a_reference_that_moves_does_not_go_with(change: Callable[[DPORun], None], said: str) -> None:

@@ -275,6 +275,13 @@ def test_a_reference_that_is_compared_over_the_vocabulary_is_in_the_actors_proce
     assert (row.weights, row.passes) == (rows["reference"].weights, passes), "it is whole, and in the actor's passes"
 
 
+def test_a_reference_that_moves_is_an_average_of_the_actors_weights() -> None:
+    config, averaged = cluster_config(), cluster_config()
+    config.algo.kl.init_coef, config.algo.kl.ref_sync_steps = 0.1, 8
+    averaged.train.enable_ema = True
+    assert plan(config, GPU) == plan(averaged, GPU)
+
+
 @pytest.mark.parametrize(("estimator", "tokens"), [(KLEstimator.K1, (32, 32, 56)), (KLEstimator.FULL, (32, 64, 112))])
 def test_a_reference_that_is_told_more_reads_more(estimator: KLEstimator, tokens: tuple[int, ...]) -> None:
     """Prompts of 10 tokens and replies of 6, of which the actor has two in a micro-batch, and so a reference beside it;

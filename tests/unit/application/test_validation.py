@@ -66,6 +66,7 @@ KL_TO_ROLLOUT: dict[str, Any] = {
     "algo.kl.estimator": KLEstimator.K2,
     "algo.kl.against": KLAgainst.ROLLOUT,
 }
+MOVING: dict[str, Any] = {"algo.kl.init_coef": 0.1, "algo.kl.ref_sync_steps": 8}
 TOOLS: dict[str, Any] = {"agent.tools": "think"}
 TOLD: dict[str, Any] = {"algo.kl.teacher_template": "{prompt} {label}"}
 GDPO: dict[str, Any] = {"algo.advantage.estimator": "gdpo"} | GROUPS
@@ -384,6 +385,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"algo.kl.init_coef": 0.1, **WHOLE_KL, "cluster.enable": True, "ref.num_gpus_per_node": 2},
         "leave --ref.num_nodes and --ref.num_gpus_per_node out",
     ),
+    ({"algo.kl.ref_sync_steps": 8}, "set --algo.kl.init_coef above 0"),
+    ({"algo.kl.init_coef": 0.1, "algo.kl.ref_mixup": 1.0}, "set --algo.kl.ref_sync_steps"),
+    (KL_TO_ROLLOUT | MOVING, "leave --algo.kl.ref_sync_steps out"),
+    (MOVING | WHOLE_KL, "compares with a reference that stays"),
+    (MOVING | {"ref.model_name_or_path": "r"}, "leave --ref.model_name_or_path or --algo.kl.ref_sync_steps out"),
+    (MOVING | {"train.enable_ema": True}, "one average of the weights is kept"),
+    (MOVING | {"cluster.enable": True, "ref.offload": True}, "--ref.num_gpus_per_node and --ref.offload out"),
     ({"actor.policy_loss_type": "sapo", "actor.eps_clip": 0.1}, "does not clip"),
     ({"actor.policy_loss_type": "gspo", "actor.dual_clip": 3.0}, "--actor.policy_loss_type to ppo"),
     ({"actor.sapo_tau": (1.0, 2.0)}, "--actor.policy_loss_type to sapo"),

@@ -210,7 +210,7 @@ def test_adapters() -> None:
         ("sft", ("--use_peft", "--lora_target_parameters", "experts"), "--lora_target_modules"),
         ("sft", ("--optim", "adafactor"), "--actor.optim muon"),
         ("sft", ("--truncation_mode", "keep_end"), "--data.overlong drop"),
-        ("kto", ("--sync_ref_model", "True"), "another run may begin with the model of this one"),
+        ("kto", ("--sync_ref_model", "True"), "stays as it is all through the run"),
         ("grpo", ("--chat_template_kwargs", "{}"), "--data.chat_template_kwargs"),
         ("sft", ("--use_cpu",), "CUDA_VISIBLE_DEVICES"),
         ("dpo", ("--fsdp", "full_shard"), "--cluster.strategy fsdp2"),
@@ -312,6 +312,10 @@ def test_losses() -> None:
     still = translated("dpo", "--ref_model_sync_steps", "64")
     assert still.run.dpo.ref_sync_steps is None
     assert any("--ref_model_sync_steps" in note for note in still.notes)
+    flags = ("--sync_ref_model", "--ref_model_sync_steps", "64")
+    nearer = settings("grpo", "--beta", "0.04", *flags)
+    assert holds(nearer, {"algo.kl.ref_sync_steps": 64, "algo.kl.ref_mixup": 0.6})
+    assert any("--sync_ref_model" in note for note in translated("grpo", *flags).notes), "without --beta no KL"
     with pytest.raises(ConfigurationError, match="--loss_type"):
         translated("kto", "--loss_type", "other")
 
