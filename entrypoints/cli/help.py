@@ -62,7 +62,10 @@ EVAL_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "The model": ("actor.model_name_or_path", "actor.dtype"),
     "The prompts": ("eval.dataset", "eval.split", "eval.max_samples", "data.input_key", "data.label_key"),
     **REWARD,
-    "Replies": ("eval.temperature", "eval.n_samples_per_prompt", "eval.max_new_tokens", "rollout.engine"),
+    "Replies": (
+        *("eval.temperature", "eval.top_p", "eval.top_k", "eval.n_samples_per_prompt", "eval.max_new_tokens"),
+        "rollout.engine",
+    ),
 }
 
 SFT_EXAMPLE = """  rollgrad train sft --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\

@@ -250,6 +250,8 @@ def make_eval_sampling(config: RLConfig) -> SamplingParams:
     """Returns the sampling settings of held-out episodes."""
     return SamplingParams(
         temperature=config.eval.temperature,
+        top_p=config.eval.top_p,
+        top_k=config.eval.top_k,
         max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
         stop_strings=config.rollout.stop_strings,
     )

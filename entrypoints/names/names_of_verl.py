@@ -254,11 +254,9 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.rollout.calculate_log_probs": "log-probs of the engine are always kept.",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "eval.temperature",
     "actor_rollout_ref.rollout.val_kwargs.n": "eval.n_samples_per_prompt",
-    **alike(
-        "actor_rollout_ref.rollout.val_kwargs.top_p actor_rollout_ref.rollout.val_kwargs.top_k "
-        "actor_rollout_ref.rollout.val_kwargs.do_sample",
-        "evaluation samples with --eval.temperature alone; 0 is greedy.",
-    ),
+    "actor_rollout_ref.rollout.val_kwargs.top_p": "eval.top_p",
+    "actor_rollout_ref.rollout.val_kwargs.top_k": "eval.top_k",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "evaluation is greedy unless --eval.temperature is above 0.",
     "actor_rollout_ref.rollout.multi_turn": AGENTS,
     **alike(
         "actor_rollout_ref.rollout.multi_turn.tool_config_path actor_rollout_ref.rollout.multi_turn.function_tool_path "

@@ -42,8 +42,6 @@ IDLE: Mapping[str, tuple[str, ...]] = {
     "engine.fsdp_size": ("-1",),
     f"{ROLLOUT}.mode": ("async", "sync"),
     f"{ROLLOUT}.over_sample_rate": ("0", "0.0"),
-    f"{ROLLOUT}.val_kwargs.top_k": ("-1", "0"),
-    f"{ROLLOUT}.val_kwargs.top_p": ("1", "1.0"),
     "trainer.device": ("cuda",),
     "data.dataloader_num_workers": ("0",),
     "data.filter_overlong_prompts_workers": ("1",),
@@ -275,6 +273,8 @@ TOGETHER: Mapping[str, Flag] = {
     f"{_OVERLONG[0]}.log": Flag(SWITCH, reason="the penalty is a metric of every rollout", idle=SAYS_ALWAYS),
     # Evaluation
     f"{ROLLOUT}.val_kwargs.temperature": Flag(NUMBER, default=0.0),
+    f"{ROLLOUT}.val_kwargs.top_p": Flag(NUMBER, default=1.0),
+    f"{ROLLOUT}.val_kwargs.top_k": Flag(INTEGER, default=-1),
     f"{ROLLOUT}.val_kwargs.n": Flag(INTEGER, default=1),
     f"{ROLLOUT}.val_kwargs.do_sample": Flag(SWITCH, default=False),
     "trainer.test_freq": Flag(TEXT, default="-1"),

@@ -235,6 +235,8 @@ def _evaluation(draft: RLDraft) -> None:
         "max_samples": draft.value("data.max_samples"),
     }.items():
         draft.set(f"eval.{key}", value)
+    if temperature:
+        draft.set("eval.top_p", draft.value("rollout.top_p", 1.0))
     _best(draft, samples)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollgrad.application.settings.sections.rollout import RolloutConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.translation.draft import Draft
 from rollgrad.entrypoints.trl.moving_reference import follow_policy
@@ -133,7 +134,8 @@ def count_rollouts(draft: Draft) -> None:
             f"divided by {updates}"
         )
     if draft.settings.get("eval", {}).get("dataset") is not None:
-        draft.set("eval.temperature", draft.value("temperature", 1.0))
+        for name in ("temperature", "top_p", "top_k"):
+            draft.set(f"eval.{name}", draft.value(name, getattr(RolloutConfig(), name)))
         draft.set("eval.n_samples_per_prompt", draft.value("num_generations_eval", draft.value("num_generations")))
 
 

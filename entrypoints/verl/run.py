@@ -185,7 +185,7 @@ def _reward(draft: RLDraft) -> None:
 
 
 def _evaluation(draft: RLDraft) -> None:
-    sampling = [f"{ROLLOUT}.val_kwargs.{key}" for key in ("temperature", "n", "do_sample")]
+    sampling = [f"{ROLLOUT}.val_kwargs.{key}" for key in ("temperature", "n", "do_sample", "top_p", "top_k")]
     dataset = files(draft, "data.val_files")
     if dataset is None:
         for name in (*sampling, "trainer.test_freq", "trainer.val_before_train", "data.val_max_samples"):
@@ -202,9 +202,15 @@ def _evaluation(draft: RLDraft) -> None:
             draft.change(sampling[1], "one sample of each prompt, for greedy samples are all alike")
         if temperature:
             draft.change(sampling[0], "evaluation is greedy without val_kwargs.do_sample")
+        for name, whole in ((sampling[3], 1.0), (sampling[4], -1)):
+            if draft.value(name) != whole:
+                draft.lose(name, "evaluation is greedy")
         temperature, samples = 0.0, 1
     draft.set("eval.temperature", temperature)
     draft.set("eval.n_samples_per_prompt", samples)
+    if temperature:
+        draft.set("eval.top_p", draft.value(sampling[3]))
+        draft.set("eval.top_k", max(0, draft.value(sampling[4])))
 
 
 def period(draft: VerlDraft, name: str) -> int:

@@ -461,6 +461,12 @@ def test_evaluation_with_several_samples(workspace: Path, capsys: pytest.Capture
     assert 0 <= found["eval/pass@1"] <= found["eval/pass@2"] <= found["eval/pass@4"] <= 1
     assert main(["eval", "--config", "run.yaml", *flags]) == 0
     assert "eval/pass@4" in capsys.readouterr().out
+    likeliest = []
+    for more in (("--eval.top_k", "1"), ("--eval.top_p", "1e-9"), ("--eval.temperature", "0")):
+        own = [*flags, *more, "--eval.n_samples_per_prompt", "1"]
+        assert main(["eval", "--config", "run.yaml", *own, "--json"]) == 0
+        likeliest.append(json.loads(capsys.readouterr().out))
+    assert likeliest[0] == likeliest[1] == likeliest[2] != found
     shutil.copytree(rollgrad.load_config("run.yaml").actor.model_name_or_path, "copied")
     few = (*flags, "--eval.max_samples", "2")
     assert main(["eval", "copied", "./copied", "--config", "run.yaml", *few, "--json"]) == 0

@@ -659,6 +659,7 @@ def test_evaluation() -> None:
     assert (evaluation.dataset, evaluation.split, evaluation.steps) == ("e.jsonl", "train", 5)
     assert (evaluation.temperature, evaluation.n_samples_per_prompt, evaluation.max_samples) == (0.6, 4, 10)
     assert config_of("--eval_dataset", "e.jsonl", "--eval_temperature", "0").eval.n_samples_per_prompt == 1
+    assert config_of("--eval_dataset", "e.jsonl", "--top_p", "0.9").eval.top_p == 0.9
     assert config_of("--eval_split", "test", "--eval_steps", "5").eval == RLConfig().eval
     assert len(notes_of("--eval_split", "test", "--eval_steps", "5")) == 2
     assert notes_of("--eval_steps", "-1") == []

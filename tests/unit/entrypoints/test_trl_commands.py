@@ -395,7 +395,7 @@ def test_the_divergence_is_the_one_that_trl_weights_with_the_ratio() -> None:
 
 
 def test_steps_are_counted_in_rollouts() -> None:
-    evaluated = ("--eval_strategy", "steps", "--eval_steps", "40", "--temperature", "0.7")
+    evaluated = ("--eval_strategy", "steps", "--eval_steps", "40", "--temperature", "0.7", "--top_p", "0.9")
     flags = ("--num_iterations", "2", "--steps_per_generation", "4", "--max_steps", "100", "--save_steps", "20")
     found = settings("grpo", *flags, *evaluated)
     assert holds(
@@ -409,6 +409,7 @@ def test_steps_are_counted_in_rollouts() -> None:
             "train.batch_size": 8,
             "train.max_epochs": 2,
             "eval.temperature": 0.7,
+            "eval.top_p": 0.9,
             "eval.n_samples_per_prompt": 8,
         },
     )
