@@ -3,7 +3,6 @@ arXiv:2506.01939, section 5): few tokens of a reasoning decide which way it goes
 
 import math
 
-import torch
 from torch import Tensor
 
 ROUNDING = 9
@@ -26,4 +25,4 @@ def high_entropy_tokens(entropies_N: Tensor, action_mask_N: Tensor, share: float
     # Of an interpolated threshold only the neighbour above matters. torch.quantile takes 16 million values at most.
     place = math.ceil(round((1 - share) * (len(entropies_A) - 1), ROUNDING))
     threshold = entropies_A.kthvalue(place + 1).values
-    return action_mask_N & torch.where(action_mask_N, entropies_N >= threshold, False)
+    return action_mask_N & (entropies_N >= threshold)

@@ -27,6 +27,7 @@ def test_a_row_is_found_within_its_sequence(
             longest = max(longest, row)
         wanted.append(longest >= window)
     mask_N = torch.tensor([action for tokens in sequences for action, _ in tokens])
-    logprobs_N = torch.tensor([logprob if action else poison for tokens in sequences for action, logprob in tokens])
-    found = repeats(logprobs_N.double(), mask_N, torch.tensor([len(tokens) for tokens in sequences]), window)
+    logprobs = [logprob if action else poison for tokens in sequences for action, logprob in tokens]
+    logprobs_N = torch.tensor(logprobs, dtype=torch.float64)  # which has the bound itself
+    found = repeats(logprobs_N, mask_N, torch.tensor([len(tokens) for tokens in sequences]), window)
     assert found.tolist() == wanted

@@ -1,6 +1,7 @@
 """Selection of judged replies."""
 
 import statistics
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -44,6 +45,19 @@ def test_every_reply_is_kept_or_counted(
         others = [reply for reply in good if reply.row == prompt and reply.text not in texts]
         if len(kept) == top_k and others:
             assert max(other.reward or 0.0 for other in others) <= min(one.reward or 0.0 for one in kept)
+
+
+@given(REPLIES)
+def test_unusable_replies_are_counted_by_their_first_reason(replies: list[Judged]) -> None:
+    reasons = {
+        "not judged": lambda reply: reply.reward is None,
+        "cut off": lambda reply: reply.truncated,
+        "empty": lambda reply: reply.text == " ",
+    }
+    found = [next((reason for reason, holds in reasons.items() if holds(reply)), None) for reply in replies]
+    selected = usable(replies)
+    assert selected.kept == tuple(reply for reply, reason in zip(replies, found, strict=True) if reason is None)
+    assert selected.dropped == Counter(reason for reason in found if reason is not None)
 
 
 def _spread(replies: tuple[Judged, ...], prompt: int) -> float:
