@@ -56,8 +56,7 @@ def correction_weights(
     Raises:
         ValueError: unknown level, mode or gate, or a missing `kept_N`.
     """
-    new_N = torch.where(action_mask_N, logprobs_N.detach(), 0.0)
-    base_N = torch.where(action_mask_N, rollout_logprobs_N, 0.0)
+    new_N, base_N = logprobs_N.detach(), rollout_logprobs_N
     where = action_mask_N, sequence_N, sequences
     log_ratio_N = bounded(new_N - base_N)
     match correction.level:

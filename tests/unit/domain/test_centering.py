@@ -119,6 +119,15 @@ def test_weights_that_are_bounded_nowhere_leave_nothing() -> None:
     assert centred(logits, sampler, 3, free).residual_A.abs().max() < 1e-9
 
 
+@pytest.mark.parametrize(("low", "high", "other", "own_other"), [(1.0, 1.5, 0.5, 0.3), (0.5, 1.0, 0.05, 0.45)])
+def test_a_ratio_at_a_bound_of_the_mask_counts(low: float, high: float, other: float, own_other: float) -> None:
+    """The token on which both agree keeps its mass of 0.4; all others have ratios out of bounds."""
+    mask = CorrectionSettings(level=CorrectionLevel.TOKEN, mode=CorrectionMode.MASK, low=low, high=high)
+    sampler_AK, own_AK = torch.tensor([[[0.4, other]], [[0.4, own_other]]], dtype=torch.float64).log()
+    known = SamplerHead(ids_AK=torch.tensor([[0, 1]]), logprobs_AK=sampler_AK)
+    assert ScoreCentering(mask)(own_AK, known).residual_A.item() == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize("name", CORRECTIONS)
 @EXAMPLES
 @given(seed=SEEDS)
@@ -183,11 +192,16 @@ def test_places_of_which_nobody_said_anything_stay_as_they_are() -> None:
     assert (gradient_of(found.term_A, logits)[2] == 0).all()
 
 
-def test_tokens_that_are_impossible_to_the_policy_do_no_harm() -> None:
-    logits = torch.tensor([[0.5, -0.5, -math.inf]], requires_grad=True)
+def test_tokens_that_are_impossible_to_the_policy_count_as_if_nobody_had_named_them() -> None:
+    logits = torch.tensor([[0.5, -0.5, 0.2, -math.inf]], requires_grad=True)
     own = logits.log_softmax(1)
-    found = ScoreCentering()(own, SamplerHead(ids_AK=torch.tensor([[0, 1, 2]]), logprobs_AK=torch.tensor([[-1.0] * 3])))
-    assert found.term_A.isfinite().all()
+    sampler = SamplerHead(ids_AK=torch.tensor([[0, 1, 3]]), logprobs_AK=torch.tensor([[-1.0, -1.5, -2.0]]))
+    found = ScoreCentering()(own[:, [0, 1, 3]], sampler)
+    without = ScoreCentering()(
+        own[:, :2], SamplerHead(ids_AK=sampler.ids_AK[:, :2], logprobs_AK=sampler.logprobs_AK[:, :2])
+    )
+    assert found.term_A == without.term_A
+    assert found.residual_A == without.residual_A
     assert gradient_of(found.term_A, logits)[0, :2].isfinite().all()
 
 

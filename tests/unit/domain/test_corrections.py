@@ -284,6 +284,13 @@ def test_the_second_moment_by_hand() -> None:
     }
 
 
+@pytest.mark.parametrize(("threshold", "kept"), [(1.25, [True, True]), (0.25, [False, True]), (0.2499, [False, False])])
+def test_a_second_moment_may_be_as_large_as_the_threshold(threshold: float, kept: list[bool]) -> None:
+    """Squares of 2.25 and 0.25, whose means no rounding changes."""
+    mask = torch.ones(2, dtype=torch.bool)
+    assert within_second_moment(torch.tensor([-3.5, -4.5]), torch.tensor([-5.0] * 2), mask, threshold).tolist() == kept
+
+
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
 def test_what_the_second_moment_leaves_out_weighs_nothing(mode: str) -> None:
     tokens = of_ratios([0.2, 1.0, 5.0])

@@ -73,10 +73,10 @@ def test_stop_properly_never_rewards_truncation(rewards: list[float], coef: floa
 
 
 def test_cosine_length_by_hand() -> None:
-    packed = batch([1.0, 1.0, 0.0, 0.0, 1.0], [10, 5, 10, 5, 10], truncated=(4,))
+    packed = batch([1.0, 1.0, 0.0, 0.0, 1.0, 1.0], [10, 5, 10, 5, 10, 15], truncated=(4,))
     settings_ = ShapingSettings(cosine_passed=(2.0, 1.0), cosine_failed=(-10.0, 0.0), cosine_exceeded=-7.0)
     found = outcomes(packed, shaping.cosine_length(packed, settings_, limit=10))
-    assert found == pytest.approx([1.0, 1.5, 0.0, -5.0, -7.0], abs=1e-5)
+    assert found == pytest.approx([1.0, 1.5, 0.0, -5.0, -7.0, 1.0], abs=1e-5)
 
 
 GROUPS_OF_LENGTHS = st.lists(
@@ -137,6 +137,17 @@ def test_all_branches_and_turns_of_a_rollout_count_for_its_length() -> None:
     )
     found = outcomes(packed, shaping.group_length(packed, coef=1.0, pass_threshold=1.0))
     assert found == pytest.approx([2.5, 0.5, 1.0])
+
+
+@pytest.mark.parametrize("truncated", [[True, False, False], [False, True, False], [False, False, False]])
+def test_a_rollout_is_truncated_if_any_of_its_branches_is(truncated: list[bool]) -> None:
+    packed = pack([make_trajectory([1], [5], group_id=0, sample_id=i // 2, rewards=[1.0]) for i in range(3)])
+    packed = evolve(packed, truncated_S=torch.tensor(truncated))
+    wanted = [1.0 if any(truncated) else 2.0, 1.0]
+    assert outcomes(packed, shaping.stop_properly(packed, 0.5)) == wanted
+    settings_ = ShapingSettings(cosine_passed=(2.0, 2.0), cosine_failed=(2.0, 2.0), cosine_exceeded=1.0)
+    found = outcomes(packed, shaping.cosine_length(packed, settings_, limit=9))
+    assert found == [1.0 if any(truncated) else 2.0, 2.0]
 
 
 def test_outcome_changes_go_to_the_last_action_token_of_the_last_branch() -> None:
