@@ -448,7 +448,7 @@ def test_a_rollout_counts_once_however_many_branches_it_has() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("count", [1, 3, 6, 7])
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 1e-7, 1e6])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 1e-7, 1e6, -1e6 / 3])
 def test_equal_rewards_teach_nothing(name: str, count: int, reward: float, dtype: torch.dtype) -> None:
     if "rewards_from_0" in catalogue.ESTIMATORS[name].needs:
         reward = abs(reward)
@@ -458,12 +458,23 @@ def test_equal_rewards_teach_nothing(name: str, count: int, reward: float, dtype
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_equal_outcomes_earned_over_other_turns_teach_nothing(name: str) -> None:
-    actions = [True, False, True]
+@pytest.mark.parametrize("reward", [0.3, -0.3])
+def test_rewards_that_rounding_parted_teach_nothing(name: str, reward: float) -> None:
+    if "rewards_from_0" in catalogue.ESTIMATORS[name].needs:
+        reward = abs(reward)
+    next_to_it = float(torch.nextafter(torch.tensor(reward), torch.tensor(0.0)))
+    found = ESTIMATORS[name](one_token_each([reward, next_to_it, reward]), EstimatorParams()).advantages_N
+    assert found.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_equal_outcomes_earned_over_other_turns_teach_nothing(name: str, sign: int) -> None:
+    if "rewards_from_0" in catalogue.ESTIMATORS[name].needs:
+        sign = 1
     batch = [
-        Sequence(0, 0, [0.1, 0.0, 0.2], [0.0] * 3, [0.0, 0.0, 1.0], actions, parts=[0.3, 0.3]),
-        Sequence(0, 1, [0.2, 0.0, 0.1], [0.0] * 3, [0.0, 0.0, 1.0], actions, parts=[0.3, 0.3]),
-        Sequence(0, 2, [0.3, 0.0, 0.0], [0.0] * 3, [0.0, 0.0, 1.0], actions, parts=[0.3, 0.3]),
+        attrs.evolve(s, values=[0.0, 0.0, 1.0], parts=[sign * 0.3] * 2)
+        for s in two_turns([[sign * x for x in turns] for turns in ([0.1, 0.2], [0.2, 0.1], [0.3, 0], [100.3, -100])])
     ]
     found = ESTIMATORS[name](inputs(batch, torch.float32), EstimatorParams()).advantages_N
     assert found[::3].abs().max() < 1e-3
@@ -487,6 +498,20 @@ def test_a_reward_that_is_no_number_is_not_hidden(name: str) -> None:
         assert found[1].isnan()
         over_the_batch = name in ("gpg", "lite_ppo")
         assert over_the_batch or found[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "flash_reinforce", "remax"])
+@FEWER
+@given(seed=SEEDS)
+def test_rewards_are_compared_without_rounding_what_they_have_in_common(name: str, seed: int) -> None:
+    """Float32 holds each of these, but not sums and means of them."""
+    rng = random.Random(seed)
+    rewards = [[1000 + rng.randint(0, 9) / 64 for _ in range(2)] for _ in range(5)]
+    batch = [
+        attrs.evolve(s, baseline=1000 + 1 / 64, parts=mine) for s, mine in zip(two_turns(rewards), rewards, strict=True)
+    ]
+    single = ESTIMATORS[name](inputs(batch, torch.float32), PARAMS).advantages_N
+    torch.testing.assert_close(single.double(), raw(name, batch), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
