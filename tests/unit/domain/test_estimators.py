@@ -431,6 +431,23 @@ def test_with_k_of_two_a_second_right_reply_is_worth_little() -> None:
     assert solved.advantages_N.abs().max() == 0, "any two of them have a right one"
 
 
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["dr_grpo", "opo", "gpg", "flash_reinforce"], 1.0),
+        (["rloo", "rloo_sequence"], 2.0),
+        (["group_norm", "lite_ppo", "gdpo", "turn_group_norm", "process_group_norm"], math.sqrt(0.5)),
+        (["gigpo"], math.sqrt(2)),
+        (["pass_at_k"], 1.0),
+    ],
+)
+def test_a_reward_against_its_opposite_by_hand(names: list[str], wanted: float) -> None:
+    """Both are of one size, and two are the fewest that have a deviation."""
+    for name in names:
+        found = ESTIMATORS[name](one_token_each([1.0, -1.0]), EstimatorParams(pass_k=1)).advantages_N[1::2]
+        assert found.tolist() == pytest.approx([wanted, -wanted], rel=1e-6), name
+
+
 def test_early_tokens_of_a_distilled_reply_count_more() -> None:
     batch = [Sequence(0, 0, [0.0] * 4, [-1.0, 2.0, 0.0, 1.0], [0.0] * 4, [True, True, False, True])]
     found = raw("iw_opd", batch, EstimatorParams(prefix_weight=0.8))
@@ -537,6 +554,17 @@ def test_maxrl_refuses_what_it_is_not_made_for(rewards: list[float]) -> None:
         RewardError, match=rf"below 0, but that of an episode is {min(rewards):g}:.*--reward.clip_range"
     ):
         ESTIMATORS["maxrl"](one_token_each(rewards), EstimatorParams())
+
+
+def test_maxrl_takes_what_cancels_for_nothing() -> None:
+    """In float32 0.1 + 0.2 - 0.3 is below 0."""
+    actions = [True, False, True, False, True]
+    batch = [
+        Sequence(0, i, rewards, [0.0] * 5, [0.0] * 5, actions)
+        for i, rewards in enumerate(([0.1, 0.0, 0.2, 0.0, -0.3], [0.0, 0.0, 0.0, 0.0, 1.0]))
+    ]
+    found = ESTIMATORS["maxrl"](inputs(batch, torch.float32), EstimatorParams()).advantages_N
+    assert found[::5].tolist() == [-1.0, 1.0]
 
 
 def two_turns(rewards: list[list[float]]) -> list[Sequence]:
