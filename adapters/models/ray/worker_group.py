@@ -1,8 +1,8 @@
 """Processes that hold the parts of one model and make every call together.
 
 Invariants: a call is made in all of them or in none, and calls of several threads run one after another; each ends
-within its deadline, with all results or one error that names the process; after the loss of a process the group is
-ended, and every later call raises the reason.
+within its deadline and `GRACE_SECONDS`, with all results or one error that names the process; after the loss of a
+process the group is ended, and every later call raises the reason.
 
 Does not own: the computation.
 """
@@ -19,8 +19,8 @@ from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import LostProcessError, RollgradError, WorkerError
 
 GRACE_SECONDS = 30.0
-"""Seconds after the first failure in which its cause, the death of a process, may be noticed. Other processes fail
-only because one has left them."""
+"""Seconds after the first failure, or after the deadline, in which the cause may be noticed: the death of a process, or
+which of them is silent. Other processes fail only because one has left them."""
 
 NO_MEMORY = (
     "Ray ended it as its machine was about to run out of memory: lower --train.max_tokens_per_micro_batch, or give the "
@@ -207,11 +207,13 @@ class WorkerGroup:
         ranks = {reference: rank for rank, reference in [*self._participants.items(), *references.items()]}
         wanted, results = set(references.values()), dict[Any, Any]()
         failures: dict[int, Exception] = {}
-        until = time.monotonic() + self.timeout
+        until, grace = time.monotonic() + self.timeout, False
         while wanted or (failures and ranks):
             done, _ = ray.wait(list(ranks), timeout=max(0.0, until - time.monotonic()))
-            if not done:
+            if not done and (grace or len(ranks) == 1):
                 break
+            if not done:  # those that only wait for a silent one fail now, too, which tells who that is
+                until, grace = time.monotonic() + GRACE_SECONDS, True
             for reference in done:
                 rank = ranks.pop(reference)
                 wanted.discard(reference)
@@ -219,26 +221,30 @@ class WorkerGroup:
                     results[reference] = ray.get(reference)
                 except Exception as error:  # of any kind: `_main_error` compares the errors of all
                     failures[rank] = error
-                    until = 0.0 if _is_death(error) else min(until, time.monotonic() + GRACE_SECONDS)
-        if failures:
-            raise self._main_error(failures, doing)
-        if wanted:
-            silent = f"did not answer within {self.timeout:g} s"
-            raise self._end(silent, sorted(ranks.values()), doing, LostProcessError)
+                    if _is_death(error):
+                        until, grace = 0.0, True
+                    elif not grace:
+                        until, grace = time.monotonic() + GRACE_SECONDS, True
+        if failures or wanted:
+            raise self._main_error(failures, sorted(ranks.values()), doing)
         return [results[reference] for reference in references.values()]
 
-    def _main_error(self, failures: dict[int, Exception], doing: str) -> Exception:
-        """Returns the most telling error: the death of a process, else one raised on purpose, else any."""
+    def _main_error(self, failures: dict[int, Exception], silent: Sequence[int], doing: str) -> Exception:
+        """Returns the most telling error: the death of a process, else the failure of the lowest rank, but for
+        exchanges that failed only because of a process that is silent, or of the network."""
         if dead := [rank for rank, error in failures.items() if _is_death(error)]:
             if any(_is_lack_of_memory(failures[rank]) for rank in dead):
                 return self._end(f"died ({NO_MEMORY})", dead, doing, LostProcessError)
             return self._end("died", dead, doing, LostProcessError)
-        rank, error = min(failures.items())
+        causes = {rank: error for rank, error in failures.items() if not _is_of_exchange(error)}
+        if not causes and silent:
+            return self._end(f"did not answer within {self.timeout:g} s", silent, doing, LostProcessError)
+        rank, error = min((causes or failures).items())
         cause = getattr(error, "cause", None)
         if isinstance(cause, RollgradError):
             return cause
         failed = f"failed ({type(cause or error).__name__}: {str(cause or error)[:300]})"
-        return self._end(failed, [rank], doing, WorkerError)
+        return self._end(failed, [rank], doing, WorkerError if causes else LostProcessError)
 
     def _end(self, what: str, ranks: Sequence[int], doing: str, kind: type[WorkerError]) -> WorkerError:
         if self._broken is not None:  # this call's processes were ended because another call found one dead
@@ -266,6 +272,14 @@ def _is_death(error: Exception) -> bool:
     from ray.exceptions import RayError, RayTaskError
 
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
+
+
+def _is_of_exchange(error: Exception) -> bool:
+    """Returns whether a process failed at an exchange with others: it waited in vain, or was cut off."""
+    from torch.distributed import DistError
+
+    cause = getattr(error, "cause", None) or error
+    return isinstance(cause, DistError) or "gloo/transport" in str(cause)  # for which torch has no class
 
 
 def _is_lack_of_memory(error: Exception) -> bool:

@@ -17,7 +17,7 @@ from rollgrad.adapters.models.ray import group_state, rank_worker, worker_group
 from rollgrad.adapters.models.ray.group_state import CopiedState
 from rollgrad.adapters.models.ray.rank_worker import RankWorker, begin_workers
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
-from rollgrad.domain.errors import CheckpointError, WorkerError
+from rollgrad.domain.errors import CheckpointError, LostProcessError, WorkerError
 
 SECONDS = 60.0
 
@@ -113,6 +113,26 @@ class Stuck(Model):
         return "late"
 
 
+class CutOff(Model):
+    """Waits for another process as long as it may, and then fails as gloo does."""
+
+    def score(self) -> str:
+        raise RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 120000ms for recv operation")
+
+
+class Late(CutOff):
+    """Does so after the deadline of the call."""
+
+    def score(self) -> str:
+        self.gates["end"].wait(0.2)
+        return super().score()
+
+
+class Failing(Model):
+    def score(self) -> str:
+        raise ValueError("no such row")
+
+
 class Refusing(Model):
     def score(self) -> str:
         raise CheckpointError("no room")
@@ -181,13 +201,33 @@ def test_another_call_ends_a_reading_in_all_processes(make: Callable[..., Worker
         next(ended)
 
 
-def test_who_does_not_answer_in_time_is_named(make: Callable[..., WorkerGroup]) -> None:
+@pytest.mark.parametrize(
+    ("others", "silent"),
+    [([Stuck], r"ranks 0, 1 did not answer within 0\.1 s"), ([CutOff, Late], r"rank 0 did not answer within 0\.1 s")],
+)
+def test_who_does_not_answer_in_time_is_named(
+    make: Callable[..., WorkerGroup], others: Sequence[type[Model]], silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not who waited for it, whether that failed before the deadline or after it."""
+    monkeypatch.setattr(worker_group, "GRACE_SECONDS", 1.0)
     end = threading.Event()
-    group = make(Stuck(end=end), Stuck(end=end))
+    group = make(Stuck(end=end), *(model(end=end) for model in others))
     group.timeout = 0.1
-    with pytest.raises(WorkerError, match=r"ranks 0, 1 did not answer within 0\.1 s while 'score'"):
+    with pytest.raises(LostProcessError, match=silent + " while 'score'"):
         group.all("score")
     end.set()
+
+
+def test_processes_that_all_lose_each_other_are_lost_and_one_that_fails_is_named(
+    make: Callable[..., WorkerGroup],
+) -> None:
+    group = make(CutOff(), CutOff())
+    with pytest.raises(LostProcessError, match=r"rank 0 failed \(RuntimeError.*Timed out"):
+        group.all("score")
+    group = make(CutOff(), Failing())
+    with pytest.raises(WorkerError, match=r"rank 1 failed \(ValueError: no such row") as told_once:
+        group.all("score")
+    assert not isinstance(told_once.value, LostProcessError)
 
 
 def test_an_error_on_purpose_is_raised_as_it_is_and_ends_nothing(
