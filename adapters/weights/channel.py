@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 import torch
 from attrs import define, field, frozen
 
+from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver, WeightsDifferError, coarser
 from rollgrad.adapters.weights.shared_memory import shared_memory
 from rollgrad.adapters.weights.transfer import Backend, Life, Update, WeightStream
@@ -40,7 +41,7 @@ CALL_SECONDS = 300.0
 seconds."""
 
 GRACE_SECONDS = 30.0
-"""Longest time of engines to end a transfer whose backend has failed."""
+"""Longest time of engines to end a transfer that has failed."""
 
 BROKE_OFF = "A transfer of weights to vLLM broke off and left it with half a model: push again."
 
@@ -296,12 +297,14 @@ class Transfer:
                 error = failure
             del self.receivers[index]
             self.failed[index] = error
-            with suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(CALL_SECONDS):
+            with suppress(EngineError, TimeoutError):  # one that was silent so long most likely stays so
+                async with asyncio.timeout(GRACE_SECONDS):
                     await receiver.abandon_weights(BROKE_OFF)
             return []
 
-        answers = await asyncio.gather(*(one(index, receiver) for index, receiver in self.receivers.items()))
+        engines = "engine" if len(self.receivers) == 1 else "engines"
+        with waiting_for(f"{len(self.receivers)} {engines} to {doing} in a transfer of weights", deadline=CALL_SECONDS):
+            answers = await asyncio.gather(*(one(index, receiver) for index, receiver in self.receivers.items()))
         return [answer for answered in answers for answer in answered]
 
 

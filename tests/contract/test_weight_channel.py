@@ -3,7 +3,7 @@
 import asyncio
 import importlib.util
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +12,15 @@ import pytest
 import pytest_asyncio
 import torch
 from attrs import evolve
+from structlog.testing import capture_logs
 
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.weights import CopiedWeights, SharedWeights
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.system.waiting import waiting_for
+from rollgrad.adapters.weights import channel as channel_module
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
 from rollgrad.adapters.weights.delta import Changes
 from rollgrad.adapters.weights.disk import Disk
@@ -247,6 +250,31 @@ async def test_an_engine_that_dies_in_a_push_is_replaced_and_the_others_go_on(st
     assert members[1].restarts == 1
     assert all(has_all(member, policy) for member in members)
     assert {member.version for member in members} == {1}
+    await fleet.aclose()
+
+
+async def test_a_silent_engine_is_waited_for_aloud_and_is_not_asked_for_as_long_again_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(waiting_for.__wrapped__.__kwdefaults__, "after", 0.01)  # type: ignore[attr-defined]
+    monkeypatch.setattr(channel_module, "CALL_SECONDS", 0.3)
+    monkeypatch.setattr(channel_module, "GRACE_SECONDS", 0.1)
+    channel, fleet, members = channel_of(2)
+    take = members[1].take_weights
+
+    async def fall_silent(update: Mapping[str, Any]) -> None:
+        monkeypatch.setattr(channel_module, "CALL_SECONDS", 600.0)  # from the next call on
+        members[1].freeze()
+        await take(update)
+
+    members[1].take_weights = fall_silent  # type: ignore[method-assign]
+    with capture_logs() as logs:
+        async with asyncio.timeout(60):
+            await channel.push(CountedPolicy(), 1)
+    assert "waiting for 2 engines to take a bucket in a transfer of weights (at most 0.3 s)" in [
+        line["event"] for line in logs
+    ]
+    assert fleet.health.serving == [0]
     await fleet.aclose()
 
 
