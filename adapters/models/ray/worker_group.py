@@ -106,6 +106,7 @@ class WorkerGroup:
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method with the same arguments, which are sent once, in all processes; results by rank."""
+        self._require_whole()  # first: without its raylet, whose death ends all of them, `put` ends this process
         shared = [self.put(argument) for argument in arguments]
         return self.each(method, [shared] * self.size)
 

@@ -180,6 +180,18 @@ def test_the_process_that_died_is_named_and_not_the_one_that_it_left(make: Calla
         group.begin("score", [1, 2])()
 
 
+def test_nothing_is_put_for_processes_that_are_lost(
+    make: Callable[..., WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its raylet, whose death has ended them, Ray ends the process that puts."""
+    group = make(Model(), Dying())
+    with pytest.raises(LostProcessError, match="rank 1 died while 'score'"):
+        group.all("score")
+    monkeypatch.setattr(group, "put", lambda argument: pytest.fail("it is put"))
+    with pytest.raises(LostProcessError, match="rank 1 died while 'score'"):
+        group.all("write_state", "directory")
+
+
 def test_another_call_ends_a_reading_in_all_processes(make: Callable[..., WorkerGroup]) -> None:
     skipped = threading.Event()
     group = make(Model(skipped=skipped), Model(skipped=skipped))
