@@ -1,14 +1,15 @@
 """Requests to judging servers, in JSON, over several addresses, with retries within one deadline.
 
 A request goes to the server with the fewest requests in flight whose circuit is closed. Judging twice is harmless, so a
-request is sent again, preferably to another server, when a connection breaks or a server answers 429 or 5xx. Does not
-own: the content of requests and answers.
+request is sent again, preferably to another server, when a connection breaks, a server answers 429 or 5xx, or half of
+the time has passed. Does not own: the content of requests and answers.
 """
 
 import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
@@ -36,6 +37,21 @@ class _Server:
     url: str
     circuit: Circuit = field(factory=Circuit)
     in_flight: int = 0
+
+
+@define(eq=False)
+class _Question:
+    """A request, with the servers that it was sent to, those of them that have not answered, and the last failure."""
+
+    body: Mapping[str, Any]
+    tried: list[_Server] = field(factory=list)
+    asked: list[_Server] = field(factory=list)
+    last: str = "none has answered yet"
+
+    def blame(self, servers: Sequence[_Server]) -> None:
+        """Counts those of `servers` that have not answered as broken: they hang."""
+        for server in {*servers} & {*self.asked}:
+            server.circuit = server.circuit.failed(time.monotonic())
 
 
 class JudgeServers:
@@ -76,39 +92,69 @@ class JudgeServers:
 
     async def ask(self, body: Mapping[str, Any], *, about: str) -> tuple[str, Any]:
         """Returns the address of the server that answered the request `body`, and its answer; `about` describes the
-        request.
+        request. A server that takes more than half of the time may hang: another is asked beside it, and whoever
+        answers first is believed.
 
         Raises:
             RewardError: no server answered in time, or one refused.
         """
-        last = "none has answered yet"
-        most = ATTEMPTS + len(self._servers) - 1
-        tried: list[_Server] = []
-        asked: _Server | None = None
+        question = _Question(body)
         try:
             async with asyncio.timeout(self._timeout):
-                async for attempt in attempts(most, wait=BACKOFF):
-                    with attempt:
-                        tried.append(await self._next_server(tried))
-                        asked = tried[-1]
-                        try:
-                            return asked.url, await self._post(asked, body)
-                        except PassingError as failure:
-                            last, asked = str(failure), None
-                            self._failures.tell(
-                                f"a {self._name} failed; the others, or it again, are asked", reason=last
-                            )
-                            raise
+                return await (self._in_turn(question) if len(self._servers) == 1 else self._of_two(question))
         except TimeoutError:
-            if asked is not None:  # a server that hangs counts as broken, but not one whose question was given up
-                asked.circuit = asked.circuit.failed(time.monotonic())
+            question.blame(question.asked)
             raise RewardError(
-                f"No {self._name} judged {about} within {self._timeout:g} s (last: {last}): check the servers, or "
-                "raise --reward.timeout."
+                f"No {self._name} judged {about} within {self._timeout:g} s (last: {question.last}): check the "
+                "servers, or raise --reward.timeout."
             ) from None
         except PassingError:
-            pass
-        raise RewardError(f"The {self._name}s failed {most} times (last: {last}): check the servers.")
+            raise RewardError(
+                f"The {self._name}s failed {len(question.tried)} times (last: {question.last}): check the servers."
+            ) from None
+
+    async def _of_two(self, question: "_Question") -> tuple[str, Any]:
+        """Runs `_in_turn`, after half of the time twice at once; returns the first answer."""
+        tasks = [asyncio.create_task(self._in_turn(question))]
+        try:
+            await asyncio.wait(tasks, timeout=self._timeout / 2)
+            slow = [*question.asked]
+            if slow:
+                tasks.append(asyncio.create_task(self._in_turn(question)))
+            for answer in asyncio.as_completed(tasks):
+                with suppress(PassingError):
+                    found = await answer
+                    question.blame(slow)
+                    return found
+            raise PassingError
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _in_turn(self, question: "_Question") -> tuple[str, Any]:
+        """Asks one server after the other until one answers.
+
+        Raises:
+            PassingError: all attempts failed.
+            RewardError: a server refused.
+        """
+        async for attempt in attempts(ATTEMPTS + len(self._servers) - 1, wait=BACKOFF):
+            with attempt:
+                server = await self._next_server(question.tried)
+                question.tried.append(server)
+                question.asked.append(server)
+                try:
+                    answer = await self._post(server, question.body)
+                except PassingError as failure:
+                    question.last = str(failure)
+                    self._failures.tell(
+                        f"a {self._name} failed; the others, or it again, are asked", reason=question.last
+                    )
+                    question.asked.remove(server)
+                    raise
+                question.asked.remove(server)
+                return server.url, answer
+        raise AssertionError
 
     async def aclose(self) -> None:
         """Closes the connections; call it in the event loop that asked."""

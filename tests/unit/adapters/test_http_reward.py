@@ -135,6 +135,25 @@ async def test_a_server_that_recovers_is_used_again(serve: Callable[[Answer], Re
     assert len(server.bodies) == 3
 
 
+async def test_while_a_server_hangs_another_judges_what_it_was_asked(serve: Callable[[Answer], RewardServer]) -> None:
+    release = threading.Event()
+
+    def hang(body: dict[str, Any]) -> tuple[int, Any]:
+        release.wait(SECONDS)
+        return lengths(body)
+
+    servers = [serve(hang), serve(lengths)]
+    source = HttpReward(
+        [s.url for s in servers], timeout=2 * SHORT, batch_size=1, circuit=Circuit(limit=2, cooldown=SECONDS)
+    )
+    assert [reward.value for reward in await score(source, *["xx"] * 6)] == [2.0] * 6
+    asked = len(servers[0].bodies)
+    assert asked >= 2
+    assert [reward.value for reward in await score(source, *["xx"] * 6)] == [2.0] * 6
+    assert len(servers[0].bodies) == asked, "it is left alone then"
+    release.set()
+
+
 async def test_the_deadline_holds_against_a_server_that_hangs(serve: Callable[[Answer], RewardServer]) -> None:
     release = threading.Event()
 
