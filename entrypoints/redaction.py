@@ -59,6 +59,10 @@ LEAST_LENGTH = 4
 LEAST_VARIABLE_LENGTH = 8
 """Least length of a secret in an environment variable, most of which have nothing to do with the command."""
 
+SURE_LENGTH = 16
+"""Least length of a secret that is hidden also where letters touch it, such as those of a colour's code, of a line's
+end in quoted text, or of an address: no part of an ordinary word is as long."""
+
 # Names begin where no other could go on: a search from each of their letters would take the square of their length.
 _ASSIGNMENT = re.compile(r"""(?<![\w.-])([\w.-]+)["']?\s*[=:]\s*["']?([^\s"',}&]+)""")
 _URL = re.compile(r"""(?<![\w+.-])([\w+.-]+://)[^/\s'"@:]*:[^/\s'"]*@""")
@@ -137,7 +141,7 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
     'POST http://***@host/?api_key=*** as ***'
     """
     for secret in sorted(secrets, key=len, reverse=True):
-        text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", HIDDEN, text)
+        text = re.sub(_pattern(secret), HIDDEN, text)
     text = _URL.sub(rf"\1{HIDDEN}@", text)
     text = _WEB_USER.sub(rf"\1{HIDDEN}@", text)
     text = _HEADER.sub(rf"\1{HIDDEN}", text)
@@ -152,12 +156,7 @@ def secret_spans(text: str, secrets: Iterable[str]) -> list[tuple[int, int]]:
     >>> secret_spans("the hunter2 of http://me:pass@host", {"hunter2"})
     [(4, 11), (22, 30)]
     """
-    found = [
-        match.span()
-        for secret in secrets
-        if secret in text
-        for match in re.finditer(rf"(?<!\w){re.escape(secret)}(?!\w)", text)
-    ]
+    found = [match.span() for secret in secrets if secret in text for match in re.finditer(_pattern(secret), text)]
     for pattern, mark in ((_HEADER, "Authorization"), (_URL, "://")):
         if mark in text:
             found += [(match.end(1), match.end()) for match in pattern.finditer(text)]
@@ -257,6 +256,12 @@ def hidden_note(text: str) -> str:
     return (
         f"secrets are printed as {HIDDEN}: put them back where you use this\n" if redact(text, secrets) != text else ""
     )
+
+
+def _pattern(secret: str) -> str:
+    """Returns the regular expression of a secret where it is hidden."""
+    exact = re.escape(secret)
+    return exact if len(secret) >= SURE_LENGTH else rf"(?:(?<!\w)|(?<=\\[nrt])){exact}(?!\w)"
 
 
 def _words(word: str) -> list[str]:

@@ -8,7 +8,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.cli.commands import COMMANDS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import setting_names
-from rollgrad.entrypoints.redaction import is_secret_name, redact, secrets_of_arguments
+from rollgrad.entrypoints.redaction import SURE_LENGTH, is_secret_name, redact, secret_spans, secrets_of_arguments
 
 SECRET = "sk-SENTINEL0123"
 TRAINER = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d.jsonl --remote_rm_url reward.py"
@@ -175,3 +175,17 @@ def test_long_texts_take_time_as_their_length(piece: str, before: str) -> None:
 
 def test_a_secret_that_begins_with_another_is_hidden_whole() -> None:
     assert redact("as hunter2-prod and hunter2", {"hunter2", "hunter2-prod"}) == "as *** and ***"
+
+
+@pytest.mark.parametrize("secret", ["sk-proj-0123456789", "hunter22"])
+def test_a_secret_is_hidden_where_letters_touch_it(secret: str) -> None:
+    """A short one only behind the end of a line in quoted text: it may be part of an ordinary word."""
+    texts = [
+        repr(f"the key:\n{secret}"),
+        f"\x1b[32m{secret}\x1b[0m",
+        f"https://chat/bot{secret}/send",
+        f"key_{secret}_a",
+    ]
+    hidden = [redact(text, {secret}) == text.replace(secret, "***") for text in texts]
+    assert hidden == [True, *[len(secret) >= SURE_LENGTH] * 3]
+    assert [bool(secret_spans(text, {secret})) for text in texts] == hidden
