@@ -1,20 +1,31 @@
 """Joins a Ray cluster, or starts one on this machine for as long as the run."""
 
 import os
+import select
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+import structlog
 
 from rollgrad.adapters.system.python_file import USER_MODULE
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.application.foreign import first_line
-from rollgrad.domain.errors import ConfigurationError, MissingExtraError
+from rollgrad.domain.errors import ConfigurationError, LostProcessError, MissingExtraError, WorkerError
 
 CONNECT_SECONDS = 60
 """Longest wait for a cluster's answer."""
 
+RAYLET = "raylet"
+DAEMONS = ("gcs_server", RAYLET)
+"""Processes of Ray's own on this machine, without which no cluster goes on."""
+
 VARIABLES = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",  # a minute, after which Ray ends everybody, is too short to save
     "RAY_worker_niceness": "0",  # Ray would lower the priority of training
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # hides all GPUs from processes that have none
 }
@@ -25,6 +36,12 @@ STARTS = 3
 
 NO_RAY = "--cluster.enable needs Ray, and so does --num_engines: pip install rollgrad[ray,deepspeed,vllm]."
 """The error where it is not installed."""
+
+
+log = structlog.get_logger(__name__)
+
+_without_raylet: list[WorkerError] = []
+"""The error of a raylet that has died, until its session is closed."""
 
 
 def ray_module() -> Any:
@@ -83,9 +100,13 @@ class RaySession:
         ConfigurationError: no cluster answers at `address`.
     """
 
+    lost: WorkerError | None = None
+    """Why the cluster that was started here cannot go on; None while it does."""
+
     def __init__(self, address: str | None, *, cpus: float) -> None:
         ray = ray_module()
         send_users_classes_whole(ray.cloudpickle)
+        self._closing = threading.Event()
         self._owned = not ray.is_initialized()
         if not self._owned:
             return
@@ -99,6 +120,8 @@ class RaySession:
                 _check_reachable(address)  # Ray itself would try for minutes
             with waiting_for("Ray to start on this machine" if address is None else f"the Ray cluster at {address}"):
                 _init(address or "local", settings)
+            if address is None and (daemons := _daemons()):
+                threading.Thread(target=self._watch, args=(daemons,), name="ray-daemons", daemon=True).start()
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigurationError(
                 f"cluster.address is {address!r}, where no Ray cluster answers ({first_line(error)}): start "
@@ -106,10 +129,86 @@ class RaySession:
             ) from error
 
     def close(self) -> None:
-        """Closes the connection, and ends a cluster that was started here; idempotent."""
+        """Closes the connection, and ends a cluster that was started here; may be called again.
+
+        Raises:
+            WorkerError: the cluster was `lost`; only once.
+        """
         if self._owned:
+            self._closing.set()
+            if self.lost is not None:  # nothing else ends what a dead process has left
+                _end_children()
             ray_module().shutdown()
+            _without_raylet.clear()
             self._owned = False
+            if self.lost is not None:
+                raise self.lost
+
+    def _watch(self, daemons: Mapping[int, tuple[str, int]]) -> None:
+        """Waits until a process of Ray's own ends. If the session is not being closed, says so, and ends the run as
+        SIGTERM does: without its raylet Ray ends this process at its next large argument, and without the GCS soon,
+        with no word of the run."""
+        poll = select.poll()
+        for descriptor in daemons:
+            poll.register(descriptor, select.POLLIN)
+        ended = poll.poll()[0][0]
+        told = _was_told_to_end(ended)
+        for descriptor in daemons:
+            os.close(descriptor)
+        if self._closing.is_set():
+            return
+        name, pid = daemons[ended]
+        kind = WorkerError if told else LostProcessError
+        self.lost = kind(
+            f"A process of Ray's own, {name} (process {pid}), has died, without which no process of the run can go on: "
+            "start again with --ckpt.resume, which continues from the last training state (--ckpt.state_minutes)."
+        )
+        log.error("a process of Ray's own has died: the run ends, and saves what it can", process=name, pid=pid)
+        if name == RAYLET:
+            _without_raylet.append(self.lost)
+        if callable(signal.getsignal(signal.SIGTERM)):  # a run heeds it
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def require_raylet() -> None:
+    """Raises an error if the raylet that this process started has died: Ray would end this process at its next large
+    argument.
+
+    Raises:
+        WorkerError: it has died.
+    """
+    for error in _without_raylet:
+        raise type(error)(str(error))
+
+
+def _end_children() -> None:
+    """Kills Ray's own processes on this machine, and those that they have started."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.name() in DAEMONS:
+                for process in [*child.children(recursive=True), child]:
+                    process.kill()
+
+
+def _was_told_to_end(descriptor: int) -> bool:
+    """Returns whether a process ended as by SIGTERM, which a scheduler may send to all processes of a job."""
+    try:
+        end = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # Ray has asked before
+        return False
+    return end is not None and end.si_status in (0, signal.SIGTERM)
+
+
+def _daemons() -> dict[int, tuple[str, int]]:
+    """Returns the names and ids of Ray's own processes that this process has started, by descriptors of them; none
+    where the system has no such descriptors."""
+    import psutil  # which comes with Ray
+
+    children = psutil.Process().children() if hasattr(os, "pidfd_open") else []
+    found = [(child.name(), child.pid) for child in children]
+    return {os.pidfd_open(pid): (name, pid) for name, pid in found if name in DAEMONS}
 
 
 def _init(address: str, settings: Mapping[str, Any]) -> None:

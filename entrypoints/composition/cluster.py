@@ -288,7 +288,11 @@ class Cluster:
         return found
 
     def close(self) -> None:
-        """Ends models and, if it was started here, Ray; may be called again."""
+        """Ends models and, if it was started here, Ray; may be called again.
+
+        Raises:
+            WorkerError: Ray, which was started here, had died; only once.
+        """
         groups, self._groups = self._groups, []
         for group in groups:
             group.close()
@@ -296,7 +300,7 @@ class Cluster:
         for workers in (begun or {}).values():
             end_workers(workers)
         placements, self._placements = self._placements, {}
-        for placement in placements.values():
+        for placement in placements.values() if self._session.lost is None else ():
             placement.remove()
         self._session.close()
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from rollgrad.adapters.ray.placement import Slot
-from rollgrad.adapters.ray.session import machine, ray_module, show_gpus
+from rollgrad.adapters.ray.session import machine, ray_module, require_raylet, show_gpus
 
 PASSES = frozenset(
     {"score", "scores", "logprobs", "values", "update", "sleep", "skip_weights", "gather_weights", "gather_adapter"}
@@ -133,7 +133,12 @@ def start_by_deepspeed(**place: Any) -> None:
 
 def begin_workers(slots: Sequence[Slot], *, threads: int, modules: Sequence[str] = ()) -> list[Any]:
     """Begins to start the processes of a group, each of which then imports `modules`; returns Ray's handles of them
-    without waiting."""
+    without waiting.
+
+    Raises:
+        WorkerError: Ray's own processes have died, without which none would ever start.
+    """
+    require_raylet()
     remote = ray_module().remote(RankWorker)
     workers = [
         remote.options(**slot.options(), max_restarts=0).remote(rank, len(slots), threads, own_gpu=slot.gpus >= 1)

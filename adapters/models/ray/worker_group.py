@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rollgrad.adapters.models.ray.rank_worker import end_workers, start_by_deepspeed
-from rollgrad.adapters.ray.session import machine, ray_module
+from rollgrad.adapters.ray.session import machine, ray_module, require_raylet
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import LostProcessError, RollgradError, WorkerError
 
@@ -184,6 +184,7 @@ class WorkerGroup:
     def _require_whole(self) -> None:
         if self._broken is not None:
             raise type(self._broken)(str(self._broken))
+        require_raylet()
 
     def _end_function(self, rest: str, ranks: Sequence[int]) -> Callable[[], object]:
         def end() -> None:

@@ -17,6 +17,7 @@ from rollgrad.adapters.models.ray import group_state, rank_worker, worker_group
 from rollgrad.adapters.models.ray.group_state import CopiedState
 from rollgrad.adapters.models.ray.rank_worker import RankWorker, begin_workers
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.ray import session
 from rollgrad.domain.errors import CheckpointError, LostProcessError, WorkerError
 
 SECONDS = 60.0
@@ -189,6 +190,11 @@ def test_nothing_is_put_for_processes_that_are_lost(
         group.all("score")
     monkeypatch.setattr(group, "put", lambda argument: pytest.fail("it is put"))
     with pytest.raises(LostProcessError, match="rank 1 died while 'score'"):
+        group.all("write_state", "directory")
+    group = make(Model(), Model())
+    monkeypatch.setattr(group, "put", lambda argument: pytest.fail("it is put"))
+    monkeypatch.setattr(session, "_without_raylet", [LostProcessError("raylet has died")])
+    with pytest.raises(LostProcessError, match="raylet has died"):
         group.all("write_state", "directory")
 
 

@@ -1,11 +1,25 @@
-"""Variables that a cluster is started with hide GPUs, by Ray's own code."""
+"""Variables that a cluster is started with hide GPUs, by Ray's own code; its processes are watched."""
 
+import asyncio
 import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from rollgrad.adapters.ray.session import VARIABLES
+from rollgrad.adapters.models.ray.rank_worker import begin_workers
+from rollgrad.adapters.ray import session
+from rollgrad.adapters.ray.session import VARIABLES, RaySession, require_raylet
+from rollgrad.adapters.system.stop_signals import heeding_signals
+from rollgrad.domain.errors import LostProcessError, WorkerError
 
 
 @pytest.mark.parametrize(("own", "visible"), [([], ""), (["3"], "3"), (["3", "5"], "3,5")], ids=str)
@@ -23,3 +37,76 @@ def test_a_process_sees_the_gpus_that_it_has_and_no_others(
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     set_visible_accelerator_ids()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+class StartsDaemons:
+    """Ray, as far as a session calls it; its processes of its own are programs that sleep under their names."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **settings: Any) -> None:
+        for name in session.DAEMONS:
+            shutil.copy(shutil.which("sleep") or "sleep", self._directory / name)
+            self.started.append(subprocess.Popen([self._directory / name, "600"]))
+
+    def shutdown(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def started(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StartsDaemons, RaySession]]:
+    ray = StartsDaemons(directory)
+    monkeypatch.setattr(session, "ray_module", lambda: ray)
+    monkeypatch.setattr(session, "send_users_classes_whole", lambda cloudpickle: None)
+    monkeypatch.setattr(ray, "cloudpickle", None, raising=False)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+    try:
+        yield ray, RaySession(None, cpus=1)
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("number", range(len(session.DAEMONS)))
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to end"])
+def test_the_death_of_a_process_of_rays_own_is_told_and_ends_the_run(
+    number: int, end: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run starts again (`LostProcessError`), unless a scheduler ends all processes of a job."""
+
+    async def run() -> None:
+        ray.started[number].send_signal(end)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(60)
+
+    with capture_logs() as logs, started(tmp_path, monkeypatch) as (ray, opened):
+        require_raylet()
+        assert asyncio.run(heeding_signals(run()))[1] == signal.SIGTERM
+        kind = LostProcessError if end == signal.SIGKILL else WorkerError
+        monkeypatch.setattr(ray, "remote", lambda worker: None, raising=False)
+        with pytest.raises(kind) if session.DAEMONS[number] == "raylet" else nullcontext():
+            begin_workers([], threads=1)
+        with pytest.raises(WorkerError, match=f"{session.DAEMONS[number]}.*start again with --ckpt.resume") as told:
+            opened.close()
+        assert type(told.value) is kind
+        assert all(process.poll() is not None for process in ray.started)
+        require_raylet()
+        opened.close()
+    (line,) = [line for line in logs if line["log_level"] == "error"]
+    assert (line["process"], line["pid"]) == (session.DAEMONS[number], ray.started[number].pid)
+
+
+def test_a_session_that_is_closed_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with capture_logs() as logs, started(tmp_path, monkeypatch) as (_, opened):
+        (watching,) = [thread for thread in threading.enumerate() if thread.name == "ray-daemons"]
+        opened.close()
+        watching.join(60)
+        assert not watching.is_alive()
+    assert not logs
