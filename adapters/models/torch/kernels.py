@@ -5,7 +5,7 @@ dot-product attention, for everything else.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -38,6 +38,9 @@ SINCE_2_12 = torch.__version__ >= "2.12"
 """Whether torch wants to be told where queries share keys, and computes with flash-attn-4 where there are windows, as
 `varlen` has them. Before, it sees the first for itself, and has no gradients by the second."""
 
+FLASH_ATTENTION_4 = "rollgrad.adapters.models.torch.flash_attention_4"
+"""Module from which torch takes these kernels, and its name of them."""
+
 WITHOUT_CUDNN = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of scaled dot-product attention on a GPU, beside FlashAttention's. cuDNN's, which torch prefers on Hopper,
 builds an execution plan of tens of milliseconds for each new shape, and its gradients can be NaN where there is a mask
@@ -67,12 +70,10 @@ def _widest_head(device: torch.device) -> int:
     leaves torch's own kernels in use."""
     widest, capability = WIDEST_HEAD, torch.cuda.get_device_capability(device)
     if capability in FASTER and _installed("flash-attn-4"):
-        from torch.nn.attention import activate_flash_attention_impl
-
         try:
             if not SINCE_2_12:
                 raise RuntimeError(f"torch {torch.__version__} has no gradients by it, 2.12 has")
-            activate_flash_attention_impl("FA4")
+            _use_flash_attention_4(device)
             widest = FASTER[capability]
         except Exception as error:  # the package fails in many ways where it does not fit torch or the machine
             log.warning(
@@ -80,6 +81,41 @@ def _widest_head(device: torch.device) -> int:
                 "with FlashAttention 2: run rollgrad doctor, or uninstall flash-attn-4."
             )
     return widest if torch.backends.cuda.is_flash_attention_available() and capability >= AMPERE else 0
+
+
+def _use_flash_attention_4(device: torch.device) -> None:
+    """Has torch compute FlashAttention by flash-attn-4, if it can: torch itself looks no further than whether the
+    package has two functions, and each version of them fits some versions of torch."""
+    from torch.nn import attention
+    from torch.nn.attention import _fa4
+
+    register = partial(_fa4.register_flash_attention_fa4, module_path=FLASH_ATTENTION_4)
+    attention.register_flash_attention_impl(FLASH_ATTENTION_4, register_fn=register)
+    attention.activate_flash_attention_impl(FLASH_ATTENTION_4)
+    try:
+        _attend_once(device)
+    except BaseException:
+        attention.restore_flash_attention_impl()
+        raise
+
+
+def _attend_once(device: torch.device) -> None:
+    """Computes attention and its gradients by the kernels that torch has now.
+
+    Raises:
+        ArithmeticError: they are wrong.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        query, key, value = (
+            torch.ones(16, heads, 128, dtype=torch.bfloat16, device=device, requires_grad=True) for heads in (2, 1, 1)
+        )
+        ends = torch.tensor([0, 16], dtype=torch.int32, device=device)
+        out = varlen(query, key, value, ends, ends, 16, 16, scaling=1.0, window=None)
+        gradients = torch.autograd.grad(out.sum(), (query, key, value))
+    # Means of ones depend on no score, and of 16 x 2 queries each gives values a weight of 1 in all.
+    mean, total = float(out.detach().float().mean()), float(gradients[2][:, :, 0].float().sum())
+    if abs(mean - 1) > 0.01 or abs(total / 32 - 1) > 0.01:
+        raise ArithmeticError(f"it computes {mean:g} where all values are 1, and {total:g} for a gradient of 32")
 
 
 def _installed(package: str) -> bool:

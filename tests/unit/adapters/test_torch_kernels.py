@@ -1,9 +1,11 @@
 """The kernels of attention that a GPU gets: doubles that take no more than the real ones do, and the real ones."""
 
 import inspect
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -315,11 +317,94 @@ def test_flash_attention_4_is_taken_into_use_where_it_is_installed_and_has_kerne
     if installed:
         monkeypatch.setattr(kernels, "version", lambda package: {"flash-attn-4": "4.0.0b36"}[package])
     monkeypatch.setattr(library, "activate_flash_attention_impl", used.append)
+    monkeypatch.setattr(kernels, "_attend_once", used.append)
     kernels._widest_head.cache_clear()
     assert kernels._widest_head(CUDA) == 256
     kernels._widest_head.cache_clear()
-    assert used == (["FA4"] if installed and capability == HOPPER and since_2_12 else [])
-    assert "FA4" in library.list_flash_attention_impls()
+    taken = installed and capability == HOPPER and since_2_12
+    assert used == ([kernels.FLASH_ATTENTION_4, CUDA] if taken else [])
+    assert not taken or kernels.FLASH_ATTENTION_4 in library.list_flash_attention_impls()
+
+
+@pytest.fixture(params=[2, 5], ids=["before b20", "b36"])
+def flash_attention_4(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package flash-attn-4 on a Hopper, which returns as many tensors of a forward pass as some of its versions."""
+    from torch.nn import attention as library
+    from torch.nn.attention import _fa4
+
+    def forward(query: Tensor, *_: Tensor, **settings: Any) -> tuple[Any, ...]:
+        assert settings["return_lse"]
+        return (query, query.sum(-1).T, None, None, None)[: request.param]
+
+    package = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=lambda *tensors, **_: tensors[:3])
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", cast(ModuleType, package))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(kernels, "_installed", lambda package: True)
+
+    def forget() -> None:
+        library.restore_flash_attention_impl(_raise_warn=False)
+        sys.modules.pop(kernels.FLASH_ATTENTION_4, None)
+        _fa4._fa4_import_module.cache_clear()
+        kernels._widest_head.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.skipif(not kernels.SINCE_2_12, reason="before, it is left aside")
+def test_torch_understands_every_flash_attention_4(flash_attention_4: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn import attention as library
+    from torch.nn.attention import _fa4
+
+    def attend(device: torch.device) -> None:
+        query = torch.ones(3, 2, 8)
+        place = (None, None, 3, 3)
+        out, sums = _fa4._fa4_run_forward(query, query, query, *place, 1.0, True, -1, 0, None)
+        assert out is query
+        assert sums.shape == (2, 3)
+        assert len(_fa4._fa4_run_backward(out, query, query, query, out, sums, None, None, 1.0, True, -1, 0)) == 3
+
+    monkeypatch.setattr(kernels, "_attend_once", attend)
+    assert kernels._widest_head(CUDA) == 256
+    assert library.current_flash_attention_impl() == kernels.FLASH_ATTENTION_4
+
+
+@pytest.mark.skipif(not kernels.SINCE_2_12, reason="before, it is left aside")
+@pytest.mark.parametrize("wrong", [False, True], ids=["fails", "is wrong"])
+def test_a_flash_attention_4_that_does_not_compute_leaves_the_kernels_of_torch(
+    flash_attention_4: None, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn import attention as library
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        assert library.current_flash_attention_impl() == kernels.FLASH_ATTENTION_4
+        if not wrong:
+            raise ValueError("too many values to unpack (expected 2)")
+        return 0.5 * query + key + value - 2
+
+    warnings: list[str] = []
+    monkeypatch.setattr(kernels.log, "warning", warnings.append)
+    monkeypatch.setattr(kernels, "varlen", attend)
+    monkeypatch.setattr(kernels, "_attend_once", partial(on_the_cpu, kernels._attend_once))
+    assert kernels._widest_head(CUDA) == 256
+    assert library.current_flash_attention_impl() is None
+    (warning,) = warnings
+    assert ("ArithmeticError: it computes 0.5 where all values are 1" if wrong else "too many values") in warning
+
+
+def test_what_is_computed_to_try_kernels_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", strict_varlen(seen))
+    kernels._attend_once(torch.device("cpu"))
+    assert seen
+
+
+def on_the_cpu(work: Callable[[torch.device], None], device: torch.device) -> None:
+    work(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -345,6 +430,7 @@ def test_heads_that_flash_attention_4_does_not_compute_are_left_to_the_other_ker
     monkeypatch.setattr(kernels, "_installed", lambda package: True)
     monkeypatch.setattr(kernels, "SINCE_2_12", True)
     monkeypatch.setattr(library, "activate_flash_attention_impl", lambda name: None)
+    monkeypatch.setattr(kernels, "_attend_once", lambda device: None)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
     kernels._widest_head.cache_clear()
     assert has_varlen(CUDA, torch.bfloat16, width) is expected

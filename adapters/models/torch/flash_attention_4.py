@@ -1,0 +1,15 @@
+"""FlashAttention 4, the package flash-attn-4, as torch calls it, which imports this module by its name (`kernels.py`).
+
+torch 2.13 takes two results of the forward pass; since 4.0.0b20 the package returns more, of which these are the first.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_kernels: Any = import_module("flash_attn.cute.interface")
+_flash_attn_bwd = _kernels._flash_attn_bwd
+
+
+def _flash_attn_fwd(*arguments: Any, **settings: Any) -> Any:
+    """Returns the result and the log of the sum of exponentiated scores."""
+    return _kernels._flash_attn_fwd(*arguments, **settings)[:2]
