@@ -53,6 +53,7 @@ to start as any of them."""
 IMPORTS_VLLM = (
     *("integration/test_weight_loading.py", "integration/test_weight_backends.py"),
     *("integration/test_vllm_division.py", "integration/test_vllm_experts.py", "integration/test_vllm_repairs.py"),
+    "integration/test_vllm_workers.py",
     "unit/entrypoints/test_library_settings.py",
 )
 """Files whose tests import vLLM without starting it, at four seconds of the processor and half a gigabyte."""

@@ -5,6 +5,7 @@ Only `AsyncLLM.generate` notices dead processes, so all other calls are watched.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -196,7 +197,13 @@ class LocalCore(Core):
 
     async def finish_update(self) -> None:
         """Implements `Core.finish_update`."""
-        await self._alone(self._llm.finish_weight_update())
+        try:
+            await self._alone(self._llm.finish_weight_update())
+        except EngineError:
+            # It has ended without all weights, but vLLM's worker refuses the next until it hears of a good end.
+            with suppress(EngineError):
+                await self._alone(self._llm.finish_weight_update())
+            raise
 
     async def in_workers(self, method: str) -> list[Any]:
         """Returns the results of a method of vLLM's workers, by rank.

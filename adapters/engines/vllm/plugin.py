@@ -58,7 +58,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rollgrad.adapters.engines.vllm import cpu_repairs, model_repairs
+    from rollgrad.adapters.engines.vllm import call_repairs, cpu_repairs, model_repairs
     from rollgrad.adapters.engines.vllm.loaders import complete_loaders
     from rollgrad.adapters.engines.vllm.weight_receiver import gpu_receiver_class, receiver_class
 
@@ -71,6 +71,7 @@ def register() -> None:
         return end_of_channel
 
     WeightTransferEngineFactory.create_engine = created
+    call_repairs.repair()
     model_repairs.repair()
     if current_platform.is_cpu():
         cpu_repairs.repair()
