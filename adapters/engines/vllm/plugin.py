@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 from rollgrad.application.settings.sections.vllm import SyncBackend
@@ -20,8 +21,16 @@ VLLM_BACKENDS = {
 """vLLM's names of the backends."""
 
 ENGINE_CORE = "EngineCore"
-"""Begins the names of the processes that vLLM starts for engines. Their own workers end with them, but they themselves
-do not watch the process that started them: where that is killed, they would keep the memory of its GPU."""
+"""Begins the names of the processes that vLLM starts for engines. They do not watch the process that started them:
+where that is killed, they would keep the memory of its GPU."""
+
+WORKER = "VllmWorker"
+"""Begins the names of the processes that these start where several share a model. They end by themselves when they are
+asked nothing more, but one that waits for a GPU does not come to that: in a broadcast of NCCL it waits for ever for
+another process that was killed."""
+
+GRACE_SECONDS = 10.0
+"""Time for such a process to end by itself."""
 
 _registered = False
 
@@ -32,12 +41,14 @@ def end_with_parent() -> None:
     The kernel's own signal at a parent's death (PR_SET_PDEATHSIG) comes as soon as the thread ends that started the
     process, which need not be the last one of its process.
     """
-    parent = multiprocessing.parent_process()
-    if parent is None or not multiprocessing.current_process().name.startswith(ENGINE_CORE):
+    parent, name = multiprocessing.parent_process(), multiprocessing.current_process().name
+    if parent is None or not name.startswith((ENGINE_CORE, WORKER)):
         return
 
     def watch() -> None:
         parent.join()
+        if name.startswith(WORKER):
+            time.sleep(GRACE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

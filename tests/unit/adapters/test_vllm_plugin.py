@@ -19,20 +19,24 @@ from rollgrad.domain.errors import MissingExtraError
 DEADLINE = 120.0
 """Seconds after which a test has failed."""
 
+OF_VLLM = ("EngineCore_DP0", "VllmWorker-1")
+"""Names of processes of an engine, and of those that share its model."""
+
 
 def engine(name: str) -> None:
     """Works until it is killed, as vLLM's process of an engine does."""
+    plugin.GRACE_SECONDS = 0.1
     plugin.end_with_parent()
     print(name, psutil.Process().pid, flush=True)
     time.sleep(DEADLINE)
 
 
 def start_engines() -> None:
-    """Starts one of vLLM's processes and another, in a thread that ends at once."""
+    """Starts two of vLLM's processes and another, in a thread that ends at once."""
     import threading
 
     context = multiprocessing.get_context("spawn")
-    made = [context.Process(target=engine, args=(name,), name=name) for name in ("EngineCore_DP0", "Other")]
+    made = [context.Process(target=engine, args=(name,), name=name) for name in (*OF_VLLM, "Other")]
     thread = threading.Thread(target=lambda: [process.start() for process in made])
     thread.start()
     thread.join()
@@ -51,19 +55,19 @@ def test_a_killed_process_leaves_no_engine_behind() -> None:
     command = [sys.executable, "-c", f"from {__name__} import start_engines; start_engines()"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as parent:
         assert parent.stdout is not None
-        told = dict(parent.stdout.readline().split() for _ in range(2))
-        core, other = (psutil.Process(int(told[name])) for name in ("EngineCore_DP0", "Other"))
+        told = dict(parent.stdout.readline().split() for _ in range(3))
+        *engines, other = (psutil.Process(int(told[name])) for name in (*OF_VLLM, "Other"))
         try:
-            assert lives(core), "the thread that started it has ended, its process has not"
+            assert all(map(lives, engines)), "the thread that started them has ended, its process has not"
             parent.kill()
             parent.wait(DEADLINE)
             end = time.monotonic() + DEADLINE
-            while lives(core) and time.monotonic() < end:
+            while any(map(lives, engines)) and time.monotonic() < end:
                 time.sleep(0.05)
-            assert not lives(core)
+            assert not any(map(lives, engines))
             assert lives(other), "what is not vLLM's is left alone"
         finally:
-            for process in filter(lives, (core, other)):
+            for process in filter(lives, (*engines, other)):
                 process.kill()
 
 
@@ -84,9 +88,13 @@ def test_the_names_of_processes_are_those_of_vllm() -> None:
     found = importlib.util.find_spec("vllm")
     assert found is not None
     assert found.origin is not None
-    source = (Path(found.origin).parent / "v1" / "engine" / "utils.py").read_text(encoding="utf-8")
-    (name,) = (line for line in source.splitlines() if line.strip().startswith("name=") and "EngineCore" in line)
-    assert name.count(f'"{plugin.ENGINE_CORE}') == 2, name
+    for file, begins, count in (
+        ("engine/utils.py", plugin.ENGINE_CORE, 2),
+        ("executor/multiproc_executor.py", plugin.WORKER, 1),
+    ):
+        source = (Path(found.origin).parent / "v1" / file).read_text(encoding="utf-8")
+        (name,) = (line for line in source.splitlines() if line.strip().startswith("name=") and begins in line)
+        assert name.count(f'"{begins}') == count, name
 
 
 def test_a_process_that_ends_while_vllm_is_shut_down_is_no_error() -> None:
