@@ -100,41 +100,44 @@ def use(kind: str) -> None:
     attention.has_varlen = {"varlen": kernels.has_varlen, "buckets": lambda *_: False}[kind]  # type: ignore[attr-defined]
 
 
-def config() -> Any:
-    from transformers import Qwen3Config
-
-    if RUN.tiny:
-        return Qwen3Config(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,  # the least that vLLM has on a CPU
-            vocab_size=512,
-            tie_word_embeddings=True,
-        )
-    return Qwen3Config(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-        max_position_embeddings=40960,
-    )
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the least that vLLM has on a CPU
+    "vocab_size": 512,
+}
+LARGE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+"""Shapes of the models, of which the second is Qwen3-0.6B's."""
 
 
-def model(dtype: torch.dtype = DT, device: torch.device = DEV) -> Any:
+def config(kind: str = "Qwen3Config", **others: Any) -> Any:
+    """Settings of a model of a kind of transformers, and what else is different."""
+    import transformers
+
+    return getattr(transformers, kind)(**{**(TINY if RUN.tiny else LARGE), "tie_word_embeddings": True, **others})
+
+
+def model(dtype: torch.dtype = DT, device: torch.device = DEV, *, shape: Any = None) -> Any:
+    """A model with random weights, of the settings `shape`, or `config()`."""
     from transformers import AutoModelForCausalLM
 
     from rollgrad.adapters.models.torch.attention import install_attention
 
     torch.manual_seed(0)
     with torch.device(device):
-        made = AutoModelForCausalLM.from_config(config(), dtype=dtype).eval()
+        made = AutoModelForCausalLM.from_config(shape or config(), dtype=dtype).eval()
     install_attention(made)
     return made
 
