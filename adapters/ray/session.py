@@ -1,5 +1,6 @@
 """Joins a Ray cluster, or starts one on this machine for as long as the run."""
 
+import atexit
 import os
 import select
 import signal
@@ -121,6 +122,7 @@ class RaySession:
             with waiting_for("Ray to start on this machine" if address is None else f"the Ray cluster at {address}"):
                 _init(address or "local", settings)
             if address is None and (daemons := _daemons()):
+                atexit.register(self._closing.set)  # which comes before Ray's own end, registered at its import
                 threading.Thread(target=self._watch, args=(daemons,), name="ray-daemons", daemon=True).start()
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigurationError(
