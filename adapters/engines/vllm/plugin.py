@@ -29,7 +29,7 @@ WORKER = "VllmWorker"
 asked nothing more, but one that waits for a GPU does not come to that: in a broadcast of NCCL it waits for ever for
 another process that was killed."""
 
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 5.0
 """Time for such a process to end by itself."""
 
 _registered = False
