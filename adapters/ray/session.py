@@ -157,7 +157,7 @@ class RaySession:
         told = _was_told_to_end(ended)
         for descriptor in daemons:
             os.close(descriptor)
-        if self._closing.is_set():
+        if self._closing.is_set() or not ray_module().is_initialized():  # whoever else may have ended Ray
             return
         name, pid = daemons[ended]
         kind = WorkerError if told else LostProcessError

@@ -45,16 +45,19 @@ class StartsDaemons:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.started: list[subprocess.Popen[bytes]] = []
+        self._connected = False
 
     def is_initialized(self) -> bool:
-        return False
+        return self._connected
 
     def init(self, **settings: Any) -> None:
+        self._connected = True
         for name in session.DAEMONS:
             shutil.copy(shutil.which("sleep") or "sleep", self._directory / name)
             self.started.append(subprocess.Popen([self._directory / name, "600"]))
 
     def shutdown(self) -> None:
+        self._connected = False
         for process in self.started:
             process.kill()
             process.wait()
@@ -103,10 +106,13 @@ def test_the_death_of_a_process_of_rays_own_is_told_and_ends_the_run(
     assert (line["process"], line["pid"]) == (session.DAEMONS[number], ray.started[number].pid)
 
 
-def test_a_session_that_is_closed_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with capture_logs() as logs, started(tmp_path, monkeypatch) as (_, opened):
+@pytest.mark.parametrize("by_others", [False, True])
+def test_a_session_that_is_closed_tells_nothing(
+    by_others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with capture_logs() as logs, started(tmp_path, monkeypatch) as (ray, opened):
         (watching,) = [thread for thread in threading.enumerate() if thread.name == "ray-daemons"]
-        opened.close()
+        (ray.shutdown if by_others else opened.close)()
         watching.join(60)
         assert not watching.is_alive()
     assert not logs
