@@ -165,7 +165,12 @@ class RaySession:
             f"A process of Ray's own, {name} (process {pid}), has died, without which no process of the run can go on: "
             "start again with --ckpt.resume, which continues from the last training state (--ckpt.state_minutes)."
         )
-        log.error("a process of Ray's own has died: the run ends, and saves what it can", process=name, pid=pid)
+        log.error(
+            "a process of Ray's own has died: the run saves what it can and starts again, unless Ray ends it before; "
+            "then --ckpt.resume continues it",
+            process=name,
+            pid=pid,
+        )
         if name == RAYLET:
             _without_raylet.append(self.lost)
         if callable(signal.getsignal(signal.SIGTERM)):  # a run heeds it
