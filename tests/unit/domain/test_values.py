@@ -22,6 +22,7 @@ from rollgrad.domain.episodes.messages import same_message
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.episodes.trajectory import NO_VERSION, Segment, SegmentKind, Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import TrajectoryError
+from rollgrad.testing.agent_executor import make_trajectory
 
 
 def said(*tokens: int, logprob: float = -0.5, version: int = 3) -> Generation:
@@ -109,6 +110,38 @@ def test_select_never_changes_a_sample(chosen: list[int]) -> None:
     for name in ("teacher_prompts_S", "prescribed_S"):
         assert getattr(picked, name) == tuple(getattr(whole, name)[i] for i in chosen), name
     assert torch.equal(whole.tokens_N[whole.token_index(chosen)], picked.tokens_N)
+
+
+def numbered(trajectory: Trajectory, *turns: int) -> Trajectory:
+    """With the numbers that its actions have in the whole rollout."""
+    following = iter(turns)
+    segments = [evolve(s, turn=next(following)) if s.kind == "action" else s for s in trajectory.segments]
+    return evolve(trajectory, segments=tuple(segments))
+
+
+def test_turns_are_numbered_over_the_branches_of_a_rollout() -> None:
+    """An agent that calls a sub-agent between its turns, and goes on in a branch that follows all of them."""
+    agent = numbered(make_trajectory([1], [5], [9], [6, 6]), 0, 3)
+    called = numbered(make_trajectory([1], [7], [9], [7]), 1, 2)
+    other = make_trajectory([1], [5], [9, 9], [6], sample_id=1)
+    batch = pack([agent, called, other, make_trajectory([1], [8])])
+    wanted = [[-1, 0, -1, 3, 3], [-1, 1, -1, 2], [-1, 0, -1, -1, 1], [-1, 4]]
+    assert [row.tolist() for row in batch.turn_ids_N.split(batch.lengths_S.tolist())] == wanted
+    assert batch.units_S.tolist() == batch.rollout_ids_S.tolist() == [0, 0, 1, 0]
+    assert batch.rollouts == 2
+
+
+def test_named_rewards_are_columns_in_the_order_of_their_names() -> None:
+    """A branch has none where those of its rollout are another branch's."""
+    replies = [
+        make_trajectory([1], [5], reward_parts=parts) for parts in ({"b": 2.0, "a": 1.0}, {}, {"a": 3.0, "b": 4.0})
+    ]
+    batch = pack(replies)
+    assert batch.part_names == ("a", "b")
+    assert batch.filled("reward_parts_SK").tolist() == [[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]]
+    assert pack(replies[1:2]).reward_parts_SK is None
+    with pytest.raises(TrajectoryError, match="parts a, others a, b: every reply"):
+        pack([*replies, make_trajectory([1], [5], reward_parts={"a": 1.0})])
 
 
 def test_a_sequence_without_tokens_takes_none_of_its_neighbours() -> None:
