@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from rollgrad.domain.batches.partition import (
 )
 from rollgrad.domain.batches.prefixes import shared_prefixes
 from rollgrad.domain.batches.sharding import shards
+from rollgrad.domain.episodes.images import Image, PlacedImage, PlacedImages
 from rollgrad.testing.agent_executor import make_trajectory
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
@@ -54,6 +56,38 @@ def test_distinct_tokens_are_those_of_a_trie(rows: list[tuple[int, int, list[int
     found = shared_prefixes(batch)
     assert found.distinct(batch.lengths_S.tolist()) == distinct(batch)
     assert sorted(found.order) == list(range(len(batch)))
+
+
+def pictured(parts: Sequence[int | str]) -> tuple[list[int], PlacedImages, tuple[int | str, ...]]:
+    """A prompt of tokens and images, each of which stands for some tokens of one id; the places of its images; and its
+    tokens by what they are."""
+    tokens: list[int] = []
+    images: list[PlacedImage] = []
+    for part in parts:
+        if isinstance(part, str):
+            image = Image(digest=part, data=b"", tensors={})
+            images.append(PlacedImage(image=image, start=len(tokens), stop=len(tokens) + len(part)))
+        tokens += [part] if isinstance(part, int) else [1] * len(part)
+    return (
+        tokens,
+        tuple(images),
+        tuple(x for part in parts for x in ([part] if isinstance(part, int) else [part] * len(part))),
+    )
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from([0, 1, "one", "two", "four"]), min_size=1, max_size=4), min_size=1, max_size=5)
+)
+def test_tokens_of_different_images_are_distinct(prompts: list[list[int | str]]) -> None:
+    found = [pictured(parts) for parts in prompts]
+    batch = pack([make_trajectory(tokens, [0], sample_id=i) for i, (tokens, _, _) in enumerate(found)])
+    batch = evolve(batch, images_S=tuple(images for _, images, _ in found))
+    rows = [(*told_apart, 0) for _, _, told_apart in found]
+    nodes = {row[:end] for row in rows for end in range(1, len(row) + 1)}
+    before = batch.tokens_N.clone()
+    assert shared_prefixes(batch).distinct(batch.lengths_S.tolist()) == len(nodes)
+    assert torch.equal(batch.tokens_N, before)
 
 
 @settings(deadline=None)
