@@ -285,6 +285,16 @@ def test_a_batch_without_actions_is_answered_with_zeros(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("over", catalogue.WHITENINGS)
+def test_a_batch_of_no_sequence_has_no_advantage(name: str, over: str) -> None:
+    columns = attrs.asdict(one_token_each([1.0]), recurse=False)
+    weights = columns.pop("part_weights_K")
+    nothing = {key: None if column is None else column[:0] for key, column in columns.items()}
+    found = estimate(name, EstimatorInput(**nothing, part_weights_K=weights), PARAMS, whiten=over)
+    assert len(found.advantages_N) == len(found.returns_N) == 0
+
+
 @pytest.mark.parametrize("name", ["gae", "turn_gae"])
 def test_a_calibrated_critic_sees_no_advantage_across_a_gap(name: str) -> None:
     actions = [False, True, True, *[False] * 100, True, True]

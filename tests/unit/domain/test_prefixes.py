@@ -76,9 +76,7 @@ def pictured(parts: Sequence[int | str]) -> tuple[list[int], PlacedImages, tuple
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.lists(st.sampled_from([0, 1, "x", "y", "two"]), min_size=1, max_size=4), min_size=1, max_size=5)
-)
+@given(st.lists(st.lists(st.sampled_from([0, 1, "x", "y", "two"]), min_size=1, max_size=4), min_size=1, max_size=5))
 def test_tokens_of_different_images_are_distinct(prompts: list[list[int | str]]) -> None:
     found = [pictured(parts) for parts in prompts]
     batch = pack([make_trajectory(tokens, [0], sample_id=i) for i, (tokens, _, _) in enumerate(found)])
