@@ -439,6 +439,9 @@ def test_with_k_of_two_a_second_right_reply_is_worth_little() -> None:
     assert two == pytest.approx([5**-0.5, 5**-0.5, -(5**-0.5), -(5**-0.5)])
     solved = ESTIMATORS["pass_at_k"](one_token_each([1, 1, 1, 0]), EstimatorParams(pass_k=2))
     assert solved.advantages_N.abs().max() == 0, "any two of them have a right one"
+    large = one_token_each([0.0, *[1e8 / 3] * 7], dtype=torch.float64)
+    rounded = ESTIMATORS["pass_at_k"](large, EstimatorParams(pass_k=2))
+    assert rounded.advantages_N.abs().max() == 0, "however large it is"
 
 
 @pytest.mark.parametrize(
