@@ -140,12 +140,17 @@ def test_nothing_that_a_batch_says_of_tokens_waits_for_a_pass(path: Path, told: 
     assert waits[1] == waits[3]
 
 
-def adapted(path: Path, device: torch.device) -> list[dict[str, float]]:
+def adapted(path: Path, device: torch.device, dora: bool = False) -> list[dict[str, float]]:
     """Metrics of updates of adapters with dropout, on embeddings with noise, and norms of the weights after them."""
     model = loaded(path, device)
-    add_lora(model, AdapterConfig(rank=2, alpha=4, dropout=0.1), seed=0)
+    add_lora(model, AdapterConfig(rank=2, alpha=4, dropout=0.0 if dora else 0.1, dora=dora), seed=0)
     policy = TorchPolicy(model, load_tokenizer(str(path), flag=FLAG), cluster.SETTINGS, neftune_alpha=1.0)
     return [cluster.trained(policy), {str(n): float(t.float().cpu().norm()) for n, t in enumerate(weights(policy))}]
+
+
+def turned(path: Path, device: torch.device) -> list[dict[str, float]]:
+    """Returns the same of adapters without dropout that turn weights whose lengths are trained."""
+    return adapted(path, device, dora=True)
 
 
 def weights(policy: TorchPolicy) -> list[torch.Tensor]:
@@ -163,7 +168,7 @@ def reference(path: Path, device: torch.device) -> list[dict[str, float]]:
     return [{"logprobs": float(scores.logprobs_N.sum()), "entropy": float(scores.entropy_N.sum())}]
 
 
-@pytest.mark.parametrize("compute", [adapted, critic, reference])
+@pytest.mark.parametrize("compute", [adapted, turned, critic, reference])
 @pytest.mark.parametrize("path", ["llama", "gemma3_text", "gpt_oss", "gemma2"], indirect=True)
 def test_other_models_on_a_gpu_are_the_cpu_s(path: Path, compute: Callable[..., list[dict[str, float]]]) -> None:
     expected = compute(path, CPU)
