@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.tracking.console import EVAL_MEAN, PASSED
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
 
 if TYPE_CHECKING:
@@ -99,6 +100,18 @@ _STYLE: Any = {
 }
 
 
+def _mean_score(series: Mapping[str, Series]) -> Panel:
+    """Returns the panel of mean scores in evaluations, which says more than the share that passes where scores are not
+    0 or 1."""
+    passed = series.get(PASSED)
+    means = {
+        key: key.removeprefix("eval/")
+        for key, values in series.items()
+        if key.startswith(EVAL_MEAN) and values != passed
+    }
+    return Panel("Held-out score", "mean of the held-out replies", means, sparse=True)
+
+
 def draw_curves(metrics_path: Path, image: Path, *, title: str) -> Path:
     """Draws the curves of metrics.jsonl on white into a PNG, and returns its path. A step that was logged twice (a
     continued run) counts with its last values.
@@ -111,7 +124,7 @@ def draw_curves(metrics_path: Path, image: Path, *, title: str) -> Path:
     from matplotlib.figure import Figure
 
     series = read_metrics(metrics_path)
-    panels = [panel for panel in PANELS if panel.drawn(series)]
+    panels = [panel for panel in (*PANELS[:2], _mean_score(series), *PANELS[2:]) if panel.drawn(series)]
     columns = 2 if len(panels) <= 4 else 4
     rows = -(-len(panels) // columns)
     with mpl.rc_context(_STYLE):

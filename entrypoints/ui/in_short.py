@@ -3,13 +3,15 @@
 import math
 from typing import Any
 
+from rollgrad.adapters.tracking.console import EVAL_MEAN, PASSED
 from rollgrad.adapters.tracking.metrics_file import LoggedMetrics
 
 SPARKS = 60
 """Points of the small curve in the list of runs."""
 SPARK_METRICS = ("reward/mean", "train/loss")
-EVALUATED = ("eval/pass@1", "eval/accuracy", "eval/loss", "eval/nll")
-"""Results of evaluations in the list of runs: the first that was logged."""
+EVALUATED = (PASSED, "eval/accuracy", "eval/loss", "eval/nll")
+"""Results of evaluations in the list of runs: the first that was logged, or the mean score where no share of passes
+changes, as scores are not 0 or 1."""
 
 
 def in_short(logged: LoggedMetrics) -> dict[str, Any]:
@@ -29,7 +31,10 @@ def in_short(logged: LoggedMetrics) -> dict[str, Any]:
 
 
 def _best(logged: LoggedMetrics) -> dict[str, Any] | None:
-    for name in EVALUATED:
+    passes = set(logged.series.get(PASSED, {}).values())
+    means = [name for name in logged.series if name.startswith(EVAL_MEAN)]
+    graded = [name for name in means if len(passes) == 1 and set(logged.series[name].values()) != passes]
+    for name in (*graded, *EVALUATED):
         values = {step: value for step, value in logged.series.get(name, {}).items() if value is not None}
         if values:
             least = name in ("eval/loss", "eval/nll")

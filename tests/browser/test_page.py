@@ -27,7 +27,7 @@ LEARNED = "#/r/sums/t/2/201/1"
 """Address of a rollout whose group taught something."""
 SCREENS = {
     "runs": "#/",
-    "overlay": "#/?with=sums,other",
+    "overlay": "#/?with=sums/other",
     "overview": "#/r/sums",
     "trajectories": "#/r/sums/t?scatter=reward",
     "conversation": f"#/r/sums/t/{STEPS}/{STEPS}50/0",
@@ -352,6 +352,34 @@ def test_runs_are_laid_over_each_other(page: Page) -> None:
     page.page.locator("figure.chart").first.wait_for()
     assert "actor.adam.lr" in page.page.inner_text(".settings")
     assert "prompt_dataset" not in page.page.inner_text(".settings")
+
+
+def test_runs_of_any_name_look_alike_in_all_charts(browser: Any, tmp_path: Path) -> None:
+    """Also one that has other metrics than the first, and one whose name turns text around."""
+    names = ("lr=1,seed=2", "\u202e<b>odd", "of examples")
+    for name in names:
+        (tmp_path / name).mkdir()
+        metric = "train/loss" if name == names[-1] else "reward/mean"
+        rows = [{"step": step, metric: 0.5, "time/step_s": 2.0} for step in (1, 2)]
+        rows[0] |= {"eval/pass@1": 0.0, "eval/mean@1": 0.0}
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving(tmp_path) as address, opened(browser, address) as page:
+        page.open("#/")
+        for box in page.page.locator("tbody input[type=checkbox]").all():
+            box.check()
+        page.page.locator("figure.chart", has_text="train/loss").wait_for()
+        colours: dict[str, set[str]] = {}
+        for row in page.page.locator(".u-series ~ .u-series").all():  # not the first, of steps
+            label = row.locator(".u-label").inner_text()
+            marker = row.locator(".u-marker").evaluate("marker => getComputedStyle(marker).borderColor")
+            colours.setdefault(label, set()).add(marker)
+        assert set(colours) == {names[0], "⟨RLO⟩<b>odd", names[2]}
+        assert len(set.union(*colours.values())) == len(names), "each run has one colour of its own"
+        page.open("#/r/of%20examples")
+        assert page.page.locator("figcaption").all_inner_texts()[0].startswith("Evaluation"), "it was 0 all the time"
+        legend = page.page.inner_text("figure.chart:has-text('Time per step') .u-legend")
+        assert "".join(legend.split()) == "step2all2"
+        assert "None yet" in page.page.inner_text(".findings")
 
 
 @pytest.mark.parametrize("later", ["findings", "metrics"])

@@ -189,6 +189,21 @@ def test_numbers_are_short_and_signs_are_minus_signs(code: Any) -> None:
     assert code("text.js", "duration", *[(value,) for value in durations]) == list(durations.values())
 
 
+def test_numbers_of_an_axis_tell_each_from_its_neighbours(code: Any) -> None:
+    axes = [([6.158, 6.1585, 6.159], 0.0005), ([0, 0.25, 0.5], 0.25), ([100, 100.25], 0.25), ([-1e-9, 0], 1e-9)]
+    expected = [["6.158", "6.1585", "6.159"], ["0", "0.25", "0.5"], ["100", "100.25"], ["−1.0e−9", "0"]]
+    assert code("charts.js", "labels", *axes) == expected
+
+
+def test_scores_that_are_not_0_or_1_have_a_chart(code: Any) -> None:
+    def titles(mean: list[float]) -> list[str]:
+        series = {"eval/pass@1": {"steps": [0, 4], "values": [0, 0]}, "eval/mean@2": {"steps": [0, 4], "values": mean}}
+        return [panel["title"] for panel in code("panels.js", "drawn", (series,))[0]]
+
+    assert titles([0.25, 5.5]) == ["Evaluation", "Held-out score"]
+    assert titles([0, 0]) == ["Evaluation"]
+
+
 def test_quantities_are_those_of_the_file(page: Page) -> None:
     """Ratio, mismatch, and share of the step's gradient, against numpy's."""
     import numpy

@@ -3,6 +3,7 @@
 import { html, render, useEffect, useRef, useState } from "./vendor/preact.js";
 import { openSource } from "./source.js";
 import { link, useKeys, useRoute, useTheme } from "./state.js";
+import { visible } from "./text.js";
 import { Runs } from "./runs.js";
 import { Run } from "./run.js";
 
@@ -12,16 +13,17 @@ const KEYS = [
   ["← →", "tokens, one after the other, once one is chosen"], ["Esc", "back to the list"], ["?", "this help"],
 ];
 
-function Page({ source, only }) {
+function Page({ source, only, runs }) {
   const route = useRoute();
   const [theme, toggle] = useTheme();
   const help = useRef();
   useKeys({ "?": () => help.current.showModal() });
   const named = route.parts[0] === "r" && route.parts[1];
   const run = only ?? named;
+  const name = run && visible(runs.find(({ id }) => id === run)?.name ?? run); // a run that began meanwhile has its id
   useEffect(() => {
-    document.title = run ? `${run} · rollgrad` : "rollgrad";
-  }, [run]);
+    document.title = run ? `${name} · rollgrad` : "rollgrad";
+  }, [name]);
   const screens = [["", "Overview"], ["t", "Trajectories"], ["compare", "Compare"]];
   const open = route.parts[2] === "e" ? "t" : route.parts[2] ?? "";
   return html`
@@ -29,7 +31,7 @@ function Page({ source, only }) {
     <header class="top">
       <a class="brand" href=${link([])}>rollgrad</a>
       ${run && html`<nav aria-label="Screens">
-        ${!only && html`<a href=${link([])}>Runs</a><span class="slash" aria-hidden="true">/</span><a class="name" href=${link(["r", run])}>${run}</a>`}
+        ${!only && html`<a href=${link([])}>Runs</a><span class="slash" aria-hidden="true">/</span><a class="name" href=${link(["r", run])}>${name}</a>`}
         <span class="screens">${screens.map(([name, title]) => html`<a href=${link(["r", run, name].filter(Boolean))} aria-current=${open === name ? "page" : null}>${title}</a>`)}</span>
       </nav>`}
       <span class="grow"></span>
@@ -55,7 +57,7 @@ function Start({ source }) {
   }, []);
   if (!runs) return html`<p class="soft start" role="status">Reading …</p>`;
   if (runs.error) return html`<p class="problem start" role="alert">${runs.error.message}</p>`;
-  return html`<${Page} source=${source} only=${runs.single ? runs.runs[0]?.id : null} />`;
+  return html`<${Page} source=${source} only=${runs.single ? runs.runs[0]?.id : null} runs=${runs.runs} />`;
 }
 
 openSource().then(

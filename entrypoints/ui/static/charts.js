@@ -13,8 +13,8 @@ const SMOOTH_SHARE = 20;
 
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** Shows curves over steps. `curves`: `{ name, steps, values }`; `stack`: parts of the last one; `shared`: charts of the
- * same name point at the same step. */
+/** Shows curves over steps. `curves`: `{ name, steps, values }`, each with its `look`, a number, if it looks the same in other
+ * charts; `stack`: parts of the last one; `shared`: charts of the same name point at the same step. */
 export function Chart({ title, unit, curves, stack = false, theme, shared = "run" }) {
   const [element, width] = useWidth();
   const plot = useRef(null);
@@ -78,24 +78,38 @@ function runningMean(values) {
 function options(title, curves, stack, width, shared) {
   const axis = { stroke: ink("--soft"), grid: { stroke: ink("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
   const faint = smooth(curves);
+  const looks = curves.map(({ look }, index) => look ?? index);
+  const colours = looks.map((look) => ink(CURVES[look % CURVES.length]));
   const series = curves.map(({ name, values }, index) => {
-    const colour = ink(CURVES[index % CURVES.length]);
+    const colour = colours[index];
     return {
-      label: name, stroke: faint ? colour + "55" : colour, width: faint ? 1 : 2, dash: stack ? [] : DASHES[index % DASHES.length], spanGaps: true,
+      label: name, stroke: faint ? colour + "55" : colour, width: faint ? 1 : 2, dash: stack ? [] : dashOf(looks[index]), spanGaps: true,
       fill: stack ? colour + "55" : undefined,
       points: { show: values.filter((value) => value !== null).length <= 30, size: 5, fill: colour },
       value: (plot, value, index, at) => number(stack ? layerOf(plot, index, at) : value ?? lastOf(plot, index)),
     };
   });
-  if (faint) series.push({ label: "running mean", stroke: ink(CURVES[0]), width: 2, spanGaps: true, points: { show: false }, value: (plot, value, index) => number(value ?? lastOf(plot, index)) });
+  if (faint) series.push({ label: "running mean", stroke: colours[0], width: 2, spanGaps: true, points: { show: false }, value: (plot, value, index) => number(value ?? lastOf(plot, index)) });
   return {
     width, height: HEIGHT, series: [{ label: "step", value: (plot, value) => number(value ?? lastOf(plot, 0)) }, ...series],
     bands: stack ? curves.slice(1).map((_, index) => ({ series: [index + 2, index + 1] })) : [],
-    scales: { x: { time: false }, y: { range: (_, least, most) => room(stack ? 0 : least, most) } },
-    axes: [{ ...axis, size: 30, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick : "")) }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) }],
+    scales: { x: { time: false, range: (_, first, last) => (first === last && first !== null ? [Math.max(0, first - 1), first + 1] : [first, last]) }, y: { range: (_, least, most) => room(stack ? 0 : least, most) } },
+    axes: [{ ...axis, size: 30, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick : "")) }, { ...axis, size: 58, values: (_, ticks, axisIndex, space, increment) => labels(ticks, increment) }],
     cursor: { sync: { key: shared }, points: { size: 7 }, drag: { x: true, y: false } },
-    legend: { show: true, live: true },
+    legend: { show: true, live: true, markers: { dash: (_, index) => (stack ? "solid" : borderOf(looks[index - 1] ?? 0)) } },
   };
+}
+
+/** Returns the dashes of a curve: of those that share a colour each has its own. */
+const dashOf = (look) => DASHES[(look + Math.floor(look / CURVES.length)) % DASHES.length];
+
+const borderOf = (look) => (dashOf(look).length ? (dashOf(look)[0] > 2 ? "dashed" : "dotted") : "solid");
+
+/** Returns the numbers of an axis, with as many digits as tell each from its neighbours. */
+export function labels(ticks, increment) {
+  let digits = 3;
+  while (digits < 7 && ticks.some((tick) => Math.abs(Number(tick.toPrecision(digits)) - tick) > increment / 100)) digits++;
+  return ticks.map((tick) => number(tick, digits));
 }
 
 /** Returns the last value of a column, which the legend shows while nothing is pointed at. */

@@ -18,7 +18,7 @@ export function Compare({ source, run, facts, route, version }) {
   const answer = useAnswer(() => source.compare(run), [run, version]);
   const { prompt, order = "better", find = "" } = route.query;
   const set = (query) => go(link(["r", run, "compare"], { ...route.query, ...query }), true);
-  return html`<h1>Compare <span class="soft">the replies of ${facts.name} to held-out prompts</span></h1>
+  return html`<h1>Compare <span class="soft">the replies of ${visible(facts.name)} to held-out prompts</span></h1>
     <${Answer} answer=${answer}>${({ steps, prompts, metric }) => !prompts.length
       ? html`<p>This run has no evaluations yet: <code>--eval.steps 4</code> evaluates every four steps.</p>`
       : html`<div class="compare ${prompt ? "with" : ""}">
@@ -66,7 +66,7 @@ function Replies({ source, run, prompt, query, set }) {
     <details class="fold"><summary>Prompt</summary><${Text} text=${mine.prompt ?? ""} /></details>
     ${mine.label !== null && html`<p class="soft">label: ${visible(String(mine.label)).slice(0, 300)}</p>`}
     ${runs.value?.runs.length > 1 && html`<label>Against <select value=${other} onChange=${(event) => set({ other: event.target.value === run ? null : event.target.value, to: null })}>
-      ${runs.value.runs.map(({ id, name }) => html`<option value=${id}>${id === run ? "the same run" : name}</option>`)}</select></label>`}
+      ${runs.value.runs.map(({ id, name }) => html`<option value=${id}>${id === run ? "the same run" : visible(name)}</option>`)}</select></label>`}
     <${Answer} answer=${second}>${(theirs) => html`<${Difference} run=${run} other=${other} mine=${mine.steps} theirs=${theirs.steps} query=${query} set=${set} />`}<//>`}<//></section>`;
 }
 

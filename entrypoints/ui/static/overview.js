@@ -6,19 +6,19 @@ import { drawn } from "./panels.js";
 import { Answer, Copy, Status } from "./parts.js";
 import { Rescorings } from "./rescored.js";
 import { link, useAnswer } from "./state.js";
-import { bytes, duration, number } from "./text.js";
+import { bytes, duration, number, visible } from "./text.js";
 import { written } from "./runs.js";
 
 export function Overview({ source, run, facts, theme, version }) {
   const metrics = useAnswer(() => source.metrics(run), [run, version]);
   const findings = useAnswer(() => source.findings(run), [run, version]);
   return html`
-    <h1>${facts.name} <${Status} status=${facts.status} /></h1>
+    <h1>${visible(facts.name)} <${Status} status=${facts.status} /></h1>
     <p class="facts">${factsOf(facts, source.live).join(" · ")}</p>
     ${source.made && html`<p class="soft">As it stood at ${new Date(source.made).toLocaleString()}, when this report was written.</p>`}
-    ${facts.reason && html`<p class="problem">${facts.reason}</p>`}
+    ${facts.reason && html`<p class="problem">${visible(facts.reason)}</p>`}
     ${(facts.problems ?? []).map((problem) => html`<p class="problem">${problem}</p>`)}
-    <${Answer} answer=${findings}>${(found) => html`<${Findings} run=${run} found=${found} />`}<//>
+    <${Answer} answer=${findings}>${(found) => html`<${Findings} run=${run} facts=${facts} found=${found} />`}<//>
     <${Answer} answer=${metrics}>${(known) => html`<${Curves} known=${known} theme=${theme} />`}<//>
     ${source.live && facts.rescored?.length > 0 && html`<${Rescorings} run=${run} list=${facts.rescored} />`}
     <${Settings} settings=${facts.settings ?? {}} />
@@ -39,7 +39,12 @@ function factsOf(facts, live) {
   ].filter(Boolean);
 }
 
-function Findings({ run, found }) {
+const STEPS_OF_SIGN = 3; // rollouts in a row in which a sign must be seen
+
+function Findings({ run, facts, found }) {
+  if (!found.findings.length && facts.step < Math.min(STEPS_OF_SIGN, facts.steps ?? STEPS_OF_SIGN)) {
+    return html`<section class="findings"><h2>Findings</h2><p class="soft">None yet: a sign must be seen in ${STEPS_OF_SIGN} steps in a row.</p></section>`;
+  }
   if (!found.findings.length) return html`<section class="findings"><h2>Findings</h2><p class="good"><span aria-hidden="true">✓</span> No sign that keeps the run from learning.</p></section>`;
   return html`<section class="findings"><h2>Findings</h2>
     <ul>${found.findings.map((finding) => html`<li key=${finding.name + finding.since} class=${finding.holds ? "holds" : "past"}>
@@ -71,7 +76,8 @@ function Panel({ panel, series, theme }) {
     () => Object.entries(panel.curves).filter(([metric]) => series[metric]).map(([metric, name]) => ({ name, ...series[metric] })),
     [panel, series]);
   const whole = !panel.stack || Object.keys(panel.curves).pop() in series;
-  return whole && html`<${Chart} title=${panel.title} unit=${panel.unit} curves=${curves} stack=${panel.stack && curves.length > 1} theme=${theme} />`;
+  const shown = panel.stack && curves.length === 1 ? [{ ...curves[0], name: "all" }] : curves; // of which no parts are known
+  return whole && html`<${Chart} title=${panel.title} unit=${panel.unit} curves=${shown} stack=${panel.stack && curves.length > 1} theme=${theme} />`;
 }
 
 function Settings({ settings }) {

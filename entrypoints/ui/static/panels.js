@@ -1,5 +1,6 @@
 // The charts that a run is read by, in this order; each is shown if the run has one of its metrics. Every other metric is
-// found by search. `stack`: parts of the last curve, the rest of which is the topmost layer.
+// found by search. `stack`: parts of the last curve, the rest of which is the topmost layer. `unlessZero`: left out where it
+// is always 0, like the divergence of a policy from itself.
 
 export const PANELS = [
   { title: "Reward", unit: "mean of the rollout", curves: { "reward/mean": "reward" } },
@@ -8,11 +9,11 @@ export const PANELS = [
   { title: "Truncated replies", unit: "share of the rollout", curves: { "rollout/truncated_share": "truncated" } },
   { title: "Groups without spread", unit: "share: they teach nothing", curves: { "rollout/zero_spread_share": "no spread" } },
   { title: "Entropy", unit: "nats per token", curves: { "rollout/entropy": "sampled", "policy/entropy": "in the update" } },
-  { title: "KL divergence", unit: "nats per token", curves: { "policy/ref_kl": "to reference", "policy/approx_kl": "to old policy" } },
-  { title: "Trainer against engine", unit: "KL, nats per token", curves: { "policy/mismatch_kl": "mismatch" } },
-  { title: "Clipped ratios", unit: "share of tokens", curves: { "policy/clip_low_share": "below", "policy/clip_high_share": "above" } },
+  { title: "KL divergence", unit: "nats per token", unlessZero: true, curves: { "policy/ref_kl": "to reference", "policy/approx_kl": "to old policy" } },
+  { title: "Trainer against engine", unit: "KL, nats per token", unlessZero: true, curves: { "policy/mismatch_kl": "mismatch" } },
+  { title: "Clipped ratios", unit: "share of tokens", unlessZero: true, curves: { "policy/clip_low_share": "below", "policy/clip_high_share": "above" } },
   { title: "Gradient norm", unit: "before clipping", curves: { "policy/grad_norm": "policy", "train/grad_norm": "norm" } },
-  { title: "Staleness", unit: "updates", curves: { "staleness/mean": "mean", "staleness/max": "greatest" } },
+  { title: "Staleness", unit: "updates", unlessZero: true, curves: { "staleness/mean": "mean", "staleness/max": "greatest" } },
   { title: "Training loss", unit: "mean of the optimizer step", curves: { "train/loss": "loss" } },
   { title: "Held-out loss", unit: "mean of the held-out examples", curves: { "eval/loss": "loss" } },
   { title: "Accuracy", unit: "share", curves: { "train/accuracy": "training", "eval/accuracy": "held out" } },
@@ -28,4 +29,12 @@ export const PANELS = [
 
 /** Returns the panels that have something to show, of `series` by metric. */
 export const drawn = (series) =>
-  PANELS.filter(({ curves }) => Object.keys(curves).some((name) => series[name]?.values.some((value) => value !== null && value !== 0)));
+  [PANELS[0], PANELS[1], meanScore(series), ...PANELS.slice(2)].filter(({ curves, unlessZero }) =>
+    Object.keys(curves).some((name) => series[name]?.values.some((value) => value !== null && !(unlessZero && value === 0))));
+
+/** Returns the panel of mean scores in evaluations, which says more than the share that passes where scores are not 0 or 1. */
+function meanScore(series) {
+  const passed = JSON.stringify(series["eval/pass@1"]);
+  const names = Object.keys(series).filter((name) => name.startsWith("eval/mean@") && JSON.stringify(series[name]) !== passed);
+  return { title: "Held-out score", unit: "mean of the held-out replies", curves: Object.fromEntries(names.map((name) => [name, name.slice(5)])) };
+}

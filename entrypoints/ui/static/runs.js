@@ -5,13 +5,13 @@ import { Chart } from "./charts.js";
 import { drawn } from "./panels.js";
 import { Answer, Sparkline, Status } from "./parts.js";
 import { go, link, useAnswer } from "./state.js";
-import { duration, number } from "./text.js";
+import { duration, number, visible } from "./text.js";
 
 export function Runs({ source, route, theme }) {
   const answer = useAnswer(() => source.runs(), []);
-  const chosen = (route.query.with ?? "").split(",").filter(Boolean);
+  const chosen = (route.query.with ?? "").split("/").filter(Boolean); // a run's id may have any other character
   const choose = (id) =>
-    go(link([], { with: (chosen.includes(id) ? chosen.filter((other) => other !== id) : [...chosen, id]).join(",") }), true);
+    go(link([], { with: (chosen.includes(id) ? chosen.filter((other) => other !== id) : [...chosen, id]).join("/") }), true);
   return html`<${Answer} answer=${answer}>${({ runs, root, problems }) => html`
     <h1>Runs <span class="soft">${root}</span></h1>
     ${(problems ?? []).map((problem) => html`<p class="problem">${problem}</p>`)}
@@ -29,8 +29,8 @@ export function Runs({ source, route, theme }) {
 function Row({ run, chosen, choose }) {
   const progress = run.steps ? `${number(run.step)} of ${number(run.steps)}` : number(run.step);
   return html`<tr>
-    <td><input type="checkbox" aria-label="Compare ${run.name}" checked=${chosen} onChange=${() => choose(run.id)} /></td>
-    <td class="main"><a href=${link(["r", run.id])}>${run.name}</a>${run.problems?.length > 0 && html` <span class="problem" title=${run.problems.join("\n")}>${run.problems.length} unreadable</span>`}</td>
+    <td><input type="checkbox" aria-label="Compare ${visible(run.name)}" checked=${chosen} onChange=${() => choose(run.id)} /></td>
+    <td class="main"><a href=${link(["r", run.id])}>${visible(run.name)}</a>${run.problems?.length > 0 && html` <span class="problem" title=${run.problems.join("\n")}>${run.problems.length} unreadable</span>`}</td>
     <td title=${run.reason ?? ""}><${Status} status=${run.status} />${run.status === "running" && run.heartbeat_age !== null && html`<span class="soft"> ${duration(run.heartbeat_age)} ago</span>`}</td>
     <td data-name="Model">${run.model ?? "–"}</td><td data-name="Data">${run.dataset ?? "–"}</td>
     <td class="right" data-name="Steps">${progress}</td>
@@ -45,16 +45,16 @@ function Overlay({ source, runs, theme }) {
   const answer = useAnswer(
     () => Promise.all(runs.map((run) => Promise.all([source.run(run), source.metrics(run)]))), [runs.join()]);
   return html`<${Answer} answer=${answer}>${(answers) => html`
-    <${Curves} runs=${runs} answers=${answers} theme=${theme} />
-    <${Differences} runs=${runs} settings=${answers.map(([run]) => run.settings ?? {})} />`}<//>`;
+    <${Curves} answers=${answers} theme=${theme} />
+    <${Differences} runs=${answers.map(([run]) => visible(run.name))} settings=${answers.map(([run]) => run.settings ?? {})} />`}<//>`;
 }
 
-function Curves({ runs, answers, theme }) {
+function Curves({ answers, theme }) {
   const panels = useMemo(() => {
     const metrics = [...new Set(answers.flatMap(([, { series }]) => drawn(series).filter((panel) => !panel.stack).flatMap((panel) => Object.keys(panel.curves).filter((name) => series[name]))))];
     return metrics.map((metric) => [
       metric,
-      answers.map(([, { series }], index) => ({ name: runs[index], steps: [], values: [], ...series[metric] })).filter((curve) => curve.steps.length),
+      answers.map(([run, { series }], look) => ({ name: visible(run.name), look, steps: [], values: [], ...series[metric] })).filter((curve) => curve.steps.length),
     ]);
   }, [answers]);
   return html`<div class="charts">${panels.map(([metric, curves]) => html`<${Chart} key=${metric} title=${metric} unit="" curves=${curves} theme=${theme} shared="overlay" />`)}</div>`;
@@ -63,7 +63,7 @@ function Curves({ runs, answers, theme }) {
 function Differences({ runs, settings }) {
   const [all, setAll] = useState(false);
   const names = [...new Set(settings.flatMap(Object.keys))].sort();
-  const shown = names.filter((name) => all || new Set(settings.map((values) => JSON.stringify(values[name]))).size > 1);
+  const shown = names.filter((name) => all || new Set(settings.map((values) => written(values[name]))).size > 1);
   return html`<h2>Settings that differ <label class="soft"><input type="checkbox" checked=${all} onChange=${() => setAll(!all)} /> show all</label></h2>
     ${shown.length === 0 ? html`<p>All settings are the same.</p>` : html`<div class="wide"><table class="settings">
       <thead><tr><th>Setting</th>${runs.map((run) => html`<th>${run}</th>`)}</tr></thead>

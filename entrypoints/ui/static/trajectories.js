@@ -4,7 +4,7 @@ import { html, useEffect, useRef, useState } from "./vendor/preact.js";
 import { Scatter } from "./charts.js";
 import { Answer } from "./parts.js";
 import { go, link, trajectoryLink, useAnswer, useKeys, useMedia } from "./state.js";
-import { number, oneLine, signed } from "./text.js";
+import { number, oneLine, signed, visible } from "./text.js";
 import { VirtualList } from "./virtual.js";
 
 const PAGE = 200; // rows of one question
@@ -37,7 +37,7 @@ export function Trajectories({ source, run, facts, route, theme, version }) {
     set({ filter: (parts.includes(part) ? parts.filter((other) => other !== part) : [...parts, part]).join(" and ") });
   };
   return html`
-    <h1 class="hidden">Trajectories of ${facts.name}</h1>
+    <h1 class="hidden">Trajectories of ${visible(facts.name)}</h1>
     <div class="filter">
       <input type="search" ref=${search} class="expression" aria-label="Filter" placeholder="Filter: reward < 0.5 and turns > 3, or words in quotes" spellcheck="false"
         autocapitalize="off" autocomplete="off" value=${typed} onInput=${(event) => setTyped(event.target.value)}

@@ -51,6 +51,13 @@ def test_only_metrics_that_were_logged_are_drawn(drawn: Any) -> None:
     assert drawn([]) == []
 
 
+def test_scores_that_are_not_0_or_1_are_drawn_beside_the_share_that_passes(drawn: Any) -> None:
+    rows: list[dict[str, Any]] = [{"step": n, "eval/pass@1": 0.0, "eval/mean@2": 0.0} for n in range(2)]
+    assert drawn(rows) == ["Evaluation"]
+    rows[1]["eval/mean@2"] = 5.5
+    assert drawn(rows) == ["Evaluation", "Held-out score"]
+
+
 def test_what_held_out_examples_say_is_drawn_of_every_trainer(drawn: Any) -> None:
     pairs = [{"step": 0, "eval/loss": 0.7, "eval/accuracy": 0.5}]  # as of dpo, kto and rm: no eval/nll
     assert drawn(pairs) == ["Held-out loss", "Held-out accuracy"]

@@ -235,6 +235,26 @@ def test_a_long_run_is_listed_without_keeping_its_series_and_drawn_with_few_poin
     assert len(view.metrics()["series"]["train/loss"]["steps"]) == 300
 
 
+def test_the_best_evaluation_is_of_the_mean_score_where_no_share_of_passes_changes(tmp_path: Path) -> None:
+    def best(scores: list[float], passes: list[float]) -> dict[str, object]:
+        lines = [
+            json.dumps({"step": step, "eval/pass@1": passed, "eval/mean@1": score})
+            for step, (score, passed) in enumerate(zip(scores, passes, strict=True))
+        ]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        found: dict[str, object] = Runs(tmp_path).view(tmp_path.name).row()["eval"]
+        return found
+
+    assert best([0.1, 0.4, 0.3], [0.0, 0.0, 0.0]) == {
+        "metric": "eval/mean@1",
+        "best": 0.4,
+        "best_step": 1,
+        "last": 0.3,
+    }
+    assert best([0.1, 0.4, 0.6], [0.0, 0.5, 0.2])["metric"] == "eval/pass@1"
+    assert best([0.0, 0.0, 0.0], [0.0, 0.0, 0.0])["metric"] == "eval/pass@1"
+
+
 @pytest.mark.parametrize("ended", ["2026-01-01T10:00:05+00:00", "2026-01-01T09:00:00+00:00"])
 def test_the_time_of_a_run_is_that_of_its_steps_where_the_record_has_less(tmp_path: Path, ended: str) -> None:
     """The last process of a run that continues took five seconds, or its clock was set back."""
