@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollgrad.adapters.tracking.trajectory_files import read_trajectories
-from tests.browser.conftest import DESK, PHONE, Page, opened, serving
+from tests.browser.conftest import DESK, PATIENCE, PHONE, Page, opened, serving
 from tests.fakes.kept_run import (
     HOSTILE,
     LONG_LINE,
@@ -380,6 +380,24 @@ def test_runs_of_any_name_look_alike_in_all_charts(browser: Any, tmp_path: Path)
         legend = page.page.inner_text("figure.chart:has-text('Time per step') .u-legend")
         assert "".join(legend.split()) == "step2all2"
         assert "None yet" in page.page.inner_text(".findings")
+
+
+def test_the_list_and_runs_side_by_side_follow_those_that_go_on(browser: Any, tmp_path: Path) -> None:
+    for name in ("done", "live"):
+        write_run(tmp_path / name, steps=2)
+    context = browser.new_context()  # whose clock is another one
+    with serving(tmp_path) as address:
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE)
+        page.clock.install()
+        page.goto(f"{address}#/?with=done/live")
+        page.locator("figure.chart").first.wait_for()
+        with (tmp_path / "live/metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 31, "reward/mean": 0.125}) + "\n")
+        page.clock.run_for(15_000)
+        page.locator("td", has_text="31").first.wait_for()
+        page.locator('[aria-label*="to 0.125 at step 31"]').wait_for()
+        context.close()
 
 
 @pytest.mark.parametrize("later", ["findings", "metrics"])

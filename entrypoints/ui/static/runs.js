@@ -1,14 +1,21 @@
 // The table of runs; two or more that are chosen are laid over each other: their curves, and the settings that differ.
 
-import { html, useMemo, useState } from "./vendor/preact.js";
+import { html, useEffect, useMemo, useState } from "./vendor/preact.js";
 import { Chart } from "./charts.js";
 import { drawn } from "./panels.js";
 import { Answer, Sparkline, Status } from "./parts.js";
 import { go, link, useAnswer } from "./state.js";
 import { duration, number, visible } from "./text.js";
 
+const EVERY = 10_000; // milliseconds after which the list is read again: runs may go on
+
 export function Runs({ source, route, theme }) {
-  const answer = useAnswer(() => source.runs(), []);
+  const [times, setTimes] = useState(0);
+  useEffect(() => {
+    const timer = setInterval(() => source.live && !document.hidden && setTimes((before) => before + 1), EVERY);
+    return () => clearInterval(timer);
+  }, []);
+  const answer = useAnswer(() => source.runs(), ["runs", times]);
   const chosen = (route.query.with ?? "").split("/").filter(Boolean); // a run's id may have any other character
   const choose = (id) =>
     go(link([], { with: (chosen.includes(id) ? chosen.filter((other) => other !== id) : [...chosen, id]).join("/") }), true);
@@ -22,7 +29,7 @@ export function Runs({ source, route, theme }) {
       <tbody>${runs.map((run) => html`<${Row} key=${run.id} run=${run} chosen=${chosen.includes(run.id)} choose=${choose} />`)}</tbody>
     </table></div>`}
     ${runs.length > 1 && chosen.length < 2 && html`<p class="soft">Tick two runs or more to lay their curves over each other and see which settings differ.</p>`}
-    ${chosen.length > 1 && html`<${Overlay} key=${chosen.join()} source=${source} runs=${chosen} theme=${theme} />`}
+    ${chosen.length > 1 && html`<${Overlay} key=${chosen.join()} source=${source} runs=${chosen} version=${versionOf(runs, chosen)} theme=${theme} />`}
   `}<//>`;
 }
 
@@ -41,9 +48,12 @@ function Row({ run, chosen, choose }) {
   </tr>`;
 }
 
-function Overlay({ source, runs, theme }) {
+/** Returns what changes when one of the chosen runs has gone on. */
+const versionOf = (runs, chosen) => runs.filter(({ id }) => chosen.includes(id)).map(({ id, step, status }) => [id, step, status]).join();
+
+function Overlay({ source, runs, version, theme }) {
   const answer = useAnswer(
-    () => Promise.all(runs.map((run) => Promise.all([source.run(run), source.metrics(run)]))), [runs.join()]);
+    () => Promise.all(runs.map((run) => Promise.all([source.run(run), source.metrics(run)]))), [runs.join(), version]);
   return html`<${Answer} answer=${answer}>${(answers) => html`
     <${Curves} answers=${answers} theme=${theme} />
     <${Differences} runs=${answers.map(([run]) => visible(run.name))} settings=${answers.map(([run]) => run.settings ?? {})} />`}<//>`;
