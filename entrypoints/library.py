@@ -1,6 +1,6 @@
 """The library face: the same runs as the command line, with any adapter replaced by keyword."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,16 +103,14 @@ def evaluate(
     return _evaluate(config, reward=reward, environment=environment, **adapters)[0]
 
 
-def evaluate_models(configs: Sequence[RLConfig]) -> dict[str, dict[str, float]]:
-    """Returns the metrics of each model, by its name; of those after the first also by how much they are better, with
-    the standard error (`PromptScores.difference`)."""
-    found: dict[str, dict[str, float]] = {}
+def evaluate_models(configs: Sequence[RLConfig]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yields the name and the metrics of each model when it is evaluated; of those after the first also by how much
+    they are better, with the standard error (`PromptScores.difference`)."""
     first: PromptScores | None = None
     for config in configs:
         metrics, scores = _evaluate(config)
-        found[config.actor.model_name_or_path] = metrics | ({} if first is None else scores.difference(first))
+        yield config.actor.model_name_or_path, metrics | ({} if first is None else scores.difference(first))
         first = first or scores
-    return found
 
 
 @gives_memory_back

@@ -1,16 +1,17 @@
 """Evaluation of the current policy on fixed prompts."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 import structlog
 from attrs import frozen
 
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
+from rollgrad.application.rollouts.metrics import own_metrics
 from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
 from rollgrad.domain.algorithms.equality import reaches
-from rollgrad.domain.algorithms.evaluation import paired_difference, summarise, too_many_sets
+from rollgrad.domain.algorithms.evaluation import paired_difference, standard_error, summarise, too_many_sets
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import RewardError
@@ -27,19 +28,30 @@ class PromptScores:
     scores: Sequence[Sequence[float]]
     threshold: float
 
+    @property
+    def errors(self) -> dict[str, float]:
+        """Standard errors over the prompts, of `eval/pass@1` and the mean score; none of a single prompt."""
+        scored = [scores for scores in self.scores if scores]
+        found = {name: standard_error([value(scores) for scores in scored]) for name, value in self._values}
+        return {f"eval/{name}_stderr": error for name, error in found.items() if error is not None}
+
     def difference(self, other: "PromptScores") -> dict[str, float]:
         """Returns by how much these scores are better than `other`, as `eval/pass@1_difference` and
         `eval/mean_difference`, each with its standard error (`..._stderr`); nothing where the prompts differ."""
         metrics: dict[str, float] = {}
         if self.asked != other.asked:
             return metrics
-        for name, value in (("pass@1", self._pass_share), ("mean", fmean)):
+        for name, value in self._values:
             first, second = ([value(of) if of else None for of in each] for each in (other.scores, self.scores))
             compared = paired_difference(first, second)
             if compared is not None:
                 whole = f"eval/{name}_difference"
                 metrics[whole], metrics[f"{whole}_stderr"] = compared
         return metrics
+
+    @property
+    def _values(self) -> tuple[tuple[str, Callable[[Sequence[float]], float]], ...]:
+        return ("pass@1", self._pass_share), ("mean", fmean)
 
     def _pass_share(self, scores: Sequence[float]) -> float:
         return fmean(reaches(score, self.threshold) for score in scores)
@@ -81,15 +93,16 @@ class EvaluationService:
         self._one_by_one = too_many is None
 
     async def run(self, step: int | None = None) -> dict[str, float]:
-        """Returns `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, `eval/best@k`, `eval/maj@n`, lengths,
-        truncation, and `eval/failed`, the number of failed episodes. With several data sources, up to `MOST_SETS`,
-        there are also scores as `eval/<source>/...`. Prompts without any rewarded reply are left out. `step`: updates
-        of the run before it, None outside a run.
+        """Returns `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, `eval/best@k`, `eval/maj@n`, standard errors,
+        lengths, truncation, `eval/failed`, the number of failed episodes, and what these tell of themselves
+        (`eval/turns`). With several data sources, up to `MOST_SETS`, there are also scores as `eval/<source>/...`.
+        Prompts without any rewarded reply are left out. `step`: updates of the run before it, None outside a run.
+        One that ends early logs the scores until then.
 
         Raises:
             RewardError, EngineError: too many episodes failed, or no reply has a reward.
         """
-        groups = await self._rollout.collect(self._prompts, self._params, samples=self._samples)
+        groups = await self._play()
         if self._trajectories is not None and step is not None:
             self._trajectories.evaluation(step, groups)
         asked = [prompt.messages or prompt.text for prompt in self._prompts]
@@ -103,6 +116,7 @@ class EvaluationService:
             why = failures[-1].message if failures else "there are none"
             raise RewardError(f"No reply to the {len(groups)} held-out prompts has a reward: {why}")
         metrics = self._summary("eval", [group for source in sources.values() for group in source])
+        metrics |= self.latest.errors
         if len(sources) > 1 and self._one_by_one:
             for name, source in sources.items():
                 metrics |= self._summary(f"eval/{name}", source)
@@ -110,7 +124,20 @@ class EvaluationService:
         metrics["eval/failed"] = float(len(failures))
         metrics["eval/response_length_mean"] = sum(t.action_length for s in samples for t in s) / len(samples)
         metrics["eval/truncated_share"] = sum(any(t.stop_reason.truncated for t in s) for s in samples) / len(samples)
-        return metrics
+        return metrics | own_metrics("eval", samples, metrics)
+
+    async def _play(self) -> list[RolloutGroup]:
+        """Returns all groups in the order of the prompts."""
+        groups: list[RolloutGroup] = []
+        try:
+            return await self._rollout.collect(
+                self._prompts, self._params, samples=self._samples, on_group=groups.append
+            )
+        except BaseException:  # an interruption, too: what was scored may have taken hours
+            if scored := [group for group in groups if group.scores]:
+                so_far = self._summary("eval", scored)
+                log.warning("the evaluation ended early", scored=len(scored), of=len(self._prompts), **so_far)
+            raise
 
     def _summary(self, prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
         scores, answers = [group.scores for group in groups], [group.answers for group in groups]

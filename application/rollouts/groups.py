@@ -213,9 +213,15 @@ class RolloutService:
             await asyncio.gather(*running, *finished, return_exceptions=True)
 
     async def collect(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, samples: int, first_group_id: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        samples: int,
+        first_group_id: int = 0,
+        on_group: Callable[[RolloutGroup], object] = lambda group: None,
     ) -> list[RolloutGroup]:
-        """Returns all groups of an evaluation, in the order of `prompts`."""
+        """Returns all groups of an evaluation, in the order of `prompts`; `on_group` is told of each that ends."""
         stream = self.stream(
             iter(prompts),
             params,
@@ -224,7 +230,10 @@ class RolloutService:
             first_group_id=first_group_id,
             doing="evaluating",
         )
-        groups = [group async for group in stream]
+        groups = []
+        async for group in stream:
+            on_group(group)
+            groups.append(group)
         return sorted(groups, key=lambda group: group.group_id)
 
     def slots(self) -> EpisodeSlots:

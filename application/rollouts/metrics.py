@@ -1,7 +1,7 @@
 """Metrics of a rollout."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -52,10 +52,17 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         chosen = [length for sample, length in pairs if reaches(sample[0].score, pass_threshold) is passed]
         if chosen:
             metrics[f"rollout/response_length_{name}"] = sum(chosen) / len(chosen)
-    for key in {key for sample in samples for key in sample[0].metrics}:
-        values = [sample[0].metrics[key] for sample in samples if key in sample[0].metrics]
-        metrics.setdefault(f"reward/{key}", sum(values) / len(values))
-    return metrics
+    return metrics | own_metrics("reward", samples, metrics)
+
+
+def own_metrics(prefix: str, samples: Sequence[Sequence[Trajectory]], taken: Collection[str]) -> dict[str, float]:
+    """Returns the means of what environments, agents and rewards tell of samples (turns, ...), as `PREFIX/NAME`, each
+    over those that have it; names that are `taken` are left out."""
+    return {
+        f"{prefix}/{key}": statistics.fmean(sample[0].metrics[key] for sample in samples if key in sample[0].metrics)
+        for key in dict.fromkeys(key for sample in samples for key in sample[0].metrics)
+        if f"{prefix}/{key}" not in taken
+    }
 
 
 def _different(group: RolloutGroup) -> int:

@@ -138,6 +138,16 @@ def paired_difference(first: Sequence[float | None], second: Sequence[float | No
     """
     pairs = zip(first, second, strict=True)
     differences = [b - a for a, b in pairs if a is not None and b is not None]
-    if len(differences) < 2:
-        return None
-    return fmean(differences), stdev(differences) / math.sqrt(len(differences))
+    error = standard_error(differences)
+    return None if error is None else (fmean(differences), error)
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Returns the standard error of the mean of `values`, one a prompt: their deviation over the root of their number.
+    All samples of a prompt make one value, for they are not independent (Miller 2024, arXiv:2411.00640, sections 2.1
+    and 2.2). None of fewer than two.
+
+    >>> standard_error([0.0, 1.0])
+    0.5
+    """
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

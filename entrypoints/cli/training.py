@@ -3,7 +3,8 @@
 import gc
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 
@@ -12,7 +13,7 @@ from attrs import evolve
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules import evaluation_errors, setting_errors
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.domain.errors import RollgradError, raise_together
+from rollgrad.domain.errors import ConfigurationError, RollgradError, raise_together
 from rollgrad.entrypoints.cli.exit_status import SIGNAL_STATUS
 from rollgrad.entrypoints.cli.help import asks_for_help, show_help
 from rollgrad.entrypoints.cli.logs import configure_logging
@@ -119,6 +120,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     named = models or [config.actor.model_name_or_path]
     runs = [evolve(config, actor=evolve(config.actor, model_name_or_path=model)) for model in named]
     errors = [*unread, *spelling_errors(config), *evaluation_errors(runs[0])]
+    if twice := [model for model, count in Counter(named).items() if count > 1]:
+        errors.append(ConfigurationError(f"Models are named twice: {', '.join(twice)}. Name each of them once."))
     if parsed.print_config:
         return _print_config(runs[0], errors)
     if parsed.dry_run:
@@ -130,18 +133,30 @@ def evaluate(arguments: Sequence[str]) -> int:
     from rollgrad.entrypoints.dry_run import eval_file_problems
 
     raise_together([*errors, *(problem for run in runs for problem in eval_file_problems(run).values())])
-    with results_only_on_stdout():
-        from rollgrad.entrypoints.library import evaluate_models
+    metrics: dict[str, dict[str, float]] = {}
+    try:
+        with results_only_on_stdout():
+            from rollgrad.entrypoints.library import evaluate_models
 
-        metrics = evaluate_models(runs)
-    if parsed.json:
-        told = metrics if len(metrics) > 1 else metrics[named[0]]
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
-    elif len(metrics) > 1:
-        show_metrics(str(config.eval.dataset), metrics)
-    else:
-        show_metrics(f"{named[0]} on {config.eval.dataset}", {"value": metrics[named[0]]})
+            for name, measured in evaluate_models(runs):
+                metrics[name] = measured
+    finally:  # an error of one model, or an interruption, leaves the results of those before it
+        if metrics:
+            _show_evaluations(named, str(config.eval.dataset), metrics, as_json=parsed.json)
     return 0
+
+
+def _show_evaluations(
+    named: Sequence[str], dataset: str, metrics: Mapping[str, Mapping[str, float]], *, as_json: bool
+) -> None:
+    """Prints the metrics of the models that were evaluated, of all that were `named`."""
+    if as_json:
+        told = metrics if len(named) > 1 else metrics[named[0]]
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    elif len(named) > 1:
+        show_metrics(dataset, metrics)
+    else:
+        show_metrics(f"{named[0]} on {dataset}", {"value": metrics[named[0]]})
 
 
 def _may_be_model(word: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import rollgrad
 from rollgrad.adapters.engines.embedded.weights import SharedWeights
@@ -449,6 +449,9 @@ def test_the_command_line_as_a_process(workspace: Path, rollgrad_command: list[s
         "eval/response_length_mean",
         "eval/truncated_share",
         "eval/failed",
+        "eval/pass@1_stderr",
+        "eval/mean_stderr",
+        "eval/length",  # which the reward tells
     } == found.keys()
     assert 0 < found["eval/mean@1"] < 1
 
@@ -477,6 +480,11 @@ def test_evaluation_with_several_samples(workspace: Path, capsys: pytest.Capture
     assert re.search(r"metric .* copied .* ./copied", capsys.readouterr().out)
     assert main(["eval", "copied", "absent/", "--config", "run.yaml", *few]) == 2
     assert "'absent/'" in capsys.readouterr().err
+    shutil.copytree("copied", "broken")
+    weights = load_file("copied/model.safetensors")
+    save_file({name: weights[name] for name in sorted(weights)[1:]}, "broken/model.safetensors", {"format": "pt"})
+    assert main(["eval", "copied", "broken", "--config", "run.yaml", *few, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out) == {"copied": both["copied"]}, "what was evaluated before is told"
     assert not Path("out").exists(), "evaluation writes nothing"
 
 

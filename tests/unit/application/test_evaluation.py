@@ -1,6 +1,7 @@
 """Evaluation summarises what the rollout service played."""
 
-from typing import cast
+from asyncio import CancelledError
+from typing import Any, cast
 
 import pytest
 from attrs import evolve
@@ -14,7 +15,7 @@ from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import RewardError
+from rollgrad.domain.errors import EngineError, RewardError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.testing.agent_executor import FakeAgentExecutor, make_trajectory
 
@@ -64,8 +65,49 @@ async def test_passes_means_lengths_and_truncation() -> None:
             "eval/response_length_mean": 2.0,
             "eval/truncated_share": 2 / 6,
             "eval/failed": 0.0,
+            "eval/pass@1_stderr": 0.5 / 3**0.5,  # of 0.5, 1 and 0
+            "eval/mean_stderr": ((1 / 12) ** 2 + (5 / 12) ** 2 + (4 / 12) ** 2) ** 0.5 / 6**0.5,  # of 0.5, 1 and 0.25
         }
     )
+
+
+async def test_what_environments_and_agents_tell_is_averaged() -> None:
+    """Over the samples that have it; what the evaluation itself measures keeps its name."""
+
+    def telling(request: EpisodeRequest) -> list[Trajectory]:
+        (played,) = cast("list[Trajectory]", play(request))
+        own = {"invalid_actions": 4.0} if request.sample_id == 0 else {}
+        return [evolve(played, metrics={"turns": 1.0 + request.sample_id, "failed": 7.0, **own})]
+
+    metrics = await evaluate({"a": "x", "b": "x"}, FakeAgentExecutor(telling))
+    assert metrics["eval/turns"] == 1 + (0 + 1 + 2 + 3) / 4
+    assert metrics["eval/invalid_actions"] == 4.0
+    assert metrics["eval/failed"] == 0.0
+    assert "eval/pass@1_stderr" not in await evaluate({"a": "x"}, FakeAgentExecutor(telling)), "one prompt has none"
+
+
+async def test_an_evaluation_that_ends_early_tells_what_was_scored() -> None:
+    """Whether episodes fail or it is interrupted: what it has scored by then may have taken hours."""
+
+    def ending(error: BaseException | None) -> Any:
+        def end(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+            if request.prompt.text != "c":
+                return play(request)
+            if error is not None:
+                raise error
+            return request.failure(FailureKind.ENVIRONMENT, "the board is gone")
+
+        return end
+
+    for error, raised in ((None, EngineError), (CancelledError(), CancelledError)):
+        one_by_one = RolloutService(FakeAgentExecutor(ending(error)), max_concurrent=1, max_failures=0)
+        prompts = [Prompt(token_ids=(1,), text=text) for text in SCORES]
+        service = EvaluationService(one_by_one, prompts, SamplingParams(temperature=0.0), samples=2, threshold=1.0)
+        with capture_logs() as logs, pytest.raises(raised):
+            await service.run()
+        told = logs[-1]
+        assert (told["event"], told["scored"], told["of"]) == ("the evaluation ended early", 2, 3)
+        assert (told["eval/pass@1"], told["eval/mean@2"]) == (0.75, 0.75)
 
 
 async def test_the_branches_of_an_episode_count_once() -> None:

@@ -28,12 +28,20 @@ PROMPTS = ["--data.prompt_dataset", "rows.jsonl", *SHORT]
 
 def test_eval_says_what_it_would_sample(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = ["--eval.dataset", "rows.jsonl", "--eval.n_samples_per_prompt", "2", "--eval.temperature", "1"]
-    assert main(["eval", "model", "model", *MODEL, *REWARDED, *SHORT, *samples]) == 0
+    assert main(["eval", "model", "./model", *MODEL, *REWARDED, *SHORT, *samples]) == 0
     told = capsys.readouterr().out
     assert told.startswith("Nothing that a dry run checks would stop this run.")
     assert "eval.dataset: 3 prompts; 6 replies of each of 2 models, 2 to each." in told
     assert "A prompt, as the model sees it" in told
     assert "The reward of the reply '1' (the label alone) is 0.25." in told
+
+
+def test_a_model_is_evaluated_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--eval.dataset", "rows.jsonl", "--eval.max_samples", "0"]
+    assert main(["eval", "model", "other", "model", *MODEL, *REWARDED, *SHORT, *flags]) == 2
+    told = capsys.readouterr().err
+    assert "Models are named twice: model. Name each of them once." in told
+    assert "eval.max_samples is 0" in told
 
 
 def test_generate_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
