@@ -18,7 +18,7 @@ from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.brought import check_brought, check_environment, is_rows
 from rollgrad.entrypoints.composition.cluster import keep_roles
-from rollgrad.entrypoints.composition.data import make_row_source
+from rollgrad.entrypoints.composition.data import make_eval_rows, make_row_source
 from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import closing, give, given, gives_memory_back, shut_down
@@ -99,7 +99,8 @@ def evaluate(
     environment: Callable[[], Environment] | None = None,
     **adapters: Any,
 ) -> dict[str, float]:
-    """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`; arguments as for `train`."""
+    """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`; arguments as for `train`, but that
+    `prompts` are rows, in the place of that dataset."""
     return _evaluate(config, reward=reward, environment=environment, **adapters)[0]
 
 
@@ -124,7 +125,12 @@ def _evaluate(
     """Returns the metrics of `evaluate`, and the scores that they are of."""
     config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is, which training changes
     load_extension(config)
-    validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
+    validate_evaluation(
+        config,
+        has_reward=reward is not None,
+        has_environment=environment is not None,
+        has_prompts=adapters.get("prompts") is not None,
+    )
     container = container_with(config, reward, environment, adapters, "evaluate")
     container.reward_spec.override(providers.Object(config.eval.dataset))
     keep_roles(container, "engines", "reward")
@@ -174,8 +180,16 @@ def container_with(
     rows = adapters.get("prompts")
     if is_rows(rows):
         adapters = {name: adapter for name, adapter in adapters.items() if name != "prompts"}
-        container.prompts.override(
-            providers.Singleton(make_row_source, providers.Object(rows), config, container.codec, container.environment)
+        place, make = (
+            (container.prompts, make_row_source) if function == "train" else (container.eval_prompts, make_eval_rows)
+        )
+        place.override(
+            providers.Singleton(make, providers.Object(rows), config, container.codec, container.environment)
+        )
+    elif rows is not None and function != "train":
+        raise ConfigurationError(
+            f"prompts are a {type(rows).__name__} without rows that can be read one by one, but {function}() takes a "
+            "list of mappings, of one at least, or a datasets.Dataset."
         )
     check_brought(adapters, trains=function == "train")
     give(container, adapters, function)

@@ -101,6 +101,13 @@ def make_eval_dataset(config: RLConfig, codec: TemplateCodec, environment: Any) 
     return _within_positions(config, environment, source, "eval").prompts()
 
 
+def make_eval_rows(rows: Rows, config: RLConfig, codec: TemplateCodec, environment: Any) -> list[Prompt]:
+    """Returns the held-out prompts of rows that the caller brings; `environment` plays them, if it is not None."""
+    seed, most = config.train.seed, config.eval.max_samples
+    source = DatasetPromptSource(rows, _builder(config, codec), seed=seed, max_samples=most, setting="prompts")
+    return _within_positions(config, environment, source, "eval").prompts()
+
+
 def note_repeated_prompts(config: RLConfig, learned: Any, held_out: Any) -> None:
     """Warns of held-out prompts that are trained on, too, unless votes judge them, which need no labels; prompts that
     are generated, or of a caller's own source, are not compared."""

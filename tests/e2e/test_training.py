@@ -20,9 +20,11 @@ from rollgrad.adapters.tracking.trajectory_files import read_trajectories
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.testing.clock import FakeClock
 from rollgrad.testing.metric_sink import FakeMetricSink
+from rollgrad.testing.prompt_source import FakePromptSource
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.fakes.hub import hub_double
 
@@ -513,6 +515,26 @@ def test_the_library_takes_rewards_and_adapters(
     assert sink.records[0][1]["time/step_s"] == 0.0
     assert moved(tiny_model_dir, result.model) > 1e-4
     assert result.report is None, "without metrics.jsonl there is nothing to report"
+
+
+def test_the_library_evaluates_rows_of_the_caller(workspace: Path) -> None:
+    """In the place of `eval.dataset`, which need not be set; what are no rows is refused, and not passed over."""
+    config = library_config()
+    config.eval.dataset, config.eval.max_samples = None, 2
+    asked: list[str] = []
+
+    def heard(request: RewardRequest) -> float:
+        asked.append(request.label)
+        return 1.0
+
+    rows = [{"prompt": f"{n} + 1", "label": f"own {n}"} for n in range(3)]
+    config.data.input_key, config.data.label_key = "prompt", "label"
+    found = rollgrad.evaluate(config, reward=FakeRewardSource(heard), prompts=rows)
+    assert sorted(asked) == ["own 0", "own 1"]
+    assert found["eval/mean@1"] == 1.0
+    for wrong in ([], FakePromptSource([])):
+        with pytest.raises(ConfigurationError, match=r"evaluate\(\) takes a list of mappings"):
+            rollgrad.evaluate(config, reward=FakeRewardSource(heard), prompts=wrong)
 
 
 async def test_the_library_inside_a_running_loop(workspace: Path) -> None:

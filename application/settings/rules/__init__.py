@@ -107,24 +107,29 @@ def setting_errors(
     return broken_rules(config, rules)
 
 
-def validate_evaluation(config: RLConfig, *, has_reward: bool = False, has_environment: bool = False) -> None:
-    """Checks the settings that evaluation alone reads: the model, `eval`, `reward` and the form of the prompts.
+def validate_evaluation(
+    config: RLConfig, *, has_reward: bool = False, has_environment: bool = False, has_prompts: bool = False
+) -> None:
+    """Checks the settings that evaluation alone reads: the model, `eval`, `reward` and the form of the prompts;
+    arguments as for `validate`, but that the prompts of the caller are held-out ones.
 
     Raises:
         ConfigurationError: rules are broken; the message has one a line.
     """
-    raise_together(evaluation_errors(config, has_reward=has_reward, has_environment=has_environment))
+    raise_together(
+        evaluation_errors(config, has_reward=has_reward, has_environment=has_environment, has_prompts=has_prompts)
+    )
 
 
 def evaluation_errors(
-    config: RLConfig, *, has_reward: bool = False, has_environment: bool = False
+    config: RLConfig, *, has_reward: bool = False, has_environment: bool = False, has_prompts: bool = False
 ) -> list[ConfigurationError]:
     """Every rule that the settings of an evaluation break; arguments as for `validate`."""
     plays = has_environment or config.train.agent_func_path is not None
 
     def rules(config: RLConfig) -> Iterator[Iterator[str]]:
         yield model_problems(config)
-        yield required_eval_problems(config)
+        yield required_eval_problems(config, has_held_out=has_prompts)
         yield server_problems(config)
         yield engine_length_problems(config, has_environment=plays)
         yield prompt_form_problems(config)
@@ -132,6 +137,6 @@ def evaluation_errors(
         yield reward_problems(config, config.eval.dataset or "", has_reward=has_reward or plays)
         yield agent_problems(config, has_environment=plays)
         yield turn_problems(config, has_environment=plays)
-        yield eval_problems(config)
+        yield eval_problems(config, has_held_out=has_prompts)
 
     return broken_rules(config, rules, EVALUATED)

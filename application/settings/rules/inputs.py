@@ -56,9 +56,9 @@ def required_data_problems(config: RLConfig, *, has_prompts: bool = False) -> It
         yield "No prompts are set: name a dataset with --data.prompt_dataset."
 
 
-def required_eval_problems(config: RLConfig) -> Iterator[str]:
-    """Whether prompts to evaluate on are named."""
-    if not dataset_names(config.eval.dataset or ""):
+def required_eval_problems(config: RLConfig, *, has_held_out: bool) -> Iterator[str]:
+    """Whether prompts to evaluate on are named, unless the caller brings them."""
+    if not has_held_out and not dataset_names(config.eval.dataset or ""):
         yield "No held-out prompts are set: name a dataset with --eval.dataset."
 
 
@@ -214,14 +214,14 @@ def _judge_problems(reward: RewardConfig) -> Iterator[str]:
         )
 
 
-def eval_problems(config: RLConfig) -> Iterator[str]:
-    """Yields the problems of evaluation."""
+def eval_problems(config: RLConfig, *, has_held_out: bool = False) -> Iterator[str]:
+    """Yields the problems of evaluation; `has_held_out`: the caller brings the held-out prompts."""
     evaluation = config.eval
     of_all = ("failed", "response_length_mean", "truncated_share")
     names = summary_names(evaluation.n_samples_per_prompt)
     yield from best_metric_problems(config.ckpt, evaluation.dataset, evaluation.steps, names, of_all)
     changed = first_change(evaluation, EvalConfig())
-    if not evaluation.dataset and changed:
+    if not evaluation.dataset and not has_held_out and changed:
         yield (
             f"eval.{changed} is {getattr(evaluation, changed)!r}, but there is nothing to evaluate on: set "
             f"--eval.dataset, or leave --eval.{changed} out (over a file: --eval.{changed} "
