@@ -145,7 +145,8 @@ def generate_chosen(
                 images = None if config.data.image_key is None else KeptImages(out)
                 made = _sampled(replies, model=config.actor.model_name_or_path, logprobs=logprobs, images=images)
                 tolerant = _tolerant(made, config, len(keys), retrying=retry_failed)
-                run_interruptibly(closing(_write(tolerant, file, "Sampling", len(keys), len(missing)), container))
+                writing = _write(tolerant, file, "Sampling", len(keys), len(missing))
+                run_interruptibly(closing(writing, container), "sampling ends, and keeps what it has")
             return Replies(path=out, rows=len(file.done), made=len(missing), failed=file.failed)
     finally:
         shut_down(container)
@@ -205,7 +206,8 @@ def score(
                 missing = chosen_rows(source, keys, flag="--input")
                 judged = judged_rows(container, missing, at_once=config.rollout.max_concurrent)
                 tolerant = _tolerant(judged, config, total, retrying=retry_failed)
-                run_interruptibly(closing(_write(tolerant, file, "Scoring", total, count), container))
+                writing = _write(tolerant, file, "Scoring", total, count)
+                run_interruptibly(closing(writing, container), "scoring ends, and keeps what it has")
             return Replies(path=out, rows=len(file.done), made=count, failed=file.failed)
     finally:
         shut_down(container)

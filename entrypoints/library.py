@@ -137,7 +137,7 @@ def _evaluate(
     try:
         check_inputs(container, ["eval_prompts"])
         evaluation: EvaluationService = container.evaluation()
-        metrics = run_interruptibly(closing(evaluation.run(), container))
+        metrics = run_interruptibly(closing(evaluation.run(), container), "the evaluation ends")
         assert evaluation.latest is not None  # of the run above
         return metrics, evaluation.latest
     finally:

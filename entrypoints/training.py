@@ -247,13 +247,14 @@ def _reporting(output_dir: Path, title: str) -> Callable[[], None]:
     return write
 
 
-def run_interruptibly(work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns what `work` returns; SIGTERM and SIGHUP end it as Ctrl-C does, so that what it opened is closed.
+def run_interruptibly(work: Coroutine[Any, Any, Result], says: str) -> Result:
+    """Returns what `work` returns; SIGTERM and SIGHUP end it as Ctrl-C does, so that what it opened is closed. The
+    signal is logged with what it `says`.
 
     Raises:
         KeyboardInterrupt: one of them came.
     """
     try:
-        return run_to_end(heeding_signals(work))[0]
+        return run_to_end(heeding_signals(work, says))[0]
     except asyncio.CancelledError as error:
         raise KeyboardInterrupt from error

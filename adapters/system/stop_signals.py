@@ -34,17 +34,21 @@ BLOCKED_SECONDS = 5.0
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 
+RUN_ENDS = "the run ends, and saves its last finished step"
+"""Effect of a signal on a training."""
 
-async def heeding_signals(work: Coroutine[Any, Any, Result]) -> tuple[Result, int]:
-    """Returns the result of `work`, and the signal that cancelled it (SIGINT if none did). A second SIGTERM or SIGHUP
-    does nothing, so that it cannot interrupt saving; signals that are ignored (nohup) stay so.
+
+async def heeding_signals(work: Coroutine[Any, Any, Result], says: str = RUN_ENDS) -> tuple[Result, int]:
+    """Returns the result of `work`, and the signal that cancelled it (SIGINT if none did), which is logged with what it
+    `says`. A second SIGTERM or SIGHUP does nothing, so that it cannot interrupt saving; ignored signals (nohup) stay
+    so.
 
     Raises:
         KeyboardInterrupt: SIGINT, by which `work` was cancelled, or a second one.
     """
     task = asyncio.current_task()
     assert task is not None
-    with reporting_blocks(), _heeding(asyncio.get_running_loop(), task.cancel) as received:
+    with reporting_blocks(), _heeding(asyncio.get_running_loop(), task.cancel, says) as received:
         try:
             result = await work
         except asyncio.CancelledError as error:
@@ -55,7 +59,7 @@ async def heeding_signals(work: Coroutine[Any, Any, Result]) -> tuple[Result, in
 
 
 @contextmanager
-def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object]) -> Iterator[list[int]]:
+def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], says: str) -> Iterator[list[int]]:
     """Calls `cancel` at the first signal inside the block, and yields a list that then has it."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
@@ -94,6 +98,7 @@ def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object]) -> I
                 received.append(number)
                 with suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(cancel)
+                    log.info(f"{signal.Signals(number).name}: {says}")
                     _watch(loop, main, number, over, break_off)
         hears.close()
 
@@ -123,9 +128,8 @@ def _watch(
     over: threading.Event,
     break_off: Callable[[int], None],
 ) -> None:
-    """Says that a signal has come, and what it waits for; breaks off users' code that blocks the loop."""
+    """Says what a signal that has come waits for; breaks off users' code that blocks the loop."""
     name = signal.Signals(number).name
-    log.info(f"{name}: the run ends, and saves its last finished step")
     while not over.wait(ASK_SECONDS):
         free = threading.Event()
         loop.call_soon_threadsafe(free.set)

@@ -101,8 +101,7 @@ def test_what_ends_soon_is_not_broken_off(
     assert not any("breaking off" in log["event"] for log in logs)
 
 
-@pytest.mark.usefixtures("logs")
-def test_handlers_are_what_they_were_and_a_free_loop_ends_at_once() -> None:
+def test_handlers_are_what_they_were_and_a_free_loop_ends_at_once(logs: list[Any]) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     began = threading.Event()
 
@@ -116,5 +115,6 @@ def test_handlers_are_what_they_were_and_a_free_loop_ends_at_once() -> None:
         return "saved"
 
     send(signal.SIGTERM, began)
-    assert asyncio.run(heeding_signals(work())) == ("saved", signal.SIGTERM)
+    assert asyncio.run(heeding_signals(work(), "sampling ends")) == ("saved", signal.SIGTERM)
+    assert [log["event"] for log in logs] == ["SIGTERM: sampling ends"]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
