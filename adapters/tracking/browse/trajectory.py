@@ -120,7 +120,7 @@ def replies_to(rollouts: Rollouts, prompt_id: str) -> dict[str, Any]:
         if (kind, name) == ("evaluation", prompt_id)
     ]
     if not rows:
-        raise DataError(f"No evaluation of this run has the prompt {prompt_id!r}.")
+        raise DataError("No evaluation of the run has this prompt: choose another run, or another prompt.")
     summaries = rollouts.rows(rows)
     whole: dict[str, Mapping[str, Any]] = {}
     by_file: dict[Path, list[tuple[int, str]]] = {}
