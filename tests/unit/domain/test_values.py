@@ -94,7 +94,7 @@ def test_impossible_episodes_are_refused() -> None:
 
 @given(chosen=st.lists(st.integers(0, 4), unique=True))
 def test_select_never_changes_a_sample(chosen: list[int]) -> None:
-    """Whatever columns there are, of any order of any of the samples."""
+    """Every column is compared, of any order of any of the samples."""
     whole = evolve(
         pack([episode(prompt=i + 1, turns=1 + i % 3, group_id=i // 2, sample_id=i) for i in range(5)]),
         teacher_prompts_S=tuple((7, i) for i in range(5)),
