@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from attrs import evolve
 
 from rollgrad.adapters.rewards.function import FunctionReward
+from rollgrad.adapters.tracking.samples import ReplyWriter
 from rollgrad.application.rollouts.evaluation import EvaluationService, PromptScores
 from rollgrad.application.settings.correction import log_correction
 from rollgrad.application.settings.rules import validate, validate_evaluation
@@ -22,6 +23,7 @@ from rollgrad.entrypoints.composition.data import make_eval_rows, make_row_sourc
 from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import closing, give, given, gives_memory_back, shut_down
+from rollgrad.entrypoints.composition.outputs import make_reply_log
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.inputs import check_inputs
@@ -97,19 +99,23 @@ def evaluate(
     *,
     reward: RewardSource | Callable[..., Any] | None = None,
     environment: Callable[[], Environment] | None = None,
+    output: Path | str | None = None,
     **adapters: Any,
 ) -> dict[str, float]:
     """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`; arguments as for `train`, but that
-    `prompts` are rows, in the place of that dataset."""
-    return _evaluate(config, reward=reward, environment=environment, **adapters)[0]
+    `prompts` are rows, in the place of that dataset, and that replies and scores are appended to the file `output`
+    (`ReplyWriter`) when each prompt has been played."""
+    return _evaluate(config, output, reward=reward, environment=environment, **adapters)[0]
 
 
-def evaluate_models(configs: Sequence[RLConfig]) -> Iterator[tuple[str, dict[str, float]]]:
+def evaluate_models(
+    configs: Sequence[RLConfig], *, output: Path | None = None
+) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields the name and the metrics of each model when it is evaluated; of those after the first also by how much
     they are better, with the standard error (`PromptScores.difference`)."""
     first: PromptScores | None = None
     for config in configs:
-        metrics, scores = _evaluate(config)
+        metrics, scores = _evaluate(config, output)
         yield config.actor.model_name_or_path, metrics | ({} if first is None else scores.difference(first))
         first = first or scores
 
@@ -117,6 +123,7 @@ def evaluate_models(configs: Sequence[RLConfig]) -> Iterator[tuple[str, dict[str
 @gives_memory_back
 def _evaluate(
     config: RLConfig,
+    output: Path | str | None,
     *,
     reward: RewardSource | Callable[..., Any] | None = None,
     environment: Callable[[], Environment] | None = None,
@@ -134,13 +141,18 @@ def _evaluate(
     container = container_with(config, reward, environment, adapters, "evaluate")
     container.reward_spec.override(providers.Object(config.eval.dataset))
     keep_roles(container, "engines", "reward")
+    replies: ReplyWriter | None = None
     try:
         check_inputs(container, ["eval_prompts"])
+        replies = None if output is None else make_reply_log(config, container.codec(), Path(output))
         evaluation: EvaluationService = container.evaluation()
-        metrics = run_interruptibly(closing(evaluation.run(), container), "the evaluation ends")
+        playing = evaluation.run() if replies is None else evaluation.run(on_group=replies)
+        metrics = run_interruptibly(closing(playing, container), "the evaluation ends")
         assert evaluation.latest is not None  # of the run above
         return metrics, evaluation.latest
     finally:
+        if replies is not None:
+            replies.close()
         shut_down(container)
 
 

@@ -7,11 +7,12 @@ from typing import Any, get_args, get_origin
 from rollgrad.domain.settings import FREE
 from rollgrad.entrypoints.cli.chat import ChatArguments
 from rollgrad.entrypoints.cli.data import DataShowArguments
+from rollgrad.entrypoints.cli.evaluation import EvalArguments
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments
 from rollgrad.entrypoints.cli.loop import LOOPS
 from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments
 from rollgrad.entrypoints.cli.offline import TRAINERS
-from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
+from rollgrad.entrypoints.cli.parsing import DoctorArguments, TrainArguments, flag_kinds
 from rollgrad.entrypoints.cli.replay import ReplayArguments
 from rollgrad.entrypoints.cli.rescore import RescoreArguments
 from rollgrad.entrypoints.cli.runs import ExportArguments, InspectArguments, ReportArguments

@@ -1,7 +1,7 @@
-"""Writes sampled texts for people to read."""
+"""Writes sampled texts for people to read: some of each step, or all of an evaluation."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,12 @@ class SampleWriter:
         if not samples:
             return
         try:
-            lines = [self._line(step, group, trajectory) for group, trajectory in samples]
-            self._file.append(*(json.dumps(line, ensure_ascii=False).translate(LINE_BREAKS) for line in lines))
+            lines = [
+                {"step": step, **_texts(group, own, self._decode, self._secrets)}
+                | {"reward": own.reward, "stop_reason": own.stop_reason.value}
+                for group, own in samples
+            ]
+            self._file.append(*map(_json_line, lines))
         except Exception as error:  # a label whose text raises: training continues without the log
             self._count = 0
             log.warning("no more samples are written", path=str(self._path), error=repr(error))
@@ -58,13 +62,62 @@ class SampleWriter:
         """Writes the samples that wait; idempotent."""
         self._file.close()
 
-    def _line(self, step: int, group: RolloutGroup, trajectory: Trajectory) -> dict[str, Any]:
-        response = self._decode(trajectory.token_ids_T[trajectory.prompt_length :].tolist())
-        return {
-            "step": step,
-            "prompt": without_secrets(group.prompt.text, self._secrets),
-            "response": without_secrets(response, self._secrets),
-            "label": without_secrets(str(group.prompt.label), self._secrets),
-            "reward": trajectory.reward,
-            "stop_reason": trajectory.stop_reason.value,
-        }
+
+class ReplyWriter:
+    """Appends all replies of an evaluation to the JSONL file `path`, each prompt's when it is called with them:
+    `model`, `group_id` (the prompt's number, from 0), `sample_id`, `datasource`, `prompt`, `response` (a line for each
+    branch of an episode), `label`, `score`, `stop_reason`; of a failed episode `failure`. Like `SampleWriter` it hides
+    secrets, waits for a full disk, and stops nothing."""
+
+    def __init__(
+        self,
+        path: Path,
+        decode: Callable[[Sequence[int]], str],
+        model: str,
+        secrets: Spans = lambda text: (),
+    ) -> None:
+        self._path = path
+        self._file = LineFile(path)
+        self._decode = decode
+        self._model = model
+        self._secrets = secrets
+        self._failed = False
+
+    def __call__(self, group: RolloutGroup) -> None:
+        """Writes the replies to a prompt."""
+        if self._failed:
+            return
+        try:
+            self._file.append(*map(_json_line, self._lines(group)))
+        except Exception as error:  # a label whose text raises: the evaluation goes on without the log
+            self._failed = True
+            log.warning("no more replies are written", path=str(self._path), error=repr(error))
+
+    def close(self) -> None:
+        """Writes the replies that wait; idempotent."""
+        self._file.close()
+
+    def _lines(self, group: RolloutGroup) -> Iterator[dict[str, Any]]:
+        of_prompt = {"model": self._model, "group_id": group.group_id}
+        for own in group.trajectories:
+            yield (
+                {**of_prompt, "sample_id": own.sample_id, "datasource": group.prompt.datasource}
+                | _texts(group, own, self._decode, self._secrets)
+                | {"score": own.score, "stop_reason": own.stop_reason.value}
+            )
+        for failed in group.failures:
+            failure = without_secrets(failed.message, self._secrets)
+            yield {**of_prompt, "sample_id": failed.sample_id, "failure": failure}
+
+
+def _texts(
+    group: RolloutGroup, trajectory: Trajectory, decode: Callable[[Sequence[int]], str], secrets: Spans
+) -> dict[str, str]:
+    """Returns what a sample's line says of its texts."""
+    response = decode(trajectory.token_ids_T[trajectory.prompt_length :].tolist())
+    texts = {"prompt": group.prompt.text, "response": response, "label": str(group.prompt.label)}
+    return {name: without_secrets(text, secrets) for name, text in texts.items()}
+
+
+def _json_line(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, ensure_ascii=False).translate(LINE_BREAKS)

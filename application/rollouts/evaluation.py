@@ -92,17 +92,20 @@ class EvaluationService:
             log.warning(too_many)
         self._one_by_one = too_many is None
 
-    async def run(self, step: int | None = None) -> dict[str, float]:
+    async def run(
+        self, step: int | None = None, *, on_group: Callable[[RolloutGroup], object] = lambda group: None
+    ) -> dict[str, float]:
         """Returns `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, `eval/best@k`, `eval/maj@n`, standard errors,
         lengths, truncation, `eval/failed`, the number of failed episodes, and what these tell of themselves
         (`eval/turns`). With several data sources, up to `MOST_SETS`, there are also scores as `eval/<source>/...`.
         Prompts without any rewarded reply are left out. `step`: updates of the run before it, None outside a run.
-        One that ends early logs the scores until then.
+        `on_group` is told the replies to each prompt when they are there. One that ends early logs the scores until
+        then.
 
         Raises:
             RewardError, EngineError: too many episodes failed, or no reply has a reward.
         """
-        groups = await self._play()
+        groups = await self._play(on_group)
         if self._trajectories is not None and step is not None:
             self._trajectories.evaluation(step, groups)
         asked = [prompt.messages or prompt.text for prompt in self._prompts]
@@ -126,13 +129,16 @@ class EvaluationService:
         metrics["eval/truncated_share"] = sum(any(t.stop_reason.truncated for t in s) for s in samples) / len(samples)
         return metrics | own_metrics("eval", samples, metrics)
 
-    async def _play(self) -> list[RolloutGroup]:
+    async def _play(self, on_group: Callable[[RolloutGroup], object]) -> list[RolloutGroup]:
         """Returns all groups in the order of the prompts."""
         groups: list[RolloutGroup] = []
+
+        def played(group: RolloutGroup) -> None:
+            groups.append(group)
+            on_group(group)
+
         try:
-            return await self._rollout.collect(
-                self._prompts, self._params, samples=self._samples, on_group=groups.append
-            )
+            return await self._rollout.collect(self._prompts, self._params, samples=self._samples, on_group=played)
         except BaseException:  # an interruption, too: what was scored may have taken hours
             if scored := [group for group in groups if group.scores]:
                 so_far = self._summary("eval", scored)

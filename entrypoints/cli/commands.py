@@ -18,6 +18,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines
 from rollgrad.entrypoints.cli.chat import ChatArguments, chat
 from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
+from rollgrad.entrypoints.cli.evaluation import evaluate
 from rollgrad.entrypoints.cli.exit_status import EXIT_CLOSED, EXIT_DEFECT, EXIT_ERROR, SIGNAL_STATUS
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments, generate, score
 from rollgrad.entrypoints.cli.help import HELP_FLAGS, asks_for_help, show_flags, show_help
@@ -39,7 +40,7 @@ from rollgrad.entrypoints.cli.runs import (
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
 from rollgrad.entrypoints.cli.serve_tinker import ServeTinkerArguments, serve_tinker
-from rollgrad.entrypoints.cli.training import evaluate, run_offline, run_rl, train_offline, train_rl
+from rollgrad.entrypoints.cli.training import run_offline, run_rl, train_offline, train_rl
 from rollgrad.entrypoints.cli.translated import problems, show_translation
 from rollgrad.entrypoints.cli.ui import UIArguments, serve_runs
 from rollgrad.entrypoints.names.suggestions import unknown_command

@@ -70,22 +70,9 @@ class TrainFlags(RunFlags):
     )
 
 
-@define(kw_only=True, slots=False)
-class EvalFlags(RunFlags):
-    """Flags of commands that evaluate."""
-
-    dry_run: bool = dry_run_setting("evaluation", "held-out prompts, the reward")
-    json: bool = setting(False, "Print JSON instead of a table.")
-
-
 @define(kw_only=True)
 class TrainArguments(TrainFlags, RLConfig):
     """Trains a model by reinforcement learning. Every setting below is also a key of the YAML file."""
-
-
-@define(kw_only=True)
-class EvalArguments(EvalFlags, RLConfig):
-    """Evaluates actor.model_name_or_path, or each MODEL, on eval.dataset. It reads the settings of a training run."""
 
 
 @define(kw_only=True)

@@ -18,7 +18,7 @@ from rollgrad.adapters.tracking.background import BackgroundSink
 from rollgrad.adapters.tracking.console import ConsoleSink
 from rollgrad.adapters.tracking.jsonl import JsonlSink
 from rollgrad.adapters.tracking.multi import MultiSink
-from rollgrad.adapters.tracking.samples import SampleWriter
+from rollgrad.adapters.tracking.samples import ReplyWriter, SampleWriter
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.adapters.tracking.tracked_run import TrackedRun
 from rollgrad.adapters.tracking.trajectories import ParquetTrajectories, make_room
@@ -158,6 +158,21 @@ def make_sample_log(config: RLConfig, codec: TemplateCodec, sink: MetricSink) ->
     path = Path(config.ckpt.output_dir) / SAMPLES_FILE
     tell = sink.samples if isinstance(sink, RunTracker) else None
     return SampleWriter(path, codec.decode, config.logger.log_samples, secrets=_secrets(config), tell=tell)
+
+
+def make_reply_log(config: RLConfig, codec: TemplateCodec, path: Path) -> ReplyWriter:
+    """Returns the writer of an evaluation's replies, which hides what `make_trajectories` does.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        why = f"Replies cannot be written to {path} ({error.strerror}): name another file."
+        raise ConfigurationError(why) from error
+    return ReplyWriter(path, codec.decode, config.actor.model_name_or_path, secrets=_secrets(config))
 
 
 def make_trajectories(config: RLConfig, codec: TemplateCodec) -> ParquetTrajectories:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -474,8 +475,16 @@ def test_evaluation_with_several_samples(workspace: Path, capsys: pytest.Capture
     assert likeliest[0] == likeliest[1] == likeliest[2] != found
     shutil.copytree(rollgrad.load_config("run.yaml").actor.model_name_or_path, "copied")
     few = (*flags, "--eval.max_samples", "2")
-    assert main(["eval", "copied", "./copied", "--config", "run.yaml", *few, "--json"]) == 0
+    written = ["eval", "copied", "./copied", "--config", "run.yaml", *few, "--json", "--output", "kept/replies.jsonl"]
+    assert main(written) == 0
     both = json.loads(capsys.readouterr().out)
+    kept = [json.loads(line) for line in Path("kept/replies.jsonl").read_text().splitlines()]
+    models, groups = (sorted(row[name] for row in kept) for name in ("model", "group_id"))
+    assert (models, groups) == ((["./copied"] * 8 + ["copied"] * 8), [0] * 8 + [1] * 8)
+    assert fmean(row["score"] for row in kept) == pytest.approx(both["copied"]["eval/mean@4"])
+    assert all(row["prompt"] and row["response"] and row["label"] and row["stop_reason"] for row in kept)
+    assert main(written) == 2
+    assert "replies.jsonl is there already" in capsys.readouterr().err
     assert {name: value for name, value in both["./copied"].items() if "difference" not in name} == both["copied"]
     assert both["./copied"]["eval/pass@1_difference"] == both["./copied"]["eval/mean_difference_stderr"] == 0
     assert main(["eval", "copied", "./copied", "--config", "run.yaml", *few]) == 0

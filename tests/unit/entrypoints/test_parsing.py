@@ -16,9 +16,9 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.cli.evaluation import EvalArguments
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import (
-    EvalArguments,
     OptionalValue,
     TrainArguments,
     flag_kinds,
