@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 from rollgrad.adapters.system.python_file import USER_MODULE
+from rollgrad.adapters.system.stop_signals import heeding
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.application.foreign import first_line
 from rollgrad.domain.errors import ConfigurationError, LostProcessError, MissingExtraError, WorkerError
@@ -173,7 +174,7 @@ class RaySession:
         )
         if name == RAYLET:
             _without_raylet.append(self.lost)
-        if callable(signal.getsignal(signal.SIGTERM)):  # a run heeds it
+        if heeding.is_set():  # else Ray's own handler would end the program
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -31,6 +31,9 @@ ASK_SECONDS = 0.2
 BLOCKED_SECONDS = 5.0
 """Time after which users' code that blocks it is broken off, and again after as long."""
 
+heeding = threading.Event()
+"""Whether a run of this process heeds signals now."""
+
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 
@@ -108,9 +111,11 @@ def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], says
     for number in heeded:
         signal.signal(number, handle)
     threading.Thread(target=watch, name="stop-signals", daemon=True).start()
+    heeding.set()
     try:
         yield received
     finally:
+        heeding.clear()
         with sending:
             over.set()
         for number, handler in heeded.items():

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -116,3 +117,18 @@ def test_a_session_that_is_closed_tells_nothing(
         watching.join(60)
         assert not watching.is_alive()
     assert not logs
+
+
+def test_without_a_run_that_heeds_signals_none_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own handler, which it sets in each program, would end it."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("it is sent"))
+    try:
+        with capture_logs() as logs, started(tmp_path, monkeypatch) as (ray, opened):
+            (watching,) = [thread for thread in threading.enumerate() if thread.name == "ray-daemons"]
+            ray.started[0].kill()
+            watching.join(60)
+            with pytest.raises(LostProcessError):
+                opened.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [line["process"] for line in logs] == [session.DAEMONS[0]]
