@@ -466,6 +466,8 @@ def test_early_tokens_of_a_distilled_reply_count_more() -> None:
     found = raw("iw_opd", batch, EstimatorParams(prefix_weight=0.8))
     assert found.tolist() == pytest.approx([-1.0 * 1.8, 2.0 * (1 + 0.8 * 3 / 4), 0.0, 1.0 * (1 + 0.8 / 4)])
     assert raw("iw_opd", batch, EstimatorParams(prefix_weight=0.0)).tolist() == [-1.0, 2.0, 0.0, 1.0]
+    agreed = attrs.evolve(batch[0], sample=1, extras=[0.0] * 4)
+    assert raw("iw_opd", [agreed, *batch])[:4].tolist() == [0.0] * 4, "where student and teacher are of one opinion"
 
 
 def test_a_rollout_counts_once_however_many_branches_it_has() -> None:
