@@ -323,16 +323,19 @@ def test_further_tokens_have_log_probs_and_gradients(chunk_rows: int, form: Logi
     table = (logits / 0.7).log_softmax(-1)
     entropy = -(table.exp() * table).sum(-1)
     expected = table.gather(1, targets[:, None])[:, 0], entropy, table.gather(1, also)
-    found = token_logprobs(hidden, weight, offset, targets, 0.7, form=form, also_AK=also)
+    alone = token_logprobs(hidden, weight, offset, targets, 0.7, form=form, also_AK=also)
+    beside = token_logprobs(hidden, weight, offset, targets, 0.7, form=form, also_AK=also, correct=True, collision=True)
     generator = torch.Generator().manual_seed(1)
     pulls = [torch.randn(each.shape, generator=generator) for each in expected]
 
     def gradients(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(torch.stack([(pulls[i] * results[i]).sum() for i in used]).sum(), inputs)
 
-    for mine, theirs in zip((*found, *gradients(found)), (*expected, *gradients(expected)), strict=True):
-        assert mine.dtype == torch.float32
-        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=5e-5)
+    wanted = *expected, *gradients(expected)
+    for found in (alone, (*beside[:2], beside[-1])):
+        for mine, theirs in zip((*found, *gradients(found)), wanted, strict=True):
+            assert mine.dtype == torch.float32
+            torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=5e-5)
 
 
 def test_further_tokens_change_no_other_result(chunk_rows: int) -> None:
