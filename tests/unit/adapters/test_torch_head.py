@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy
 import pytest
@@ -353,24 +354,36 @@ def test_further_tokens_change_no_other_result(chunk_rows: int) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("masked", [0, 19])
+def allowing(rows: list[int], *tokens_AJ: Tensor) -> AllowedTokens:
+    """Masks of these rows with some tokens of the vocabulary, those given among them."""
+    generator = torch.Generator().manual_seed(4)
+    allowed = torch.rand(len(rows), VOCABULARY, generator=generator) < 0.3
+    for tokens in tokens_AJ:
+        allowed.scatter_(1, tokens[rows], True)
+    packed = numpy.packbits(allowed.numpy(), axis=1, bitorder="little")
+    return AllowedTokens(rows_R=torch.tensor(rows), bits_RB=torch.from_numpy(packed))
+
+
+@pytest.mark.parametrize(("masked", "restricted"), [(0, False), (19, False), (0, True)])
 @pytest.mark.parametrize("bounds", [(0, 19, 37), (0, 1, 30, 37)])
 def test_shares_of_the_vocabulary_give_what_the_whole_gives(
-    chunk_rows: int, bounds: tuple[int, ...], masked: int
+    chunk_rows: int, bounds: tuple[int, ...], masked: int, restricted: bool
 ) -> None:
-    """Also where all rows of a share are masked out of the vocabulary."""
+    """Also where all rows of a share are masked out of the vocabulary, or a grammar allows some tokens alone."""
     hidden, weight, offset, targets = leaves(9, bias=True)
     assert offset is not None
     offset.data[:masked] = -torch.inf
     targets = targets.clamp(min=masked)
     pull = torch.randn(3, 9, generator=torch.Generator().manual_seed(1))
     targets[::2] = torch.nn.functional.linear(hidden, weight, offset).argmax(-1)[::2]
-    compared = slice(None) if masked == 0 else slice(2)  # no mean over a vocabulary of which a part is masked out
+    compared = (
+        slice(2) if masked or restricted else slice(None)
+    )  # no mean over a vocabulary of which a part is masked out
     pull = pull[compared]
     also = further(9).clamp(min=masked)
-    logprobs, entropy, correct, mean, collision, others = token_logprobs(
-        hidden, weight, offset, targets, 0.7, correct=True, collision=True, also_AK=also
-    )
+    wanted: dict[str, Any] = {"correct": True, "collision": True, "also_AK": also}
+    wanted["allowed"] = allowing([0, 4, 7], targets[:, None], also) if restricted else None
+    logprobs, entropy, correct, mean, collision, others = token_logprobs(hidden, weight, offset, targets, 0.7, **wanted)
     expected = [logprobs, entropy, mean][compared]
     assert correct[::2].tolist() == [1.0] * 5
     pulled = (pull * torch.stack(expected)).sum() + (others * others.detach()).sum()
@@ -385,9 +398,7 @@ def test_shares_of_the_vocabulary_give_what_the_whole_gives(
             for x, part in zip((hidden, weight, offset), (slice(None), rows, rows), strict=True)
         ]
         share = ThreadShare(first=bounds[rank], rank=rank, table=table)
-        logprobs, entropy, shared, mean, squares, mine = token_logprobs(
-            *inputs, targets, 0.7, share, correct=True, collision=True, also_AK=also
-        )
+        logprobs, entropy, shared, mean, squares, mine = token_logprobs(*inputs, targets, 0.7, share, **wanted)
         assert torch.equal(shared, correct)
         torch.testing.assert_close(mine, others, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(squares, collision, rtol=1e-5, atol=1e-5)
