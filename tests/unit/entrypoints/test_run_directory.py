@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -18,8 +19,9 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.errors import CheckpointError
-from rollgrad.entrypoints.composition.outputs import make_sample_log
+from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.entrypoints.composition.outputs import make_reply_log, make_sample_log
 from rollgrad.entrypoints.config_io import load_config
 from rollgrad.entrypoints.description import settings_file
 from rollgrad.entrypoints.run_directory import alone, keep_steps, output_problem, remove_run, write_config
@@ -196,8 +198,6 @@ def group(prompt: Prompt) -> RolloutGroup:
 
     run = make_run(Path("/nonexistent"), steps=1)
     run.train()
-    from attrs import evolve
-
     return evolve(run.sampled[0][1][0], prompt=prompt)
 
 
@@ -212,6 +212,31 @@ def test_samples_have_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert tracker.sampled
     (line,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert {line[name] for name in ("prompt", "response", "label")} == {"the key ***."}
+
+
+def test_replies_of_an_evaluation_have_failures_and_no_secrets_and_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Unprintable:
+        def __str__(self) -> str:
+            raise ValueError
+
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-12345678")
+    path = tmp_path / "kept" / "replies.jsonl"
+    codec: Any = SimpleNamespace(decode=lambda tokens: "the key sk-12345678.")
+    write = make_reply_log(RLConfig(), codec, path)
+    failed = RolloutFailure(kind=FailureKind.REWARD, message="by sk-12345678", group_id=0, sample_id=9)
+    write(evolve(group(Prompt(token_ids=(1,), text="a", label="b")), failures=(failed,)))
+    *replies, failure = map(json.loads, path.read_text().splitlines())
+    assert {line["response"] for line in replies} == {"the key ***."}
+    assert (failure["sample_id"], failure["failure"]) == (9, "by ***")
+    for label in (Unprintable(), "b"):
+        write(group(Prompt(token_ids=(1,), text="a", label=label)))
+    write.close()
+    assert len(path.read_text().splitlines()) == len(replies) + 1
+    assert capsys.readouterr().out.count("no more replies are written") == 1
+    with pytest.raises(ConfigurationError, match="name another"):
+        make_reply_log(RLConfig(), codec, path / "below")
 
 
 def test_samples_that_cannot_be_written_wait_and_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
