@@ -91,6 +91,7 @@ def test_a_run_on_a_gpu_is_the_cpu_s(
 
     def trained(name: str) -> Path:
         run: OfflineRun = small(make_run(), model, data, tmp_path / name, lr=1e-3, batch_size=2)
+        run.actor.adam.eps = 1e-3  # else first steps magnify what rounds otherwise where a gradient is nearly 0
         run.data.image_key = "images" if sees else None
         run.data.cache_dir = str(tmp_path / f"cache_{name}")
         run.eval.dataset, run.ckpt.state_steps = str(data), 1
@@ -109,7 +110,7 @@ def test_a_run_on_a_gpu_is_the_cpu_s(
     for mine, theirs in zip(measured(found), measured(expected), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     wanted = weights(expected)
-    # Where there is a GPU it computes what the CPU is taken to; AdamW's first steps magnify what rounds otherwise.
-    slack = 1e-3 if torch.cuda.is_available() else 1e-4
+    # Where there is a GPU it computes what the CPU is taken to.
+    slack = 1e-3 if torch.cuda.is_available() else 1e-5
     for name, tensor in weights(found).items():
         torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=slack)
