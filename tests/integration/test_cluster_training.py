@@ -432,7 +432,7 @@ def ppo_colocated(config: RLConfig, reward_model: str) -> dict[str, Any]:
     """Actor, critic, reference, reward model and the only engine share what there is, and take turns, in memory
     too."""
     config.algo.advantage.estimator = "gae"
-    config.algo.kl.init_coef = 0.01
+    config.algo.kl = KLSettings(init_coef=0.01)  # whose reference stays as it is, in a process of its own
     config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 1
     config.reward.model_name_or_path, config.reward.timeout, config.reward.num_gpus_per_node = reward_model, 300, 2
     config.train.colocate_all = config.train.optimizer_sleeps = True
