@@ -1,7 +1,7 @@
 """Writes sampled texts for people to read: some of each step, or all of an evaluation."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,45 @@ LINE_BREAKS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85
 """Characters that JSON allows in a text, but that some tools take for the end of a line."""
 
 
-class SampleWriter:
-    """Appends the first `count` samples of each step to the JSONL file `path`: prompt, response, label, reward, without
-    secrets; and tells them to `tell`. While the disk is full they wait in memory (`LineFile`). Samples whose texts
-    cannot be made are reported once, and are the last; nothing stops the run."""
+class _TextLog:
+    """Appends lines of samples to the JSONL file `path`, without secrets. While the disk is full they wait in memory
+    (`LineFile`). Samples whose texts cannot be made are reported once, and are the last; nothing stops the run."""
+
+    def __init__(self, path: Path, decode: Callable[[Sequence[int]], str], secrets: Spans) -> None:
+        self._path = path
+        self._file = LineFile(path)
+        self._decode = decode
+        self._secrets = secrets
+        self._failed = False
+
+    def close(self) -> None:
+        """Writes the samples that wait; idempotent."""
+        self._file.close()
+
+    def _append(self, lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Writes lines; returns those that were made."""
+        if self._failed:
+            return []
+        try:
+            made = list(lines)
+            if made:
+                self._file.append(*(json.dumps(line, ensure_ascii=False).translate(LINE_BREAKS) for line in made))
+        except Exception as error:  # a label whose text raises: the run continues without the log
+            self._failed = True
+            log.warning("no more samples are written", path=str(self._path), error=repr(error))
+            return []
+        return made
+
+    def _texts(self, group: RolloutGroup, trajectory: Trajectory) -> dict[str, str]:
+        """Returns what a sample's line says of its texts."""
+        response = self._decode(trajectory.token_ids_T[trajectory.prompt_length :].tolist())
+        texts = {"prompt": group.prompt.text, "response": response, "label": str(group.prompt.label)}
+        return {name: without_secrets(text, self._secrets) for name, text in texts.items()}
+
+
+class SampleWriter(_TextLog):
+    """Appends the first `count` samples of each step to the JSONL file `path`: prompt, response, label, reward, as
+    `_TextLog` does; and tells them to `tell`."""
 
     def __init__(
         self,
@@ -32,92 +67,42 @@ class SampleWriter:
         secrets: Spans = lambda text: (),
         tell: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None,
     ) -> None:
-        self._path = path
-        self._file = LineFile(path)
-        self._decode = decode
+        super().__init__(path, decode, secrets)
         self._count = count
-        self._secrets = secrets
         self._tell = tell
 
     def __call__(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Writes `count` samples of `groups`."""
         samples = [(group, t) for group in groups for t in group.trajectories][: self._count]
-        if not samples:
-            return
-        try:
-            lines = [
-                {"step": step, **_texts(group, own, self._decode, self._secrets)}
-                | {"reward": own.reward, "stop_reason": own.stop_reason.value}
-                for group, own in samples
-            ]
-            self._file.append(*map(_json_line, lines))
-        except Exception as error:  # a label whose text raises: training continues without the log
-            self._count = 0
-            log.warning("no more samples are written", path=str(self._path), error=repr(error))
-            return
-        if self._tell is not None:
+        lines = self._append(
+            {"step": step, **self._texts(group, own), "reward": own.reward, "stop_reason": own.stop_reason.value}
+            for group, own in samples
+        )
+        if lines and self._tell is not None:
             self._tell(step, [*map(row_as_utf8, lines)])  # no tracker can send lone halves of surrogate pairs
 
-    def close(self) -> None:
-        """Writes the samples that wait; idempotent."""
-        self._file.close()
 
-
-class ReplyWriter:
-    """Appends all replies of an evaluation to the JSONL file `path`, each prompt's when it is called with them:
-    `model`, `group_id` (the prompt's number, from 0), `sample_id`, `datasource`, `prompt`, `response` (a line for each
-    branch of an episode), `label`, `score`, `stop_reason`; of a failed episode `failure`. Like `SampleWriter` it hides
-    secrets, waits for a full disk, and stops nothing."""
+class ReplyWriter(_TextLog):
+    """Appends all replies of an evaluation to the JSONL file `path`, each prompt's when it is called with them, as
+    `_TextLog` does: `model`, `group_id` (the prompt's number, from 0), `sample_id`, `datasource`, `prompt`, `response`
+    (a line for each branch of an episode), `label`, `score`, `stop_reason`; of a failed episode `failure`."""
 
     def __init__(
-        self,
-        path: Path,
-        decode: Callable[[Sequence[int]], str],
-        model: str,
-        secrets: Spans = lambda text: (),
+        self, path: Path, decode: Callable[[Sequence[int]], str], model: str, secrets: Spans = lambda text: ()
     ) -> None:
-        self._path = path
-        self._file = LineFile(path)
-        self._decode = decode
+        super().__init__(path, decode, secrets)
         self._model = model
-        self._secrets = secrets
-        self._failed = False
 
     def __call__(self, group: RolloutGroup) -> None:
         """Writes the replies to a prompt."""
-        if self._failed:
-            return
-        try:
-            self._file.append(*map(_json_line, self._lines(group)))
-        except Exception as error:  # a label whose text raises: the evaluation goes on without the log
-            self._failed = True
-            log.warning("no more replies are written", path=str(self._path), error=repr(error))
-
-    def close(self) -> None:
-        """Writes the replies that wait; idempotent."""
-        self._file.close()
+        self._append(self._lines(group))
 
     def _lines(self, group: RolloutGroup) -> Iterator[dict[str, Any]]:
         of_prompt = {"model": self._model, "group_id": group.group_id}
         for own in group.trajectories:
-            yield (
-                {**of_prompt, "sample_id": own.sample_id, "datasource": group.prompt.datasource}
-                | _texts(group, own, self._decode, self._secrets)
-                | {"score": own.score, "stop_reason": own.stop_reason.value}
-            )
+            of_sample = {**of_prompt, "sample_id": own.sample_id, "datasource": group.prompt.datasource}
+            end = {"score": own.score, "stop_reason": own.stop_reason.value}
+            yield {**of_sample, **self._texts(group, own), **end}
         for failed in group.failures:
             failure = without_secrets(failed.message, self._secrets)
             yield {**of_prompt, "sample_id": failed.sample_id, "failure": failure}
-
-
-def _texts(
-    group: RolloutGroup, trajectory: Trajectory, decode: Callable[[Sequence[int]], str], secrets: Spans
-) -> dict[str, str]:
-    """Returns what a sample's line says of its texts."""
-    response = decode(trajectory.token_ids_T[trajectory.prompt_length :].tolist())
-    texts = {"prompt": group.prompt.text, "response": response, "label": str(group.prompt.label)}
-    return {name: without_secrets(text, secrets) for name, text in texts.items()}
-
-
-def _json_line(line: Mapping[str, Any]) -> str:
-    return json.dumps(line, ensure_ascii=False).translate(LINE_BREAKS)

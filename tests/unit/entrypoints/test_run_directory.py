@@ -234,7 +234,7 @@ def test_replies_of_an_evaluation_have_failures_and_no_secrets_and_end_nothing(
         write(group(Prompt(token_ids=(1,), text="a", label=label)))
     write.close()
     assert len(path.read_text().splitlines()) == len(replies) + 1
-    assert capsys.readouterr().out.count("no more replies are written") == 1
+    assert capsys.readouterr().out.count("no more samples are written") == 1
     with pytest.raises(ConfigurationError, match="name another"):
         make_reply_log(RLConfig(), codec, path / "below")
 
