@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from attrs import define
 
+from rollgrad.application.settings.moving_reference import moving_problems
 from rollgrad.application.settings.offline import ReferencedRun, reference_problems
 from rollgrad.application.settings.rules.examples import example_errors
 from rollgrad.application.settings.sections.examples import (
@@ -137,16 +138,7 @@ def _moving_problems(run: DPORun) -> Iterator[str]:
     known = f"dpo.ref_sync_steps is {run.dpo.ref_sync_steps}, but "
     if not has_reference(run.dpo):
         yield f"{known}{', '.join(run.dpo.loss)} compares with no reference: leave --dpo.ref_sync_steps out."
-    if run.ref.model_name_or_path is not None:
-        yield (
-            f"{known}ref.model_name_or_path is {run.ref.model_name_or_path!r}, and a reference that moves begins as "
-            "the policy: leave --ref.model_name_or_path or --dpo.ref_sync_steps out."
-        )
-    if run.train.enable_ema:
-        yield (
-            f"{known}train.enable_ema is on, and one average of the weights is kept: leave --train.enable_ema or "
-            "--dpo.ref_sync_steps out."
-        )
+    yield from moving_problems(run, "dpo", run.dpo.ref_sync_steps)
     best = run.ckpt.best_metric
     if best is not None and _is_compared(best.rpartition("/")[2]):
         yield (

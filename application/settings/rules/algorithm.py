@@ -6,6 +6,7 @@ import attrs
 
 from rollgrad.application.settings.correction import correction_level, may_be_stale
 from rollgrad.application.settings.derived import first_change
+from rollgrad.application.settings.moving_reference import moving_problems
 from rollgrad.application.settings.presets import refuse_preset, traits_of
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig
@@ -178,6 +179,7 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
             "reference."
         )
     if kl.init_coef > 0 and kl.ref_sync_steps is not None:
+        yield from moving_problems(config, "algo.kl", kl.ref_sync_steps)
         yield from _moving_problems(config)
     if kl.use_loss and kl.estimator == KLEstimator.K1:
         yield (
@@ -246,16 +248,6 @@ def _moving_problems(config: RLConfig) -> Iterator[str]:
         yield (
             f"{known}algo.kl.estimator is full, which compares with a reference that stays: set --algo.kl.estimator "
             "to k1, k2 or k3, or leave --algo.kl.ref_sync_steps out."
-        )
-    if ref.model_name_or_path is not None:
-        yield (
-            f"{known}ref.model_name_or_path is {ref.model_name_or_path!r}, and a reference that moves begins as the "
-            "policy: leave --ref.model_name_or_path or --algo.kl.ref_sync_steps out."
-        )
-    if config.train.enable_ema:
-        yield (
-            f"{known}train.enable_ema is on, and one average of the weights is kept: leave --train.enable_ema or "
-            "--algo.kl.ref_sync_steps out."
         )
     if config.cluster.enable and (ref.num_nodes, ref.num_gpus_per_node, ref.offload) != (None, None, False):
         yield (
