@@ -94,7 +94,7 @@ def _may_be_model(word: str) -> bool:
 
 
 def _taken(output: Path | None) -> list[RollgradError]:
-    """Returns the error of a file that is there already."""
-    if output is None or not output.exists():
+    """Returns the error of a file that has replies already; one that a failed start has left has none."""
+    if output is None or not output.exists() or not output.stat().st_size:
         return []
     return [ConfigurationError(f"--output {output} is there already: name another file, or remove this one.")]

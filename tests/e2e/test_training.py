@@ -476,6 +476,8 @@ def test_evaluation_with_several_samples(workspace: Path, capsys: pytest.Capture
     shutil.copytree(rollgrad.load_config("run.yaml").actor.model_name_or_path, "copied")
     few = (*flags, "--eval.max_samples", "2")
     written = ["eval", "copied", "./copied", "--config", "run.yaml", *few, "--json", "--output", "kept/replies.jsonl"]
+    Path("kept").mkdir()
+    Path("kept", "replies.jsonl").touch()  # as a start that failed leaves it
     assert main(written) == 0
     both = json.loads(capsys.readouterr().out)
     kept = [json.loads(line) for line in Path("kept/replies.jsonl").read_text().splitlines()]
