@@ -231,8 +231,8 @@ def _computed(kind: str) -> dict[str, Any]:
 
     from rollgrad.adapters.engines.embedded.decoding import check_decoding
     from rollgrad.adapters.models.torch.compatibility import install_and_compare
-    from rollgrad.adapters.models.torch.models import TorchReference
     from rollgrad.adapters.models.torch.padded import is_padded
+    from rollgrad.adapters.models.torch.references import TorchReference
 
     b, scores, found = batch(2, 3, 9, 14, vocabulary=100), [], dict[str, Any]()
     with capture_logs() as logs:

@@ -162,7 +162,7 @@ def load(rank: int, work: Work, port: int, directory: str, peaks: "Queue[tuple[i
     from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
     from rollgrad.adapters.models.fsdp.division import divide
     from rollgrad.adapters.models.torch.loading import load_causal_lm
-    from rollgrad.adapters.models.torch.models import TorchReference
+    from rollgrad.adapters.models.torch.references import TorchReference
     from rollgrad.adapters.models.torch.weight_shards import shard_rows
 
     torch.set_num_threads(1)

@@ -32,10 +32,11 @@ from benchmarks import results, smoke
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK
 from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.models import TorchPolicy, TorchReference
+from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.padded import use_exact_attention
 from rollgrad.adapters.models.torch.pass_memory import measured_passes
+from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.models.torch.reward_text import EncodedText
 from rollgrad.adapters.models.torch.shape import model_shape

@@ -37,8 +37,9 @@ from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.models.fsdp.division import start_process_group
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
+from rollgrad.adapters.models.ray.rank_policy import RankPolicy
 from rollgrad.adapters.models.ray.rank_worker import begin_workers, start_by_deepspeed
-from rollgrad.adapters.models.ray.sharded import RankPolicy, ShardedPolicy
+from rollgrad.adapters.models.ray.sharded import ShardedPolicy
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import add_lora

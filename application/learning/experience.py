@@ -16,15 +16,15 @@ from rollgrad.domain.algorithms import shaping
 from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.estimators import EstimatorInput, estimate
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
-from rollgrad.domain.algorithms.settings import Normalise, OldLogprobs
-from rollgrad.domain.batches.packed import Batch, RolloutBatch, pack
+from rollgrad.domain.algorithms.settings import KLEstimator, Normalise, OldLogprobs
+from rollgrad.domain.batches.packed import Batch, PackedBatch, RolloutBatch, pack
 from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.batches.teaching import as_taught
 from rollgrad.domain.batches.turn_states import TurnStates
 from rollgrad.domain.control.signs import PART
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RewardError
-from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, ValueModel
+from rollgrad.domain.ports.models import PolicyModel, PredictingModel, ReferenceModel, ValueModel
 
 log = structlog.get_logger(__name__)
 
@@ -127,14 +127,15 @@ class ExperienceService:
         batch = self._with_own_scores(batch)
         reference_kl: float | None = None
         token_rewards_N = torch.zeros(1).expand(batch.token_count)  # no memory
-        others = batch.for_other_models()
         if self._reference is not None:
-            batch = evolve(batch, ref_logprobs_N=self._ref_logprobs(others, self._reference), teacher_prompts_S=())
+            batch = self._with_reference(batch, self._reference)
             if not self._algo.kl.use_loss:
                 token_rewards_N, reference_kl = self._kl_penalty(batch, kl_coef)
                 metrics["policy/ref_kl"] = reference_kl
         if self._critic is not None:
-            batch = evolve(batch, values_N=self._critic.all_values(self._passes(others, self._critic)))
+            batch = evolve(
+                batch, values_N=self._critic.all_values(self._passes(batch.for_other_models(), self._critic))
+            )
         states: TurnStates | None = None
         if "states" in estimator_traits(self._algo.advantage.estimator).needs:
             states = TurnStates.of(trajectories)
@@ -142,15 +143,29 @@ class ExperienceService:
         batch = self._with_advantages(batch, token_rewards_N, states, metrics)
         return Experience(batch=batch, metrics=metrics, reference_kl=reference_kl)
 
-    def _ref_logprobs(self, batch: RolloutBatch, reference: ReferenceModel) -> Tensor:
-        """Returns the reference's log-probs of action tokens, after what it reads in the place of the prompts."""
-        taught = as_taught(batch)
-        logprobs_N = reference.logprobs(self._passes(taught, reference))
-        if taught is batch:
-            return logprobs_N
-        own_N = logprobs_N.new_zeros(batch.token_count)
-        own_N[batch.action_mask_N] = logprobs_N[taught.action_mask_N]
-        return own_N
+    def _with_reference(self, batch: RolloutBatch, reference: ReferenceModel) -> RolloutBatch:
+        """Adds what the reference finds at action tokens, after what it reads in the place of the prompts: their
+        log-probs or, for the full estimator, the tokens that it finds most likely there.
+
+        Raises:
+            ConfigurationError: the reference, which the caller brought, finds no likely tokens.
+        """
+        taught, kl = as_taught(batch.for_other_models()), self._algo.kl
+        passes, batch = self._passes(taught, reference), evolve(batch, teacher_prompts_S=())
+        if kl.estimator != KLEstimator.FULL:
+            return evolve(batch, ref_logprobs_N=_moved(reference.logprobs(passes), taught, batch))
+        if not isinstance(reference, PredictingModel) or kl.top_k is None:
+            raise ConfigurationError(
+                f"algo.kl.estimator is full, but the reference that was given, a {type(reference).__name__}, is no "
+                "PredictingModel (rollgrad.domain.ports.models), or algo.kl.top_k is not set: set --algo.kl.top_k and "
+                "give it the methods `predict` and `predictions`, or set --algo.kl.estimator to k2 or k3."
+            )
+        found = reference.predictions(passes, kl.top_k)
+        return evolve(
+            batch,
+            teacher_ids_NK=_moved(found.ids_AK, taught, batch),
+            teacher_logprobs_NK=_moved(found.logprobs_AB, taught, batch),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the running moments of the rewards."""
@@ -303,6 +318,15 @@ class ExperienceService:
 
     def _passes(self, batch: Batch, model: PolicyModel | ReferenceModel | ValueModel) -> Passes[Batch]:
         return split(batch, self._max_tokens, self._shares, padded=model.padded())
+
+
+def _moved(column: Tensor, taught: PackedBatch, batch: PackedBatch) -> Tensor:
+    """Returns a column of a batch as it is taught at the action tokens of the batch itself, 0 elsewhere."""
+    if torch.equal(taught.action_mask_N, batch.action_mask_N):  # each token is at its own place
+        return column
+    own = column.new_zeros(batch.token_count, *column.shape[1:])
+    own[batch.action_mask_N] = column[taught.action_mask_N]
+    return own
 
 
 def _told(batch: RolloutBatch, prompts: TeacherPrompts) -> RolloutBatch:

@@ -16,10 +16,17 @@ from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.episodes.examples import Preference
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.ports.models import AveragedPolicy, PolicyModel, ReferenceModel, TokenScores
+from rollgrad.domain.ports.models import (
+    AveragedPolicy,
+    PolicyModel,
+    PredictingModel,
+    Predictions,
+    ReferenceModel,
+    TokenScores,
+)
 
 
-class AveragedReference(ReferenceModel):
+class AveragedReference(ReferenceModel, PredictingModel):
     """The policy with the averages in the place of its weights, with which nothing else may compute meanwhile.
 
     Raises:
@@ -29,8 +36,9 @@ class AveragedReference(ReferenceModel):
     def __init__(self, policy: PolicyModel) -> None:
         if not isinstance(policy, AveragedPolicy):
             raise ConfigurationError(
-                f"algo.kl.ref_sync_steps is set, but the policy that was given, a {type(policy).__name__}, has no "
-                "method `averaged`: leave --algo.kl.ref_sync_steps out, or give it one."
+                f"algo.kl.ref_sync_steps is set, but the policy that was given, a {type(policy).__name__}, is no "
+                "AveragedPolicy (rollgrad.domain.ports.models): leave --algo.kl.ref_sync_steps out, or give it the "
+                "methods `averaged`, `predict` and `predictions`."
             )
         self._policy = policy
 
@@ -42,6 +50,16 @@ class AveragedReference(ReferenceModel):
         """Implements `ReferenceModel.score`."""
         with self._policy.averaged():
             return self._policy.score(batch)
+
+    def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
+        """Implements `PredictingModel.predict`."""
+        with self._policy.averaged():
+            return self._policy.predict(batch, top_k)
+
+    def predictions(self, passes: Passes[Any], top_k: int) -> Predictions:
+        """Implements `PredictingModel.predictions`."""
+        with self._policy.averaged():
+            return self._policy.predictions(passes, top_k)
 
     def logprobs(self, passes: Passes[Any]) -> Tensor:
         """Implements `ReferenceModel.logprobs`: the weights change places once for all passes."""

@@ -144,7 +144,7 @@ def head_bytes(
     what a slice makes of its own (`adapters.models.torch.allowed_tokens`). With score centering an update also holds
     `CENTRED_BYTES` of each likely token.
 
-    Where two rows of it alone are read (`adapters.models.torch.forward.OutcomeScorer`), these are the hidden states in
+    Where two rows of it alone are read (`adapters.models.torch.scorers.OutcomeScorer`), these are the hidden states in
     float32, their gradient, and that of all rows. Processes that divide the vocabulary compute all rows there, too.
     """
     if shape.compares and config.ds.tensor_parallel_size == 1:

@@ -11,10 +11,10 @@ def moving_problems(run: Any, section: str, steps: int) -> Iterator[str]:
     if run.ref.model_name_or_path is not None:
         yield (
             f"{flag} is {steps}, but ref.model_name_or_path is {run.ref.model_name_or_path!r}, and a reference that "
-            f"moves begins as the policy: leave --ref.model_name_or_path or --{flag} out."
+            f"moves begins as the policy: leave --ref.model_name_or_path out, or set --{flag} None."
         )
     if run.train.enable_ema:
         yield (
             f"{flag} is {steps}, but train.enable_ema is on, and one average of the weights is kept: leave "
-            f"--train.enable_ema or --{flag} out."
+            f"--train.enable_ema out, or set --{flag} None."
         )

@@ -141,11 +141,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "algo.kl.teacher_template": "{prompt}\n\nHere is a reference solution:\n{label}\n\nAfter understanding the "
         "reference solution, solve the problem in your own way.",
     },
-    # Huebotter et al. 2026, arXiv:2601.20802, from the sampled tokens, with the words of the authors and TRL.
+    # Huebotter et al. 2026, arXiv:2601.20802, from the sampled tokens, with the words and the averaged teacher of the
+    # authors and TRL.
     "sdpo": {
         **_GROUP,
         "algo.advantage.estimator": "on_policy_distill",
         "algo.kl.init_coef": 1.0,
+        "algo.kl.ref_sync_steps": 1,
+        "algo.kl.ref_mixup": 0.05,
         "algo.kl.teacher_template": "{prompt}\nCorrect solution:\n\n{passed_reply}\n\n\n\nCorrectly solve the original "
         "question.\n",
     },

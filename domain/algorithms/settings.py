@@ -60,14 +60,14 @@ class KLSettings:
     estimator: str = setting(
         KLEstimator.K1.value,
         "k1, k2, k3, k3_unbiased or full. In the reward use k1; as a loss use k2, k3, k3_unbiased, or full, which is "
-        "exact: it sums over the vocabulary at each token, with the reference in the policy's processes; or a name "
-        "that algo.extension_path defines.",
+        "exact: it sums over the vocabulary at each token, with the reference in the policy's processes unless top_k "
+        "is set; or a name that algo.extension_path defines.",
         only_if=WITH_KL,
     )
     top_k: int | None = setting(
         None,
-        "With the full estimator, compare the reference's most likely tokens, so many, and all others as one; default: "
-        "the whole vocabulary.",
+        "With the full estimator, compare the reference's most likely tokens, so many, and all others as one: it "
+        "predicts them before updates, wherever it is; default: the whole vocabulary, beside the policy.",
         COUNT,
         only_if=(WITH_KL, WHOLE_KL),
     )

@@ -65,13 +65,9 @@ def pack_sequences(
 
 @frozen(kw_only=True, eq=False)
 class DemonstrationBatch(ExampleBatch):
-    """Demonstrations; the branches of each are a unit, none of which the loss compares with another. A teacher's
-    predictions of trained tokens, where they are known, are `teacher_ids_NK` int32 and `teacher_logprobs_NK` float16,
-    whose last place is that of all other tokens."""
+    """Demonstrations; the branches of each are a unit, none of which the loss compares with another."""
 
     units_divisible: ClassVar[bool] = True
-    teacher_ids_NK: Tensor | None = None
-    teacher_logprobs_NK: Tensor | None = None
 
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration], *, sequence_mean: bool = False) -> DemonstrationBatch:

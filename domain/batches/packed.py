@@ -51,6 +51,10 @@ class PackedBatch:
     `sampler_ids_NK` int32 and `sampler_logprobs_NK` float32: the tokens that were likeliest under the policy that
     sampled an action token (`episodes/top_logprobs.py`); None where nobody said.
 
+    `teacher_ids_NK` int32 and `teacher_logprobs_NK` float32 or float16: the tokens that a teacher finds most likely in
+    the place of each trained token, and their log-probs (nats), the last of which is that of all other tokens; None
+    where no teacher has predicted them.
+
     A subclass adds columns. The last part of a column's name is its shape, by which `select` knows it: N has an entry a
     token, S one a sequence, SK a row of K, NLK K entries for each of L layers.
     """
@@ -74,6 +78,8 @@ class PackedBatch:
     experts_NLK: Tensor | None = None
     sampler_ids_NK: Tensor | None = None
     sampler_logprobs_NK: Tensor | None = None
+    teacher_ids_NK: Tensor | None = None
+    teacher_logprobs_NK: Tensor | None = None
 
     @property
     def predicted_N(self) -> Tensor:
@@ -130,7 +136,7 @@ class PackedBatch:
     def for_other_models(self) -> Self:
         """Returns what other models than the policy that sampled compute with: their own routers choose experts, and
         none of them learns from likely tokens."""
-        return evolve(self.without_sampler(), experts_NLK=None)
+        return evolve(self.without_sampler(), experts_NLK=None, teacher_ids_NK=None, teacher_logprobs_NK=None)
 
     def without_sampler(self) -> Self:
         """Returns the batch without the sampler's likely tokens, which updates with score centering alone read."""

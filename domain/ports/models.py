@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from attrs import field, frozen
 from torch import Tensor
 
@@ -61,6 +62,41 @@ columns that it needs from its kind of batch, whose units are whole in every mic
 
 ValueObjective = Callable[[Tensor, Batch], LossOutput]
 """Function from the current scalar head's values_N and a micro-batch to its share of the step's loss."""
+
+
+@frozen(kw_only=True, eq=False)
+class Predictions:
+    """A model's predictions of A tokens, of the K that it finds most likely: `ids_AK` int32, and `logprobs_AB`
+    float32 (nats), where they are kept in files float16, of those K and, in the last place, of all others together."""
+
+    ids_AK: Tensor
+    logprobs_AB: Tensor
+
+
+@runtime_checkable
+class PredictingModel(Protocol):
+    """A model that says which tokens it finds most likely in a token's place."""
+
+    def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
+        """Returns its predictions of the action tokens, of `top_k` tokens each, without gradient, on the CPU."""
+        ...
+
+    def predictions(self, passes: Passes[Any], top_k: int) -> Predictions:
+        """Returns its predictions of all tokens of the batch that the passes divide; 0 outside actions."""
+        found = [self.predict(batch, top_k) for batch in passes]
+        places = torch.cat([passes.whole.token_index(passes.sequences(number)) for number in range(len(passes))])
+        places = places[passes.whole.action_mask_N[places]]
+        return Predictions(
+            ids_AK=_laid(torch.cat([each.ids_AK for each in found]), places, passes.whole.token_count),
+            logprobs_AB=_laid(torch.cat([each.logprobs_AB for each in found]), places, passes.whole.token_count),
+        )
+
+
+def _laid(rows_AK: Tensor, places_A: Tensor, count: int) -> Tensor:
+    """Returns rows at their places among `count` tokens; 0 elsewhere."""
+    rows_NK = rows_AK.new_zeros(count, rows_AK.shape[1])
+    rows_NK[places_A] = rows_AK
+    return rows_NK
 
 
 @runtime_checkable
@@ -132,7 +168,7 @@ class PolicyModel(Protocol):
 
 
 @runtime_checkable
-class AveragedPolicy(PolicyModel, Protocol):
+class AveragedPolicy(PolicyModel, PredictingModel, Protocol):
     """A policy that keeps a moving average of its weights."""
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -236,15 +272,6 @@ class TrainedReward(ValueModel, Protocol):
         """Writes a sequence classifier with one label and its tokenizer to the directory `path`, with the mean and the
         standard deviation, if they are set, as `mean` and `std` in config.json."""
         ...
-
-
-@frozen(kw_only=True, eq=False)
-class Predictions:
-    """A teacher's predictions of A tokens, of the K that it finds most likely: `ids_AK` int32, and `logprobs_AB`
-    float16 (nats), of those K and, in the last place, of all others together."""
-
-    ids_AK: Tensor
-    logprobs_AB: Tensor
 
 
 @runtime_checkable

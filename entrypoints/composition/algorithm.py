@@ -200,7 +200,16 @@ def reference_kind(config: RLConfig) -> str:
         return "none"
     if moves_reference(config):
         return "averaged"
-    return "compared" if kl.estimator == KLEstimator.FULL else "loaded"
+    return "compared" if teacher_kind(config) == "compared" else "loaded"
+
+
+def teacher_kind(config: RLConfig) -> str:
+    """Returns what updates compare the policy's distributions with: the reference itself, in the same process, or what
+    it predicted before; or that they compare none."""
+    kl = config.algo.kl
+    if kl.init_coef == 0 or kl.against is not KLAgainst.REFERENCE or kl.estimator != KLEstimator.FULL:
+        return "none"
+    return "compared" if kl.top_k is None else "predicted"
 
 
 def make_average(config: RLConfig) -> Mapping[str, Any]:

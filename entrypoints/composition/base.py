@@ -14,8 +14,9 @@ and `divide` afterwards.
 
 from typing import Any
 
-from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchReference
+from rollgrad.adapters.models.torch.loading import load_vocabulary_size
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
+from rollgrad.adapters.models.torch.references import AdapterlessReference, TorchReference
 from rollgrad.adapters.system.clock import SystemClock
 from rollgrad.adapters.system.usage import MemoryUsage
 from rollgrad.application.pipelines.schedule import Schedule
@@ -158,6 +159,7 @@ class BaseContainer(containers.DeclarativeContainer):
         ),
         temperature=temperature,
         divide=divide,
+        size=providers.Callable(load_vocabulary_size, config.provided.actor.model_name_or_path),
     )
     used_cluster = providers.Selector(
         providers.Callable(trainer_kind, config), process=providers.Object(None), cluster=cluster

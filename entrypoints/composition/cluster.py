@@ -19,10 +19,10 @@ from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.models.fsdp import division
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
+from rollgrad.adapters.models.ray.rank_policy import RankPolicy
 from rollgrad.adapters.models.ray.rank_worker import begin_workers, end_workers, start_by_deepspeed
 from rollgrad.adapters.models.ray.replaced_group import ReplacedGroup
 from rollgrad.adapters.models.ray.sharded import (
-    RankPolicy,
     ShardedPolicy,
     ShardedReference,
     ShardedReward,

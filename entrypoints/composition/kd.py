@@ -18,7 +18,7 @@ from rollgrad.adapters.models.torch.loading import (
     load_vocabulary_size,
     resolve_dtype,
 )
-from rollgrad.adapters.models.torch.models import TorchTeacher
+from rollgrad.adapters.models.torch.references import TorchTeacher
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.application.learning.examples import together
 from rollgrad.application.learning.microbatch import split

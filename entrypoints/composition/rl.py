@@ -91,7 +91,7 @@ from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_e
 from rollgrad.entrypoints.composition.outputs import make_sample_log, make_trajectories
 from rollgrad.entrypoints.composition.rewards import make_judge, make_remote_reward, make_reward_model, reward_kind
 from rollgrad.entrypoints.composition.roles import cluster_roles, colocated_roles
-from rollgrad.entrypoints.composition.teacher import make_compared_reference, make_tells_teacher
+from rollgrad.entrypoints.composition.teacher import make_policy_teacher, make_tells_teacher
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 from rollgrad.entrypoints.composition.tracing import Tracing
 from rollgrad.entrypoints.composition.training_server import TrainingServer
@@ -379,14 +379,8 @@ def rl_container(config: RLConfig) -> RLContainer:
         actor_steps=providers.Callable(optimizer_steps_of_actor, container.config, container.total_steps),
         critic_steps=providers.Callable(optimizer_steps, container.config, container.total_steps),
         temperature=container.config.provided.rollout.temperature,
-        teacher=providers.Selector(
-            providers.Callable(reference_kind, container.config),
-            compared=providers.Singleton(
-                make_compared_reference, container.config, container.tokenizer, container.image_renderer
-            ),
-            loaded=providers.Object(None),
-            averaged=providers.Object(None),
-            none=providers.Object(None),
+        teacher=providers.Singleton(
+            make_policy_teacher, container.config, container.tokenizer, container.image_renderer
         ),
         average=providers.Callable(make_average, container.config),
         centering=providers.Callable(make_centering, container.config),

@@ -5,11 +5,12 @@ from typing import Any
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.teacher_template import PASSED_REPLY, TeacherTemplate, Telling
-from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
+from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.loading import load_tokenizer
 from rollgrad.application.learning.teacher_prompts import TellsTeacher, ToldPassedReplies, told_by_rows
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.composition.algorithm import teacher_kind
 from rollgrad.entrypoints.composition.models import make_reference_model
 
 REFERENCE_FLAG = "--ref.model_name_or_path"
@@ -43,18 +44,24 @@ def check_compared(name: str, tokenizer: Any) -> None:
     check_vocabulary(load_tokenizer(name, flag=REFERENCE_FLAG), tokenizer, name, flag=REFERENCE_FLAG)
 
 
-def make_compared_reference(config: RLConfig, tokenizer: Any, images: ImageRenderer | None = None) -> Teacher:
-    """Loads the reference of a run of reinforcement learning whose policy is compared with it over the vocabulary;
-    `images` renders the images that it sees.
+def make_policy_teacher(
+    config: RLConfig, tokenizer: Any, images: ImageRenderer | None = None
+) -> Teacher | KeptTeacher | None:
+    """Returns what updates compare the policy's distributions with: the reference of the run, which is loaded, what it
+    predicts before, or nothing. `images` renders the images that the reference sees.
 
     Raises:
-        CheckpointError: it cannot be loaded.
+        CheckpointError: the reference cannot be loaded.
         ConfigurationError: it has another vocabulary.
     """
+    kl, kind = config.algo.kl, teacher_kind(config)
+    if kind == "none":
+        return None
+    settings = DistillationSettings(beta=kl.beta, temperature=config.rollout.temperature, top_k=kl.top_k)
+    if kind == "predicted":
+        return KeptTeacher(settings)
     if config.ref.model_name_or_path is not None:
         check_compared(config.ref.model_name_or_path, tokenizer)
-    kl = config.algo.kl
-    settings = DistillationSettings(beta=kl.beta, temperature=config.rollout.temperature, top_k=kl.top_k)
     return Teacher(make_reference_model(config.actor, config.ref, images=images), settings)
 
 

@@ -8,7 +8,8 @@ from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch.compatibility import usable_positions
 from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm, load_tokenizer, resolve_dtype
 from rollgrad.adapters.models.torch.lora import load_adapter, save_adapter
-from rollgrad.adapters.models.torch.models import TorchReference, copied_weights
+from rollgrad.adapters.models.torch.models import copied_weights
+from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.adapters.models.torch.stepwise import TorchStepwisePolicy, with_own_adapters
 from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.adapters.servers.tinker.samplers import Sampler, Weights

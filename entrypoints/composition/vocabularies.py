@@ -7,7 +7,7 @@ from typing import Any
 from rollgrad.adapters.models.torch.loading import load_tokenizer
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
-from rollgrad.entrypoints.composition.algorithm import critic_kind, reference_kind
+from rollgrad.entrypoints.composition.algorithm import critic_kind, reference_kind, teacher_kind
 from rollgrad.entrypoints.composition.teacher import check_compared
 
 
@@ -18,7 +18,7 @@ def check_vocabularies(config: RLConfig, tokenizer: Any) -> None:
         ConfigurationError, ManyProblemsError: they do not.
     """
     problems: list[RollgradError] = []
-    reference = check_compared if reference_kind(config) == "compared" else partial(check_tokens, "ref")
+    reference = check_compared if teacher_kind(config) != "none" else partial(check_tokens, "ref")
     for check, name, used in (
         (reference, config.ref.model_name_or_path, reference_kind(config) != "none"),
         (partial(check_tokens, "critic"), config.critic.model_name_or_path, critic_kind(config) != "none"),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollgrad.domain.algorithms.losses.distillation import with_rest
 from rollgrad.domain.batches.metrics import Common, Total, joined
 from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
@@ -15,6 +16,8 @@ from rollgrad.domain.ports.models import (
     LossOutput,
     PolicyModel,
     PolicyObjective,
+    PredictingModel,
+    Predictions,
     ReferenceModel,
     TokenScores,
     ValueModel,
@@ -116,7 +119,7 @@ class FakePolicy(PolicyModel):
         self._table.load_state_dict(state)
 
 
-class FakeReference(ReferenceModel):
+class FakeReference(ReferenceModel, PredictingModel):
     """A frozen unigram model."""
 
     def __init__(self, logits_V: Tensor | None = None) -> None:
@@ -125,6 +128,13 @@ class FakeReference(ReferenceModel):
     def score(self, batch: PackedBatch) -> TokenScores:
         """Returns log-probs and entropies of the action tokens."""
         return _unigram(self._logits_V, batch)
+
+    def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
+        """Returns the same tokens for each action token."""
+        best, count = self._logits_V.log_softmax(0).topk(min(top_k, VOCABULARY)), int(batch.action_mask_N.sum())
+        return Predictions(
+            ids_AK=best.indices.int().expand(count, -1), logprobs_AB=with_rest(best.values[None]).expand(count, -1)
+        )
 
 
 class FakeValue(ValueModel):

@@ -167,14 +167,22 @@ def test_a_policy_comes_nearer_to_its_teacher_on_its_own_replies(workspace: Path
     assert {name: divided[f"policy/{name}"] for name in first} == pytest.approx(first, rel=1e-3)
     coarse = train(flags, "--train.max_steps 1 --algo.kl.top_k 5")[0]
     assert 0 < coarse["policy/ref_kl"] < first["ref_kl"]
+    # All tokens, predicted before, are the vocabulary, over several optimizer steps of a rollout, too.
+    more = "--train.max_steps 2 --train.max_epochs 2"
+    beside, before = train(flags, more), train(flags, more, "--algo.kl.top_k 100000")
+    for row, expected in zip(before, beside, strict=True):
+        assert {name: row[f"policy/{name}"] for name in first} == pytest.approx(
+            {name: expected[f"policy/{name}"] for name in first}, rel=1e-3
+        )
 
 
+@pytest.mark.parametrize("estimator", ["k3", "full --algo.kl.top_k 8"])
 @pytest.mark.parametrize("adapters", ["", "--actor.lora.rank 4"], ids=["weights", "adapters"])
-def test_a_reference_moves_toward_the_policy(workspace: Path, adapters: str) -> None:
+def test_a_reference_moves_toward_the_policy(workspace: Path, adapters: str, estimator: str) -> None:
     """After two optimizer steps it is the policy itself, or has come nearer."""
     flags = (
-        "--algo.advantage.estimator group_norm --algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator k3 "
-        f"--actor.adam.lr 5e-3 --train.max_steps 4 {adapters}"
+        f"--algo.advantage.estimator group_norm --algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator "
+        f"{estimator} --actor.adam.lr 5e-3 --train.max_steps 4 {adapters}"
     )
     still, reset, nearer = (
         [row["policy/ref_kl"] for row in train(flags, moving)]
@@ -221,8 +229,9 @@ def test_a_teacher_reads_what_the_policy_does_not(workspace: Path, tiny_model_di
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     full = "--algo.kl.use_loss --algo.kl.estimator full"
     for beta, (p, q) in ((0, (torch.cat(teacher), torch.cat(policy))), (1, (torch.cat(policy), torch.cat(teacher)))):
-        (row,) = train(flags, full, f"--algo.kl.beta {beta} --train.max_steps 1")
-        assert row["policy/ref_kl"] == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-3)
+        for predicted in ("", "--algo.kl.top_k 100000"):
+            (row,) = train(flags, full, f"--algo.kl.beta {beta} --train.max_steps 1", predicted)
+            assert row["policy/ref_kl"] == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-3)
     divergences = [row["policy/ref_kl"] for row in train(flags, full, "--train.max_steps 9")]
     assert 0 < max(divergences[-3:]) < 0.7 * min(divergences[:2])
 
@@ -247,7 +256,7 @@ def test_replies_that_passed_teach_the_others_of_their_group(workspace: Path, pi
     assert 0 < sum(taught_shares) < 2
     assert [row.get("policy/taught_share", 1.0) for row in rows] == pytest.approx(taught_shares)
     if pipeline == "alternating":
-        full = train(flags, "--algo.kl.use_loss --algo.kl.estimator full")
+        full = train(flags, "--algo.kl.use_loss --algo.kl.estimator full --algo.kl.top_k 8")
         assert full[0].get("policy/taught_share", 1.0) == pytest.approx(taught_shares[0])
         assert full[0]["policy/ref_kl"] > 0
         assert main(["train", "rl", "--config", "run.yaml", *flags.split(), "--rollout.n_samples_per_prompt", "1"]) == 2

@@ -11,7 +11,8 @@ import torch
 
 import rollgrad
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
-from rollgrad.adapters.models.torch.models import TorchPolicy, TorchReference
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.sections.ckpt import Resume

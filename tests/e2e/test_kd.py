@@ -10,7 +10,8 @@ import torch
 
 import rollgrad
 from rollgrad.adapters.models.torch.distillation import Teacher
-from rollgrad.adapters.models.torch.models import TorchPolicy, TorchTeacher
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.references import TorchTeacher
 from rollgrad.application.settings.kd import (
     DistillationConfig,
     KDRun,

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollgrad.adapters.models.ray.sharded import RankPolicy
+from rollgrad.adapters.models.ray.rank_policy import RankPolicy
 from rollgrad.adapters.models.torch.expert_parallel import (
     divided_stacks,
     exchange_tokens,
     expert_groups,
     join_expert_groups,
 )
-from rollgrad.adapters.models.torch.models import TorchReference
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.models.torch.weight_shards import shard_rows
 from tests.compiled_layers import AS_IT_IS, AS_WRITTEN, compiler

@@ -10,8 +10,9 @@ import torch
 
 from rollgrad.adapters.engines.ray_vllm import start_engines
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
+from rollgrad.adapters.models.ray.rank_policy import RankPolicy
 from rollgrad.adapters.models.ray.rank_worker import begin_workers
-from rollgrad.adapters.models.ray.sharded import RankPolicy, ShardedPolicy
+from rollgrad.adapters.models.ray.sharded import ShardedPolicy
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy

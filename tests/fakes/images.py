@@ -6,7 +6,7 @@ import torch
 from attrs import evolve
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor
-from rollgrad.adapters.models.ray.sharded import RankPolicy
+from rollgrad.adapters.models.ray.rank_policy import RankPolicy
 from rollgrad.adapters.models.torch.loading import load_tokenizer
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from rollgrad.adapters.models.ray.sharded import RankPolicy
+from rollgrad.adapters.models.ray.rank_policy import RankPolicy
 from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import add_lora

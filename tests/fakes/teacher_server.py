@@ -9,7 +9,7 @@ import torch
 
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
 from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.models import TorchTeacher
+from rollgrad.adapters.models.torch.references import TorchTeacher
 from rollgrad.domain.batches.examples import pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens
 from tests.fakes.reward_server import JsonServer

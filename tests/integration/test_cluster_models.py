@@ -64,6 +64,7 @@ from rollgrad.entrypoints.composition.rm import rm_container
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.fakes import cluster
 from tests.fakes.cluster import FSDP
+from tests.predicted import assert_predicts
 from tests.tiny_architectures import tiny_model
 from tests.tiny_models import saved
 
@@ -518,8 +519,9 @@ def test_a_reference_scores_what_one_process_scores(
     group.build(cluster.rank_reference, str(tiny_model_dir), stage, offload)
     for samples in (1, 5):  # of one sample, a second process has nothing to do
         batch = cluster.batch(samples)
-        found = ShardedReference(group).score(batch)
-        wanted = cluster.rank_reference(str(tiny_model_dir)).score(batch)
+        reference, lone = ShardedReference(group), cluster.rank_reference(str(tiny_model_dir))
+        found, wanted = reference.score(batch), lone.score(batch)
+        assert_predicts(reference, lone, batch)
         torch.testing.assert_close(found.logprobs_N, wanted.logprobs_N, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.entropy_N, wanted.entropy_N, rtol=1e-4, atol=1e-4)
 

@@ -61,7 +61,7 @@ def make(wide_headed_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
         made.actor.model_name_or_path, made.actor.dtype = str(wide_headed_model_dir), DType.FLOAT32
         made.actor.adam.lr = 1e-3
         made.algo.advantage.estimator, made.algo.top_entropy_quantile = "group_norm", 0.5
-        made.algo.kl = KLSettings(init_coef=0.1, use_loss=True, estimator=KLEstimator.K3, ref_sync_steps=2)
+        made.algo.kl = KLSettings(init_coef=0.1, use_loss=True, estimator=KLEstimator.FULL, top_k=8, ref_sync_steps=2)
         made.data.prompt_dataset, made.data.label_key = str(tmp_path / "prompts.jsonl"), "label"
         made.rollout.batch_size, made.rollout.n_samples_per_prompt, made.rollout.max_new_tokens = 2, 4, 12
         made.rollout.engine = Engine.VLLM if vllm else Engine.EMBEDDED
@@ -278,7 +278,7 @@ def test_replies_of_a_prescribed_form_are_learned_from_in_several_processes(
         config.ckpt.output_dir = str(tmp_path / ("divided" if config.cluster.enable else "lone"))
         config.train.agent_func_path = str(tmp_path / "agent.py")
         config.rollout.max_new_tokens, config.rollout.temperature = 24, 0.8
-        config.algo.kl.init_coef = 0.1
+        config.algo.kl.estimator, config.algo.kl.top_k = KLEstimator.K3, None
         return train(config, reward=None)
 
     config, lone = make("form"), without_cluster(make("form"))
@@ -446,6 +446,7 @@ def partial_rollout(config: RLConfig, reward_model: str) -> dict[str, Any]:
     config.train.async_enable, config.train.max_staleness = True, 2
     config.train.partial_rollout = PartialRollout.KEEP
     config.algo.correction.level, config.algo.score_centering_top_k = CorrectionLevel.OFF, 24
+    config.algo.kl.estimator, config.algo.kl.top_k = KLEstimator.K3, None
     config.train.max_steps = 4
     config.cluster.strategy = Strategy.FSDP2
     config.vllm.sync_backend, config.vllm.sync_delta = SyncBackend.DISK, True

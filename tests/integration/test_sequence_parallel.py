@@ -12,6 +12,7 @@ from rollgrad.domain.errors import NonFiniteUpdateError
 from tests import tiny_architectures
 from tests.fakes import cluster, sequence_parallel
 from tests.fakes.cluster import FSDP
+from tests.predicted import assert_predicts
 from tests.tiny_models import saved, tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -125,3 +126,4 @@ def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, width: i
         found, wanted = reference.score(batch), lone.score(batch)
         torch.testing.assert_close(found.logprobs_N, wanted.logprobs_N, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.entropy_N, wanted.entropy_N, rtol=1e-4, atol=1e-4)
+        assert_predicts(reference, lone, batch)

@@ -23,7 +23,8 @@ from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.engines.vllm_server.teacher import ServedTeacher
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
 from rollgrad.adapters.models.torch.loading import load_tokenizer
-from rollgrad.adapters.models.torch.models import TorchPolicy, TorchTeacher
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.references import TorchTeacher
 from rollgrad.adapters.tracking.trajectory_files import rows
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.domain.batches.examples import pack_sequences

@@ -14,6 +14,7 @@ from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
 from tests.fakes import cluster, tensor_parallel
 from tests.fakes.grammars import prescribed
+from tests.predicted import assert_predicts
 from tests.tiny_models import saved, tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -197,6 +198,7 @@ def test_a_reference_scores_what_one_process_scores(
         found, wanted = reference.score(batch), lone.score(batch)
         torch.testing.assert_close(found.logprobs_N, wanted.logprobs_N, rtol=0, atol=tolerance)
         torch.testing.assert_close(found.entropy_N, wanted.entropy_N, rtol=0, atol=tolerance)
+        assert_predicts(reference, lone, batch, tolerance)
 
 
 @pytest.mark.parametrize(

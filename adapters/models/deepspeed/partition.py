@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
-from rollgrad.adapters.models.torch.forward import Scorer
+from rollgrad.adapters.models.torch.scorers import Scorer
 from rollgrad.adapters.models.torch.weight_shards import is_sharded, parameter_places, replace_parameter, together
 
 

@@ -16,7 +16,10 @@ from rollgrad.adapters.ray.placement import Slot
 from rollgrad.adapters.ray.session import machine, ray_module, require_raylet, show_gpus
 
 PASSES = frozenset(
-    {"score", "scores", "logprobs", "values", "update", "sleep", "skip_weights", "gather_weights", "gather_adapter"}
+    {
+        *("score", "scores", "logprobs", "values", "predict", "update", "sleep"),
+        *("skip_weights", "gather_weights", "gather_adapter"),
+    }
 )
 """Methods of models after which much memory is free: those that go through all layers, those that end a transfer, after
 which engines take memory for keys and values, and sleep."""

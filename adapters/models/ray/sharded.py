@@ -7,7 +7,7 @@ Does not own: how a process computes its part (`adapters.models.torch`, `adapter
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from rollgrad.adapters.models.ray.group_state import GroupState
 from rollgrad.adapters.models.ray.replaced_group import ReplacedGroup
 from rollgrad.adapters.models.ray.wire import (
     LOGPROBS,
+    PREDICT,
+    PREDICTED,
     SCORE,
     SCORES,
     VALUES,
@@ -28,7 +30,6 @@ from rollgrad.adapters.models.ray.wire import (
     merged,
 )
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
-from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.rewards.model import Judge
 from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory, fill_at
 from rollgrad.adapters.weights.transfer import Send
@@ -41,75 +42,14 @@ from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.ports.models import (
     AveragedPolicy,
     PolicyObjective,
+    PredictingModel,
+    Predictions,
     ReferenceModel,
     TokenScores,
     TrainedReward,
     ValueModel,
     ValueObjective,
 )
-
-
-class RankPolicy:
-    """One process's part of a policy, which can also be asked to send its weights, update by update."""
-
-    def __init__(self, policy: TorchPolicy) -> None:
-        self.policy = policy
-        self._weights: Iterator[tuple[str, Tensor]] = iter(())
-        self._updates: Iterator[Any] = iter(())
-        self._average = ExitStack()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
-
-    def begin_average(self) -> None:
-        """Puts the moving average in the place of the weights, until `end_average`."""
-        self._average.enter_context(self.policy.averaged())
-
-    def end_average(self) -> None:
-        """Puts the weights back into their place."""
-        self._average.close()
-
-    def open_weights(self, send: Send, *arguments: Any) -> None:
-        """Starts to send the weights by `send`."""
-        self._open(self.policy.weights(), send, *arguments)
-
-    def open_adapter(self, send: Send, *arguments: Any) -> None:
-        """Starts to send only the adapters' weights by `send`."""
-        self._open(self.policy.adapter(), send, *arguments)
-
-    def has_parts(self) -> bool:
-        """Returns whether this process can send its part of all weights as it is."""
-        return self.policy.own_parts() is not None
-
-    def open_parts(self, send: Send, *arguments: Any) -> None:
-        """Starts to send this process's part of the weights by `send`."""
-        self._weights = iter(())
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._updates = send(self.policy.own_parts(), rank, size, *arguments)
-
-    def next_update(self) -> Any:
-        """Returns the description of the next update; None after the last."""
-        return next(self._updates, None)
-
-    def skip_weights(self) -> None:
-        """Goes through the remaining weights without sending them."""
-        self._updates = iter(())
-        for _ in self._weights:
-            pass
-
-    def gather_weights(self) -> None:
-        """Takes part in gathering the weights that another process sends."""
-        for _ in self.policy.weights():
-            pass
-
-    def gather_adapter(self) -> None:
-        """Takes part in gathering the adapters that another process sends."""
-        for _ in self.policy.adapter():
-            pass
-
-    def _open(self, weights: Iterator[tuple[str, Tensor]], send: Send, *arguments: Any) -> None:
-        self._weights = weights
-        self._updates = send(weights, *arguments)
 
 
 class _Trained:
@@ -161,6 +101,15 @@ class ShardedPolicy(_Trained, AveragedPolicy):
     def scores(self, passes: Passes[Any]) -> TokenScores:
         """Implements `PolicyModel.scores`."""
         return self._parts.scores(passes)
+
+    def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
+        """Implements `PredictingModel.predict`."""
+        found, mask_N = self._parts.predictions(self._parts.pass_of(batch), top_k), batch.action_mask_N
+        return Predictions(ids_AK=found.ids_AK[mask_N], logprobs_AB=found.logprobs_AB[mask_N])
+
+    def predictions(self, passes: Passes[Any], top_k: int) -> Predictions:
+        """Implements `PredictingModel.predictions`."""
+        return self._parts.predictions(passes, top_k)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -252,7 +201,7 @@ class ShardedReward(ShardedValue, TrainedReward):
         self._group.all("set_moments", moments)
 
 
-class ShardedReference(ReferenceModel):
+class ShardedReference(ReferenceModel, PredictingModel):
     """A `ReferenceModel`; each process of `group` holds a whole `TorchReference`, and each `width` neighbours one part
     of a batch."""
 
@@ -270,6 +219,15 @@ class ShardedReference(ReferenceModel):
     def logprobs(self, passes: Passes[Any]) -> Tensor:
         """Implements `ReferenceModel.logprobs`."""
         return self._parts.logprobs(passes)
+
+    def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
+        """Implements `PredictingModel.predict`."""
+        found, mask_N = self._parts.predictions(self._parts.pass_of(batch), top_k), batch.action_mask_N
+        return Predictions(ids_AK=found.ids_AK[mask_N], logprobs_AB=found.logprobs_AB[mask_N])
+
+    def predictions(self, passes: Passes[Any], top_k: int) -> Predictions:
+        """Implements `PredictingModel.predictions`."""
+        return self._parts.predictions(passes, top_k)
 
 
 def reward_copies(group: WorkerGroup | ReplacedGroup) -> list[Judge]:
@@ -323,6 +281,11 @@ class _Parts:
         """Returns the values of the whole batch; one call for all passes."""
         return self._columns(VALUES, passes)[VALUES]
 
+    def predictions(self, passes: Passes[Any], top_k: int) -> Predictions:
+        """Returns the predictions of all tokens of the whole batch; one call for all passes."""
+        columns = self._columns(PREDICT, passes, top_k)
+        return Predictions(ids_AK=columns[PREDICTED[0]], logprobs_AB=columns[PREDICTED[1]])
+
     def pass_of(self, batch: Batch) -> Passes[Batch]:
         """Returns a batch as one pass."""
         return self._planned(batch)
@@ -358,11 +321,11 @@ class _Parts:
     def _planned(self, batch: Batch) -> Passes[Batch]:
         return Passes(batch, [[own.tolist() for own in sequences_of_shares(batch, self._count)]])
 
-    def _columns(self, method: str, passes: Passes[Any]) -> dict[str, Tensor]:
+    def _columns(self, method: str, passes: Passes[Any], *more: Any) -> dict[str, Tensor]:
         if passes.shares != self._count:
-            found = [self._columns(method, self._planned(batch)) for batch in passes]
+            found = [self._columns(method, self._planned(batch), *more) for batch in passes]
             return {name: passes.merged([columns[name] for columns in found]) for name in found[0]}
-        results = self._each(method, [[[part]] for part in divided(passes, self._count)])
+        results = self._each(method, [[[part], *more] for part in divided(passes, self._count)])
         return merged(passes, results)
 
     def _each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:

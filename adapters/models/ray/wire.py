@@ -28,10 +28,11 @@ Array = NDArray[Any]
 FEW = 16
 """Tokens of a stretch, on average, from which a column travels as stretches."""
 
-SCORE, SCORES, LOGPROBS, VALUES = "score", "scores", "logprobs", "values"
-"""Calls whose results are columns: all of `TokenScores`, log-probs, entropy and experts, log-probs alone, values."""
+SCORE, SCORES, LOGPROBS, VALUES, PREDICT = "score", "scores", "logprobs", "values", "predict"
+"""Calls whose results are columns: all of `TokenScores`, log-probs, entropy and experts, log-probs alone, values,
+predictions."""
 
-SMALL = (torch.bool, torch.uint8, torch.int16, torch.float16)
+SMALL = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.float16)
 """Types of results that travel as they are."""
 
 EXPERTS = "experts_NLK"
@@ -40,7 +41,10 @@ EXPERTS = "experts_NLK"
 NAMES = {SCORES: ("logprobs_N", "entropy_N", EXPERTS), LOGPROBS: ("logprobs_N",)}
 """Columns of scores that return from calls of fewer than all."""
 
-OF_ACTIONS = ("sampler_ids_NK", "sampler_logprobs_NK")
+PREDICTED = ("teacher_ids_NK", "teacher_logprobs_NK")
+"""Columns of predictions, as a batch has them."""
+
+OF_ACTIONS = ("sampler_ids_NK", "sampler_logprobs_NK", *PREDICTED)
 """Columns that mean something at action tokens alone, besides those of floats."""
 
 ONLY_HERE = "places_S"
@@ -277,7 +281,9 @@ def merged(passes: Passes[Any], results: Sequence[Mapping[str, Array]]) -> dict[
     whole = passes.whole
     mask_N = whole.action_mask_N.numpy()
     full = {
-        name: np.zeros((whole.token_count, *column.shape[1:]), column.dtype if name == EXPERTS else np.float32)
+        name: np.zeros(
+            (whole.token_count, *column.shape[1:]), column.dtype if column.dtype.kind in "iu" else np.float32
+        )
         for name, column in results[0].items()
     }
     changes = np.flatnonzero(mask_N[1:] != mask_N[:-1]) + 1
@@ -340,6 +346,12 @@ def called(model: Any, method: str, arguments: Sequence[Any]) -> Any:
     (batch,) = batches
     found: dict[str, list[Tensor]] = {}
     for part in batch.passes():
+        if method == PREDICT:  # they are of action tokens already
+            predictions = model.predict(part, *arguments[1:])
+            columns = zip(PREDICTED, (predictions.ids_AK, predictions.logprobs_AB), strict=True)
+            for name, column in columns:
+                found.setdefault(name, []).append(column)
+            continue
         for name, column_N in _columns(model, method, part):
             column_N = column_N.cpu()
             found.setdefault(name, []).append(column_N if name == EXPERTS else column_N[part.action_mask_N])

@@ -122,6 +122,35 @@ def teacher_target(logits_AV: Tensor, settings: DistillationSettings) -> Target:
     return Target(logprobs_AB=with_rest(top.values), ids_AK=top.indices)
 
 
+@torch.no_grad()
+def likely_tokens(
+    hidden_AH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    settings: DistillationSettings,
+    form: LogitForm,
+    vocabulary: VocabularyShare = WHOLE_VOCABULARY,
+    size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns what a teacher keeps at these hidden states: ids_AK int32 of the `top_k` tokens of `settings` that are
+    most likely among the first `size` of the vocabulary (by default all), and logprobs_AB float32 (nats) of those and,
+    in the last place, of all others. Other arguments as in `distilled_logprobs`."""
+    assert settings.top_k is not None
+    whole = vocabulary.size(weight_VH)
+    size = whole if size is None else min(size, whole)
+    count = min(settings.top_k, size)
+    ids_AK = torch.empty(len(hidden_AH), count, dtype=torch.int32, device=hidden_AH.device)
+    logprobs_AB = torch.empty(len(hidden_AH), count + 1, dtype=torch.float32, device=hidden_AH.device)
+    rows = max(1, chunked_logprobs.chunk_bytes(hidden_AH.device) // (4 * DISTILLED_SLICES * whole))
+    for start in range(0, len(hidden_AH), rows):
+        part = slice(start, start + rows)
+        logits_AV = form.formed(vocabulary.joined(form.product(hidden_AH[part], weight_VH, bias_V), whole))
+        target = teacher_target(logits_AV[:, :size], settings)
+        assert target.ids_AK is not None
+        ids_AK[part], logprobs_AB[part] = target.ids_AK, target.logprobs_AB
+    return ids_AK, logprobs_AB
+
+
 def distilled_logprobs(
     hidden_AH: Tensor,
     weight_VH: Tensor,

@@ -12,32 +12,25 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
 
-from rollgrad.adapters.models.torch.allowed_tokens import AllowedTokens, allowed_tokens
+from rollgrad.adapters.models.torch.allowed_tokens import allowed_tokens
 from rollgrad.adapters.models.torch.attention import backbone
-from rollgrad.adapters.models.torch.chunked_logprobs import PLAIN_LOGITS, WHOLE_VOCABULARY, LogitForm, token_logprobs
 from rollgrad.adapters.models.torch.compatibility import check_positions, logit_form
-from rollgrad.adapters.models.torch.distillation import (
-    DistillationSettings,
-    KeptTeacher,
-    Logits,
-    Targets,
-    Teacher,
-    distilled_logprobs,
-)
+from rollgrad.adapters.models.torch.distillation import KeptTeacher, Logits, Targets, Teacher
 from rollgrad.adapters.models.torch.expert_balance import chosen_experts, routed, token_counts
 from rollgrad.adapters.models.torch.images import batch_positions, run_body
 from rollgrad.adapters.models.torch.layout import build_layout
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import is_padded, padded_layout, padded_outputs
 from rollgrad.adapters.models.torch.router_replay import router_replay
+from rollgrad.adapters.models.torch.scorers import OutcomeScorer, Scorer
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, SequenceShare, sequence_group
 from rollgrad.domain.algorithms.losses.centering import SamplerHead, ScoreCentering
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.teaching import as_taught
+from rollgrad.domain.ports.models import Predictions
 
 
 @frozen(kw_only=True, eq=False)
@@ -159,7 +152,7 @@ class PackedLM(nn.Module):
     vocabulary, and with `collision` the collision entropy. With a `teacher` the columns are those of
     `distilled_logprobs`. With `outcomes`, two token ids, they are those of `OutcomeScorer` after each action token. The
     last are, with `centering`, those of `CentredScores`, where they are learned from and the batch has the sampler's
-    most likely tokens.
+    most likely tokens. `forward(batch, False, k)` returns what `likely_tokens` does, and nothing else.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
@@ -188,15 +181,36 @@ class PackedLM(nn.Module):
             else OutcomeScorer(head, outcomes, form)
         )
 
-    def forward(self, batch: PackedBatch, routing: bool = False) -> tuple[Tensor, ...]:
-        """Returns the log-probs and entropies of the action tokens, with `routing` also the routers' counts."""
+    def forward(
+        self, batch: PackedBatch, routing: bool = False, top_k: int = 0, size: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """Returns the log-probs and entropies of the action tokens, with `routing` also the routers' counts; with
+        `top_k` the tokens that are most likely in their places, so many of the first `size` of the vocabulary."""
         rows = action_hidden(self.model, batch, self.group, routing=routing, back=self._back)
-        taught = () if self._teacher is None else (self._targets(batch, rows, self._teacher), self._teacher.settings)
+        if top_k:
+            return self._likely(rows, top_k, size)
+        teacher = self._teacher if self.teaches(batch) else None
+        taught = () if teacher is None else (self._targets(batch, rows, teacher), teacher.settings)
         device = rows.hidden_BH.device
         allowed = allowed_tokens(self.model, batch, rows.places_B, device)
         centred = sampler_head(batch, rows.places_B, device) if torch.is_grad_enabled() else None
         columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught, allowed=allowed, sampler=centred)
         return *self.group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
+
+    def teaches(self, batch: PackedBatch) -> bool:
+        """Returns whether the columns of a batch are those of a model with a teacher. What is scored before the teacher
+        has predicted it, as a policy before its update, has those of one without."""
+        unpredicted = batch.teacher_ids_NK is None and not torch.is_grad_enabled()
+        return self._teacher is not None and not (isinstance(self._teacher, KeptTeacher) and unpredicted)
+
+    def _likely(self, rows: ActionRows, top_k: int, size: int | None) -> tuple[Tensor, ...]:
+        ids_BK, logprobs_BK = self.scorer.likely(rows.hidden_BH, top_k, size)
+        if self.group.size == 1:
+            return ids_BK, logprobs_BK
+        # Columns are gathered in one format, and ids are exact in float32.
+        columns = (*ids_BK.float().unbind(1), *logprobs_BK.unbind(1))
+        gathered_AJ = torch.stack(self.group.gathered(rows.actions_B, rows.count, *columns), 1)
+        return gathered_AJ[:, : ids_BK.shape[1]].int(), gathered_AJ[:, ids_BK.shape[1] :]
 
     def _targets(self, batch: PackedBatch, rows: ActionRows, teacher: Teacher | KeptTeacher) -> Targets:
         """Returns what the teacher says at the action tokens that this process computes."""
@@ -217,118 +231,17 @@ def sampler_head(batch: PackedBatch, places_B: Tensor, device: torch.device) -> 
 
 
 @torch.no_grad()
+def predicted(forward: Callable[..., Any], batch: PackedBatch, top_k: int, size: int | None = None) -> Predictions:
+    """Returns the predictions of a `PackedLM`, whose pass is `forward`."""
+    ids_AK, logprobs_AB = forward(batch, False, top_k, size)
+    return Predictions(ids_AK=ids_AK.cpu(), logprobs_AB=logprobs_AB.cpu())
+
+
+@torch.no_grad()
 def live_logits(teacher: Teacher, batch: PackedBatch, group: SequenceGroup, size: int) -> Callable[[slice], Logits]:
     """Returns the teacher's logits at the action tokens that this process of `group` computes, among the first `size`
     tokens of the vocabulary."""
     return teacher.logits(action_hidden(teacher.model, as_taught(batch), group).hidden_BH, size)
-
-
-class Scorer(nn.Module):
-    """Computes log-probs from the vocabulary's head. The head remains a child of the model alone: torch would count the
-    parameters of a module with two parents twice."""
-
-    def __init__(
-        self,
-        head: Any,
-        temperature: float,
-        form: LogitForm = PLAIN_LOGITS,
-        *,
-        correct: bool = False,
-        mean: bool = True,
-        collision: bool = False,
-        centering: ScoreCentering | None = None,
-    ) -> None:
-        super().__init__()
-        self._correct, self._mean, self._collision = correct, mean, collision
-        self._centering = centering
-        self._head = (head,)
-        self._form = form
-        self._temperature = temperature
-        self.vocabulary = WHOLE_VOCABULARY
-        """The rows of the head that this process has."""
-
-    @property
-    def head(self) -> Any:
-        """Output embedding of the model."""
-        return self._head[0]
-
-    def forward(
-        self,
-        hidden_AH: Tensor,
-        targets_A: Tensor,
-        teacher: Targets | None = None,
-        settings: DistillationSettings | None = None,
-        *,
-        allowed: AllowedTokens | None = None,
-        sampler: SamplerHead | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Returns (logprobs_A, entropy_A), and correct_A, mean_A and collision_A if they were asked for; with a
-        `teacher` the columns of `distilled_logprobs`. Where only some tokens were `allowed`, the first two are of
-        these. The last ones are those of `CentredScores`, if the scores are centred and the `sampler` is known."""
-        head = self.head
-        if teacher is not None and settings is not None:
-            return distilled_logprobs(
-                hidden_AH,
-                head.weight,
-                head.bias,
-                targets_A,
-                teacher,
-                settings,
-                self._form,
-                self._temperature,
-                self.vocabulary,
-            )
-        centering = None if sampler is None else self._centering
-        columns = token_logprobs(
-            hidden_AH,
-            head.weight,
-            head.bias,
-            targets_A,
-            self._temperature,
-            self.vocabulary,
-            self._form,
-            correct=self._correct,
-            mean=self._mean,
-            collision=self._collision,
-            allowed=allowed,
-            also_AK=None if centering is None or sampler is None else sampler.ids_AK,
-        )
-        if centering is None or sampler is None:
-            return columns
-        *columns_A, also_AK = columns
-        centred = centering(also_AK, sampler)
-        return *columns_A, centred.term_A, centred.policy_mass_A, centred.residual_A
-
-
-class OutcomeScorer(Scorer):
-    """Compares two tokens, `outcomes`, as what the model says next: a process reward model's judgement of a step."""
-
-    def __init__(self, head: Any, outcomes: tuple[int, int], form: LogitForm = PLAIN_LOGITS) -> None:
-        super().__init__(head, 1.0, form)
-        self._outcomes = outcomes
-
-    def forward(self, hidden_AH: Tensor, targets_A: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        """Returns (logprobs_A, entropy_A, odds_A) of the softmax of the two logits: the log-prob of the first, the
-        entropy, and the difference of the logits, in float32."""
-        odds_A = self._odds(hidden_AH) if self.vocabulary.group is None else self._odds_of_shares(hidden_AH)
-        first_A, second_A = logsigmoid(odds_A), logsigmoid(-odds_A)
-        return first_A, -(first_A.exp() * first_A + second_A.exp() * second_A), odds_A
-
-    def _odds(self, hidden_AH: Tensor) -> Tensor:
-        index = torch.tensor(self._outcomes, device=hidden_AH.device)
-        rows, bias = self.head.weight[index].float(), self.head.bias
-        logits_A2 = self._form.logits(hidden_AH.float(), rows, None if bias is None else bias[index].float())
-        return logits_A2[:, 0] - logits_A2[:, 1]
-
-    def _odds_of_shares(self, hidden_AH: Tensor) -> Tensor:
-        """Returns the odds where processes divide the vocabulary: the difference of two log-probs, whose normaliser is
-        the same."""
-        count, form = len(hidden_AH), evolve(self._form, float32=True)
-        targets = torch.tensor(self._outcomes, device=hidden_AH.device).repeat_interleave(count)
-        logprobs, _ = token_logprobs(
-            hidden_AH.repeat(2, 1), self.head.weight, self.head.bias, targets, 1.0, self.vocabulary, form
-        )
-        return logprobs[:count] - logprobs[count:]
 
 
 class PackedValue(nn.Module):

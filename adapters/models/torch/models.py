@@ -1,4 +1,4 @@
-"""Policy, reference and teacher over packed batches, and what all trained models share.
+"""The policy over packed batches, and what all trained models share.
 
 A `TrainedModule` takes the optimizer's steps. It is on this process's device, or divided over processes, each of which
 then holds one of these objects and calls it at the same time with samples of its own.
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
-from rollgrad.adapters.models.torch.chunked_logprobs import chunk_bytes
 from rollgrad.adapters.models.torch.distillation import KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.expert_balance import StepRouting, check_routers
-from rollgrad.adapters.models.torch.forward import PackedLM, live_logits, scattered
+from rollgrad.adapters.models.torch.forward import PackedLM, predicted, scattered
 from rollgrad.adapters.models.torch.gradients import optimizer_step
 from rollgrad.adapters.models.torch.lora import (
     NamedWeight,
@@ -28,7 +27,6 @@ from rollgrad.adapters.models.torch.lora import (
     plain_buffers,
     plain_weights,
     save_adapter,
-    without_adapters,
 )
 from rollgrad.adapters.models.torch.neftune import EmbeddingNoise
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
@@ -38,7 +36,6 @@ from rollgrad.adapters.models.torch.recomputation import Recomputation
 from rollgrad.adapters.models.torch.router_replay import scored_with_experts
 from rollgrad.adapters.models.torch.saving import save_in_files, save_pretrained
 from rollgrad.adapters.models.torch.sent_names import sent_buffers, sent_weights
-from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
 from rollgrad.adapters.models.torch.state_copy import CopiesState
 from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.adapters.models.torch.trained_module import TrainedModule
@@ -53,9 +50,8 @@ from rollgrad.domain.ports.models import (
     LossOutput,
     PolicyModel,
     PolicyObjective,
+    PredictingModel,
     Predictions,
-    ReferenceModel,
-    TeacherModel,
     TokenScores,
 )
 
@@ -138,7 +134,8 @@ def copied_weights(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights if keep}
 
 
-def _token_scores(scored: Sequence[Tensor], batch: PackedBatch, *, mean: bool = True) -> TokenScores:
+def token_scores(scored: Sequence[Tensor], batch: PackedBatch, *, mean: bool = True) -> TokenScores:
+    """Returns the scores of a batch from the columns of its action tokens."""
     means = ("mean_logprobs_N",) if mean else ()
     names = ("logprobs_N", "entropy_N", "correct_N", *means, "collision_N")
     return TokenScores(**dict(zip(names, scattered(scored, batch), strict=False)))
@@ -148,7 +145,7 @@ CENTRED = ("logprobs_N", "entropy_N", "mean_score_N", "policy_mass_N", "residual
 """Columns of scores that are centred; those without a gradient, which are not learned from, have the first two."""
 
 
-class TorchPolicy(CopiesState, PolicyModel):
+class TorchPolicy(CopiesState, PolicyModel, PredictingModel):
     """A causal language model under an optimizer. `model` must have packed attention installed (`loading.py`).
 
     Of a model with adapters (`lora.py`) the state is theirs alone; weights, and the model that is saved, have them
@@ -223,7 +220,7 @@ class TorchPolicy(CopiesState, PolicyModel):
         self._dropout.of(packed, packed.group)
         self._noise = EmbeddingNoise(packed, model, neftune_alpha) if neftune_alpha else None
         self._trained = optimize(packed, settings)
-        self._taught = teacher is not None
+        self._teaches = packed.teaches
         self._compares = outcomes is not None
         self._centred = centering is not None
         self.steps = 0
@@ -241,8 +238,8 @@ class TorchPolicy(CopiesState, PolicyModel):
             return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, odds_N=odds_N)
         if self._centred:
             return TokenScores(**dict(zip(CENTRED, scattered(scored, batch), strict=False)))
-        if not self._taught:
-            return _token_scores(scored, batch, mean=self._mean)
+        if not self._teaches(batch):
+            return token_scores(scored, batch, mean=self._mean)
         logprobs_N, entropy_N, correct_N, divergence_N = scattered(scored, batch)
         return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, correct_N=correct_N, divergence_N=divergence_N)
 
@@ -250,6 +247,10 @@ class TorchPolicy(CopiesState, PolicyModel):
     def score(self, batch: PackedBatch) -> TokenScores:
         """Implements `PolicyModel.score`."""
         return scored_with_experts(self.module, batch, self._scores) if self._keeps_experts else self._scores(batch)
+
+    def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
+        """Implements `PredictingModel.predict`."""
+        return predicted(self._trained, batch, top_k)
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Implements `PolicyModel.update`."""
@@ -338,60 +339,3 @@ class TorchPolicy(CopiesState, PolicyModel):
         trained = {f"model.{name}": p for name, p in self.module.named_parameters() if p.requires_grad}
         check_same_weights(state, trained, self._trained)
         self._trained.load_state_dict(state)
-
-
-class TorchReference(ReferenceModel):
-    """A frozen causal language model. `divide` divides it over several processes, and returns its forward pass."""
-
-    def __init__(
-        self, model: Any, *, temperature: float = 1.0, divide: Callable[[nn.Module], Callable[..., Any]] | None = None
-    ) -> None:
-        module = PackedLM(model.requires_grad_(False), temperature=temperature)
-        self._forward = divide(module) if divide else module
-        self._padded = is_padded(model)
-
-    def padded(self) -> bool:
-        """Implements `ReferenceModel.padded`."""
-        return self._padded
-
-    @torch.no_grad()
-    def score(self, batch: PackedBatch) -> TokenScores:
-        """Implements `ReferenceModel.score`."""
-        return _token_scores(self._forward(batch), batch)
-
-
-class TorchTeacher(TeacherModel):
-    """A teacher whose most likely tokens are to be kept; of its vocabulary the first `size` tokens count."""
-
-    def __init__(self, teacher: Teacher, size: int) -> None:
-        self._teacher = teacher
-        self._size = size
-        self._group = sequence_group(teacher.model)
-
-    def predict(self, batch: PackedBatch) -> Predictions:
-        """Implements `TeacherModel.predict`."""
-        logits = live_logits(self._teacher, batch, self._group, self._size)
-        device = next(self._teacher.model.parameters()).device
-        count, rows = int(batch.action_mask_N.sum()), max(1, chunk_bytes(device) // (4 * self._size))
-        parts = (slice(start, start + rows) for start in range(0, count, rows))
-        found = [logits(part).target(self._teacher.settings) for part in parts]
-        return Predictions(
-            ids_AK=torch.cat([each.ids_AK for each in found if each.ids_AK is not None]).int().cpu(),
-            logprobs_AB=torch.cat([each.logprobs_AB for each in found]).half().cpu(),
-        )
-
-
-class AdapterlessReference(ReferenceModel):
-    """The policy without its adapters, on the policy's own weights, with which nothing else may compute meanwhile."""
-
-    def __init__(self, policy: TorchPolicy) -> None:
-        self._policy = policy
-
-    def padded(self) -> bool:
-        """Implements `ReferenceModel.padded`."""
-        return self._policy.padded()
-
-    def score(self, batch: PackedBatch) -> TokenScores:
-        """Implements `ReferenceModel.score`."""
-        with without_adapters(self._policy.module):
-            return self._policy.score(batch)

@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from rollgrad.adapters.models.torch.forward import Scorer
+from rollgrad.adapters.models.torch.scorers import Scorer
 from rollgrad.adapters.models.torch.weight_shards import whole_shape
 
 MOMENTUM = "momentum_buffer"

@@ -20,6 +20,7 @@ from rollgrad.domain.algorithms.settings import (
     CorrectionSettings,
     KLAgainst,
     KLEstimator,
+    KLSettings,
     OldLogprobs,
     Whiten,
 )
@@ -227,11 +228,12 @@ def teacher_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             "algo.kl.teacher_template is what a reference reads, but algo.kl.against is rollout, which has none: set "
             "--algo.kl.against to reference, or leave --algo.kl.teacher_template out."
         )
-    if kl.estimator == KLEstimator.FULL and config.cluster.enable and config.ds.sequence_parallel_size > 1:
+    if _compares(kl) and config.cluster.enable and config.ds.sequence_parallel_size > 1:
         yield (
             f"algo.kl.teacher_template with algo.kl.estimator full and ds.sequence_parallel_size "
             f"{config.ds.sequence_parallel_size}: processes that share a sequence share it at other places where its "
-            "prompt is another. Leave --ds.sequence_parallel_size out, or set --algo.kl.estimator to k1, k2 or k3."
+            "prompt is another. Set --algo.kl.top_k (64, say), leave --ds.sequence_parallel_size out, or set "
+            "--algo.kl.estimator to k1, k2 or k3."
         )
 
 
@@ -244,10 +246,10 @@ def _moving_problems(config: RLConfig) -> Iterator[str]:
             f"{known}algo.kl.against is rollout, which needs no reference: set --algo.kl.against to reference, or "
             "leave --algo.kl.ref_sync_steps out."
         )
-    if kl.estimator == KLEstimator.FULL:
+    if _compares(kl):
         yield (
-            f"{known}algo.kl.estimator is full, which compares with a reference that stays: set --algo.kl.estimator "
-            "to k1, k2 or k3, or leave --algo.kl.ref_sync_steps out."
+            f"{known}algo.kl.estimator is full without algo.kl.top_k, which compares with a reference that stays: set "
+            "--algo.kl.top_k (64, say), set --algo.kl.estimator to k1, k2 or k3, or leave --algo.kl.ref_sync_steps out."
         )
     if config.cluster.enable and (ref.num_nodes, ref.num_gpus_per_node, ref.offload) != (None, None, False):
         yield (
@@ -268,16 +270,25 @@ def _whole_kl_problems(config: RLConfig) -> Iterator[str]:
             "algo.kl.estimator is full, but of the policy that sampled (algo.kl.against rollout) only the sampled "
             "tokens' log-probs are kept: set --algo.kl.against to reference, or --algo.kl.estimator to k2 or k3."
         )
-    if config.cluster.enable and (config.ref.num_nodes, config.ref.num_gpus_per_node) != (None, None):
+    if not _compares(kl) or not config.cluster.enable:
+        return
+    if (config.ref.num_nodes, config.ref.num_gpus_per_node) != (None, None):
         yield (
-            "ref.num_nodes or ref.num_gpus_per_node is set, but with algo.kl.estimator full the reference is in "
-            "the policy's processes: leave --ref.num_nodes and --ref.num_gpus_per_node out."
+            "ref.num_nodes or ref.num_gpus_per_node is set, but with algo.kl.estimator full and without algo.kl.top_k "
+            "the reference is in the policy's processes: set --algo.kl.top_k (64, say), or leave --ref.num_nodes and "
+            "--ref.num_gpus_per_node out."
         )
-    if config.cluster.enable and config.ref.offload:
+    if config.ref.offload:
         yield (
-            "ref.offload is on, but with algo.kl.estimator full the reference is whole in the policy's processes: "
-            "leave --ref.offload out, or set --algo.kl.estimator to k2 or k3."
+            "ref.offload is on, but with algo.kl.estimator full and without algo.kl.top_k the reference is whole in "
+            "the policy's processes: set --algo.kl.top_k (64, say), leave --ref.offload out, or set "
+            "--algo.kl.estimator to k2 or k3."
         )
+
+
+def _compares(kl: KLSettings) -> bool:
+    """Returns whether updates compare the policy with the reference itself over the vocabulary, beside it."""
+    return kl.estimator == KLEstimator.FULL and kl.top_k is None
 
 
 def correction_problems(config: RLConfig) -> Iterator[str]:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.adapters.models.ray.sharded import RankPolicy, ShardedPolicy, ShardedReference, ShardedValue
+from rollgrad.adapters.models.ray.rank_policy import RankPolicy
+from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference, ShardedValue
 from rollgrad.adapters.models.ray.wire import (
     EXPERTS,
     LOGPROBS,

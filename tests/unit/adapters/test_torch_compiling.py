@@ -19,9 +19,10 @@ from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.forward import PackedLM, scatter
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import add_lora
-from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy
+from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.recomputation import train_without_dropout
+from rollgrad.adapters.models.torch.references import AdapterlessReference
 from rollgrad.adapters.models.torch.router_replay import install_router_replay, scored_with_experts
 from rollgrad.adapters.models.torch.weight_shards import layer_stacks
 from rollgrad.application.settings.rules import setting_errors

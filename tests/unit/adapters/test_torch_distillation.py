@@ -15,6 +15,7 @@ from rollgrad.adapters.models.torch import chunked_logprobs
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
 from rollgrad.adapters.models.torch.distillation import (
     DistillationSettings,
+    KeptTeacher,
     Logits,
     Targets,
     Teacher,
@@ -23,9 +24,11 @@ from rollgrad.adapters.models.torch.distillation import (
 )
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.application.settings.memory_plan_passes import DISTILLED_LOGITS, DISTILLED_SLICES
 from rollgrad.domain.batches.examples import pack_sequences
 from rollgrad.domain.batches.packed import pack
+from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.episodes.examples import WeightedTokens
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.compiled_layers import fusing_on_a_cpu, graphs
@@ -211,6 +214,42 @@ def test_a_model_does_not_diverge_from_itself_and_all_tokens_are_the_vocabulary(
             assert (columns[3][3] >= -1e-6).all()
             for mine, theirs in zip(columns[0][:3], PackedLM(model, correct=True)(batch)[:3], strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_predicted_before_teaches_what_the_teacher_itself_does(model: Any) -> None:
+    """Values and gradients, of a teacher with a larger vocabulary, too: its other tokens do not count."""
+    generator = torch.Generator().manual_seed(5)
+    batch = pack([make_trajectory([3, 4], [5 + i] * (i + 1), [9], [30], group_id=0, sample_id=i) for i in range(3)])
+    larger = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in larger.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        size = model.config.vocab_size
+        larger.resize_token_embeddings(size + 8, mean_resizing=False)
+        larger.get_output_embeddings().weight[size:] = 3 * larger.get_output_embeddings().weight[:8]
+    settings = DistillationSettings(beta=0.5, temperature=0.7, top_k=6)
+    reference = TorchReference(copy.deepcopy(larger), temperature=0.7, size=size)
+    found = reference.predictions(Passes(batch, [[[2]], [[0, 1]]]), 6)
+    assert (found.ids_AK < size).all()
+    assert TorchReference(larger, temperature=0.7).predict(batch, 40).ids_AK.max() >= size
+    predicted = evolve(batch, teacher_ids_NK=found.ids_AK, teacher_logprobs_NK=found.logprobs_AB)
+    gradients = []
+    for teacher, given in ((Teacher(larger, settings), batch), (KeptTeacher(settings), predicted)):
+        student = copy.deepcopy(model)
+        columns = PackedLM(student, temperature=0.7, teacher=teacher)(given)
+        columns[3].sum().backward()
+        gradients.append([columns[3].detach(), *(p.grad for p in student.parameters() if p.grad is not None)])
+    assert gradients[0][0].min() > 1e-4
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
+
+
+def test_a_policy_is_scored_before_its_teacher_has_predicted(model: Any) -> None:
+    batch = pack([make_trajectory([3, 4], [5, 6], group_id=0)])
+    taught = PackedLM(model, teacher=KeptTeacher(DistillationSettings(top_k=4)))
+    with torch.no_grad():
+        torch.testing.assert_close(taught(batch), PackedLM(model)(batch))
+    with pytest.raises(ValueError, match="no teacher_ids_NK"):
+        taught(batch)
 
 
 def test_a_teacher_that_is_told_more_is_compared_at_the_same_tokens(model: Any, tiny_model_dir: Path) -> None:

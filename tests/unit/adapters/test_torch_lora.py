@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import SAVED_PREFIX, adapter_numbers, adapter_weights, add_lora, plain_weights
-from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, TorchReference
+from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.references import AdapterlessReference, TorchReference
 from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.sections.actor import ActorConfig, AdapterConfig, Checkpointing, DType, LoraConfig
@@ -332,14 +333,17 @@ def test_the_reference_is_the_model_without_adapters(
 ) -> None:
     policy, unasked = make(dtype=dtype), make(dtype=dtype)
     reference = AdapterlessReference(policy)
-    expected = TorchReference(load(tiny_model_dir, dtype)).score(batch)
+    plain = TorchReference(load(tiny_model_dir, dtype))
+    expected, likely = plain.score(batch), plain.predict(batch, 4)
     for _ in range(3):
         found = reference.score(batch)
         assert torch.equal(found.logprobs_N, expected.logprobs_N)
         assert torch.equal(found.entropy_N, expected.entropy_N)
+        assert torch.equal(reference.predict(batch, 4).logprobs_AB, likely.logprobs_AB)
         learn(policy, batch, 1)
         learn(unasked, batch, 1)
     assert (policy.score(batch).logprobs_N - expected.logprobs_N).abs().max() > 0.1
+    assert not torch.equal(policy.predict(batch, 4).logprobs_AB, likely.logprobs_AB)
     without = raw(unasked)
     assert all(torch.equal(weight, without[name]) for name, weight in raw(policy).items()), "training was not disturbed"
 

@@ -19,8 +19,9 @@ from rollgrad.adapters.models.torch.distillation import DistillationSettings, Ke
 from rollgrad.adapters.models.torch.forward import PackedLM, scattered
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import add_lora
-from rollgrad.adapters.models.torch.models import TorchPolicy, TorchReference
+from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.domain.algorithms.losses.centering import ScoreCentering

@@ -17,8 +17,8 @@ from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import DataError, EngineError, RewardError
-from rollgrad.domain.ports.models import TokenScores
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RewardError
+from rollgrad.domain.ports.models import Predictions, ReferenceModel, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
 
@@ -127,6 +127,62 @@ class Reading(FakeReference):
         logprobs_N = (before_N[batch.starts_S][batch.sequence_ids_N] - before_N) / 100
         logprobs_N = torch.where(batch.action_mask_N, logprobs_N, 0.0)
         return TokenScores(logprobs_N=logprobs_N, entropy_N=torch.zeros_like(logprobs_N))
+
+
+class Guessing(Reading):
+    """A reference whose likeliest token is the sum of those before it in its sequence."""
+
+    def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
+        sums_A = (-100 * self.score(batch).logprobs_N[batch.action_mask_N]).round().int()
+        return Predictions(ids_AK=sums_A[:, None], logprobs_AB=torch.full((len(sums_A), 2), -0.7))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 7, 1000])
+def test_the_full_estimator_reads_what_the_reference_predicts(max_tokens: int) -> None:
+    played = [make_trajectory([1, 2], [5, 6, 7][: 1 + i % 3], group_id=i // 2, sample_id=i) for i in range(5)]
+    told = {0: (40, 50, 60), 1: (9,), 2: (1, 2)}
+    kl = KLSettings(init_coef=0.5, use_loss=True, estimator=KLEstimator.FULL, top_k=1)
+    critic = Whole()
+    service = ExperienceService(
+        FakePolicy(TILT),
+        reference=Guessing(),
+        critic=critic,
+        algo=algo("gae", kl=kl),
+        reward=RewardConfig(),
+        max_length=16,
+        max_tokens=max_tokens,
+        steps_per_rollout=1,
+    )
+    batch = service.make(played, 0.5, teacher_prompts={(i // 2, i): told[i // 2] for i in range(5)}).batch
+    expected = [sum(told[i // 2]) + sum([5, 6, 7][:place]) for i in range(5) for place in range(1 + i % 3)]
+    ids_NK, logprobs_NK = batch.filled("teacher_ids_NK"), batch.filled("teacher_logprobs_NK")
+    assert ids_NK[batch.action_mask_N, 0].tolist() == expected
+    assert (logprobs_NK[batch.action_mask_N] == -0.7).all()
+    assert not ids_NK[~batch.action_mask_N].any()
+    assert not logprobs_NK[~batch.action_mask_N].any()
+    assert batch.ref_logprobs_N is None
+    assert batch.select([3, 1]).filled("teacher_ids_NK")[:, 0].tolist() == [0, 0, 9, 0, 0, 150, 155]
+    assert not critic.saw_predictions
+
+
+class Whole(FakeValue):
+    """A critic that notices what it is not to get."""
+
+    saw_predictions = False
+
+    def values(self, batch: PackedBatch) -> torch.Tensor:
+        self.saw_predictions = self.saw_predictions or batch.teacher_ids_NK is not None
+        return super().values(batch)
+
+
+def test_a_reference_without_predictions_is_refused() -> None:
+    class Silent(ReferenceModel):
+        def score(self, batch: PackedBatch) -> TokenScores:
+            return FakeReference(TILT).score(batch)
+
+    kl = KLSettings(init_coef=0.5, use_loss=True, estimator=KLEstimator.FULL, top_k=2)
+    with pytest.raises(ConfigurationError, match="a Silent, is no PredictingModel"):
+        make(algo(kl=kl), reference=Silent())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 1000])

@@ -273,6 +273,9 @@ def test_a_reference_that_is_compared_over_the_vocabulary_is_in_the_actors_proce
     config.ds.zero_stage, config.train.max_tokens_per_scoring_pass = PARAMETERS, 1
     row = plan(config, GPU)["reference"]
     assert (row.weights, row.passes) == (rows["reference"].weights, passes), "it is whole, and in the actor's passes"
+    config.algo.kl.top_k = 8
+    apart, config.algo.kl.estimator = plan(config, GPU)["reference"], KLEstimator.K3
+    assert apart.weights == plan(config, GPU)["reference"].weights < row.weights, "it predicts before, and is divided"
 
 
 def test_a_reference_that_moves_is_an_average_of_the_actors_weights() -> None:

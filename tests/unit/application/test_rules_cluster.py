@@ -2,6 +2,7 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from rollgrad.application.settings.rules.algorithm import kl_problems
 from rollgrad.application.settings.rules.cluster import cluster_problems, server_problems
@@ -233,6 +234,9 @@ def test_a_reference_that_rests_shares_no_layers_and_is_not_quantised() -> None:
     assert list(lora_problems(config)) == []
 
 
+WHOLE = KLSettings(init_coef=0.1, use_loss=True, estimator=KLEstimator.FULL)
+
+
 @pytest.mark.parametrize(
     ("kl", "message"),
     [
@@ -242,8 +246,8 @@ def test_a_reference_that_rests_shares_no_layers_and_is_not_quantised() -> None:
             "algo.kl.against rollout there is no ref",
         ),
         (
-            KLSettings(init_coef=0.1, use_loss=True, estimator=KLEstimator.FULL),
-            "with algo.kl.estimator full the reference is whole in the policy's processes",
+            WHOLE,
+            "without algo.kl.top_k the reference is whole in the policy's processes",
         ),
     ],
 )
@@ -253,8 +257,9 @@ def test_a_reference_that_rests_has_processes_of_its_own(kl: KLSettings, message
     config.algo.kl = kl
     (problem,) = kl_problems(config)
     assert message in problem
-    config.algo.kl = KLSettings(init_coef=0.1)
-    assert list(kl_problems(config)) == []
+    for fits in (KLSettings(init_coef=0.1), evolve(WHOLE, top_k=8)):
+        config.algo.kl = fits
+        assert list(kl_problems(config)) == []
 
 
 def test_quantised_weights_are_not_divided() -> None:

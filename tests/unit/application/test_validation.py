@@ -374,7 +374,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         DISTILL | WHOLE_KL | TOLD | {"cluster.enable": True, "ds.sequence_parallel_size": 2},
-        "Leave --ds.sequence_parallel_size out, or set --algo.kl.estimator",
+        "Set --algo.kl.top_k (64, say), leave --ds.sequence_parallel_size out",
     ),
     (DISTILL | {"algo.kl.estimator": KLEstimator.K2}, "teacher"),
     (DISTILL | {"algo.kl.estimator": KLEstimator.FULL}, "turn on --algo.kl.use_loss"),
@@ -389,7 +389,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.kl.init_coef": 0.1, "algo.kl.ref_mixup": 1.0}, "set --algo.kl.ref_sync_steps"),
     (KL_TO_ROLLOUT | MOVING, "leave --algo.kl.ref_sync_steps out"),
     (MOVING | WHOLE_KL, "compares with a reference that stays"),
-    (MOVING | {"ref.model_name_or_path": "r"}, "leave --ref.model_name_or_path or --algo.kl.ref_sync_steps out"),
+    (MOVING | {"ref.model_name_or_path": "r"}, "out, or set --algo.kl.ref_sync_steps None"),
     (MOVING | {"train.enable_ema": True}, "one average of the weights is kept"),
     (MOVING | {"cluster.enable": True, "ref.offload": True}, "--ref.num_gpus_per_node and --ref.offload out"),
     ({"actor.policy_loss_type": "sapo", "actor.eps_clip": 0.1}, "does not clip"),
