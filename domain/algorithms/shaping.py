@@ -12,6 +12,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from rollgrad.domain.algorithms.equality import SAME
 from rollgrad.domain.algorithms.settings import ShapingSettings
 from rollgrad.domain.batches.packed import RolloutBatch, nonzero
 
@@ -141,8 +142,10 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Population standard deviation; 1 while there is no spread."""
-        return math.sqrt(self.squares / self.count) if self.squares > 0 else 1.0
+        """Population standard deviation; 1 while rewards differ by rounding alone, which would become as large as
+        differences that mean something."""
+        deviation = math.sqrt(self.squares / self.count) if self.count else 0.0
+        return deviation if deviation > SAME * abs(self.mean) else 1.0
 
     def update(self, values: Tensor) -> "RunningMoments":
         """Returns the moments with `values` included; unchanged if there are none."""

@@ -202,6 +202,21 @@ def test_running_moments_are_those_of_everything_seen(parts: list[list[float]]) 
     assert moments.std > 0
 
 
+def test_rewards_that_differ_by_rounding_are_all_their_running_mean() -> None:
+    """In float32 the sum of 0.1, 0.2 and 0.4 is not 0.7."""
+    packed = pack(
+        [
+            make_trajectory([1], *[[5], [8]] * (len(rewards) - 1), [5], sample_id=i, rewards=rewards)
+            for i, rewards in enumerate([[0.7], [0.1, 0.2, 0.4]] * 4)
+        ]
+    )
+    earned = shaping.outcomes(packed)
+    assert len(set(earned.tolist())) == 2
+    moments = shaping.RunningMoments().update(earned)
+    shaped = shaping.normalise(packed, mean=moments.mean, std=moments.std)
+    assert outcomes(packed, shaped) == pytest.approx([0.0] * 8, abs=1e-6)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.lists(st.lists(rewards_of_turns, min_size=1, max_size=3), min_size=1, max_size=3), max_size=4),
