@@ -32,8 +32,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not (1 <= k <= n and 0 <= c <= n):
         raise ValueError(f"pass@{k} of {c} passes in {n} samples: k must be from 1 to n, and passes from 0 to n.")
-    if n - c < k:
-        return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
@@ -48,7 +46,7 @@ def summary_names(n: int) -> tuple[str, ...]:
 
 
 def _sizes(n: int) -> list[int]:
-    return sorted({n, *(2**p for p in range(n.bit_length()) if 2**p <= n)})
+    return sorted({n, *(2**p for p in range(n.bit_length()))})
 
 
 def best_at_k(scores: Sequence[float], k: int) -> float:

@@ -59,6 +59,13 @@ def test_curriculum_skips_what_is_solved_but_comes_back() -> None:
     assert [restored.draw("a") for _ in range(2)] == [False, True]
 
 
+def test_the_limits_of_a_curriculum_are_inside() -> None:
+    curriculum = Curriculum(limits=(0.25, 0.75))
+    for rate in (0.25, 0.75, 0.2, 0.8):
+        curriculum.record(str(rate), rate)
+    assert [curriculum.draw(str(rate)) for rate in (0.25, 0.75, 0.2, 0.8)] == [True, True, False, False]
+
+
 def test_a_state_of_a_curriculum_is_small_and_no_later_step_changes_it() -> None:
     curriculum = Curriculum(limits=(0.1, 0.9))
     for number in range(100):

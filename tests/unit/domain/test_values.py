@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.domain import errors
-from rollgrad.domain.algorithms.evaluation import best_at_k, majority_passes, pass_at_k, summarise
+from rollgrad.domain.algorithms.evaluation import best_at_k, majority_passes, pass_at_k, summarise, summary_names
 from rollgrad.domain.batches.packed import counts, nonzero, pack, spread
 from rollgrad.domain.batches.partition import Piece, micro_batches, minibatches
 from rollgrad.domain.control.kl_weight import KLController
@@ -252,9 +252,19 @@ def test_the_answer_of_most_samples_passes(answers: list[str | None], right: int
     assert majority_passes(answers[::-1], passed[::-1]) == pytest.approx(expected)
 
 
-def test_pass_at_k_refuses_more_than_there_is() -> None:
+@pytest.mark.parametrize(("n", "c", "k"), [(2, 1, 3), (2, 1, 0), (2, 3, 1), (2, -1, 1)])
+def test_pass_at_k_refuses_what_cannot_be(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match="k must be"):
-        pass_at_k(2, 1, 3)
+        pass_at_k(n, c, k)
+
+
+@given(st.integers(1, 40))
+def test_a_summary_has_the_names_that_are_told_before(n: int) -> None:
+    """Powers of two below n, and n."""
+    found = summarise([[1.0] * n, [0.0] * (n + 1)], 1.0, [["7"] * n, ["5"] * (n + 1)])
+    assert {*found} == {*summary_names(n)}
+    sizes = [k for k in range(1, n + 1) if k == n or k.bit_count() == 1]
+    assert [name for name in summary_names(n) if name.startswith("pass@")] == [f"pass@{k}" for k in sizes]
 
 
 def test_summary_over_prompts() -> None:
