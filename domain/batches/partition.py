@@ -60,8 +60,7 @@ def pieces(batch: PackedBatch, largest: int, prefixes: SharedPrefixes) -> list[P
         place[sequence] = number
 
     def common(one: int, other: int) -> int:
-        low, high = sorted((place[one], place[other]))
-        return min(prefixes.shared[low + 1 : high + 1])
+        return min(prefixes.shared[place[one] + 1 : place[other] + 1])
 
     def distinct(sequences: list[int]) -> int:
         if len(sequences) == 1:

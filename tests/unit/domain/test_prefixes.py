@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 import torch
@@ -105,6 +106,30 @@ def test_every_division_has_each_token_once_and_keeps_its_budget(
         assert all(distinct(shard) <= max(budget, longest) for shard in shared.parts)
     places_N = found.merged([part.tokens_N + 2 * part.positions_N for part in found])
     assert torch.equal(places_N, batch.tokens_N + 2 * batch.positions_N)
+
+
+@settings(deadline=None)
+@given(st.lists(BRANCHES, min_size=1, max_size=9), st.integers(1, 30), st.randoms())
+def test_a_piece_is_a_rollout_or_what_has_room_of_a_long_one(
+    rows: list[tuple[int, int, list[int], list[int]]], largest: int, random: Random
+) -> None:
+    batch = packed(rows)
+    batch = batch.select(random.sample(range(len(batch)), len(batch)))
+    tokens = [row.tolist() for row in batch.tokens_N.split(batch.lengths_S.tolist())]
+    units, groups = batch.units_S.tolist(), batch.group_ids_S.tolist()
+    found = pieces(batch, largest, shared_prefixes(batch))
+    assert sorted(s for piece in found for s in piece.sequences) == list(range(len(batch)))
+    assert [piece.group for piece in found] == sorted((p.group for p in found), key=groups.index), "groups in a row"
+    for piece in found:
+        (unit,) = {units[s] for s in piece.sequences}
+        whole = [s for s in range(len(batch)) if units[s] == unit]
+        assert piece.tokens == distinct(batch.select(piece.sequences))
+        assert piece.repeated == sum(len(tokens[s]) for s in piece.sequences)
+        assert piece.sequences == whole or distinct(batch.select(whole)) > largest
+        assert piece.tokens <= largest or len(piece.sequences) == 1
+        firsts = [tokens[other.sequences[0]] for other in found if other.group == piece.group]
+        alike = sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, zip(*firsts, strict=False)))
+        assert piece.shared == (alike if len(firsts) > 1 else 0)
 
 
 @settings(deadline=None)
