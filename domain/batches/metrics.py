@@ -45,8 +45,8 @@ class Maximum(Metric):
 
     @staticmethod
     def over_steps(values: Sequence[Any], steps: int) -> float:
-        """Returns the largest one."""
-        return float(max(values))
+        """Returns the largest one; what is not a number stays so."""
+        return float(reduce(Maximum.joined, values))
 
 
 class Mean(Metric):

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import statistics
 from collections.abc import Mapping
 
 import pytest
@@ -10,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.batches.metrics import CalibrationError, Common, Count, Maximum, Mean, Total, joined, over_steps
+from rollgrad.domain.batches.metrics import (
+    CalibrationError,
+    Common,
+    Count,
+    Maximum,
+    Mean,
+    Spread,
+    Total,
+    joined,
+    over_steps,
+)
 
 NUMBERS = st.floats(-100, 100, allow_nan=False, width=32)
 SEQUENCES = st.lists(st.tuples(NUMBERS, st.floats(0, 4, width=32)), min_size=1, max_size=12)
@@ -28,6 +39,7 @@ def report(sequences: list[tuple[float, float]]) -> Mapping[str, Tensor | float]
         "common": Common(7.0),
         "count": Count(1.0),
         "calibration": CalibrationError.of_choices(values / 50, weights),
+        "spread": Spread.of(values),
     }
 
 
@@ -71,9 +83,19 @@ def test_steps_of_an_update() -> None:
     assert all(type(value) is float for value in over_steps(steps).values())
 
 
+@given(st.lists(st.lists(NUMBERS, max_size=5), min_size=1, max_size=4))
+def test_a_spread_is_the_deviation_of_all_numbers(parts: list[list[float]]) -> None:
+    """Those of other processes and of other steps, too, of which one may have none."""
+    steps = [{"a": Spread.of(torch.tensor(part))} for part in parts]
+    everything = [number for part in parts for number in part]
+    deviation = statistics.stdev(everything) if len(everything) > 1 else 0.0
+    assert joined(steps)["a"] == pytest.approx(deviation, rel=1e-6, abs=1e-6)
+    assert over_steps(steps)["a"] == pytest.approx(deviation, rel=1e-6, abs=1e-6)
+
+
 def test_what_is_not_a_number_stays_so() -> None:
     assert math.isnan(joined([{"a": math.nan}, {"a": 1.0}])["a"])
-    assert all(
-        math.isnan(joined([{"a": Maximum(a)}, {"a": Maximum(b)}])["a"]) for a, b in ((math.nan, 1), (1, math.nan))
-    )
+    for both in ([{"a": Maximum(a)}, {"a": Maximum(b)}] for a, b in ((math.nan, 1), (1, math.nan))):
+        assert math.isnan(joined(both)["a"])
+        assert math.isnan(over_steps(both)["a"])
     assert math.isnan(joined([{"a": Mean(math.nan, 1)}, {"a": Mean(1.0, 1)}])["a"])
