@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
 from rollgrad.domain.batches.partition import (
+    PASS_SHARE,
     REPEATS,
     Piece,
     distinct_tokens,
@@ -145,22 +146,65 @@ def test_a_part_is_counted_with_no_fewer_tokens_than_it_has(
             assert distinct_tokens(part) >= distinct(batch.select([s for piece in part for s in piece.sequences]))
 
 
-@settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 50), st.lists(st.integers(0, 30), min_size=1, max_size=5)), min_size=1),
-    st.integers(1, 9),
-)
-def test_no_part_has_much_more_than_its_share(sizes: list[tuple[int, list[int]]], parts: int) -> None:
-    """Never more than a fair share and the largest group, which is what dealing whole groups out gives."""
-    rollouts = [
+GROUPS = st.lists(st.tuples(st.integers(1, 50), st.lists(st.integers(0, 30), min_size=1, max_size=5)), min_size=1)
+"""Tokens of each prompt, and of the replies to it."""
+
+
+def rollouts_of(groups: list[tuple[int, list[int]]]) -> list[Piece]:
+    return [
         Piece([100 * group + i], group, shared + own, shared + own, shared if len(replies) > 1 else 0)
-        for group, (shared, replies) in enumerate(sizes)
+        for group, (shared, replies) in enumerate(groups)
         for i, own in enumerate(replies)
     ]
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(1, 9))
+def test_no_part_has_much_more_than_its_share(sizes: list[tuple[int, list[int]]], parts: int) -> None:
+    """Never more than a fair share and the largest group, which is what dealing whole groups out gives."""
+    rollouts = rollouts_of(sizes)
     found = divided(rollouts, parts)
     assert sorted(piece.sequences[0] for part in found for piece in part) == [p.sequences[0] for p in rollouts]
     groups = [shared + sum(replies) for shared, replies in sizes]
     assert max(map(distinct_tokens, found)) <= sum(groups) / parts + max(groups)
+
+
+@settings(deadline=None)
+@given(GROUPS.filter(lambda groups: len(groups) <= 6), st.integers(2, 3))
+def test_no_part_has_a_third_more_than_the_best_division_of_whole_groups(
+    sizes: list[tuple[int, list[int]]], parts: int
+) -> None:
+    """Graham 1969, theorem 2: the largest groups are dealt out first."""
+    groups = [shared + sum(replies) for shared, replies in sizes]
+    best = min(
+        max(sum(tokens for tokens, own in zip(groups, places, strict=True) if own == part) for part in range(parts))
+        for places in itertools.product(range(parts), repeat=len(groups))
+    )
+    assert max(map(distinct_tokens, divided(rollouts_of(sizes), parts))) <= (4 / 3 - 1 / (3 * parts)) * best
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(1, 400), st.integers(0, 4))
+def test_passes_keep_budget_and_order_and_none_could_be_joined_to_the_next(
+    sizes: list[tuple[int, list[int]]], budget: int, wanted: int
+) -> None:
+    rollouts = rollouts_of(sizes)
+    runs = micro_batches(rollouts, budget, wanted)
+    assert list(itertools.chain(*runs)) == rollouts
+    for run in runs:
+        assert len(run) == 1 or distinct_tokens(run) <= budget
+        assert len(run) == 1 or sum(piece.repeated for piece in run) <= REPEATS * budget
+    for one, two in itertools.pairwise(runs):
+        before = [piece for piece in one if piece.group != two[0].group]
+        if before and before != one:  # a group is cut to fill a run that has begun
+            assert two[0].shared * PASS_SHARE <= budget - distinct_tokens(before)
+    if wanted == 0:
+        for one, two in itertools.pairwise(runs):
+            room = budget - distinct_tokens(one)
+            joined = [*one, *two]
+            begins = two[0].shared * PASS_SHARE > room and one[-1].group != two[0].group
+            fits = distinct_tokens(joined) <= budget and sum(p.repeated for p in joined) <= REPEATS * budget
+            assert begins or not fits
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])

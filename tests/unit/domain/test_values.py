@@ -221,6 +221,8 @@ def test_micro_batches_are_few_consecutive_and_within_budget(lengths: list[int],
 
 def test_micro_batches_are_balanced() -> None:
     assert micro_batches(alone([10] * 6), 40) == [alone([10] * 6)[:3], alone([10] * 6)[3:]]
+    as_many_as_others = micro_batches(alone([10] * 6), 60, passes=3)
+    assert [len(run) for run in as_many_as_others] == [2, 2, 2]
 
 
 @given(n=st.integers(1, 8), data=st.data())
