@@ -184,6 +184,26 @@ def test_no_part_has_a_third_more_than_the_best_division_of_whole_groups(
 
 
 @settings(deadline=None)
+@given(GROUPS.filter(lambda groups: sum(len(replies) for _, replies in groups) <= 6), st.integers(1, 4))
+def test_no_division_has_less_than_the_least_possible(sizes: list[tuple[int, list[int]]], parts: int) -> None:
+    rollouts = rollouts_of(sizes)
+    least = least_possible(rollouts, parts)
+    for places in itertools.product(range(parts), repeat=len(rollouts)):
+        held = [[p for p, own in zip(rollouts, places, strict=True) if own == part] for part in range(parts)]
+        if all(held) or len(rollouts) < parts:
+            assert max(map(distinct_tokens, held)) >= least
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts", "least"),
+    [([(10, [5, 5])], 1, 20), ([(10, [5, 5])], 2, 15), ([(10, [5, 5])], 3, 10), ([(10, [5, 5]), (4, [1, 1])], 3, 10)],
+)
+def test_the_least_possible_by_hand(groups: list[tuple[int, list[int]]], parts: int, least: int) -> None:
+    """More parts than groups compute a prompt more for each, of those with the shortest prompts."""
+    assert least_possible(rollouts_of(groups), parts) == least
+
+
+@settings(deadline=None)
 @given(GROUPS, st.integers(1, 400), st.integers(0, 4))
 def test_passes_keep_budget_and_order_and_none_could_be_joined_to_the_next(
     sizes: list[tuple[int, list[int]]], budget: int, wanted: int
