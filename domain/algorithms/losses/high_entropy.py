@@ -8,14 +8,18 @@ from torch import Tensor
 ROUNDING = 9
 """Decimal places of a place in the order of tokens, so that a product such as (1 - 0.7) x 10 counts as 3."""
 
+SAME = 2.0**-16
+"""Nats within which entropies are equal: samples that begin alike have one entropy, which is rounded in float32 in
+another place in each pass and row."""
+
 
 def high_entropy_tokens(entropies_N: Tensor, action_mask_N: Tensor, share: float) -> Tensor:
     """Returns a mask of the action tokens whose entropy is at least the quantile 1 - `share` of all action tokens' (the
     paper's tau, with the quantile of its `torch.quantile`, interpolated between neighbours). Tokens of equal entropy
-    are in or out together, so that no order of samples matters.
+    are in or out together, so that neither order nor division of samples matters.
 
     Args:
-        entropies_N: of the policy before the update, any unit.
+        entropies_N: of the policy before the update, nats.
         action_mask_N: bool; the tokens of a whole optimizer step.
         share: greater than 0, at most 1.
     """
@@ -25,4 +29,4 @@ def high_entropy_tokens(entropies_N: Tensor, action_mask_N: Tensor, share: float
     # Of an interpolated threshold only the neighbour above matters. torch.quantile takes 16 million values at most.
     place = math.ceil(round((1 - share) * (len(entropies_A) - 1), ROUNDING))
     threshold = entropies_A.kthvalue(place + 1).values
-    return action_mask_N & (entropies_N >= threshold)
+    return action_mask_N & (entropies_N >= threshold - SAME)

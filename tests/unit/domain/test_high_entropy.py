@@ -21,7 +21,9 @@ POLICY = PolicyLossObjective(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01, 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    entropies=st.lists(st.floats(0, 12) | st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=30),
+    entropies=st.lists(
+        st.integers(0, 12_000).map(lambda n: n / 1000) | st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=30
+    ),
     share=st.sampled_from([0.1, 0.2, 0.3, 0.5, 0.9, 1.0]),
     data=st.data(),
     poison=st.sampled_from([math.nan, math.inf, -math.inf, 99.0]),
@@ -50,6 +52,8 @@ def test_shares_by_hand() -> None:
     assert chosen == {0.1: 2, 0.2: 3, 0.3: 4, 0.7: 8, 0.75: 8, 0.9: 10}
     alike = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.5])
     assert high_entropy_tokens(alike, torch.ones(5, dtype=torch.bool), 0.2).tolist() == [False, True, True, True, False]
+    rounded = alike + torch.tensor([0.0, 0.0, 2e-7, 4e-7, 0.0])
+    assert torch.equal(high_entropy_tokens(rounded, everywhere[:5], 0.2), alike == 2.0)
 
 
 def batch_of(learned: list[bool] | None) -> RolloutBatch:
