@@ -73,7 +73,7 @@ def common_tokens(one: bytes, other: bytes, guess: int) -> int:
     first: samples of one prompt part after it."""
     limit = min(len(one), len(other)) // TOKEN_BYTES
     equal, step = 0, max(1, guess)
-    while equal < limit and step:
+    while equal < limit:
         start, stop = TOKEN_BYTES * equal, TOKEN_BYTES * min(equal + step, limit)
         if one[start:stop] == other[start:stop]:
             step, equal = 1 if equal == 0 else 2 * step, stop // TOKEN_BYTES

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,6 +15,7 @@ from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
 from rollgrad.domain.batches.prefixes import shared_prefixes
 from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
+from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
 
@@ -134,6 +135,39 @@ def test_results_by_token_are_in_the_order_of_the_batch() -> None:
     passes = split(batch, 15)
     found_N = passes.merged([part.positions_N + 100 * part.sample_ids_S[part.sequence_ids_N] for part in passes])
     assert torch.equal(found_N, batch.positions_N + 100 * batch.sample_ids_S[batch.sequence_ids_N])
+
+
+def samples_of(batch: RolloutBatch, processes: int) -> list[list[int]]:
+    return [part.sample_ids_S.tolist() for part in shards(batch, processes).parts]
+
+
+def test_processes_have_what_was_planned_for_them() -> None:
+    passes = split(branched(), 40, 2)
+    for number, part in enumerate(passes):
+        planned = [passes.whole.sample_ids_S[own].tolist() for own in passes.plan[number]]
+        assert samples_of(part, 2) == planned
+    planned_for_two = evolve(branched(), shares=2, shares_S=torch.tensor([0, 1, 1, 1, 1, 1, 1]))
+    assert samples_of(planned_for_two, 2) == [[0], [0, 0, 1, 1, 1, 2]]
+    assert sorted(map(len, samples_of(planned_for_two, 3))) == [2, 2, 3], "a plan for others is none"
+
+
+def test_a_rollout_is_divided_over_processes_where_it_has_more_than_a_fair_share() -> None:
+    assert samples_of(branched().select([0, 1, 2]), 3) == [[0], [0], [0]]
+    assert sorted(samples_of(branched().select(range(6)), 2)) == [[0, 0, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(("pictured", "copied"), [((), 1), ((0, 2), 2), ((0,), 0)])
+def test_a_process_without_samples_computes_the_shortest_one_with_images_if_any_has(
+    pictured: tuple[int, ...], copied: int
+) -> None:
+    """Processes that divide what images go through all compute it, or none."""
+    batch = pack([make_trajectory([1], [2] * length, sample_id=i) for i, length in enumerate((7, 3, 5))])
+    image = PlacedImage(image=Image(digest="a", data=b"", tensors={}), start=0, stop=1)
+    images_S = tuple((image,) if sample in pictured else () for sample in range(3)) if pictured else ()
+    parts = shards(evolve(batch, images_S=images_S, loss_weights_N=torch.ones(batch.token_count)), 5).parts
+    weightless = [part.sample_ids_S.tolist() for part in parts if not part.filled("loss_weights_N").any()]
+    assert len(weightless) >= 2
+    assert all(samples == [copied] for samples in weightless)
 
 
 @frozen(kw_only=True, eq=False)
