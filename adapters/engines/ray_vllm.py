@@ -8,11 +8,13 @@ the actor's.
 import asyncio
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from attrs import evolve, frozen
 
 from rollgrad.adapters.engines.token_streams import News, TokenStreams, ToldTokens
+from rollgrad.adapters.ray.processes import ActorProcess
 from rollgrad.adapters.ray.session import machine, ray_module, show_gpus
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver
@@ -26,7 +28,7 @@ CALLS = 100_000
 """Largest number of simultaneous calls of one actor: more than vLLM ever gets, and each is a coroutine."""
 
 CLOSE_SECONDS = 20.0
-"""Longest that an actor may take to end vLLM's processes before it is killed."""
+"""Longest that an actor may take to end vLLM's processes before it is killed, and that killing it may take."""
 
 
 class EngineHost:
@@ -38,9 +40,13 @@ class EngineHost:
     def __init__(self) -> None:
         self._told = ToldTokens()
 
-    async def start(self, settings: Mapping[str, Any], devices: Sequence[str]) -> tuple[int | None, str]:
+    async def process(self) -> ActorProcess:
+        """Returns the actor's process."""
+        return ActorProcess.own()
+
+    async def start(self, settings: Mapping[str, Any], devices: Sequence[str]) -> int | None:
         """Starts vLLM on the GPUs `devices`, or those that Ray gave the actor, which it blocks; returns its largest
-        number of tokens, and Ray's id of the machine."""
+        number of tokens."""
         show_gpus(devices)  # vLLM's worker of rank r takes the r-th
         gc.disable()  # as in `RankWorker`
         try:
@@ -50,7 +56,8 @@ class EngineHost:
         finally:
             gc.enable()
         self._engine = engine
-        return engine.max_tokens, machine()
+        max_tokens: int | None = engine.max_tokens
+        return max_tokens
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Returns the result of one of the engine's coroutine methods."""
@@ -112,6 +119,7 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
         options: of the actor, as Ray calls them: `num_cpus` (1 unless said), `num_gpus` (as many as the model is split
             over), `scheduling_strategy`.
         devices: ids of the GPUs that the model is split over, if these are not those that Ray gives the actor.
+        seconds: longest that a restart may take, which is only logged: the fleet ends one that takes longer.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -124,7 +132,9 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
         *,
         options: Mapping[str, Any] | None = None,
         devices: Sequence[str] = (),
+        seconds: float = 600.0,
     ) -> None:
+        self._seconds = seconds
         self._name = f"rollgrad-engine-{number}"
         self._settings = dict(settings)
         self._devices = devices
@@ -135,6 +145,8 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
         """Why it did not start at first, while others did (`start_engines`)."""
         self._actor = self._new_actor(0)
         self._streams = TokenStreams(self._fetched)
+        self.process: ActorProcess | None = None
+        """Process of the actor, once it runs."""
         self._near = True
         self._source: SharedMemory | None = None
 
@@ -149,9 +161,10 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
         Raises:
             EngineError: it did not start.
         """
-        started = await self._await("starting", self._actor.handle.start.remote(self._settings, self._devices))
-        self.max_tokens, place = started
-        self._near = place == machine()
+        handle = self._actor.handle
+        self.process = await self._await("starting", handle.process.remote())
+        self._near = self.process.machine == machine()
+        self.max_tokens = await self._await("starting", handle.start.remote(self._settings, self._devices))
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -228,27 +241,37 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
 
     async def restart(self) -> None:
         """Implements `FleetMember.restart`; the new actor has the same options."""
-        await self.close()
-        self._actor = self._new_actor(self._actor.restarts + 1)
-        self._streams = TokenStreams(self._fetched)
-        with waiting_for(f"engine {self._actor.name} to start"):
+        restarts = self._actor.restarts + 1
+        with waiting_for(f"engine {self._actor_name(restarts)} to start", deadline=self._seconds):
+            await self.close()
+            self._actor, self.process = self._new_actor(restarts), None
+            self._streams = TokenStreams(self._fetched)
             await self.ready()
 
     async def close(self) -> None:
         """Implements `FleetMember.close`; a process that does not end by itself is killed."""
         import ray
 
-        handle = self._actor.handle
+        handle, silent = self._actor.handle, False
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._await("closing", handle.close.remote())
-        except (EngineError, TimeoutError):
-            pass  # it is killed in any case
+        except EngineError:
+            pass  # it has died, or is killed now
+        except TimeoutError:
+            silent = True
         finally:
             ray.kill(handle, no_restart=True)
+        if silent and self.process is not None:
+            with suppress(EngineError, TimeoutError):  # its machine is lost, too
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._await("being killed", self.process.kill())
+
+    def _actor_name(self, restarts: int) -> str:
+        return f"{self._name}.{restarts}" if restarts else self._name
 
     def _new_actor(self, restarts: int) -> _Actor:
-        name = f"{self._name}.{restarts}" if restarts else self._name
+        name = self._actor_name(restarts)
         actor = (
             ray_module().remote(EngineHost).options(name=name, max_restarts=0, max_concurrency=CALLS, **self._options)
         )
@@ -280,10 +303,10 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
             cause = error.cause
             if isinstance(cause, RollgradError):
                 raise cause from None
-            raise EngineError(f"{_actor_name(actor)} failed at {doing}: {type(cause).__name__}: {cause}") from error
+            raise EngineError(f"{_told(actor)} failed at {doing}: {type(cause).__name__}: {cause}") from error
         except RayError as error:
             raise EngineError(
-                f"{_actor_name(actor)} died at {doing}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                f"{_told(actor)} died at {doing}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             ) from error
 
 
@@ -307,6 +330,7 @@ async def start_engines(
             settings,
             options=options[number] if options else None,
             devices=devices[number] if devices else (),
+            seconds=seconds,
         )
         for number in range(count)
     ]
@@ -341,5 +365,5 @@ def _with_files_alone(request: GenerationRequest) -> GenerationRequest:
     return evolve(request, images=tuple(images))
 
 
-def _actor_name(actor: _Actor) -> str:
+def _told(actor: _Actor) -> str:
     return f"Engine {actor.name} (actor {actor.id})"

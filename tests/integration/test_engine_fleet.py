@@ -14,6 +14,7 @@ import pytest
 import torch
 from attrs import define, evolve, field
 
+from rollgrad.adapters.engines import ray_vllm
 from rollgrad.adapters.engines.ray_vllm import RayVLLMEngine, start_engines
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
@@ -547,6 +548,31 @@ def test_an_engine_that_cannot_start_says_why(world: World, tmp_path: Path) -> N
                 options=[{"num_cpus": 0, "namespace": "beside"}],  # where the world's engines have no names
             )
         )
+
+
+def test_the_process_of_an_engine_that_stands_still_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process does nothing that it is asked, and `ray.kill` leaves it where it is, if Ray has tried in vain
+    to connect to it for long: the replacement would wait for its place for ever."""
+    import ray
+
+    async def scenario() -> None:
+        engine = RayVLLMEngine(9, {}, options={"num_cpus": 0, "namespace": "beside"})
+        starting = asyncio.create_task(engine.ready())
+        while engine.process is None:
+            await asyncio.sleep(0.05)
+        process = psutil.Process(engine.process.pid)
+        process.suspend()
+        try:
+            await engine.close()
+            cluster.wait_for(lambda: not cluster.lives(process), "the end of a process that stands still", seconds=60)
+        finally:
+            cluster.kill([process])
+            await asyncio.gather(starting, return_exceptions=True)
+
+    monkeypatch.setattr(ray_vllm, "CLOSE_SECONDS", 5.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(ray, "kill", lambda *_, **__: None)
+        world.run(scenario())
 
 
 @pytest.mark.chaos

@@ -1,0 +1,46 @@
+"""Processes of actors, as the machines that they are on know them."""
+
+import os
+from contextlib import suppress
+from typing import Any
+
+from attrs import frozen
+
+from rollgrad.adapters.ray.session import machine, ray_module
+
+TITLE = "ray::"
+"""Beginning of the titles of Ray's workers."""
+
+
+@frozen
+class ActorProcess:
+    """The process of an actor: its id, and Ray's id of its machine."""
+
+    pid: int
+    machine: str
+
+    @classmethod
+    def own(cls) -> "ActorProcess":
+        """Returns that of the actor that asks."""
+        return cls(os.getpid(), machine())
+
+    def kill(self) -> Any:
+        """Kills the process by a task on its machine; returns Ray's reference of the task.
+
+        `ray.kill` asks a process to end, and has it killed if it does not. But a process that is stopped (SIGSTOP, a
+        debugger) answers no new connection, and if Ray has tried to connect for long, it takes the process for dead:
+        the process stays then, and so does its reservation, which a replacement would wait for.
+        """
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(self.machine, soft=False)
+        return ray_module().remote(_kill).options(num_cpus=0, scheduling_strategy=there).remote(self.pid)
+
+
+def _kill(pid: int) -> None:
+    import psutil  # which comes with Ray
+
+    with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        process = psutil.Process(pid)
+        if process.cmdline()[:1] and process.cmdline()[0].startswith(TITLE):  # else the id is another process's by now
+            process.kill()
