@@ -62,7 +62,7 @@ def train(
             run fourth, of which it asks replies and evaluations (`RunAccess`).
 
     Returns:
-        The result. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.
+        The result. An interruption (Ctrl-C, SIGTERM, ...) ends the run with the model of the last finished step.
 
     Raises:
         RollgradError: a setting, file or reward is wrong; the message says which and how to fix it. The training so

@@ -47,7 +47,7 @@ def train_sft(config: SFTRun, **adapters: Any) -> TrainResult:
             finished step, its metrics, and no samples, which does what that of `rollgrad.train` may do.
 
     Returns:
-        What was made. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.
+        What was made. An interruption (Ctrl-C, SIGTERM, ...) ends the run with the model of the last finished step.
 
     Raises:
         RollgradError: a setting, file or row is wrong; the message says which and how to fix it. What was trained until

@@ -88,7 +88,7 @@ class TrainResult:
     report: Path | None = None
     interrupted: bool = False
     stopped_by: int | None = None
-    """Signal that interrupted the run: SIGINT (Ctrl-C), SIGTERM or SIGHUP."""
+    """Signal that interrupted the run: SIGINT (Ctrl-C), SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2."""
     findings: tuple[str, ...] = ()
 
     @property
@@ -248,7 +248,7 @@ def _reporting(output_dir: Path, title: str) -> Callable[[], None]:
 
 
 def run_interruptibly(work: Coroutine[Any, Any, Result], says: str) -> Result:
-    """Returns what `work` returns; SIGTERM and SIGHUP end it as Ctrl-C does, so that what it opened is closed. The
+    """Returns what `work` returns; SIGTERM and the like end it as Ctrl-C does, so that what it opened is closed. The
     signal is logged with what it `says`.
 
     Raises:

@@ -1,10 +1,11 @@
 """Ends a coroutine on a signal, also while users' code blocks the event loop.
 
-Ctrl-C, SIGTERM, which schedulers send before they kill (Slurm and Kubernetes 30 s before), and SIGHUP of a closed
-terminal cancel the coroutine. Handlers of an event loop run when it is free, and Python's own when the main thread
-returns to Python, which a sleeping one may never do, as systems may hand the signal to another thread. So a thread
-learns of it by the file descriptor of `signal.set_wakeup_fd`, says what is waited for, and after `BLOCKED_SECONDS`
-breaks users' code that blocks the loop off, so that there is time left to save.
+Ctrl-C, SIGTERM, which schedulers send before they kill (Slurm and Kubernetes 30 s before), SIGUSR1 and SIGUSR2, by
+which they tell of it earlier (`sbatch --signal`), and SIGHUP of a closed terminal cancel the coroutine. Handlers of an
+event loop run when it is free, and Python's own when the main thread returns to Python, which a sleeping one may never
+do, as systems may hand the signal to another thread. So a thread learns of it by the file descriptor of
+`signal.set_wakeup_fd`, says what is waited for, and after `BLOCKED_SECONDS` breaks users' code that blocks the loop
+off, so that there is time left to save.
 
 Does not own: what is saved, and users' code in C that does not return to Python, which nothing can break off.
 """
@@ -31,6 +32,11 @@ ASK_SECONDS = 0.2
 BLOCKED_SECONDS = 5.0
 """Time after which users' code that blocks it is broken off, and again after as long."""
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a run."""
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end it, too, unless the program has a handler of its own for them: by default they kill."""
+
 heeding = threading.Event()
 """Whether a run of this process heeds signals now."""
 
@@ -43,7 +49,7 @@ RUN_ENDS = "the run ends, and saves its last finished step"
 
 async def heeding_signals(work: Coroutine[Any, Any, Result], says: str = RUN_ENDS) -> tuple[Result, int]:
     """Returns the result of `work`, and the signal that cancelled it (SIGINT if none did), which is logged with what it
-    `says`. A second SIGTERM or SIGHUP does nothing, so that it cannot interrupt saving; ignored signals (nohup) stay
+    `says`. A second one but SIGINT does nothing, so that it cannot interrupt saving; ignored signals (nohup) stay
     so.
 
     Raises:
@@ -68,8 +74,12 @@ def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], says
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield received
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    before = {number: signal.getsignal(number) for number in (*STOPS, *WARNINGS)}
+    heeded = {
+        number: handler
+        for number, handler in before.items()
+        if (handler is signal.SIG_DFL if number in WARNINGS else handler is not signal.SIG_IGN)
+    }
     main, over, sending, breaks_off = threading.get_ident(), threading.Event(), threading.Lock(), threading.Event()
     ctrl_c = 0
 

@@ -1,8 +1,8 @@
 """The commands of the command line: `COMMANDS` lists what comes after `rollgrad`.
 
-Exit status: 0 done, 1 a defect (with its traceback), 2 an error that one sentence explains, 130 interrupted (143 by
-SIGTERM, 129 by SIGHUP), 141 the reader of the output has closed it. Torch is imported by the commands only, so that
-help and refusals come at once.
+Exit status: 0 done, 1 a defect (with its traceback), 2 an error that one sentence explains, 130 interrupted (128 + its
+number by another signal: 143 by SIGTERM), 141 the reader of the output has closed it. Torch is imported by the commands
+only, so that help and refusals come at once.
 """
 
 import os

@@ -56,7 +56,7 @@ def send(number: int, began: threading.Event) -> None:
     threading.Thread(target=wait_and_send, daemon=True).start()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("own_task", [True, False])
 def test_what_blocks_the_loop_is_named_and_broken_off(
     users: Callable[[str], Any], logs: list[Any], number: int, own_task: bool
@@ -118,3 +118,24 @@ def test_handlers_are_what_they_were_and_a_free_loop_ends_at_once(logs: list[Any
     assert asyncio.run(heeding_signals(work(), "sampling ends")) == ("saved", signal.SIGTERM)
     assert [log["event"] for log in logs] == ["SIGTERM: sampling ends"]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_a_program_s_own_handler_of_a_warning_stays(logs: list[Any]) -> None:
+    heard: list[int] = []
+
+    async def work() -> str:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGUSR2)  # for which it has none: it would kill the program
+        try:
+            await asyncio.sleep(LONG)
+        except asyncio.CancelledError:
+            return "saved"
+        return "not told"
+
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        assert asyncio.run(heeding_signals(work())) == ("saved", signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1]
