@@ -5,6 +5,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=32
 #SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
 #
 # Starts Ray on the nodes of a SLURM job, and a run on the first of them.
 #
@@ -14,8 +15,10 @@
 #   --dry_run   print the commands, and check the settings here
 #   CONFIG      settings with cluster.enable (default examples/sums_cluster.yaml)
 #
-# Submitted again, it continues a run that the time limit ended. More than one node is of use where
-# docs/cluster.md says so.
+# Five minutes before the time limit, and on `scancel --batch --signal=USR1 JOB`, SLURM tells this script alone, which
+# makes the run save its last finished step and end. Without --signal `scancel` ends Ray at the same moment: then the
+# training states of --ckpt.state_minutes are what is left. Submitted again, the script continues the run. More than
+# one node is of use where docs/cluster.md says so.
 set -eu
 
 dry=
@@ -47,5 +50,15 @@ if [ "$others" -gt 0 ]; then
         "${join[@]}" & # the run waits (cluster.timeout) until its processes have room
     fi
 fi
-do_or_show "${run[@]}"
-[ -z "$dry" ] || "${run[@]}" --dry_run
+echo "+ ${run[*]}"
+if [ -n "$dry" ]; then
+    "${run[@]}" --dry_run
+    exit
+fi
+"${run[@]}" & # beside this shell, which otherwise heard of a signal only when the run is over
+driver=$!
+trap 'kill -TERM "$driver" 2>/dev/null || true' USR1 TERM
+while kill -0 "$driver" 2>/dev/null; do
+    wait "$driver" || true # ends early when a signal comes
+done
+wait "$driver" # whose exit status is the script's

@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rollgrad.application.settings.derived import ranks
 from rollgrad.application.settings.rules import validate
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import structure_config
+from tests.fakes.cluster import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ("slurm.sh", "ray_job.sh")
@@ -117,6 +119,23 @@ def test_slurm_starts_ray_everywhere_runs_once_and_ends_it(nodes: int, status: i
     token = "ray get-auth-token --generate"
     assert (workplace / "calls").read_text().splitlines() == [token, *expected]
     assert [line.removeprefix("+ ").removesuffix(" &") for line in output.splitlines()] == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_slurm_s_warning_makes_the_run_save_before_anything_ends(number: int, workplace: Path) -> None:
+    """SLURM tells the script alone, as `#SBATCH --signal` says."""
+    lines = (workplace / "examples" / "cluster" / "slurm.sh").read_text().splitlines()
+    assert "#SBATCH --signal=B:USR1@300" in lines
+    saves = "trap 'echo saved >> calls; exit 143' TERM\necho begun >> calls\nwhile true; do sleep 0.1; done"
+    stand_ins = programs(workplace, ray="true", rollgrad=saves)
+    environment = {**os.environ, "PATH": f"{stand_ins}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", "examples/cluster/slurm.sh", "my.yaml"]
+    with subprocess.Popen(command, cwd=workplace, env=environment, stdout=subprocess.DEVNULL) as script:
+        calls = workplace / "calls"
+        wait_for(lambda: calls.exists() and calls.read_text() == "begun\n", "the run", DEADLINE)
+        script.send_signal(number)
+        assert script.wait(DEADLINE) == 143
+    assert calls.read_text() == "begun\nsaved\n"
 
 
 @pytest.mark.parametrize(("status", "address"), [(0, None), (7, "http://head:8265")])
