@@ -387,5 +387,7 @@ class Run(Generic[Sample]):
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Returns whether an error is a lack of memory, for which torch raises a plain RuntimeError on a CPU."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Returns whether an error is a lack of memory, for which torch raises a plain RuntimeError on a CPU, and a process
+    of a model is told by its words."""
+    words = ("can't allocate memory", "OutOfMemoryError:")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(each in str(error) for each in words)

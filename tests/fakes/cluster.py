@@ -362,6 +362,13 @@ def broken(scores: TokenScores, part: PackedBatch) -> LossOutput:
     return LossOutput(loss=likelihood(scores, part).loss + poison)
 
 
+def failing(scores: TokenScores, part: PackedBatch) -> LossOutput:
+    """Fails in the last process alone."""
+    if distributed.get_rank() == distributed.get_world_size() - 1:
+        raise KeyError("advantage")
+    return likelihood(scores, part)
+
+
 kept_pids: set[int] = set()
 """Worker processes that outlive the tests that use them."""
 

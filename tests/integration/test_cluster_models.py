@@ -53,6 +53,7 @@ from rollgrad.domain.errors import (
     CheckpointError,
     ConfigurationError,
     ExplodedWeightsError,
+    ForeignError,
     NonFiniteUpdateError,
     RewardError,
     UntrainedParameterError,
@@ -118,9 +119,12 @@ def test_every_division_trains_as_one_process(
     rest: Callable[[], None] = (lambda: None) if offload else policy.sleep
     rest()
     before = cluster.weights(policy)
-    for breaks in (cluster.steep, cluster.broken):  # the error is every process's, and leaves no trace
-        with pytest.raises(NonFiniteUpdateError):
-            policy.update([batch], breaks)
+    with pytest.raises(NonFiniteUpdateError):  # the error is every process's, and leaves no trace
+        policy.update([batch], cluster.steep)
+    with pytest.raises(NonFiniteUpdateError, match=r"The loss is (inf|nan);"):  # one process's, which is told
+        policy.update([batch], cluster.broken)
+    with pytest.raises(ForeignError, match=r"The loss failed: KeyError: 'advantage' \(cluster\.py, line"):
+        policy.update([batch, batch], cluster.failing)
     assert all(torch.equal(before[name], tensor) for name, tensor in policy.weights())
 
     cluster.trained(policy, 1)

@@ -16,11 +16,14 @@ from typing import Any
 from rollgrad.adapters.models.ray.rank_worker import end_workers, start_by_deepspeed
 from rollgrad.adapters.ray.session import machine, ray_module, require_raylet
 from rollgrad.adapters.system.waiting import waiting_for
-from rollgrad.domain.errors import LostProcessError, RollgradError, WorkerError
+from rollgrad.domain.errors import CheckpointError, LostProcessError, RollgradError, WorkerError
 
 GRACE_SECONDS = 30.0
-"""Seconds after the first failure, or after the deadline, in which the cause may be noticed: the death of a process, or
-which of them is silent. Other processes fail only because one has left them."""
+"""Seconds after an exchange that failed, or after the deadline, in which the cause may be noticed: the death of a
+process, or which of them is silent. Other processes fail only because one has left them."""
+
+CAUSE_SECONDS = 5.0
+"""Seconds after a failure that is none of an exchange, in which the others may fail, too, or end."""
 
 NO_MEMORY = (
     "Ray ended it as its machine was about to run out of memory: lower --train.max_tokens_per_micro_batch, or give the "
@@ -225,15 +228,19 @@ class WorkerGroup:
                     failures[rank] = error
                     if _is_death(error):
                         until, grace = 0.0, True
-                    elif not grace:
-                        until, grace = time.monotonic() + GRACE_SECONDS, True
+                    else:
+                        soon = time.monotonic() + (GRACE_SECONDS if _is_of_exchange(error) else CAUSE_SECONDS)
+                        until, grace = min(until, soon) if grace else soon, True
         if failures or wanted:
-            raise self._main_error(failures, sorted(ranks.values()), doing)
+            raise self._main_error(failures, sorted(ranks.values()), doing, waits=bool(wanted))
         return [results[reference] for reference in references.values()]
 
-    def _main_error(self, failures: dict[int, Exception], silent: Sequence[int], doing: str) -> Exception:
+    def _main_error(
+        self, failures: dict[int, Exception], silent: Sequence[int], doing: str, *, waits: bool
+    ) -> Exception:
         """Returns the most telling error: the death of a process, else the failure of the lowest rank, but for
-        exchanges that failed only because of a process that is silent, or of the network."""
+        exchanges that failed only because of a process that is silent, or of the network. If a process `waits` for one
+        that has failed, the group is ended: what it computes next would meet what that one waits for."""
         if dead := [rank for rank, error in failures.items() if _is_death(error)]:
             if any(_is_lack_of_memory(failures[rank]) for rank in dead):
                 return self._end(f"died ({NO_MEMORY})", dead, doing, LostProcessError)
@@ -243,9 +250,11 @@ class WorkerGroup:
             return self._end(f"did not answer within {self.timeout:g} s", silent, doing, LostProcessError)
         rank, error = min((causes or failures).items())
         cause = getattr(error, "cause", None)
-        if isinstance(cause, RollgradError):
-            return cause
         failed = f"failed ({type(cause or error).__name__}: {str(cause or error)[:300]})"
+        if isinstance(cause, RollgradError):
+            if waits and not isinstance(cause, CheckpointError):  # parts of a state are written without the others
+                self._end(failed, [rank], doing, LostProcessError)
+            return cause
         return self._end(failed, [rank], doing, WorkerError if causes else LostProcessError)
 
     def _end(self, what: str, ranks: Sequence[int], doing: str, kind: type[WorkerError]) -> WorkerError:

@@ -3,15 +3,17 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from attrs import astuple
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.trained_module import TrainedModule
+from rollgrad.application.foreign import error_place, error_text
 from rollgrad.domain.batches.metrics import Total, joined
 from rollgrad.domain.batches.packed import Batch
-from rollgrad.domain.errors import NonFiniteUpdateError
+from rollgrad.domain.errors import ForeignError, NonFiniteUpdateError, RollgradError
 from rollgrad.domain.ports.models import LossOutput
 
 Scored = TypeVar("Scored")
@@ -46,23 +48,50 @@ def accumulate_gradients(
 ) -> dict[str, float]:
     """Adds the micro-batches' gradients to that of the step; returns their combined metrics and `loss`.
 
+    Of a divided module, the process whose objective fails makes the passes that the others wait for, and all of them
+    then raise an error.
+
     Raises:
         NonFiniteUpdateError: a loss is not finite; all gradients are dropped.
+        ForeignError: the objective failed, of a divided module; all gradients are dropped.
+        DistError: the same, or a loss that is not finite, in another process.
     """
     parts: list[Mapping[str, Tensor | float]] = []
     total = 0.0
+    failure: Exception | None = None
     for batch in micro_batches:
         scores = scored(batch)
-        with on_one_thread():
-            output = objective(scores, batch)
-        loss = float(output.loss.detach())
+        try:
+            with on_one_thread():
+                output = objective(scores, batch) if failure is None else LossOutput(loss=_nothing(scores))
+            loss = float(output.loss.detach())
+        except Exception as error:  # of any kind: losses may be a user's own
+            if not trained.divided:
+                raise
+            failure, output = error, LossOutput(loss=_nothing(scores))
+        loss = loss if failure is None else math.nan
         trained.backward(output.loss)
         parts.append(joined([{"loss": Total(loss)}, output.metrics]))
         total += loss
     if not trained.agree(math.isfinite(total)):  # once a step: each waits for the slowest process
         trained.clear()
+        if isinstance(failure, RollgradError):
+            raise failure
+        if failure is not None:
+            raise ForeignError(f"The loss failed: {error_text(failure)}{error_place(failure)}") from failure
+        if math.isfinite(total):
+            raise torch.distributed.DistError("The loss of another process is not finite, or failed.")
         raise NonFiniteUpdateError(f"The loss is {total}; the optimizer step was not applied.")
     return joined(parts)
+
+
+def _nothing(scores: Any) -> Tensor:
+    """Returns a loss without a gradient, whose backward pass goes through all that `scores` were computed by."""
+    if isinstance(scores, Tensor):
+        scores = [scores]
+    found = scores if isinstance(scores, Sequence) else astuple(scores, recurse=False)
+    trained = (each for each in found if isinstance(each, Tensor) and each.requires_grad)
+    return sum((0.0 * each.sum().cpu() for each in trained), torch.zeros(()))
 
 
 def optimizer_step(

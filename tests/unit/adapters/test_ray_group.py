@@ -18,7 +18,7 @@ from rollgrad.adapters.models.ray.group_state import CopiedState
 from rollgrad.adapters.models.ray.rank_worker import RankWorker, begin_workers
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.ray import session
-from rollgrad.domain.errors import CheckpointError, LostProcessError, WorkerError
+from rollgrad.domain.errors import CheckpointError, DataError, LostProcessError, WorkerError
 
 SECONDS = 60.0
 
@@ -132,6 +132,11 @@ class Late(CutOff):
 class Failing(Model):
     def score(self) -> str:
         raise ValueError("no such row")
+
+
+class Wrong(Model):
+    def score(self) -> str:
+        raise DataError("no such image")
 
 
 class Refusing(Model):
@@ -256,6 +261,26 @@ def test_an_error_on_purpose_is_raised_as_it_is_and_ends_nothing(
     with pytest.raises(CheckpointError, match="no room"):
         group.all("score")
     assert group.begin("score", [0])() == ["scores"]
+
+
+def test_a_process_that_waits_for_one_which_has_failed_is_ended(
+    make: Callable[..., WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soon, and what it computes next would meet what that one waits for; but not one that writes its part of a
+    state."""
+    monkeypatch.setattr(Threads, "get", lambda self, reference: told(reference))
+    monkeypatch.setattr(worker_group, "CAUSE_SECONDS", 0.1)
+    end = threading.Event()
+    group = make(Stuck(end=end), Wrong())
+    with pytest.raises(DataError, match="no such image"):
+        group.all("score")
+    with pytest.raises(LostProcessError, match=r"rank 1 failed \(DataError: no such image\) while 'score'"):
+        group.all("open")
+    group = make(Stuck(end=end), Refusing())
+    with pytest.raises(CheckpointError, match="no room"):
+        group.all("score")
+    end.set()
+    assert group.all("open") == [None, None]
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "1801"), ("5", "5")])

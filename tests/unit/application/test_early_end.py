@@ -23,6 +23,7 @@ from rollgrad.domain.errors import (
     OutOfMemory,
     RewardError,
     RollgradError,
+    WorkerError,
 )
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel
@@ -235,8 +236,20 @@ class HungryPolicy(BreakingPolicy):
         return super().update(micro_batches, objective)
 
 
-def test_running_out_of_memory_saves_and_names_what_takes_less(make: Callable[..., Run]) -> None:
-    run = make(policy=HungryPolicy(FAILS_AFTER))
+class HungryRank(BreakingPolicy):
+    """A process of it asks its GPU for more memory than it has."""
+
+    def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
+        if len(self.updates) == self.after:
+            raise WorkerError("Of the 8 training processes of actor, rank 3 failed (OutOfMemoryError: CUDA out of")
+        return super().update(micro_batches, objective)
+
+
+@pytest.mark.parametrize("policy", [HungryPolicy, HungryRank])
+def test_running_out_of_memory_saves_and_names_what_takes_less(
+    policy: type[BreakingPolicy], make: Callable[..., Run]
+) -> None:
+    run = make(policy=policy(FAILS_AFTER))
     with pytest.raises(OutOfMemory, match=rf"^Step {FAILS_AFTER + 1} ran out of memory .*max_tokens_per_micro_batch"):
         run.train()
     assert run.checkpoints.states["model"]["step"] == FAILS_AFTER
