@@ -21,7 +21,9 @@ pytestmark = pytest.mark.slow
 class Replies(deque[Any]):
     """Stands for a queue in shared memory, in which the answers of a worker lie."""
 
-    def dequeue(self, **_: Any) -> Any:
+    def dequeue(self, timeout: float | None = None) -> Any:
+        if not self and timeout is not None:
+            raise TimeoutError
         return self.popleft()
 
     enqueue = deque.append
@@ -156,3 +158,42 @@ async def test_a_transfer_without_all_weights_says_so_and_may_be_abandoned(worke
             await engine.finish_weights(1)
         await engine.abandon_weights("Weights were lacking.")
         assert not any(llm.replies)
+
+
+async def test_a_worker_that_waits_for_one_which_has_failed_holds_its_error_up_for_a_while_only() -> None:
+    """As in a broadcast that the failed one does not take part in."""
+    llm = LLM([End(), End()])
+    engine = CoreEngine(LocalCore(llm), eos_token_ids=())
+    await engine.begin_weights(None)
+    llm.replies[1].enqueue = lambda _: None  # type: ignore[method-assign, assignment]
+    with pytest.raises(EngineError, match="the trainer has no bucket on this GPU"):
+        await engine.take_weights({})
+    with pytest.raises(EngineError, match="Executor failed"):
+        await engine.take_weights({})
+
+
+@pytest.mark.parametrize("words", ["Memory usage increased after sleeping.", "no memory to copy the weights to"])
+def test_memory_that_another_process_takes_meanwhile_does_not_keep_a_worker_awake(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is given up by then, and is not taken back unless vLLM knows so. Nothing else is passed over."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    LLM([End()])  # registers
+    free = iter([8, 6])
+    worker, slept = object.__new__(Worker), list[int]()
+
+    def suspend(level: int) -> None:
+        assert "increased" in words, words
+        slept.append(level)
+
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False))
+    vars(worker).update(vllm_config=config, _sleep_mode_backend=SimpleNamespace(suspend=suspend))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (next(free), 10))
+    if "increased" in words:
+        worker.sleep(1)
+        assert slept == [1]
+    else:
+        with pytest.raises(AssertionError, match=words):
+            worker.sleep(1)

@@ -1,43 +1,70 @@
-"""Repair of calls that vLLM 0.32 makes of several workers of an engine, where one fails.
+"""Repairs of calls that vLLM 0.32 makes of an engine's workers, where one fails.
 
-vLLM reads their answers by rank up to the first error, and takes those that it has not read for answers to the next
-calls: from then on it goes on before all workers have done what they were asked, and a bucket of weights is written
-again while one of them still reads it.
+Of several workers vLLM reads the answers by rank up to the first error, and takes those that it has not read for
+answers to the next calls: from then on it goes on before all workers have done what they were asked, and a bucket of
+weights is written again while one of them still reads it. A worker that has gone to sleep raises an error if the GPU
+has less free memory than before, because another process has taken some meanwhile: vLLM then counts it as awake, never
+wakes it, and computes in memory that is gone.
 Does not own: the calls.
 """
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+REST_SECONDS = 30.0
+"""Longest wait for the answers of other workers once one has failed: they may never come, as of one that waits for the
+failed one in an exchange."""
+
+GREW = "Memory usage increased after sleeping."
+"""Error of a worker that sleeps already: it has only to report its memory after that."""
+
+log = logging.getLogger(__name__)
 
 
 def repair() -> None:
     """Repairs the calls of engines of this process."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    from vllm.v1.worker.gpu_worker import Worker
 
-    ask = MultiprocExecutor.collective_rpc
+    ask, sleep = MultiprocExecutor.collective_rpc, Worker.sleep
 
     def asked(executor: Any, *arguments: Any, **settings: Any) -> Any:
         if not isinstance(executor.response_mqs, Answers):
-            executor.response_mqs = Answers(executor.response_mqs)
+            executor.response_mqs = Answers(executor, executor.response_mqs)
         return ask(executor, *arguments, **settings)
 
+    def asleep(worker: Any, level: int = 1) -> None:
+        try:
+            sleep(worker, level)
+        except AssertionError as error:
+            if str(error) != GREW:
+                raise
+            log.warning("another process has taken memory of the GPU while vLLM went to sleep")
+
     MultiprocExecutor.collective_rpc = asked
+    Worker.sleep = asleep
 
 
 class Answers(list[Any]):
-    """The queues of the answers of all workers, by rank. Who goes through them has read all answers with the first
-    error."""
+    """The queues of the answers of all workers of `executor`, by rank. Who goes through them has read all answers with
+    the first error, or the executor has failed."""
+
+    def __init__(self, executor: Any, queues: Iterable[Any]) -> None:
+        super().__init__(queues)
+        self.executor = executor
 
     def __iter__(self) -> Iterator[Any]:
         """Iterates over the queues of a call that all workers answer."""
-        return (_Queue(self[rank], self[rank + 1 :]) for rank in range(len(self)))
+        return (_Queue(self, rank) for rank in range(len(self)))
 
 
 class _Queue:
     """A worker's queue, and those that are read after it."""
 
-    def __init__(self, queue: Any, following: list[Any]) -> None:
-        self._queue, self._following = queue, following
+    def __init__(self, answers: Answers, rank: int) -> None:
+        self._answers, self._queue, self._following = answers, answers[rank], answers[rank + 1 :]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -48,6 +75,10 @@ class _Queue:
 
         status, answer = self._queue.dequeue(**settings)
         if status != WorkerProc.ResponseStatus.SUCCESS:
-            for queue in self._following:
-                queue.dequeue(**settings)
+            until = time.monotonic() + REST_SECONDS
+            try:
+                for queue in self._following:
+                    queue.dequeue(timeout=max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                self._answers.executor.is_failed = True  # nothing can be asked any more
         return status, answer
