@@ -20,6 +20,12 @@ from rollgrad.domain.ports.models import PolicyModel
 Handles = dict[str, tuple[Any, ...]]
 """Arguments by GPU id, from which `torch.multiprocessing` rebuilds a tensor in that GPU's memory."""
 
+DEVICE, COUNTER = 6, slice(11, 13)
+"""Places in them of the GPU, and of the name and the place of what counts who has still to give the memory back."""
+
+_handles: list[tuple[Any, ...]] = []
+"""Handles of this process's buckets in the last transfer."""
+
 
 def cuda_ipc(policy: PolicyModel, engines: Sequence[Life], version: int, *, workers: int = 1) -> WeightStream:
     """Implements `Backend`; the `workers` processes of engine k share their GPUs with as many of the policy's, those
@@ -46,7 +52,7 @@ def exported(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Contents, 
     """Yields the contents of each bucket, and the handle of this GPU's bucket."""
     from torch.multiprocessing.reductions import reduce_tensor
 
-    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # frees the last transfer's bucket, which engines no longer map
+    _free_last()
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     packer = Packer(device)
@@ -55,5 +61,19 @@ def exported(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Contents, 
         if shared is not packer.memory:  # vLLM keeps the mapping of a handle until another handle comes
             shared = packer.memory
             _, handle = reduce_tensor(shared)  # type: ignore[no-untyped-call]
+            _handles.append(handle)
         torch.cuda.current_stream(device).synchronize()
         yield contents, {gpu: handle}
+
+
+def _free_last() -> None:
+    """Frees the last transfer's buckets, which engines no longer map: they have given them back, or have died. For one
+    that died torch would wait for ever, unless it is counted in its place; the others are collected before, since a
+    count that is 0 would go on below it, where torch takes it for a large one."""
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+    while _handles:
+        handle = _handles.pop()
+        torch.UntypedStorage._release_ipc_counter(  # type: ignore[no-untyped-call]
+            *handle[COUNTER], device=handle[DEVICE]
+        )
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
