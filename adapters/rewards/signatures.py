@@ -3,8 +3,8 @@
 | parameters | convention | a call | prompts, completions |
 |---|---|---|---|
 | `solution_str` | verl | judges one reply | text of the reply alone |
-| `completions` or `completion_ids` | TRL | judges several | messages if the row has its prompt as messages, else text |
-| any others | OpenRLHF | judges several | the rendered prompt's text |
+| `completions` or `completion_ids`, no `queries` | TRL | judges several | messages if the row has messages, else text |
+| any others | OpenRLHF | judges several | texts: the rendered prompt, the reply |
 
 Whatever the convention, a parameter may also be any name of `NAMES` or any column of the row; `**kwargs` gets all.
 Does not own: the call and its result.
@@ -105,6 +105,8 @@ class Signature:
         """Convention that the names of the parameters follow."""
         if "solution_str" in self._names:
             return Convention.VERL
+        if "queries" in self._names:  # each begins with its prompt, which must then be a text
+            return Convention.OPENRLHF
         return Convention.TRL if {"completions", "completion_ids"} & self._names else Convention.OPENRLHF
 
     def calls(self, requests: Sequence[RewardRequest], notes: Notes) -> list[Call]:
@@ -168,15 +170,16 @@ def _offered(requests: Sequence[RewardRequest], notes: Notes, convention: Conven
         "metadata": [dict(row) for row in rows],
         "step": step,
     }
+    is_trl = convention is Convention.TRL
     both = {
-        "prompts": list(map(_trl_prompt if convention is Convention.TRL else _rendered_prompt, requests)),
-        "completions": [_trl_completion(request) for request in requests],
+        "prompts": [_trl_prompt(request) if is_trl else request.prompt.text for request in requests],
+        "completions": [_trl_completion(request) if is_trl else request.response for request in requests],
         "completion_ids": tokens,
         "trainer_state": TrainerState(global_step=step),
         "log_extra": notes.log_extra,
         "log_metric": notes.log_metric,
     }
-    if convention is Convention.TRL:  # here `labels` or `step` is a column, if there is one of this name
+    if is_trl:  # here `labels` or `step` is a column, if there is one of this name
         return own | {name: values for name, values in columns.items() if name not in TRL_LEFT_OUT} | both
     return columns | both | own
 
@@ -197,10 +200,6 @@ def conversational(prompt: Prompt) -> bool:
 
 def _same_message(value: Any, message: Mapping[str, Any]) -> bool:
     return isinstance(value, Mapping) and all(value.get(key) == message.get(key) for key in ("role", "content"))
-
-
-def _rendered_prompt(request: RewardRequest) -> str:
-    return request.prompt.text
 
 
 def _trl_prompt(request: RewardRequest) -> Any:

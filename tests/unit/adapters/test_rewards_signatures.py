@@ -132,6 +132,12 @@ async def test_trl_s_functions_get_texts_where_the_row_has_a_text() -> None:
     assert call == {"completions": ["7"], "prompts": ["3+4?"]}
 
 
+async def test_with_queries_prompts_and_completions_are_texts_whatever_the_row_has() -> None:
+    call = await seen("queries, prompts, completions", ask("7", row=MESSAGES))
+    assert call["completions"] == ["7"]
+    assert call["queries"][0].startswith(call["prompts"][0])
+
+
 async def test_a_function_of_trl_s_own_runs() -> None:
     from trl.rewards import accuracy_reward, think_format_reward
 
