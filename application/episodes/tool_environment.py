@@ -72,11 +72,14 @@ class ToolEnvironment(Environment):
         self._read_image = read_image
         self._step = 0
         self._calls = self._errors = self._attempts = 0
+        self.spoken: list[Message] = []
+        """The model's replies so far, with their calls, and the answers to them."""
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         """Starts the episode with the prompt's conversation."""
         self._prompt = prompt
         self._calls = self._errors = self._attempts = 0
+        self.spoken = []
         system = self._system_prompt
         if system is None or not prompt.messages or prompt.messages[0]["role"] == "system":
             return prompt.messages
@@ -85,12 +88,13 @@ class ToolEnvironment(Environment):
     async def step(self, action: Action) -> StepResult:
         """Runs the calls of a reply, all at once, or accepts the reply as answer. If it raises or is cancelled, none of
         the calls goes on."""
+        self.spoken.append(action.message)
         self._step = int(action.generation.versions[-1]) if action.generation.versions else 0
         if action.generation.stop_reason.truncated:
             return StepResult(metrics=self._metrics())  # truncated: its tool calls are incomplete
         if action.error is not None:
             self._errors += 1
-            return StepResult(observation=[self.hint(action.error)], metrics=self._metrics())
+            return self._answered([self.hint(action.error)])
         if not action.tool_calls:
             return await self._finish(str(action.message["content"]))
         calls = [asyncio.create_task(self._call(call)) for call in action.tool_calls]
@@ -110,10 +114,9 @@ class ToolEnvironment(Environment):
             else tool_message(call, result.content, result.images if self._read_image is not None else ())
             for call, result in pairs
         ]
+        answered = self._answered(answers)
         final = next((result for result in results if result.terminates), None)
-        if final is not None:
-            return await self._finish(final.content, answers)
-        return StepResult(observation=answers, metrics=self._metrics())
+        return answered if final is None else await self._finish(final.content, answers)
 
     async def reward_hook(self, answer: str, prompt: Prompt) -> StepResult:
         """Returns the reward of the final answer; override it to replace the run's reward."""
@@ -124,6 +127,7 @@ class ToolEnvironment(Environment):
             response=answer,
             stop_reason=StopReason.STOP,
             query=prompt.text + answer + self._end_of_turn,
+            completion=tuple(self.spoken),
             images=prompt.images,
             step=self._step,
         )
@@ -169,6 +173,10 @@ class ToolEnvironment(Environment):
         except (ImageError, ForeignError) as error:
             return _failed(call, error)
 
+    def _answered(self, answers: Sequence[Message]) -> StepResult:
+        self.spoken += answers
+        return StepResult(observation=answers, metrics=self._metrics())
+
     async def _finish(self, answer: str, results: Sequence[Message] = ()) -> StepResult:
         """Ends the episode with `answer`, or asks for another, after the `results` of the calls beside it."""
         assert self._prompt is not None
@@ -176,9 +184,9 @@ class ToolEnvironment(Environment):
         self._attempts += 1
         passed = reaches((judged.reward or 0.0) if judged.score is None else judged.score, self._pass_threshold)
         if self._attempts < self._allowed and not passed:
-            return StepResult(
-                observation=[*results, {"role": "user", "content": WRONG}], metrics=self._metrics(), score=0.0
-            )
+            again: Message = {"role": "user", "content": WRONG}
+            self.spoken.append(again)
+            return StepResult(observation=[*results, again], metrics=self._metrics(), score=0.0)
         return evolve(
             judged,
             terminated=True,

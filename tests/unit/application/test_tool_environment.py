@@ -269,6 +269,24 @@ async def test_the_runs_reward_judges_the_answer() -> None:
     assert unjudged.terminated
 
 
+async def test_the_reward_is_told_of_the_calls_before_the_answer() -> None:
+    rewards = FakeRewardSource()
+    tool = FakeTool(lambda text: ToolResult(content=text, terminates=text == "end"))
+    environment = ToolEnvironment([tool], rewards=rewards, attempts=2)
+    ended = act("", call("end"))
+    said = await steps(environment, act("", call("x")), act("", error="Unreadable."), act("y"), ended)
+    assert said[-1].terminated
+    first, second = (list(request.completion) for request in rewards.requests)
+    assert [message["role"] for message in first] == ["assistant", "tool", "assistant", "user", "assistant"]
+    assert first[0]["tool_calls"][0]["function"]["arguments"] == {"text": "x"}
+    assert [message["content"] for message in first[1:]] == ["x", "", "Unreadable.", "y"]
+    told = [message["content"] for message in second]
+    assert told == ["", "x", "", "Unreadable.", "y", *contents(said[2]), "", "end"]
+    assert second[-1]["role"] == "tool"
+    await environment.reset(PROMPT)
+    assert environment.spoken == []
+
+
 async def test_another_reward_may_be_given_with_metrics_and_parts() -> None:
     class Judged(ToolEnvironment):
         async def reward_hook(self, answer: str, prompt: Prompt) -> StepResult:
