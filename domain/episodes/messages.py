@@ -11,7 +11,7 @@ from hashlib import sha256
 from itertools import zip_longest
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 
 from rollgrad.domain.episodes.generation import Generation
 
@@ -97,7 +97,6 @@ class ToolResult:
     images: Sequence[Any] = ()
     is_error: bool = False
     terminates: bool = False
-    metrics: Mapping[str, float] = field(factory=dict)
 
 
 def assistant_message(content: str, *, reasoning: str = "", tool_calls: Sequence[ToolCall] = ()) -> Message:

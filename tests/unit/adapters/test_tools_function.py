@@ -203,7 +203,7 @@ def lambda_named(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 async def test_a_result_is_passed_on() -> None:
-    result = ToolResult(content="done", terminates=True, metrics={"found": 1.0})
+    result = ToolResult(content="done", terminates=True)
     assert await call(lambda_named(lambda: result)) == result
 
 
