@@ -6,6 +6,7 @@ counted, and never end the episode by themselves.
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ class ToolEnvironment(Environment):
 
     Args:
         tools: tools of the model; their owner closes them.
-        rewards: judges the answer (`reward_hook`); None gives none.
+        rewards: judges the answer (`reward_hook`); None leaves it to the run's reward.
         system_prompt: put before the conversation, unless it has one.
         attempts: answers that the model may give. If an answer before the last scores below `pass_threshold`, its
             reward is 0 and the model is told that it is wrong.
@@ -119,9 +120,9 @@ class ToolEnvironment(Environment):
         return answered if final is None else await self._finish(final.content, answers)
 
     async def reward_hook(self, answer: str, prompt: Prompt) -> StepResult:
-        """Returns the reward of the final answer; override it to replace the run's reward."""
+        """Returns the reward of the final answer; override it, also by a plain method, to replace the run's reward."""
         if self._rewards is None:
-            return StepResult()
+            return StepResult(reward=None)
         request = RewardRequest(
             prompt=prompt,
             response=answer,
@@ -180,7 +181,9 @@ class ToolEnvironment(Environment):
     async def _finish(self, answer: str, results: Sequence[Message] = ()) -> StepResult:
         """Ends the episode with `answer`, or asks for another, after the `results` of the calls beside it."""
         assert self._prompt is not None
-        judged = await self.reward_hook(answer, self._prompt)
+        # A plain method is called here, and not in a thread: it may read what tools write.
+        hooked: Any = self.reward_hook(answer, self._prompt)
+        judged: StepResult = await hooked if inspect.isawaitable(hooked) else hooked
         self._attempts += 1
         passed = reaches((judged.reward or 0.0) if judged.score is None else judged.score, self._pass_threshold)
         if self._attempts < self._allowed and not passed:

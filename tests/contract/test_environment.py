@@ -132,6 +132,11 @@ async def play(environment: Environment, replies: list[str]) -> list[StepResult]
     return results
 
 
+def _is_reward(result: StepResult) -> bool:
+    """Returns whether a step has a reward, or is the last and asks for the run's."""
+    return result.terminated if result.reward is None else math.isfinite(result.reward)
+
+
 async def test_an_episode_ends_with_finite_rewards(make: Make) -> None:
     environment = make()
     assert isinstance(environment, Environment)
@@ -139,7 +144,7 @@ async def test_an_episode_ends_with_finite_rewards(make: Make) -> None:
     results = await play(environment, ["[3]", "2", "1"])
     assert results[-1].terminated or results[-1].truncated
     for result in results:
-        assert math.isfinite(result.reward)
+        assert _is_reward(result)
         assert all(math.isfinite(value) for value in result.metrics.values())
         assert isinstance(result.observation, str) or all("role" in message for message in result.observation)
 
@@ -147,7 +152,7 @@ async def test_an_episode_ends_with_finite_rewards(make: Make) -> None:
 @pytest.mark.parametrize("junk", JUNK, ids=range(len(JUNK)))
 async def test_no_reply_raises(make: Make, junk: str) -> None:
     results = await play(make(), [junk])
-    assert all(math.isfinite(result.reward) for result in results)
+    assert all(map(_is_reward, results))
 
 
 async def test_close_at_any_time_and_more_than_once(make: Make) -> None:

@@ -265,7 +265,7 @@ async def test_the_runs_reward_judges_the_answer() -> None:
     assert (right.reward, wrong.reward) == (1.0, 0.0)
     assert [(request.prompt, request.response) for request in rewards.requests] == [(PROMPT, "x"), (PROMPT, "y")]
     (unjudged,) = await steps(ToolEnvironment([]), act("x"))
-    assert unjudged.reward == 0.0
+    assert unjudged.reward is None, "so that the run's reward is asked"
     assert unjudged.terminated
 
 
@@ -294,10 +294,17 @@ async def test_another_reward_may_be_given_with_metrics_and_parts() -> None:
                 reward=0.5, score=1.0, metrics={"length": float(len(answer))}, reward_parts={"style": 0.5}
             )
 
-    (result,) = await steps(Judged([FakeTool()]), act("abc"))
-    assert (result.reward, result.score, result.terminated) == (0.5, 1.0, True)
-    assert result.metrics == {**counts(answered=1.0, attempts=1.0), "length": 3.0}
-    assert result.reward_parts == {"style": 0.5}
+    class Plain(ToolEnvironment):
+        def reward_hook(self, answer: str, prompt: Prompt) -> Any:  # as users may write it
+            return StepResult(
+                reward=0.5, score=1.0, metrics={"length": float(len(answer))}, reward_parts={"style": 0.5}
+            )
+
+    for environment in (Judged([FakeTool()]), Plain([FakeTool()])):
+        (result,) = await steps(environment, act("abc"))
+        assert (result.reward, result.score, result.terminated) == (0.5, 1.0, True)
+        assert result.metrics == {**counts(answered=1.0, attempts=1.0), "length": 3.0}
+        assert result.reward_parts == {"style": 0.5}
 
 
 def test_the_system_prompt_stands_before_conversations_that_have_none() -> None:
