@@ -186,6 +186,10 @@ class AgentServer:
         if "messages" in wire.fields or "input" in wire.fields:
             self._check_effort(body)
         self._unread.note(sorted(name for name in body.keys() - wire.fields if body[name] is not None))
+        if call.request.form is None and any(map(_is_strict, read(body, "tools", list, []))):
+            self._unread.note(["strict"])
+        if session is not None and call.model not in ("", self._model):
+            self._unread.note_model(call.model)
         call = evolve(call, model=call.model or self._model)
         return _Asked(call=call, session=session, origin=_origin(request, body), scope=request.scope)
 
@@ -303,6 +307,13 @@ class AgentServer:
 def _thinking(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the variable of the chat template that clients of Qwen's own service set beside the others."""
     return {} if body.get("enable_thinking") is None else {"enable_thinking": body["enable_thinking"]}
+
+
+def _is_strict(tool: Any) -> bool:
+    """Returns whether a client counts on calls of a tool to follow its schema, which only prescribed ones do."""
+    return isinstance(tool, dict) and any(
+        one.get("strict") is True for one in (tool, tool.get("function")) if isinstance(one, dict)
+    )
 
 
 def _origin(request: Request, body: Mapping[str, Any]) -> Origin:

@@ -1,4 +1,4 @@
-"""Fields of clients' requests that change nothing here, which are said once: a client may count on them."""
+"""Says once what clients ask for that changes nothing here: a client may count on it."""
 
 from collections.abc import Iterable
 
@@ -26,8 +26,17 @@ class UnreadFields:
     def note(self, names: Iterable[str]) -> None:
         """Says those of `names` that were not said before."""
         for name in names:
-            if name not in self._said and name not in ASIDE and len(self._said) < MOST:
-                self._said.add(name)
-                log.warning(
-                    f"a client sets {name[:60]!r}, which this server does not read: its replies are as without it"
-                )
+            if name not in ASIDE:
+                self._say(f"sets {name[:60]!r}, which this server does not read: its replies are as without it")
+
+    def note_model(self, name: str) -> None:
+        """Says that an agent asks for a model of another `name` than the policy's, if it was not said before."""
+        self._say(
+            f"asks for the model {name[:60]!r}, but the policy answers, and learns from its reply: what another model "
+            "should answer (a judge, a simulated user, an opponent) belongs to another server"
+        )
+
+    def _say(self, words: str) -> None:
+        if words not in self._said and len(self._said) < MOST:
+            self._said.add(words)
+            log.warning(f"a client {words}")

@@ -73,6 +73,50 @@ async def test_a_field_that_changes_nothing_is_said_once(
     assert await post(codec, tiny_tokenizer.eos_token_id, path, asked) == [(200, [said]), (200, [])]
 
 
+PARAMETERS = {"type": "object", "properties": {}}
+STRICT: list[tuple[str, dict[str, Any], Any]] = [
+    (
+        "/v1/chat/completions",
+        {**SAID, "tools": [{"type": "function", "function": {"name": "a", "parameters": PARAMETERS, "strict": True}}]},
+        "required",
+    ),
+    (
+        "/v1/messages",
+        {**SAID, "max_tokens": 4, "tools": [{"name": "a", "input_schema": PARAMETERS, "strict": True}]},
+        {"type": "any"},
+    ),
+    (
+        "/v1/responses",
+        {"input": "go", "tools": [{"type": "function", "name": "a", "parameters": PARAMETERS, "strict": True}]},
+        "required",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "required"), STRICT)
+async def test_a_strict_tool_is_said_unless_its_call_is_prescribed(
+    tiny_tokenizer: Any, path: str, body: dict[str, Any], required: Any
+) -> None:
+    codec, eos = TemplateCodec(tiny_tokenizer), tiny_tokenizer.eos_token_id
+    said = "a client sets 'strict', which this server does not read: its replies are as without it"
+    assert await post(codec, eos, path, body) == [(200, [said]), (200, [])]
+    assert await post(codec, eos, path, {**body, "tool_choice": required}) == [(200, [])] * 2
+
+
+async def test_an_agent_that_asks_for_another_model_is_told_of_once(tiny_tokenizer: Any) -> None:
+    codec = TemplateCodec(tiny_tokenizer)
+    async with (
+        serving(ScriptedEngine(codec, tiny_tokenizer.eos_token_id, lambda prompt: "one"), codec) as served,
+        httpx2.AsyncClient(base_url=served.root) as http,
+    ):
+        with structlog.testing.capture_logs() as said:
+            for model in ("judge", "policy", None, "judge"):
+                answer = await http.post("/v1/chat/completions", json={**SAID, "model": model})
+                assert answer.status_code == 200
+    (line,) = said
+    assert line["event"].startswith("a client asks for the model 'judge', but the policy answers, and learns from")
+
+
 EFFORTS = [
     ("/v1/chat/completions", {**SAID, "reasoning_effort": "high"}),
     ("/v1/responses", {"input": "go", "reasoning": {"effort": "high"}}),
