@@ -37,6 +37,7 @@ from rollgrad.adapters.servers.guard import (
     internal_error,
     is_loopback,
 )
+from rollgrad.adapters.system.blocked_loop import reporting_blocks
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError
 
@@ -366,7 +367,8 @@ def serve_until_signal(
         sys.stdout.flush()
         started(url)
         stopped, other = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(_endless(beside))
-        await asyncio.wait({stopped, other}, return_when=asyncio.FIRST_COMPLETED)
+        with reporting_blocks("server"):  # a tool of the user's
+            await asyncio.wait({stopped, other}, return_when=asyncio.FIRST_COMPLETED)
         stopping()
         await server.stop()
         if other.done():

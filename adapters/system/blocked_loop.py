@@ -1,4 +1,4 @@
-"""Notices that a user's function blocks the event loop, for which the whole run waits, and says where."""
+"""Notices that a user's function blocks the event loop, for which the whole run or server waits, and says where."""
 
 import asyncio
 import sys
@@ -20,9 +20,9 @@ log = structlog.get_logger(__name__)
 
 
 @contextmanager
-def reporting_blocks(seconds: float = BLOCKED_SECONDS) -> Iterator[None]:
+def reporting_blocks(waits: str, seconds: float = BLOCKED_SECONDS) -> Iterator[None]:
     """Warns inside the block where a user's function blocks the running event loop for `seconds`: an `async def` that
-    waits without `await`. Nothing that runs in the loop can say so, for all of it waits."""
+    waits without `await`. Nothing that runs in the loop can say so, for all of it `waits`."""
     loop, thread, over = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
 
     def watch() -> None:
@@ -36,8 +36,8 @@ def reporting_blocks(seconds: float = BLOCKED_SECONDS) -> Iterator[None]:
                 waited, longest = longest, 2 * longest
                 if place := users_place(frames_of(thread)):
                     log.warning(
-                        "a function blocks the run: it is asynchronous, but waits without await; make it a plain one, "
-                        "which runs in a thread, or let it await (Ctrl-C and SIGTERM break it off and save)",
+                        f"a function blocks the {waits}: it is asynchronous, but waits without await; make it a plain "
+                        "one, which runs in a thread, or let it await",
                         where=place,
                         seconds=waited,
                     )

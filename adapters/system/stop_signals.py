@@ -57,7 +57,8 @@ async def heeding_signals(work: Coroutine[Any, Any, Result], says: str = RUN_END
     """
     task = asyncio.current_task()
     assert task is not None
-    with reporting_blocks(), _heeding(asyncio.get_running_loop(), task.cancel, says) as received:
+    loop, blocked = asyncio.get_running_loop(), "run, unless Ctrl-C or SIGTERM break it off and save"
+    with reporting_blocks(blocked), _heeding(loop, task.cancel, says) as received:
         try:
             result = await work
         except asyncio.CancelledError as error:

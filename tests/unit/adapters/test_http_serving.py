@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from rollgrad.adapters.servers import server as server_module
 from rollgrad.adapters.servers.guard import MAX_JSON_DEPTH, HttpError, is_loopback, read_json
 from rollgrad.adapters.servers.server import (
     TOKEN_VARIABLE,
@@ -25,6 +27,7 @@ from rollgrad.adapters.servers.server import (
     run_server,
     serve_until_signal,
 )
+from rollgrad.adapters.system.blocked_loop import reporting_blocks
 from rollgrad.domain.errors import ConfigurationError, EngineError
 
 MAX_BODY = 1000
@@ -386,6 +389,23 @@ def test_a_server_ends_with_the_error_of_what_runs_beside_it(capsys: pytest.Capt
     with pytest.raises(EngineError, match="All engines are dead"):
         serve_until_signal(Server(create_app(ROUTES), name="test server"), beside=beside)
     assert told == [200]
+
+
+def test_a_server_names_the_function_that_blocks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "reporting_blocks", partial(reporting_blocks, seconds=0.05))
+    source = "import time\nasync def tool(told):\n    while not told():\n        time.sleep(0.01)\n"
+    users: dict[str, Any] = {}
+    exec(compile(source, str(tmp_path / "tools.py"), "exec"), users)
+
+    async def beside() -> None:
+        await users["tool"](lambda: any("where" in log for log in logs))
+        raise EngineError("The end.")
+
+    with structlog.testing.capture_logs() as logs, pytest.raises(EngineError, match="The end"):
+        serve_until_signal(Server(create_app(ROUTES), name="test server"), beside=beside)
+    (first, *_) = [log for log in logs if "where" in log]
+    assert first["where"].startswith("tools.py, line")
+    assert first["event"].startswith("a function blocks the server:")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "::", "192.168.1.2", "gpu-7"])

@@ -26,7 +26,7 @@ def users(tmp_path: Path, source: str) -> Callable[[object], object]:
 
 async def test_what_blocks_is_named_until_it_ends(tmp_path: Path, logs: list[Any]) -> None:
     step = users(tmp_path, "import time\nasync def step(logs):\n    while len(logs) < 2:\n        time.sleep(0.01)\n")
-    with reporting_blocks(0.05):
+    with reporting_blocks("run", 0.05):
         answer = step(logs)
         assert inspect.isawaitable(answer)
         async with asyncio.timeout(60):
@@ -40,7 +40,7 @@ async def test_what_blocks_is_named_until_it_ends(tmp_path: Path, logs: list[Any
 
 async def test_what_awaits_and_what_is_no_users_is_not_named(tmp_path: Path, logs: list[Any]) -> None:
     step = users(tmp_path, "import asyncio\nasync def step(logs):\n    await asyncio.sleep(0.3)\n")
-    with reporting_blocks(0.05):
+    with reporting_blocks("run", 0.05):
         answer = step(logs)
         assert inspect.isawaitable(answer)
         await answer
