@@ -13,7 +13,6 @@ from rollgrad.domain.ports.environment import (
     ENVIRONMENT_METHODS,
     Environment,
     Observation,
-    OffersTools,
     StepResult,
     Tool,
 )
@@ -26,6 +25,11 @@ class PlainEnvironment(Environment):
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self._thread = EpisodeThread(type(inner).__name__, timeout=None)
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The inner environment's, which may have none."""
+        return getattr(self._inner, "tools", ())
 
     async def reset(self, prompt: Prompt) -> Observation:
         """Implements `Environment.reset`."""
@@ -57,19 +61,9 @@ class PlainEnvironment(Environment):
         return await result if inspect.isawaitable(result) else result
 
 
-class PlainToolEnvironment(PlainEnvironment):
-    """A `PlainEnvironment` of one with tools."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.tools: Sequence[Tool] = inner.tools
-        """The inner environment's."""
-
-
 def awaitable_environment(inner: Any) -> Environment:
-    """Returns an environment as it is if its methods are asynchronous, else one that calls its plain ones, and offers
-    tools if `inner` does."""
+    """Returns an environment as it is if its methods are asynchronous, else one that calls its plain ones."""
     if all(inspect.iscoroutinefunction(getattr(inner, name, None)) for name in ENVIRONMENT_METHODS):
         made: Environment = inner
         return made
-    return (PlainToolEnvironment if isinstance(inner, OffersTools) else PlainEnvironment)(inner)
+    return PlainEnvironment(inner)

@@ -17,7 +17,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
-from rollgrad.domain.ports.environment import Environment, Observation, OffersTools, StepResult, Tool
+from rollgrad.domain.ports.environment import Environment, Observation, StepResult, Tool
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
@@ -218,6 +218,11 @@ class TracedEnvironment(Environment):
         self._spans = spans
         self._turns = spans.turns()
 
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The inner environment's, which may have none."""
+        return getattr(self._inner, "tools", ())
+
     async def reset(self, prompt: Prompt) -> Observation:
         """Implements `Environment.reset`."""
         _turns.set(self._turns)
@@ -239,18 +244,3 @@ class TracedEnvironment(Environment):
         """Implements `Environment.close`."""
         self._turns.end()  # one whose reply failed
         await self._inner.close()
-
-
-class TracedToolEnvironment(TracedEnvironment):
-    """A `TracedEnvironment` of one with tools."""
-
-    def __init__(self, inner: Environment, spans: Spans) -> None:
-        super().__init__(inner, spans)
-        assert isinstance(inner, OffersTools)
-        self.tools: Sequence[Tool] = inner.tools
-        """The inner environment's."""
-
-
-def traced_environment(inner: Environment, spans: Spans) -> TracedEnvironment:
-    """Returns an environment whose turns are spans, and which offers tools if `inner` does."""
-    return (TracedToolEnvironment if isinstance(inner, OffersTools) else TracedEnvironment)(inner, spans)

@@ -22,9 +22,7 @@ class AgentSession:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self.tools: tuple[ToolSchema, ...] = (
-            tuple(map(tool_schema, environment.tools)) if isinstance(environment, OffersTools) else ()
-        )
+        self.tools: tuple[ToolSchema, ...] = ()
         self.messages: list[Message] | None = None
         self.opening = ""
         self._begun = 0
@@ -42,6 +40,8 @@ class AgentSession:
             DataError: the environment returns messages or has tools, but the prompt is plain text.
         """
         opening = await self._environment.reset(prompt)
+        if isinstance(self._environment, OffersTools):  # only now, because they may depend on the prompt
+            self.tools = tuple(map(tool_schema, self._environment.tools))
         if isinstance(opening, str):
             self.opening = opening
             if self.tools:

@@ -37,7 +37,8 @@ class ToolEnvironment(Environment):
     """Plays one episode with `tools`.
 
     Args:
-        tools: tools of the model; their owner closes them.
+        tools: tools of the model; their owner closes them. A subclass whose tools depend on the prompt sets
+            `self.tools` in `reset`.
         rewards: judges the answer (`reward_hook`); None leaves it to the run's reward.
         system_prompt: put before the conversation, unless it has one.
         attempts: answers that the model may give. If an answer before the last scores below `pass_threshold`, its
@@ -62,8 +63,7 @@ class ToolEnvironment(Environment):
         end_of_turn: str = "",
         read_image: Callable[[Any], bytes] | None = None,
     ) -> None:
-        self.tools = tuple(tools)
-        self._by_name = {tool.name: tool for tool in tools}
+        self.tools: Sequence[Tool] = tuple(tools)
         self._rewards = rewards
         self._system_prompt = system_prompt
         self._prompt: Prompt | None = None
@@ -151,9 +151,10 @@ class ToolEnvironment(Environment):
     async def _call(self, call: ToolCall) -> ToolResult:
         if call.error is not None or call.arguments is None:
             return ToolResult(content=call.error or "The arguments could not be read.", is_error=True)
-        tool = self._by_name.get(call.name)
+        by_name = {tool.name: tool for tool in self.tools}
+        tool = by_name.get(call.name)
         if tool is None:
-            known = ", ".join(self._by_name)
+            known = ", ".join(by_name)
             return ToolResult(content=f"There is no function {call.name!r}; the functions are {known}.", is_error=True)
         read = self._read_image
         try:

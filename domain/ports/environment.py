@@ -114,7 +114,7 @@ class OffersTools(Protocol):
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """The tools, which stay the same for the whole episode."""
+        """The tools of the episode, from the end of `reset` on; none is as good as no tools."""
         ...
 
 

@@ -7,10 +7,10 @@ from rollgrad.adapters.tracing.exporting import flush, tracer
 from rollgrad.adapters.tracing.spans import (
     Spans,
     TracedEngine,
+    TracedEnvironment,
     TracedExecutor,
     TracedReward,
     TracedTool,
-    traced_environment,
 )
 from rollgrad.application.episodes.multi_turn import EnvironmentFactory
 from rollgrad.domain.episodes.generation import SamplingParams
@@ -52,7 +52,7 @@ class Tracing:
 
         async def make(params: SamplingParams) -> Environment:
             made = inner(params)
-            return traced_environment(await made if isinstance(made, Awaitable) else made, spans)
+            return TracedEnvironment(await made if isinstance(made, Awaitable) else made, spans)
 
         return make
 

@@ -85,13 +85,12 @@ async def test_an_error_is_the_environments_own() -> None:
 
 
 def test_tools_are_offered_where_there_are_some_and_asynchronous_environments_are_left_alone() -> None:
-    class Tooled(Meeting):
-        tools = ("calculator",)
-
-    offering = awaitable_environment(Tooled(threading.Barrier(1)))
+    meeting: Any = Meeting(threading.Barrier(1))
+    offering = awaitable_environment(meeting)
     assert isinstance(offering, OffersTools)
+    assert tuple(offering.tools) == ()
+    meeting.tools = ("calculator",)
     assert tuple(offering.tools) == ("calculator",)
-    assert not isinstance(awaitable_environment(Meeting(threading.Barrier(1))), OffersTools)
     asynchronous: Environment = FakeEnvironment([])
     assert awaitable_environment(asynchronous) is asynchronous
 

@@ -12,10 +12,10 @@ from rollgrad.adapters.tracing import exporting
 from rollgrad.adapters.tracing.spans import (
     Spans,
     TracedEngine,
+    TracedEnvironment,
     TracedExecutor,
     TracedReward,
     TracedTool,
-    traced_environment,
 )
 from rollgrad.application.episodes.multi_turn import MultiTurnExecutor
 from rollgrad.application.episodes.single_turn import SingleTurnExecutor
@@ -93,7 +93,7 @@ async def play_tools(
     executor = MultiTurnExecutor(
         TracedEngine(engine, spans, model="tiny"),
         CODEC,
-        lambda params: traced_environment(ToolEnvironment([tool], rewards=rewards), spans),
+        lambda params: TracedEnvironment(ToolEnvironment([tool], rewards=rewards), spans),
         max_turns=4,
     )
     return await TracedExecutor(executor, spans).run(REQUEST)
@@ -160,7 +160,7 @@ async def test_a_turn_whose_reply_failed_ends_with_its_episode(recorded: Recorde
     executor = MultiTurnExecutor(
         TracedEngine(engine, recorded.spans, model="tiny"),
         CODEC,
-        lambda params: traced_environment(FakeEnvironment([]), recorded.spans),
+        lambda params: TracedEnvironment(FakeEnvironment([]), recorded.spans),
         max_turns=2,
     )
     assert isinstance(await TracedExecutor(executor, recorded.spans).run(REQUEST), RolloutFailure)
@@ -176,10 +176,14 @@ async def test_replies_outside_of_an_episode_have_no_turn(recorded: Recorded) ->
     assert recorded.tree()[-1] == (0, "text_completion tiny")
 
 
-@pytest.mark.parametrize("tools", [True, False])
-def test_an_environment_offers_tools_if_it_has_some(tools: bool, recorded: Recorded) -> None:
-    inner = ToolEnvironment([FakeTool()]) if tools else FakeEnvironment([])
-    assert isinstance(traced_environment(inner, recorded.spans), OffersTools) is tools
+def test_an_environment_offers_the_tools_that_it_has(recorded: Recorded) -> None:
+    inner = ToolEnvironment([])
+    traced = TracedEnvironment(inner, recorded.spans)
+    assert isinstance(traced, OffersTools)
+    assert tuple(traced.tools) == ()
+    inner.tools = (FakeTool(),)
+    assert traced.tools == inner.tools
+    assert TracedEnvironment(FakeEnvironment([]), recorded.spans).tools == ()
 
 
 @pytest.fixture

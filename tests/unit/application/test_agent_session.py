@@ -1,12 +1,15 @@
 """AgentSession: the conversation, in text or in messages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from rollgrad.application.episodes.session import AgentSession
+from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.domain.episodes.generation import Generation, StopReason
-from rollgrad.domain.episodes.messages import Action, assistant_message
+from rollgrad.domain.episodes.messages import Action, Message, ToolCall, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.environment import Observation, StepResult, tool_schema
@@ -80,6 +83,24 @@ async def test_tools_make_a_conversation_of_the_prompt() -> None:
     assert made.tools == (tool_schema(WithTools.tools[0]),)
     assert made.messages == [USER, {"role": "user", "content": "Mind the gap."}, assistant_message("reply 0")]
     assert (await session(kind=WithTools)).messages == [USER]
+
+
+async def test_tools_may_depend_on_the_prompt() -> None:
+    class OfThePrompt(ToolEnvironment):
+        async def reset(self, prompt: Prompt) -> Sequence[Message]:
+            self.tools = [FakeTool()] if prompt is PROMPT else []
+            return await super().reset(prompt)
+
+    environment = OfThePrompt([])
+    made = AgentSession(environment)
+    await made.start(PROMPT)
+    assert made.tools == (tool_schema(FakeTool()),)
+    call = ToolCall(id="1", name="repeat", arguments={"text": "x"})
+    await made.advance(evolve(act(""), tool_calls=(call,)))
+    assert made.messages is not None
+    assert made.messages[-1]["content"] == "x"
+    await made.start(evolve(PROMPT, label="another"))
+    assert made.tools == ()
 
 
 @pytest.mark.parametrize(("greeting", "kind"), [([], FakeEnvironment), ("", WithTools), ("go", WithTools)])
