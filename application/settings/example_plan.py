@@ -16,7 +16,6 @@ from rollgrad.application.settings.offline import OfflineRun, ReferencedRun
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig, ModelConfig
 from rollgrad.application.settings.sections.data import DataConfig
-from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.application.settings.sft import SFTRun
@@ -52,7 +51,7 @@ def as_sampling_nothing(run: OfflineRun, *, longest: int) -> RLConfig:
     config.algo.advantage.estimator = "reinforce"  # which needs no critic
     frozen = frozen_model(run)
     if frozen is not None:
-        config.ref = RefConfig(model_name_or_path=frozen)
+        config.ref.model_name_or_path = frozen
         config.algo.kl.init_coef = 1.0
     if isinstance(run, KDRun):  # whole in each of the actor's processes
         config.algo.kl.estimator = KLEstimator.FULL

@@ -16,7 +16,7 @@ from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.ds import DeepSpeedConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
-from rollgrad.application.settings.sections.ref import RefConfig
+from rollgrad.application.settings.sections.ref import ServedRefConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
 from rollgrad.application.settings.sections.train import TrainConfig
@@ -36,7 +36,7 @@ class RLConfig:
 
     actor: ActorConfig = section(ActorConfig, "The policy that is trained.")
     critic: CriticConfig = section(CriticConfig, "The value model of PPO.")
-    ref: RefConfig = section(RefConfig, "The frozen reference.")
+    ref: ServedRefConfig = section(ServedRefConfig, "The frozen reference.")
     algo: AlgoConfig = section(AlgoConfig, "The algorithm.")
     rollout: RolloutConfig = section(RolloutConfig, "How episodes are sampled.")
     agent: AgentConfig = section(AgentConfig, "Tools, attempts, and programs that play episodes.")

@@ -198,6 +198,8 @@ def reference_kind(config: RLConfig) -> str:
     kl = config.algo.kl
     if kl.init_coef == 0 or kl.against is not KLAgainst.REFERENCE:
         return "none"
+    if config.ref.url is not None:
+        return "served"
     if moves_reference(config):
         return "averaged"
     return "compared" if teacher_kind(config) == "compared" else "loaded"

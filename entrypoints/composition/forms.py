@@ -9,7 +9,7 @@ from rollgrad.application.episodes.chat_service import UNPRESCRIBED
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import PartialRollout
-from rollgrad.entrypoints.composition.algorithm import teacher_kind
+from rollgrad.entrypoints.composition.algorithm import reference_kind, teacher_kind
 
 FOLLOWERS = ("engine", "policy", "reference")
 """Adapters that must follow a form alike, which those of the caller need not do."""
@@ -23,6 +23,7 @@ def unprescribed(config: RLConfig, brought: Sequence[str]) -> str | None:
         "train.partial_rollout recompute": config.rollout.engine is not Engine.EMBEDDED
         and config.train.partial_rollout is PartialRollout.RECOMPUTE,
         "algo.kl.estimator full": teacher_kind(config) != "none",
+        "ref.url": reference_kind(config) == "served",
         **{f"an adapter of one's own ({name})": name in brought for name in FOLLOWERS},
     }
     found = [reason for reason, applies in reasons.items() if applies]

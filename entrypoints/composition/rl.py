@@ -91,7 +91,7 @@ from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_e
 from rollgrad.entrypoints.composition.outputs import make_sample_log, make_trajectories
 from rollgrad.entrypoints.composition.rewards import make_judge, make_remote_reward, make_reward_model, reward_kind
 from rollgrad.entrypoints.composition.roles import cluster_roles, colocated_roles
-from rollgrad.entrypoints.composition.teacher import make_policy_teacher, make_tells_teacher
+from rollgrad.entrypoints.composition.teacher import make_policy_teacher, make_served_reference, make_tells_teacher
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 from rollgrad.entrypoints.composition.tracing import Tracing
 from rollgrad.entrypoints.composition.training_server import TrainingServer
@@ -172,6 +172,7 @@ class RLContainer(EngineContainer):
         providers.Callable(reference_kind, base.config),
         loaded=base.loaded_reference,
         averaged=providers.Singleton(AveragedReference, base.policy),
+        served=providers.Singleton(make_served_reference, base.config),
         compared=providers.Object(None),
         none=providers.Object(None),
     )

@@ -2,16 +2,22 @@
 
 from typing import Any
 
+import structlog
+
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.teacher_template import PASSED_REPLY, TeacherTemplate, Telling
+from rollgrad.adapters.engines.vllm_server.teacher import OF_REFERENCE, ServedModel, ServedReference
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
-from rollgrad.adapters.models.torch.loading import load_tokenizer
+from rollgrad.adapters.models.torch.loading import load_tokenizer, load_vocabulary_size
+from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.application.learning.teacher_prompts import TellsTeacher, ToldPassedReplies, told_by_rows
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.algorithm import teacher_kind
 from rollgrad.entrypoints.composition.models import make_reference_model
+
+log = structlog.get_logger(__name__)
 
 REFERENCE_FLAG = "--ref.model_name_or_path"
 
@@ -63,6 +69,26 @@ def make_policy_teacher(
     if config.ref.model_name_or_path is not None:
         check_compared(config.ref.model_name_or_path, tokenizer)
     return Teacher(make_reference_model(config.actor, config.ref, images=images), settings)
+
+
+def make_served_reference(config: RLConfig) -> ServedReference:
+    """Returns the reference on the server of `ref.url`, which must answer now.
+
+    Raises:
+        ConfigurationError: the server has other models.
+        EngineError: it does not answer.
+    """
+    assert config.ref.url is not None
+    name = config.ref.model_name_or_path or config.actor.model_name_or_path
+    size = load_vocabulary_size(config.actor.model_name_or_path)
+    served = ServedModel(config.ref.url, name=name, size=size, complete=run_to_end, asked=OF_REFERENCE)
+    model = served.model()
+    if name not in (model["id"], model.get("root")):
+        log.warning(
+            f"the server of --ref.url has {model['id']!r}, which is taken for {name!r}, whose tokenizer was compared "
+            "with the actor's: check that they are the same model"
+        )
+    return ServedReference(served)
 
 
 def make_tells_teacher(config: RLConfig, codec: TemplateCodec, judged: bool) -> TellsTeacher:

@@ -17,6 +17,7 @@ from rollgrad.domain.algorithms import catalogue
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import structure_config
+from tests.fakes.teacher_server import TeacherServer
 from tests.moved_models import moved_copy
 
 pytestmark = pytest.mark.usefixtures("algorithms_as_before")
@@ -174,6 +175,24 @@ def test_a_policy_comes_nearer_to_its_teacher_on_its_own_replies(workspace: Path
         assert {name: row[f"policy/{name}"] for name in first} == pytest.approx(
             {name: expected[f"policy/{name}"] for name in first}, rel=1e-3
         )
+
+
+def test_a_teacher_behind_a_server_teaches_as_one_in_the_process(workspace: Path, tiny_model_dir: Path) -> None:
+    """By the log-probs of sampled tokens, and by its most likely ones; it is asked once for each reply."""
+    teacher = moved_copy(tiny_model_dir, workspace / "teacher")
+    server = TeacherServer(teacher)
+    try:
+        for how in ("", "--algo.kl.use_loss --algo.kl.estimator full --algo.kl.top_k 8 --train.max_epochs 2"):
+            flags = f"--algo.preset on_policy_distill --ref.model_name_or_path {teacher} {how}"
+            own, served = train(flags), train(flags, f"--ref.url {server.url}")
+            replies = sum(round(row["rollout/prompts_played"]) for row in served) * 3
+            assert len(server.bodies) == replies
+            server.bodies.clear()
+            for name in ("policy/ref_kl", "policy/loss", "policy/grad_norm"):
+                assert [row[name] for row in served] == pytest.approx([row[name] for row in own], rel=5e-3, abs=1e-5)
+    finally:
+        server.close()
+    assert main(["train", "rl", "--config", "run.yaml", *flags.split(), "--ref.url", server.url]) == 2
 
 
 @pytest.mark.parametrize("estimator", ["k3", "full --algo.kl.top_k 8"])

@@ -20,7 +20,12 @@ import torch
 
 from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
-from rollgrad.adapters.engines.vllm_server.teacher import ServedTeacher
+from rollgrad.adapters.engines.vllm_server.teacher import (
+    OF_REFERENCE,
+    ServedModel,
+    ServedReference,
+    ServedTeacher,
+)
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
 from rollgrad.adapters.models.torch.loading import load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
@@ -232,6 +237,9 @@ async def test_the_server_teaches_what_the_model_itself_teaches(
     torch.testing.assert_close(found.logprobs_AB, expected.logprobs_AB, rtol=2e-3, atol=2e-3)  # float16
     with pytest.raises(ConfigurationError, match="--max-logprobs 64"):
         await asyncio.to_thread(teacher(top_k=64).predict, batch)
+    served = ServedModel(url, name="the only one", size=size, complete=asyncio.run, asked=OF_REFERENCE)
+    scores = await asyncio.to_thread(ServedReference(served).score, batch)
+    torch.testing.assert_close(scores.logprobs_N, policy.score(batch).logprobs_N, rtol=0, atol=TOLERANCE)
 
 
 ASYNC = {"train.async_enable": "True"}

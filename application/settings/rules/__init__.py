@@ -11,9 +11,7 @@ from rollgrad.application.settings.rules.algorithm import (
     algorithm_problems,
     brought_problems,
     correction_problems,
-    kl_problems,
     policy_loss_problems,
-    teacher_problems,
 )
 from rollgrad.application.settings.rules.asynchrony import async_problems
 from rollgrad.application.settings.rules.centering import centering_problems
@@ -29,6 +27,7 @@ from rollgrad.application.settings.rules.inputs import (
     required_eval_problems,
     reward_problems,
 )
+from rollgrad.application.settings.rules.kl import kl_problems, teacher_problems
 from rollgrad.application.settings.rules.lora import lora_problems
 from rollgrad.application.settings.rules.sampling import (
     replay_problems,

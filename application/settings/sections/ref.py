@@ -1,4 +1,4 @@
-"""The section `ref`: the frozen reference."""
+"""The section `ref`: the frozen reference, which in reinforcement learning a server may have."""
 
 from attrs import define
 
@@ -24,4 +24,17 @@ class RefConfig:
         False,
         "Divide the reference over its processes, in the CPU's memory: each layer is fetched when it computes.",
         only_if=IN_CLUSTER,
+    )
+
+
+@define(kw_only=True)
+class ServedRefConfig(RefConfig):
+    """The frozen reference that KL is measured against, or the teacher."""
+
+    url: str | None = setting(
+        None,
+        "Address of a server that has the reference, http://host:8000, such as `vllm serve`: it is asked for the "
+        "log-probs of replies or, with the full estimator, for its most likely tokens; of ref.model_name_or_path (by "
+        "default the actor's) only tokenizer and configuration are read. The environment variable "
+        "ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
     )

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from rollgrad.application.settings.rules.algorithm import kl_problems
 from rollgrad.application.settings.rules.cluster import cluster_problems, server_problems
+from rollgrad.application.settings.rules.kl import kl_problems
 from rollgrad.application.settings.rules.lora import lora_problems
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraSync

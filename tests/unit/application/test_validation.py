@@ -66,6 +66,7 @@ KL_TO_ROLLOUT: dict[str, Any] = {
     "algo.kl.estimator": KLEstimator.K2,
     "algo.kl.against": KLAgainst.ROLLOUT,
 }
+SERVED: dict[str, Any] = {"algo.kl.init_coef": 0.1, "ref.url": "http://host:8000"}
 MOVING: dict[str, Any] = {"algo.kl.init_coef": 0.1, "algo.kl.ref_sync_steps": 8}
 TOOLS: dict[str, Any] = {"agent.tools": "think"}
 TOLD: dict[str, Any] = {"algo.kl.teacher_template": "{prompt} {label}"}
@@ -388,6 +389,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.kl.ref_sync_steps": 8}, "set --algo.kl.init_coef above 0"),
     ({"algo.kl.init_coef": 0.1, "algo.kl.ref_mixup": 1.0}, "set --algo.kl.ref_sync_steps"),
     (KL_TO_ROLLOUT | MOVING, "leave --algo.kl.ref_sync_steps out"),
+    ({"ref.url": "http://host:8000"}, "leave --ref.url out, or set --algo.kl.init_coef above 0"),
+    (SERVED | {"ref.url": "host"}, "ref.url is 'host'"),
+    (SERVED | MOVING, "a server's model does not move"),
+    (SERVED | WHOLE_KL, "set --algo.kl.top_k (20, say"),
+    (SERVED | {"rollout.temperature": 0.7}, "leave --rollout.temperature or --ref.url out"),
+    (SERVED | {"data.image_key": "image"}, "leave --ref.url or --data.image_key out"),
+    (SERVED | {"cluster.enable": True, "ref.num_gpus_per_node": 2}, "which are of processes of its own"),
     (MOVING | WHOLE_KL, "compares with a reference that stays"),
     (MOVING | {"ref.model_name_or_path": "r"}, "out, or set --algo.kl.ref_sync_steps None"),
     (MOVING | {"train.enable_ema": True}, "one average of the weights is kept"),
