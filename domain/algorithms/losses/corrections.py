@@ -26,6 +26,10 @@ from torch import Tensor
 from rollgrad.domain.algorithms.losses.ratios import binary_kl, binary_tv, bounded, sequence_mean, sequence_sum
 from rollgrad.domain.algorithms.settings import CorrectionSettings
 
+SAME = 2.0**-16
+"""Relative difference within which squares of log-ratios are equal: those of one token after one text, which is rounded
+in float32 in another place in each pass and row."""
+
 
 def correction_weights(
     correction: CorrectionSettings,
@@ -121,7 +125,8 @@ def within_second_moment(
 ) -> Tensor:
     """Returns a mask of the action tokens that M2PO keeps (Zheng et al. 2025, "Prosperity before Collapse",
     arXiv:2510.01161, as AReaL applies it): those with the largest (log w)^2 are left out until the mean of the others
-    is at most `threshold`. Tokens of equal (log w)^2 stay or go together, so that no order of samples matters.
+    is at most `threshold`. Tokens of equal (log w)^2 stay or go together, so that neither order nor division of samples
+    matters.
 
     Args:
         logprobs_N: under the policy before the update.
@@ -135,7 +140,7 @@ def within_second_moment(
     above_A = (means_A > threshold).nonzero()[:, 0]
     if len(above_A) == 0:
         return action_mask_N
-    return action_mask_N & (squares_N < ascending_A[above_A[0]])
+    return action_mask_N & (squares_N < (1 - SAME) * ascending_A[above_A[0]])
 
 
 def interpolated_proximal(

@@ -291,6 +291,14 @@ def test_a_second_moment_may_be_as_large_as_the_threshold(threshold: float, kept
     assert within_second_moment(torch.tensor([-3.5, -4.5]), torch.tensor([-5.0] * 2), mask, threshold).tolist() == kept
 
 
+def test_one_token_after_one_text_stays_or_goes_in_all_samples() -> None:
+    """Its log-prob is rounded in another place in each pass."""
+    new = torch.tensor([-5.1, -4.0, -3.9999998, -3.9999995])
+    mask = torch.ones(4, dtype=torch.bool)
+    kept = within_second_moment(new, torch.full((4,), -5.0), mask, 0.6)
+    assert kept.tolist() == [True, False, False, False]
+
+
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
 def test_what_the_second_moment_leaves_out_weighs_nothing(mode: str) -> None:
     tokens = of_ratios([0.2, 1.0, 5.0])
