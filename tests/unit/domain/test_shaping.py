@@ -202,11 +202,14 @@ def test_running_moments_are_those_of_everything_seen(parts: list[list[float]]) 
     assert moments.std > 0
 
 
-def test_rewards_that_differ_by_rounding_are_all_their_running_mean() -> None:
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rewards_that_differ_by_rounding_are_all_their_running_mean(sign: int) -> None:
     """In float32 the sum of 0.1, 0.2 and 0.4 is not 0.7."""
     packed = pack(
         [
-            make_trajectory([1], *[[5], [8]] * (len(rewards) - 1), [5], sample_id=i, rewards=rewards)
+            make_trajectory(
+                [1], *[[5], [8]] * (len(rewards) - 1), [5], sample_id=i, rewards=[sign * r for r in rewards]
+            )
             for i, rewards in enumerate([[0.7], [0.1, 0.2, 0.4]] * 4)
         ]
     )
