@@ -57,7 +57,6 @@ class Bucket:
         self.slot_M = to_device(real_query.flatten().nonzero()[:, 0], device)
         # Without a prefix padding keys come after every real query, so causality alone hides them.
         self._causal = not any(node.prefix_length for node in nodes)
-        self._real_key = to_device(real_key, device)
         self._dtype = dtype
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
@@ -87,9 +86,9 @@ class Bucket:
     def _mask(self, window: int | None, fold: int) -> Tensor:
         """Returns the additive mask [rows, 1, fold * queries, keys], made once for all layers."""
         if (window, fold) not in self._masks:
-            k = torch.arange(self.keys, device=self._real_key.device)
+            k = torch.arange(self.keys, device=self.query_position.device)
             position = self.query_position[:, :, None]
-            visible = (k <= position) & self._real_key[:, None]
+            visible = k <= position  # padding keys come after every real query
             if window is not None:
                 visible &= k > position - window
             mask = torch.zeros(visible.shape, dtype=self._dtype, device=k.device)
