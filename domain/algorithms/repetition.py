@@ -26,6 +26,6 @@ def repeats(logprobs_N: Tensor, action_mask_N: Tensor, lengths_S: Tensor, window
     starts_S = lengths_S.cumsum(0) - lengths_S
     last_N = torch.where(certain_N, -1, place_N).cummax(0).values  # latest token before which a row cannot begin
     begin_N = torch.maximum(last_N, torch.repeat_interleave(starts_S - 1, lengths_S))
-    long_N = certain_N & (place_N - begin_N >= window)
+    long_N = place_N - begin_N >= window
     sequence_N = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
     return torch.zeros(len(lengths_S), dtype=torch.bool).index_put_((sequence_N[long_N],), torch.tensor(True))
