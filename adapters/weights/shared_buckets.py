@@ -8,10 +8,13 @@ processes that have parts of the tensors each write these to a part of every buc
 written.
 """
 
+import fcntl
 import mmap
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import TypedDict
 
 import torch
@@ -32,6 +35,9 @@ ALIGNMENT = 64
 
 DIRECTORY = "/dev/shm"
 
+PREFIX = "rollgrad-weights-"
+"""Beginning of the names of files in it."""
+
 
 class Piece(TypedDict):
     """A run of a tensor's bytes in a bucket."""
@@ -48,7 +54,8 @@ class Piece(TypedDict):
 
 
 class SharedMemory:
-    """Memory that several processes map: a new file in `directory`, or the existing one at `path`.
+    """Memory that several processes map: a new file in `directory`, or the existing one at `path`. Files whose makers
+    were killed before they could remove the names are removed when a new one is made.
 
     Raises:
         ConfigurationError: the directory has too little room.
@@ -59,7 +66,8 @@ class SharedMemory:
     ) -> None:
         self.bucket_bytes = bucket_bytes
         if path is None:
-            file, self.path = tempfile.mkstemp(prefix="rollgrad-weights-", dir=directory)
+            _remove_left(directory)
+            file, self.path = _locked_file(directory)
             try:
                 # Without this, writing to a full /dev/shm would kill the process.
                 os.posix_fallocate(file, 0, BUCKETS * bucket_bytes)
@@ -86,6 +94,30 @@ class SharedMemory:
         them, however they end. Idempotent."""
         if os.path.exists(self.path):
             os.unlink(self.path)
+
+
+def _locked_file(directory: str) -> tuple[int, str]:
+    """Makes a file; returns its descriptor and its path. It is locked while this process has it open, or has mapped
+    it."""
+    while True:
+        file, path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
+        with suppress(OSError):  # where there are no locks, nothing is removed
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return file, path
+        os.close(file)  # another process has found it before it was locked
+
+
+def _remove_left(directory: str) -> None:
+    """Removes the files that no living process has locked: containers have little room there."""
+    for path in Path(directory).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # it is locked, another user's, or gone
+            file = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(file)
 
 
 @frozen

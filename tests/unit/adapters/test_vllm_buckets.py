@@ -1,4 +1,5 @@
 import os
+import signal
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -116,3 +117,22 @@ def test_nothing_is_left_in_the_file_system() -> None:
     memory.unlink()
     memory.unlink()
     assert not os.path.exists(memory.path)
+
+
+def test_what_a_killed_process_has_left_is_removed_and_no_memory_in_use(tmp_path: Path) -> None:
+    """A container has room for two of them."""
+    read, write = os.pipe()
+    maker = os.fork()
+    if not maker:
+        memory = SharedMemory(bucket_bytes=4096, directory=str(tmp_path))
+        os.write(write, memory.path.encode())
+        signal.pause()
+    try:
+        assert os.read(read, 1000) == os.fsencode(next(tmp_path.iterdir()))
+        in_use = SharedMemory(bucket_bytes=4096, directory=str(tmp_path))
+        assert len(list(tmp_path.iterdir())) == 2
+    finally:
+        os.kill(maker, signal.SIGKILL)
+        os.waitpid(maker, 0)
+    new = SharedMemory(bucket_bytes=4096, directory=str(tmp_path))
+    assert {str(path) for path in tmp_path.iterdir()} == {in_use.path, new.path}
