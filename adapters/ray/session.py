@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -35,6 +36,11 @@ VARIABLES = {
 
 STARTS = 3
 """Attempts to start a cluster here: Ray gives up after 30 seconds, which may be too few on a busy machine."""
+
+LOGS = "/tmp/ray/session_latest/logs"
+"""Directory to which Ray's own processes write, unless it was told another one for temporary files."""
+TOKEN = "~/.ray/auth_token"
+"""File of the token that a cluster asks for, if its `ray start` has found it; a Ray that starts for a run makes it."""
 
 NO_RAY = "--cluster.enable needs Ray, and so does --num_engines: pip install rollgrad[ray,deepspeed,vllm]."
 """The error where it is not installed."""
@@ -126,10 +132,7 @@ class RaySession:
                 atexit.register(self._closing.set)  # which comes before Ray's own end, registered at its import
                 threading.Thread(target=self._watch, args=(daemons,), name="ray-daemons", daemon=True).start()
         except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigurationError(
-                f"cluster.address is {address!r}, where no Ray cluster answers ({first_line(error)}): start "
-                "one with `ray start --head`, or leave --cluster.address out to run on this machine."
-            ) from error
+            raise _not_there(address, first_line(error)) from error
 
     def close(self) -> None:
         """Closes the connection, and ends a cluster that was started here; may be called again.
@@ -176,6 +179,22 @@ class RaySession:
             _without_raylet.append(self.lost)
         if heeding.is_set():  # else Ray's own handler would end the program
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _not_there(address: str | None, reason: str) -> ConfigurationError:
+    """Returns the error of a cluster that does not answer, or did not start here, where `address` is None."""
+    if address is None:
+        return ConfigurationError(
+            f"Ray did not start on this machine ({reason}): {LOGS} say why; `rollgrad doctor` shows what the machine "
+            "has and lacks."
+        )
+    token = Path(TOKEN)
+    asks = "RAY_AUTH_MODE" not in os.environ and token.expanduser().exists()
+    return ConfigurationError(
+        f"cluster.address is {address!r}, where no Ray cluster answers ({reason}): start one with `ray start --head`, "
+        + (f"set RAY_AUTH_MODE=token if one is there, as it asks for the token in {TOKEN}, " if asks else "")
+        + "or leave --cluster.address out to run on this machine."
+    )
 
 
 def require_raylet() -> None:

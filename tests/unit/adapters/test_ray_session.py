@@ -20,7 +20,7 @@ from rollgrad.adapters.models.ray.rank_worker import begin_workers
 from rollgrad.adapters.ray import session
 from rollgrad.adapters.ray.session import VARIABLES, RaySession, require_raylet
 from rollgrad.adapters.system.stop_signals import heeding_signals
-from rollgrad.domain.errors import LostProcessError, WorkerError
+from rollgrad.domain.errors import ConfigurationError, LostProcessError, WorkerError
 
 
 @pytest.mark.parametrize(("own", "visible"), [([], ""), (["3"], "3"), (["3", "5"], "3,5")], ids=str)
@@ -132,3 +132,46 @@ def test_without_a_run_that_heeds_signals_none_is_sent(tmp_path: Path, monkeypat
     finally:
         signal.signal(signal.SIGTERM, before)
     assert [line["process"] for line in logs] == [session.DAEMONS[0]]
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "mode", "says", "says_not"),
+    [
+        (None, True, None, "Ray did not start on this machine (no room): /tmp/ray/", "cluster.address"),
+        ("auto", False, None, "where no Ray cluster answers (no room): start one", "RAY_AUTH_MODE"),
+        ("auto", True, None, "set RAY_AUTH_MODE=token if one is there", "did not start"),
+        ("auto", True, "token", "where no Ray cluster answers (no room): start one", "RAY_AUTH_MODE"),
+    ],
+)
+def test_who_gets_no_ray_is_told_what_may_be_the_reason(
+    address: str | None,
+    token: bool,
+    mode: str | None,
+    says: str,
+    says_not: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """`ray start` asks for a token where it finds one, which earlier runs that started a Ray of their own have made."""
+
+    class Unreachable(StartsDaemons):
+        cloudpickle = None
+
+        def init(self, **settings: Any) -> None:
+            raise ConnectionError("no room")
+
+    monkeypatch.setattr(session, "ray_module", lambda: Unreachable(tmp_path))
+    monkeypatch.setattr(session, "send_users_classes_whole", lambda cloudpickle: None)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    if token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").touch()
+    with pytest.raises(ConfigurationError) as caught:
+        RaySession(address, cpus=1)
+    assert says in str(caught.value)
+    assert says_not not in str(caught.value)
