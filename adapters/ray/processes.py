@@ -25,7 +25,7 @@ class ActorProcess:
         return cls(os.getpid(), machine())
 
     def kill(self) -> Any:
-        """Kills the process by a task on its machine; returns Ray's reference of the task.
+        """Kills the process and those that it has started, by a task on its machine; returns Ray's reference of it.
 
         `ray.kill` asks a process to end, and has it killed if it does not. But a process that is stopped (SIGSTOP, a
         debugger) answers no new connection, and if Ray has tried to connect for long, it takes the process for dead:
@@ -42,5 +42,9 @@ def _kill(pid: int) -> None:
 
     with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
         process = psutil.Process(pid)
-        if process.cmdline()[:1] and process.cmdline()[0].startswith(TITLE):  # else the id is another process's by now
-            process.kill()
+        if not "".join(process.cmdline()).startswith(TITLE):
+            return  # the id is another process's by now
+        family = [process, *process.children(recursive=True)]  # which may stand still as well
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
