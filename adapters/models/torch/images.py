@@ -115,7 +115,7 @@ def joined_tensors(images: PlacedImages, device: torch.device, dtype: torch.dtyp
     names = images[0].image.tensors.keys()
     joined = {name: _stacked([placed.image.tensors[name] for placed in images]) for name in names}
     return {
-        name: tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+        name: to_device(tensor.to(dtype) if tensor.is_floating_point() else tensor, device)
         for name, tensor in joined.items()
     }
 

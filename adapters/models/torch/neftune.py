@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.layout import Layout, build_layout
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import is_padded, padded_layout
 from rollgrad.adapters.models.torch.step_tokens import StepTokens
 from rollgrad.domain.batches.packed import PackedBatch
@@ -48,7 +49,10 @@ class EmbeddingNoise:
             return sequence_noise(batch, layout, step, self._alpha, embeddings_RTH.shape[-1])
 
         noise = self._tokens.following(embeddings_RTH[..., 0].numel(), find)
-        return embeddings_RTH if noise is None else embeddings_RTH + noise.view_as(embeddings_RTH).to(embeddings_RTH)
+        if noise is None:
+            return embeddings_RTH
+        moved = to_device(noise.to(embeddings_RTH.dtype), embeddings_RTH.device)
+        return embeddings_RTH + moved.view_as(embeddings_RTH)
 
 
 def sequence_noise(batch: PackedBatch, layout: Layout, step: int, alpha: float, size: int) -> Tensor:

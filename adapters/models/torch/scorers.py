@@ -15,6 +15,7 @@ from rollgrad.adapters.models.torch.distillation import (
     distilled_logprobs,
     likely_tokens,
 )
+from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.domain.algorithms.losses.centering import SamplerHead, ScoreCentering
 
 
@@ -116,7 +117,7 @@ class OutcomeScorer(Scorer):
         return first_A, -(first_A.exp() * first_A + second_A.exp() * second_A), odds_A
 
     def _odds(self, hidden_AH: Tensor) -> Tensor:
-        index = torch.tensor(self._outcomes, device=hidden_AH.device)
+        index = to_device(torch.tensor(self._outcomes), hidden_AH.device)
         rows, bias = self.head.weight[index].float(), self.head.bias
         logits_A2 = self._form.logits(hidden_AH.float(), rows, None if bias is None else bias[index].float())
         return logits_A2[:, 0] - logits_A2[:, 1]
@@ -125,7 +126,7 @@ class OutcomeScorer(Scorer):
         """Returns the odds where processes divide the vocabulary: the difference of two log-probs, whose normaliser is
         the same."""
         count, form = len(hidden_AH), evolve(self._form, float32=True)
-        targets = torch.tensor(self._outcomes, device=hidden_AH.device).repeat_interleave(count)
+        targets = to_device(torch.tensor(self._outcomes), hidden_AH.device).repeat_interleave(count)
         logprobs, _ = token_logprobs(
             hidden_AH.repeat(2, 1), self.head.weight, self.head.bias, targets, 1.0, self.vocabulary, form
         )

@@ -12,6 +12,7 @@ from attrs import evolve
 
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch.gradients import on_one_thread
+from rollgrad.adapters.models.torch.images import joined_tensors
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.moving import to_device
@@ -19,6 +20,7 @@ from rollgrad.adapters.models.torch.unread_positions import unread_positions
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
+from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes import cluster
 from tests.pretended_gpu import CUDA, TO_CPU, on_cpu, pretended_gpu
@@ -49,9 +51,10 @@ def path(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def policy(path: Path, device: torch.device) -> TorchPolicy:
+def policy(path: Path, device: torch.device, **settings: Any) -> TorchPolicy:
     model = load_causal_lm(str(path), dtype=torch.bfloat16, device=device, flag=cluster.FLAG)
-    return TorchPolicy(model, load_tokenizer(str(path), flag=cluster.FLAG), evolve(cluster.SETTINGS, ema_beta=None))
+    optimizer = evolve(cluster.SETTINGS, ema_beta=None)
+    return TorchPolicy(model, load_tokenizer(str(path), flag=cluster.FLAG), optimizer, **settings)
 
 
 def batch() -> RolloutBatch:
@@ -95,6 +98,28 @@ def test_what_a_gpu_is_waited_for(path: Path) -> None:
         waited.clear()
         trained.score(batch())
         assert waited == Counter(A_PASS)
+
+
+@pytest.mark.parametrize("settings", [{"neftune_alpha": 1.0}, {"outcomes": (7, 8)}], ids=str)
+def test_what_a_pass_is_given_beside_its_batch_is_not_waited_for(path: Path, settings: dict[str, Any]) -> None:
+    with pretended_gpu() as waited:
+        trained = policy(path, CUDA, **settings)
+        trained.update([batch()], cluster.likelihood)
+        waited.clear()
+        trained.update([batch()] * 2, cluster.likelihood)
+        assert waited == Counter(A_STEP) + Counter(A_PASS) + Counter(A_PASS)
+
+
+def test_images_are_not_waited_for() -> None:
+    tensors = {"pixel_values": torch.ones(4, 3), "image_grid_thw": torch.ones(1, 3, dtype=torch.int64)}
+    placed = PlacedImage(start=0, stop=4, image=Image(digest="", data=b"", tensors=tensors))
+    with pretended_gpu() as waited:
+        moved = joined_tensors([placed, placed], CUDA, torch.bfloat16)
+        assert {name: (tensor.device, tensor.dtype) for name, tensor in moved.items()} == {
+            "pixel_values": (CUDA, torch.bfloat16),
+            "image_grid_thw": (CUDA, torch.int64),
+        }
+        assert not waited
 
 
 def test_transformers_reads_the_positions_of_other_models(path: Path) -> None:
