@@ -134,14 +134,13 @@ class EngineFleet(RolloutEngine):
         await self._watched.ask_all("resume", lambda member: member.resume(), self._call_seconds)
 
     async def sleep(self) -> None:
-        """Implements `RolloutEngine.sleep`; a member that fails at it is replaced. Dead ones are replaced after
-        `wake`."""
+        """Implements `RolloutEngine.sleep`; a member that fails at it is replaced. Dead ones are replaced after `wake`,
+        and leave their memory at once."""
         self._flow.sleep()
         while self.health.states[EngineState.RESTARTING]:  # it would start awake; its own deadline ends this
             await self._wait_for_change("replacements of engines before they sleep", None)
-        if await self._watched.ask_all("sleep", lambda member: member.sleep(), self._call_seconds, may_refuse=True):
-            await self.wake()
-            raise EngineError("A member cannot sleep while requests are in flight: pause with abort or wait first.")
+        await self._watched.ask_all("sleep", lambda member: member.sleep(), self._call_seconds)
+        await self._watched.end_dead()
 
     async def wake(self) -> None:
         """Implements `RolloutEngine.wake`; a member that fails at it is replaced."""

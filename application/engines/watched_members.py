@@ -102,17 +102,12 @@ class WatchedMembers:
         return result
 
     async def ask_all(
-        self,
-        doing: str,
-        call: Callable[[FleetMember], Coroutine[Any, Any, None]],
-        seconds: float | None,
-        *,
-        may_refuse: bool = False,
-    ) -> bool:
-        """Calls all living members; returns whether a healthy one refused, if it may."""
+        self, doing: str, call: Callable[[FleetMember], Coroutine[Any, Any, None]], seconds: float | None
+    ) -> None:
+        """Calls all living members."""
         self.watch()
 
-        async def one(engine: int) -> bool:
+        async def one(engine: int) -> None:
             try:
                 async with asyncio.timeout(seconds):
                     await self.ask(engine, call(self.members[engine]))
@@ -121,12 +116,14 @@ class WatchedMembers:
             except TimeoutError:
                 self.mark_dead(engine, Death.SILENT, f"engine {engine} took more than {seconds:g} s to {doing}")
             except EngineError as error:
-                if may_refuse and await self.is_healthy(engine, str(error)):
-                    return True
                 self.mark_dead(engine, Death.FAILED, f"engine {engine} could not {doing}: {error}")
-            return False
 
-        return any(await asyncio.gather(*map(one, self.health.living)))
+        await asyncio.gather(*map(one, self.health.living))
+
+    async def end_dead(self) -> None:
+        """Ends the processes of dead members that are restarted later."""
+        dead = self.health.to_restart
+        await asyncio.gather(*(end_member(self.members[engine], engine, self._call_seconds) for engine in dead))
 
     async def is_healthy(self, engine: int, error: str) -> bool:
         """Returns whether a member that raised `error` is healthy all the same; otherwise it is given up."""

@@ -394,6 +394,22 @@ async def test_an_abort_ends_a_request_that_waits() -> None:
     await fleet.aclose()
 
 
+async def test_a_member_that_fails_to_sleep_is_replaced_though_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, members = make(2)
+
+    async def fail() -> None:
+        raise EngineError("vLLM failed: no memory to pin")
+
+    monkeypatch.setattr(members[0].engine, "sleep", fail)
+    await fleet.sleep()
+    assert fleet.health.living == [1]
+    assert [member.closed for member in members] == [True, False]
+    await fleet.wake()
+    await until(lambda: fleet.health.serving == [0, 1])
+    assert members[0].restarts == 1
+    await fleet.aclose()
+
+
 async def test_a_member_that_cannot_pause_or_sleep_is_dead_and_not_the_run() -> None:
     fleet, members = make(3, call_seconds=2.0)
     members[0].kill()
@@ -402,6 +418,7 @@ async def test_a_member_that_cannot_pause_or_sleep_is_dead_and_not_the_run() -> 
     await fleet.sleep()
     assert fleet.health.living == ([0, 2] if members[0].restarts else [2])
     assert fleet.health.deaths == {Death.FAILED: 1, Death.SILENT: 1}
+    assert members[1].closed, "it would keep the memory that models train in"
     await asyncio.sleep(4 * PING)
     assert [member.restarts for member in members] in ([0, 0, 0], [1, 0, 0]), "who starts would be awake"
     await fleet.wake()
