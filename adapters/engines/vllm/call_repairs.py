@@ -11,6 +11,7 @@ Does not own: the calls.
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from functools import wraps
 from typing import Any
 
 REST_SECONDS = 30.0
@@ -26,15 +27,26 @@ log = logging.getLogger(__name__)
 def repair() -> None:
     """Repairs the calls of engines of this process."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-    from vllm.v1.worker.gpu_worker import Worker
 
-    ask, sleep = MultiprocExecutor.collective_rpc, Worker.sleep
+    ask = MultiprocExecutor.collective_rpc
 
     def asked(executor: Any, *arguments: Any, **settings: Any) -> Any:
         if not isinstance(executor.response_mqs, Answers):
             executor.response_mqs = Answers(executor, executor.response_mqs)
         return ask(executor, *arguments, **settings)
 
+    MultiprocExecutor.collective_rpc = asked
+
+
+def repair_sleep() -> None:
+    """Repairs how a worker of this process goes to sleep; may be called again."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    sleep = Worker.sleep
+    if hasattr(sleep, "__wrapped__"):
+        return
+
+    @wraps(sleep)
     def asleep(worker: Any, level: int = 1) -> None:
         try:
             sleep(worker, level)
@@ -43,7 +55,6 @@ def repair() -> None:
                 raise
             log.warning("another process has taken memory of the GPU while vLLM went to sleep")
 
-    MultiprocExecutor.collective_rpc = asked
     Worker.sleep = asleep
 
 
