@@ -7,7 +7,7 @@ Does not own: how a process computes its part (`adapters.models.torch`, `adapter
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.batches.sharding import sequences_of_shares
 from rollgrad.domain.episodes.rewards import RewardInput
+from rollgrad.domain.errors import WorkerError
 from rollgrad.domain.ports.models import (
     AveragedPolicy,
     PolicyObjective,
@@ -117,8 +118,11 @@ class ShardedPolicy(_Trained, AveragedPolicy):
         self._group.all("begin_average")
         try:
             yield
-        finally:
-            self._group.all("end_average")
+        except BaseException:
+            with suppress(WorkerError):  # of a group that the first error has ended
+                self._group.all("end_average")
+            raise
+        self._group.all("end_average")
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Implements `PolicyModel.update`."""

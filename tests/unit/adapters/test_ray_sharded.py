@@ -7,6 +7,7 @@ import pytest
 
 from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedValue
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.domain.errors import DataError, LostProcessError
 
 
 class Calls:
@@ -32,3 +33,17 @@ def test_processes_write_where_the_driver_would(
     model.save(Path("out/model"))
     model.state_dict().write_files(Path("out/state"))
     assert calls.made == [("save", tmp_path / "out/model"), ("write_state", tmp_path / "out/state")]
+
+
+class Ended(Calls):
+    """A group that an error ends."""
+
+    def all(self, method: str, argument: Any = None) -> None:
+        if method != "begin_average":
+            raise LostProcessError("it has ended")
+
+
+def test_the_error_that_ended_a_group_is_told_not_that_averages_stay_in_it() -> None:
+    policy = ShardedPolicy(cast(WorkerGroup, Ended()))
+    with pytest.raises(DataError, match="no such image"), policy.averaged():
+        raise DataError("no such image")
