@@ -12,6 +12,7 @@ from torch import Tensor
 from rollgrad.adapters.weights import cuda_ipc
 from rollgrad.adapters.weights.cuda_ipc import exported
 from rollgrad.adapters.weights.gpu_buckets import Packer
+from rollgrad.application.settings.weight_backend import BUCKET_BYTES
 
 CPU = torch.device("cpu")
 
@@ -71,3 +72,18 @@ def test_a_bucket_is_free_after_its_transfer_also_if_its_engine_died(
         sent.close()  # type: ignore[attr-defined]
         for counter in () if dies else mapped:
             buckets.give_back(*counter)
+
+
+@pytest.mark.gpu
+def test_torch_frees_what_nobody_gives_back() -> None:
+    """A handle that nobody has opened counts like that of a process which died with it."""
+    cuda_ipc._free_last()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        sent = exported((name, tensor.cuda()) for name, tensor in weights())
+        next(sent)
+        sent.close()  # type: ignore[attr-defined]
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        assert before < torch.cuda.memory_allocated() < before + 2 * BUCKET_BYTES, "torch waits for it"
+    cuda_ipc._free_last()
+    assert torch.cuda.memory_allocated() == before
