@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rollgrad.adapters.chat.field_stream import FieldStream
@@ -18,6 +19,9 @@ from rollgrad.domain.ports.chat_codec import ToolSchema
 
 START = "\x02reply\x03"
 """Placeholder at the beginning of the reply; no reply contains it."""
+
+CALL_OPENS = re.compile(r"<tool_call>\s*")
+CALL_MARK = re.compile(r"<(/?tool_call>)")
 
 MAX_DEPTH = 64
 """Deepest nesting of arguments: no tool needs more, and templates walk them recursively."""
@@ -43,6 +47,8 @@ class ReplyParser:
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema], form: ReplyForm | None = None) -> ParsedReply:
         """Implements `ChatCodec.parse`."""
         stream, fields = self._read([text], prompt, tools)
+        if any(call.arguments is None for call in stream.tool_calls) and (escaped := self._escaped(text)) != text:
+            stream, fields = self._read([escaped], prompt, tools)
         if stream.failed:  # an unreadable region hides text in the same piece: parse again in single characters
             stream, fields = self._read(text, prompt, tools)
         message = assistant_message(
@@ -52,6 +58,22 @@ class ReplyParser:
             return ParsedReply(message=self._structured(text, prompt))  # some formats take any object for a call
         error = "The tool call could not be read." if stream.failed else None
         return ParsedReply(message=message, tool_calls=stream.tool_calls, error=error)
+
+    def _escaped(self, text: str) -> str:
+        """Returns a reply in Hermes' format whose arguments have no mark of calls in their texts: there `\\u003c` is as
+        good as `<`, and the parser ends a call at the first mark."""
+        if self._template.get("fields") is not HERMES:
+            return text
+        decoder, place = json.JSONDecoder(strict=False), text.find("</think>") + 1
+        parts = [text[:place]]
+        while found := CALL_OPENS.search(text, place):
+            start = stop = found.end()
+            with suppress(ValueError, RecursionError):
+                value, end = decoder.raw_decode(text, start)
+                stop = end if isinstance(value, dict) and "name" in value else start
+            parts += [text[place:start], CALL_MARK.sub(r"\\u003c\1", text[start:stop])]
+            place = stop
+        return "".join([*parts, text[place:]])
 
     def _structured(self, text: str, prompt: str) -> Message:
         """Returns the message of a reply of which everything after its thinking is text."""

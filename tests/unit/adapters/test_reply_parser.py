@@ -195,6 +195,16 @@ def test_broken_json_is_told_and_kept_as_text(style: Style, broken: str) -> None
     assert "tool_calls" not in message
 
 
+@pytest.mark.parametrize("said", ["", "Now:\n", "<think>\n<tool_call>{</tool_call>\n</think>\n\n"])
+def test_arguments_may_have_the_marks_of_calls_in_them(said: str) -> None:
+    style, code = STYLES["hermes"], 'print("<tool_call>")\nif "</tool_call>" in reply:\n    pass'
+    calls = [style.call("f", json.dumps({"s": code})), style.call("g", json.dumps({"s": "<b>"}))]
+    read = parse(style, said + style.join.join(calls) + style.end)
+    assert [(call.name, call.arguments) for call in read.tool_calls] == [("f", {"s": code}), ("g", {"s": "<b>"})]
+    assert (read.message["content"], read.error) == ("Now:" if said.startswith("N") else "", None)
+    assert ("reasoning_content" in read.message) == said.startswith("<")
+
+
 @every({name: style for name, style in JSON.items() if name not in ("python_tag", "parameters")})
 def test_a_broken_call_hides_no_other(style: Style) -> None:
     text = style.join.join([style.call("f", '{"a": }'), style.call("g", '{"a": 2}')]) + style.end
