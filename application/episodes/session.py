@@ -3,14 +3,16 @@
 It has messages, tools and rewards. Does not own: tokens (`TokenLedger`), and sampling.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rollgrad.application.episodes.numbers import returned_number
+from rollgrad.application.foreign import shown
 from rollgrad.domain.episodes.messages import Action, Message
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.errors import DataError
+from rollgrad.domain.errors import DataError, ForeignError
 from rollgrad.domain.ports.chat_codec import ToolSchema
-from rollgrad.domain.ports.environment import Environment, OffersTools, StepResult, tool_schema
+from rollgrad.domain.ports.environment import Environment, OffersTools, StepResult, Tool, tool_schema
 
 
 class AgentSession:
@@ -38,10 +40,12 @@ class AgentSession:
 
         Raises:
             DataError: the environment returns messages or has tools, but the prompt is plain text.
+            ForeignError: it returns something else, or has other tools than `Tool`.
         """
         opening = await self._environment.reset(prompt)
+        _check_observation("reset() returned", opening)
         if isinstance(self._environment, OffersTools):  # only now, because they may depend on the prompt
-            self.tools = tuple(map(tool_schema, self._environment.tools))
+            self.tools = tuple(map(_schema, self._environment.tools))
         if isinstance(opening, str):
             self.opening = opening
             if self.tools:
@@ -61,10 +65,13 @@ class AgentSession:
         """Passes an action to the environment; the answer is added to the conversation.
 
         Raises:
-            ForeignError: the answer has a reward, a score or a metric that cannot be trained on or logged.
+            ForeignError: it is no `StepResult`, or has an observation, a reward, a score or a metric that cannot be
+                shown, trained on or logged.
             DataError: it is in messages, but the episode is plain text.
         """
         result = await self._environment.step(action)
+        check_result("step()", result)
+        _check_observation("step() returned the observation", result.observation)
         _check_numbers(result)
         self.results.append(result)
         if self.messages is None and not isinstance(result.observation, str):
@@ -92,6 +99,39 @@ class AgentSession:
                 "--data.apply_chat_template True, or let reset() return the opening conversation."
             )
         return list(prompt.messages)
+
+
+def check_result(method: str, result: Any) -> None:
+    """Refuses what a method of an environment returned, if it is no `StepResult`.
+
+    Raises:
+        ForeignError: it is not.
+    """
+    if not isinstance(result, StepResult):
+        raise ForeignError(
+            f"The environment's {method} returned {shown(result)}, but it returns a StepResult: "
+            "StepResult(observation=..., reward=..., terminated=...)."
+        )
+
+
+def _check_observation(what: str, value: Any) -> None:
+    """Refuses what is neither a text nor a list of messages."""
+    messages = isinstance(value, Sequence) and all(
+        isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in value
+    )
+    if not (isinstance(value, str) or messages):
+        raise ForeignError(
+            f"The environment's {what} {shown(value)}, but that is a text, or a list of messages, each with its role."
+        )
+
+
+def _schema(tool: Any) -> ToolSchema:
+    if not isinstance(tool, Tool):
+        raise ForeignError(
+            f"The environment has the tool {shown(tool)}, which is none: make a function one with "
+            "rollgrad.adapters.tools.function.FunctionTool."
+        )
+    return tool_schema(tool)
 
 
 def _check_numbers(result: StepResult) -> None:

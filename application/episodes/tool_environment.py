@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 from attrs import evolve
 
+from rollgrad.application.episodes.session import check_result
 from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.algorithms.equality import reaches
 from rollgrad.domain.episodes.generation import StopReason
@@ -185,6 +186,7 @@ class ToolEnvironment(Environment):
         # A plain method is called here, and not in a thread: it may read what tools write.
         hooked: Any = self.reward_hook(answer, self._prompt)
         judged: StepResult = await hooked if inspect.isawaitable(hooked) else hooked
+        check_result("reward_hook()", judged)
         self._attempts += 1
         passed = reaches((judged.reward or 0.0) if judged.score is None else judged.score, self._pass_threshold)
         if self._attempts < self._allowed and not passed:

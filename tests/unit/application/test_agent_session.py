@@ -1,5 +1,6 @@
 """AgentSession: the conversation, in text or in messages."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Action, Message, ToolCall, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.errors import DataError
+from rollgrad.domain.errors import DataError, ForeignError
 from rollgrad.domain.ports.environment import Observation, StepResult, tool_schema
 from rollgrad.testing.environment import FakeEnvironment
 from rollgrad.testing.tool import FakeTool
@@ -112,6 +113,32 @@ async def test_a_conversation_needs_messages(greeting: Observation, kind: Any) -
 async def test_messages_after_a_text_opening_are_refused() -> None:
     with pytest.raises(DataError, match=r"let reset\(\) return messages too"):
         await session([{"role": "user", "content": "And?"}])
+
+
+SAYS = "that is a text, or a list of messages, each with its role"
+
+
+@pytest.mark.parametrize("wrong", [USER, None, ["3+4?"], ([USER], {}), [{"content": "3+4?"}]])
+async def test_what_is_no_observation_is_named(wrong: Any) -> None:
+    with pytest.raises(ForeignError, match=rf"environment's reset\(\) returned {re.escape(str(wrong))}, but {SAYS}"):
+        await session(greeting=wrong)
+    said = rf"environment's step\(\) returned the observation {re.escape(str(wrong))}, but {SAYS}"
+    with pytest.raises(ForeignError, match=said):
+        await session(wrong, greeting=[USER])
+
+
+@pytest.mark.parametrize("wrong", [("obs", 1.0, True, False, {}), None, 1.0])
+async def test_what_is_no_result_is_named(wrong: Any) -> None:
+    made = AgentSession(FakeEnvironment([wrong]))
+    await made.start(PROMPT)
+    with pytest.raises(ForeignError, match=rf"step\(\) returned {re.escape(str(wrong))}, but it returns a StepResult"):
+        await made.advance(act(""))
+
+
+async def test_a_bare_function_is_no_tool() -> None:
+    wrong: Any = [len]
+    with pytest.raises(ForeignError, match=r"has the tool <built-in function len>, .*FunctionTool\.$"):
+        await AgentSession(ToolEnvironment(wrong)).start(PROMPT)
 
 
 async def test_an_opening_is_not_shared_with_its_maker() -> None:

@@ -11,7 +11,7 @@ from rollgrad.application.episodes.tool_environment import RESULT_CHARACTERS, To
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Action, ToolCall, ToolResult, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.errors import ConfigurationError, EngineError, ImageError
+from rollgrad.domain.errors import ConfigurationError, EngineError, ForeignError, ImageError
 from rollgrad.domain.ports.environment import Environment, StepResult
 from rollgrad.testing.reward_source import FakeRewardSource
 from rollgrad.testing.tool import FakeTool
@@ -305,6 +305,15 @@ async def test_another_reward_may_be_given_with_metrics_and_parts() -> None:
         assert (result.reward, result.score, result.terminated) == (0.5, 1.0, True)
         assert result.metrics == {**counts(answered=1.0, attempts=1.0), "length": 3.0}
         assert result.reward_parts == {"style": 0.5}
+
+
+async def test_a_reward_hook_returns_a_result() -> None:
+    class Number(ToolEnvironment):
+        def reward_hook(self, answer: str, prompt: Prompt) -> Any:
+            return 1.0
+
+    with pytest.raises(ForeignError, match=r"reward_hook\(\) returned 1\.0, but it returns a StepResult"):
+        await steps(Number([]), act("x"))
 
 
 def test_the_system_prompt_stands_before_conversations_that_have_none() -> None:
