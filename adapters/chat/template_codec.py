@@ -21,7 +21,7 @@ from rollgrad.adapters.chat.reply_parser import ReplyParser
 from rollgrad.adapters.chat.special_text import Guarded, guard, unused_character
 from rollgrad.adapters.chat.streaming import TokenStream
 from rollgrad.adapters.chat.text_encoder import TextEncoder, well_formed
-from rollgrad.adapters.chat.tool_text import as_text
+from rollgrad.adapters.chat.tool_text import as_text, with_mapped_arguments, with_text_arguments
 from rollgrad.application.foreign import error_text
 from rollgrad.domain.episodes.messages import Message, ParsedReply, ReplyForm
 from rollgrad.domain.errors import ConfigurationError, DataError
@@ -320,11 +320,12 @@ class TemplateCodec(TextEncoder, ChatCodec):
         render: Callable[[list[Message], list[ToolSchema] | None], Rendered],
     ) -> Rendered:
         """Calls `render` with the messages in the form that the template accepts; returns its result."""
+        messages = with_mapped_arguments(messages)
         written = list(messages) if self._knows_tools else as_text(messages, tools)
         written = in_parts(written) if self._reads_parts_alone else written
         schemas = list(tools) if self._knows_tools and tools else None
         error: Exception | None = None
-        for candidate in (written, _with_text_arguments(written)):
+        for candidate in (written, with_text_arguments(written)):
             try:
                 return render(candidate, schemas)
             except Exception as refused:  # some want calls' arguments as JSON text; its code may raise anything
@@ -383,18 +384,3 @@ class TemplateCodec(TextEncoder, ChatCodec):
     def template(self) -> str | None:
         """The chat template; None without one."""
         return self._template or None
-
-
-def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Returns the same messages with the arguments of calls as JSON text."""
-
-    def text(call: Mapping[str, Any]) -> dict[str, Any]:
-        function = call["function"]
-        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-
-    return [
-        {**message, "tool_calls": [text(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]

@@ -1,10 +1,12 @@
-"""Tools for models whose chat template has none: Hermes' format, written into ordinary messages.
+"""The forms of calls in messages, and tools for models whose chat template has none: Hermes' format, written into
+ordinary messages.
 
 The wording is that of the templates of Qwen2.5 and Hermes 2 Pro, which a model may know from its training.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rollgrad.domain.episodes.messages import Message
@@ -39,6 +41,39 @@ def as_text(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Me
             result.append(message)
     plain = [{key: value for key, value in message.items() if key != "answers"} for message in result]
     return _with_instructions(plain, tools) if tools else list(plain)
+
+
+def with_mapped_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Returns the same messages with the arguments of calls as mappings, also those that are JSON text, as OpenAI's
+    clients and many datasets have them: most templates would write such a text as a text in JSON."""
+    return _with_arguments(messages, _mapped)
+
+
+def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Returns the same messages with the arguments of calls as JSON text."""
+    return _with_arguments(messages, lambda arguments: json.dumps(arguments, ensure_ascii=False))
+
+
+def _mapped(arguments: Any) -> Any:
+    """Returns the mapping that a text is the JSON of; anything else unchanged."""
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            read = json.loads(arguments)
+            return read if isinstance(read, Mapping) else arguments
+    return arguments
+
+
+def _with_arguments(messages: Sequence[Message], convert: Callable[[Any], Any]) -> list[Message]:
+    def converted(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or "arguments" not in function:
+            return call
+        return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
+
+    return [
+        {**message, "tool_calls": list(map(converted, message["tool_calls"]))} if message.get("tool_calls") else message
+        for message in messages
+    ]
 
 
 def _joined(*contents: Any) -> Any:
