@@ -19,7 +19,7 @@ from rollgrad.adapters.tools.function_arguments import FunctionArguments, summar
 from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.application.rare_warning import RareWarning
 from rollgrad.domain.episodes.messages import IMAGE_MARK, ToolResult
-from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
+from rollgrad.domain.errors import ConfigurationError, EngineError, ForeignError, RollgradError
 from rollgrad.domain.ports.environment import Tool
 
 TIMEOUT = 30.0
@@ -90,7 +90,11 @@ class FunctionTool(Tool):
         return self._arguments.schema
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Calls the function. Wrong arguments, an exception in it and a passed deadline are results with `is_error`."""
+        """Calls the function. Wrong arguments, an exception in it and a passed deadline are results with `is_error`.
+
+        Raises:
+            EngineError: the function raises it, because what it depends on is lost: the model has no part in it.
+        """
         try:
             values = self._arguments.read(arguments)
         except ValueError as error:
@@ -111,6 +115,8 @@ class FunctionTool(Tool):
         except TimeoutError:
             self._failures.tell("tool_timed_out", tool=self._name, seconds=self._timeout)
             text = f"The tool {self._name!r} gave no answer within {self._timeout:g} s."
+        except EngineError:
+            raise
         except RollgradError as error:
             cause = error.__cause__ or error
             self._failures.tell("tool_failed", tool=self._name, error=error_text(cause), exc_info=cause)

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 from rollgrad.adapters.chat.image_files import image_bytes, opened
 from rollgrad.adapters.tools.function import THREADS, FunctionTool, tool
 from rollgrad.domain.episodes.messages import ToolResult
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, EngineError
 
 
 class Colour(enum.Enum):
@@ -235,6 +235,19 @@ async def test_an_exception_is_named_and_its_details_are_logged_only(
     assert result == ToolResult(content=f"The tool {function.__name__!r} failed: {error.__name__}.", is_error=True)
     assert [(log["event"], log["tool"]) for log in logs] == [("tool_failed", function.__name__)]
     assert "hunter2" in repr(logs[0]["exc_info"])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_what_the_model_has_no_part_in_is_raised(asynchronous: bool) -> None:
+    def lost() -> None:
+        raise EngineError("The search server is down.")
+
+    async def lost_later() -> None:
+        lost()
+
+    with capture_logs() as logs, pytest.raises(EngineError, match=r"^The search server is down\.$"):
+        await call(lost_later if asynchronous else lost)
+    assert logs == []
 
 
 async def test_what_cannot_become_json_is_a_failure() -> None:
