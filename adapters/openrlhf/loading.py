@@ -13,7 +13,7 @@ from rollgrad.application.foreign import foreign_code
 from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_program import AgentProgram
-from rollgrad.domain.ports.environment import missing_methods
+from rollgrad.domain.ports.environment import Environment, missing_methods
 
 FLAG = "--train.agent_func_path"
 EXECUTE = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
@@ -48,12 +48,14 @@ def load_agent_file(path: str) -> AgentFile:
         return _named(getattr(module, place.name, None), path)
     program = getattr(module, "run_agent", None)
     if program is not None:
-        return AgentFile(program=program)
+        return _program_of(program, path)
     environment = getattr(module, "Environment", None)
+    if environment is Environment:  # the port, which a file imports whose own class has another name
+        environment = None
     cls = getattr(module, "AgentExecutor", None)
     # An agent file may import a class Environment from elsewhere; a class that it defines itself has precedence.
     if environment is not None and (cls is None or environment.__module__ == module.__name__):
-        return AgentFile(environment=environment)
+        return _environment_of(environment, path)
     if cls is None and "step" in vars(module):
         raise ConfigurationError(
             f"{FLAG} {path} defines a function step, as in OpenRLHF 0.8: make it the method of a class "
@@ -77,14 +79,40 @@ def _named(found: Any, path: str) -> AgentFile:
                 f"{FLAG} is {path!r}, of which the name is no class Environment (reset, step, close) and no function "
                 "of a task: check it."
             )
-        return AgentFile(program=found)
-    if hasattr(found, "execute"):
-        return _executor_of(found, path)
-    if missing := missing_methods(found):
+        return _program_of(found, path)
+    return _executor_of(found, path) if hasattr(found, "execute") else _environment_of(found, path)
+
+
+def _program_of(found: Any, path: str) -> AgentFile:
+    if not isinstance(found, AgentProgram) and not _takes(found, 1):
+        raise ConfigurationError(
+            f"{FLAG} is {path!r}, a function that cannot be called with the task alone: write run_agent(task)."
+        )
+    return AgentFile(program=found)
+
+
+def _environment_of(found: Any, path: str) -> AgentFile:
+    if inspect.isclass(found) and (missing := missing_methods(found)):
         raise ConfigurationError(
             f"{FLAG} is {path!r}, a class without {', '.join(missing)}: an environment has reset, step and close."
         )
+    if not _takes(found, 0):
+        raise ConfigurationError(
+            f"{FLAG} is {path!r}, whose environment wants arguments, but one is made for each episode without any: "
+            "give them defaults, and read in reset(prompt) what depends on the prompt."
+        )
     return AgentFile(environment=found)
+
+
+def _takes(function: Any, count: int) -> bool:
+    """Returns whether a function can be called with so many arguments by position; True for one without a signature."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def _executor_of(cls: Any, path: str) -> AgentFile:

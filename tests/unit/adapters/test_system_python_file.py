@@ -98,3 +98,27 @@ def test_a_class_or_function_of_any_name_plays(lab: Path) -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             load_agent_file(f"agents.py:{name}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class Environment:\n    async def reset(self, prompt): return ''", "a class without step, close"),
+        ("class Environment(World):\n    def __init__(self, size): ...", "wants arguments, but one is made for each"),
+        ("from rollgrad.domain.ports.environment import Environment", r"no class Environment .*\(it defines World,"),
+        ("def run_agent(task, client): return '4'", "cannot be called with the task alone"),
+        ("def run_agent(): return '4'", "cannot be called with the task alone"),
+    ],
+)
+def test_what_no_episode_could_be_played_with_is_refused(lab: Path, text: str, message: str) -> None:
+    (lab / "agents.py").write_text(f"{AGENTS}\n{text}\n")
+    with pytest.raises(ConfigurationError, match=message):
+        load_agent_file("agents.py")
+
+
+@pytest.mark.parametrize(
+    "text", ["async def run_agent(task, tries=3): ...", "def run_agent(*tasks): ...", "run_agent = print"]
+)
+def test_a_program_may_take_more_than_the_task(lab: Path, text: str) -> None:
+    (lab / "agents.py").write_text(f"{AGENTS}\n{text}\n")
+    assert load_agent_file("agents.py").program is not None
