@@ -45,7 +45,7 @@ class AgentSession:
         opening = await self._environment.reset(prompt)
         _check_observation("reset() returned", opening)
         if isinstance(self._environment, OffersTools):  # only now, because they may depend on the prompt
-            self.tools = tuple(map(_schema, self._environment.tools))
+            self.tools = _schemas(self._environment.tools)
         if isinstance(opening, str):
             self.opening = opening
             if self.tools:
@@ -125,13 +125,17 @@ def _check_observation(what: str, value: Any) -> None:
         )
 
 
-def _schema(tool: Any) -> ToolSchema:
-    if not isinstance(tool, Tool):
-        raise ForeignError(
-            f"The environment has the tool {shown(tool)}, which is none: make a function one with "
-            "rollgrad.adapters.tools.function.FunctionTool."
-        )
-    return tool_schema(tool)
+def _schemas(tools: Sequence[Any]) -> tuple[ToolSchema, ...]:
+    for tool in tools:
+        if not isinstance(tool, Tool):
+            raise ForeignError(
+                f"The environment has the tool {shown(tool)}, which is none: make a function one with "
+                "rollgrad.adapters.tools.function.FunctionTool."
+            )
+    names = [tool.name for tool in tools]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ForeignError(f"The environment has two tools called {', '.join(twice)}: rename one of them.")
+    return tuple(map(tool_schema, tools))
 
 
 def _check_numbers(result: StepResult) -> None:

@@ -141,6 +141,11 @@ async def test_a_bare_function_is_no_tool() -> None:
         await AgentSession(ToolEnvironment(wrong)).start(PROMPT)
 
 
+async def test_tools_have_different_names() -> None:
+    with pytest.raises(ForeignError, match=r"has two tools called repeat: rename"):
+        await AgentSession(ToolEnvironment([FakeTool(), FakeTool()])).start(PROMPT)
+
+
 async def test_an_opening_is_not_shared_with_its_maker() -> None:
     opening = [USER]
     made = await session("go", greeting=opening)
