@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 from attrs import define
 
 from rollgrad.application.episodes.chat_request import RefusedError
-from rollgrad.domain.errors import ConfigurationError, DataError
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 
 if TYPE_CHECKING:
@@ -154,10 +154,10 @@ class _ChatSession:
                 raise
             sys.stderr.write("\n(stopped)\n")
             return
-        except (DataError, RefusedError) as error:
+        except (DataError, RefusedError, EngineError) as error:
             if not interruptible:
                 raise
-            if said:  # they would be refused again, with each message to come
+            if said and not isinstance(error, EngineError):  # they would be refused again, with each message to come
                 self._images = []
             sys.stderr.write(f"{error}\n")
             return

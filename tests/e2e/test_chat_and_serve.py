@@ -18,6 +18,7 @@ import PIL.Image
 import pytest
 import torch
 
+import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.servers.agent_server import AgentServer
 from rollgrad.adapters.servers.server import Server
@@ -28,6 +29,7 @@ from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.messages import ReplyForm
+from rollgrad.domain.errors import EngineError
 from rollgrad.entrypoints.cli.chat import _ChatSession
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
@@ -371,6 +373,36 @@ def test_images_that_are_refused_are_not_shown_with_the_next_message(
     printed = capsys.readouterr()
     assert printed.out == "Hello.\n"
     assert printed.err.count("has an image") == 1
+
+
+def test_a_chat_goes_on_after_a_tool_was_lost(tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    up: list[bool] = []
+
+    @rollgrad.tool
+    def search() -> str:
+        if not up:
+            raise EngineError("The search server is down.")
+        return "seven"
+
+    async def tools() -> list[Any]:
+        return [search]
+
+    codec, call = TemplateCodec(tiny_tokenizer), '<tool_call>\n{"name": "search"}\n</tool_call><|im_end|>'
+    replies = [call, call, "It is 7.<|im_end|>"]
+    engine = RecordingEngine(lambda request, number: codec.encode(replies[number]))
+    loaded: Any = SimpleNamespace(assistant=Assistant(engine, codec, tools, params=SamplingParams(max_new_tokens=99)))
+    with asyncio.Runner() as runner:
+        talk = _ChatSession(loaded, [], as_json=False)
+        talk.take(runner, "3+4?", interruptible=True)
+        up.append(True)
+        talk.take(runner, "And now?", interruptible=True)
+        up.clear()
+        engine.exchanges.clear()
+        with pytest.raises(EngineError):  # a script's chat ends
+            talk.take(runner, "Again?", interruptible=False)
+    printed = capsys.readouterr()
+    assert printed.out == "It is 7.\n"
+    assert printed.err.count("The search server is down.") == 1
 
 
 def test_messages_in_json_may_have_the_files_of_a_tools_images(capsys: pytest.CaptureFixture[str]) -> None:
