@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from attrs import evolve, frozen
 from starlette.requests import Request
@@ -41,6 +42,7 @@ from rollgrad.application.episodes.chat_request import ChatRequest, Origin
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.reply import ChatReply, OnPiece
 from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.errors import ForeignError
 from rollgrad.domain.ports.chat_codec import ChatCodec
 
@@ -52,6 +54,9 @@ SMALLEST_BODY = 256 * 2**10
 
 KEPT_TEXTS = 2**16
 """Largest number of tokens whose texts are kept: all of most vocabularies that are likely somewhere."""
+
+PREVIOUS = "previous_response_id"
+"""Field of OpenAI's responses that names the response which a request continues."""
 
 EFFORT = "reasoning_effort"
 """Variable of chat templates, and field of chat completions, that says how long a model is to think."""
@@ -105,6 +110,8 @@ class AgentServer:
         self._model = model
         self._answer = answer
         self._operation = operation
+        self._said: WeakKeyDictionary[RecordedSession, dict[str, Sequence[Message]]] = WeakKeyDictionary()
+        """Conversations up to each response of a session, by its id, which a client may continue by that id alone."""
         # A reply's log-probs name the same tokens again and again.
         self._texts = lru_cache(KEPT_TEXTS)(partial(codec.decode, special_tokens=True))
 
@@ -149,11 +156,10 @@ class AgentServer:
     async def _complete(self, wire: Wire, asked: _Asked, request: Request) -> Response:
         if asked.call.stream:
             return await self._streaming(wire, asked, request)
-        replies = await self._replies(asked, request)
+        replies, call_id = await self._replies(asked, request), secrets.token_hex(12)
+        self._keep(asked, call_id, replies)
         # In a thread: many replies with log-probs take seconds to write, for which the event loop must not block.
-        return await asyncio.to_thread(
-            lambda: JSONResponse(wire.encode(asked.call, replies, secrets.token_hex(12), self._decode))
-        )
+        return await asyncio.to_thread(lambda: JSONResponse(wire.encode(asked.call, replies, call_id, self._decode)))
 
     async def _count(self, wire: Wire, asked: _Asked, request: Request) -> Response:
         chat = asked.call.request
@@ -181,7 +187,7 @@ class AgentServer:
     async def _read_call(self, wire: Wire, request: Request) -> _Asked:
         session = self._session(request)
         body = await read_json(request)
-        call = wire.decode(body)
+        call = self._continued(session, wire, body)
         self._check_template({**read(body, "chat_template_kwargs", dict, {}), **_thinking(body)})
         if "messages" in wire.fields or "input" in wire.fields:
             self._check_effort(body)
@@ -192,6 +198,32 @@ class AgentServer:
             self._unread.note_model(call.model)
         call = evolve(call, model=call.model or self._model)
         return _Asked(call=call, session=session, origin=_origin(request, body), scope=request.scope)
+
+    def _continued(self, session: RecordedSession | None, wire: Wire, body: Mapping[str, Any]) -> Call:
+        """Returns the decoded body. In a session it may continue a response by its id (`previous_response_id`)."""
+        name = body.get(PREVIOUS)
+        if session is None or name is None or PREVIOUS not in wire.fields:
+            return wire.decode(body)
+        known = self._said.get(session, {})
+        if not isinstance(name, str) or name not in known:
+            raise bad(f"{PREVIOUS} is {json.dumps(name)[:60]}, which is none of this episode's: send the id of one.")
+        call = wire.decode({**body, PREVIOUS: None})
+        said = call.request.messages
+        first = 1 if body.get("instructions") else 0  # those of an earlier response do not last
+        names = {one["id"]: one["function"]["name"] for m in known[name] for one in m.get("tool_calls") or ()}
+        new = [
+            {**m, "name": m["name"] or names.get(m["tool_call_id"], "")} if m["role"] == "tool" else m
+            for m in said[first:]
+        ]
+        return evolve(call, body=body, request=evolve(call.request, messages=[*said[:first], *known[name], *new]))
+
+    def _keep(self, asked: _Asked, call_id: str, replies: Sequence[ChatReply]) -> None:
+        """Keeps the conversation up to a response of a session."""
+        body = asked.call.body
+        if asked.session is None or "input" not in body:
+            return
+        said = asked.call.request.messages[1 if body.get("instructions") else 0 :]
+        self._said.setdefault(asked.session, {})[f"resp_{call_id}"] = (*said, replies[0].parsed.message)
 
     def _check_template(self, given: Mapping[str, Any]) -> None:
         """Refuses variables of the chat template, as clients of vLLM send them, that are not the server's own: the
@@ -298,7 +330,14 @@ class AgentServer:
         finally:
             for wait in waits:
                 wait.cancel()
-        return StreamedAnswer(wire.events(asked.call, secrets.token_hex(12)), task, pieces, self._decode)
+        call_id = secrets.token_hex(12)
+
+        def keep(done: "asyncio.Task[Sequence[ChatReply]]") -> None:
+            if not done.cancelled() and done.exception() is None:
+                self._keep(asked, call_id, done.result())
+
+        task.add_done_callback(keep)
+        return StreamedAnswer(wire.events(asked.call, call_id), task, pieces, self._decode)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._texts(tuple(token_ids))

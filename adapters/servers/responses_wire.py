@@ -1,8 +1,8 @@
 """OpenAI's `POST /v1/responses`: items in, items and their events out.
 
-Nothing is stored: a request brings its whole conversation, and one that names an earlier response is refused. Items of
-one reply (reasoning, message, calls) are one assistant message, as on the other wires, so that all play the same
-sessions.
+Nothing is stored here: a request brings its whole conversation, and one that names an earlier response is refused,
+unless the server has put that one's conversation before it, as it does in a session. Items of one reply (reasoning,
+message, calls) are one assistant message, as on the other wires, so that all play the same sessions.
 """
 
 import time
@@ -207,7 +207,7 @@ def _response(call: Call, call_id: str, output: Sequence[Mapping[str, Any]], rep
         "output": list(output),
         "usage": usage,
         "store": False,
-        "previous_response_id": None,
+        "previous_response_id": body.get("previous_response_id"),
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],

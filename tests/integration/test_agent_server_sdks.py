@@ -93,6 +93,43 @@ def test_openai_with_tools_thinking_and_a_second_turn(play: Play) -> None:
     assert engine.requests[1].params.temperature == 1.0, "the trainer decides how to sample"
 
 
+def test_a_response_continues_another_of_its_episode_by_its_id(play: Play) -> None:
+    import openai
+
+    tool: Any = {"type": "function", **TOOL["function"]}
+
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        create = functools.partial(client(served).responses.create, model=MODEL, tools=[tool], instructions="Be brief.")
+        first = await create(input="What is 3 plus 4?")
+        (call,) = first.output
+        assert call.type == "function_call"
+        result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "7"}]
+        answers = [event async for event in await create(input=result, previous_response_id=first.id, stream=True)]
+        second = answers[-1].response  # type: ignore[union-attr]
+        assert (second.output_text, second.previous_response_id) == ("It is 7.", first.id)
+        third = await create(input="Sure?", previous_response_id=second.id)
+        assert third.output_text == "Yes."
+        for wrong in ("resp_none", first.id.upper()):
+            with pytest.raises(openai.BadRequestError, match=r"none of this episode's"):
+                await create(input="Sure?", previous_response_id=wrong)
+        other = client(served, base_url=f"{served.url}/s/{served.open().key}/v1")
+        with pytest.raises(openai.BadRequestError, match=r"none of this episode's"):
+            await other.responses.create(model=MODEL, input="Sure?", previous_response_id=first.id)
+        prompts = [request.prompt_token_ids for request in engine.requests]
+        whole: Any = [
+            {"role": "user", "content": "What is 3 plus 4?"},
+            call.to_dict(),
+            *result,
+            {"role": "assistant", "content": "It is 7."},
+            {"role": "user", "content": "Sure?"},
+        ]
+        fourth = await create(input=whole)
+        assert fourth.output_text == "No."
+        assert engine.requests[-1].prompt_token_ids == prompts[-1]
+
+    play(scenario, [CALL, "It is 7.", "Yes.", "No."], branches=2)
+
+
 def test_anthropic_with_tools_thinking_and_a_second_turn(play: Play) -> None:
     async def scenario(served: Served, engine: ScriptedEngine) -> None:
         messages: Any = [{"role": "user", "content": "What is 3 plus 4?"}]
