@@ -14,7 +14,7 @@ from rollgrad.adapters.checkpoints.names import METRICS_FILE, MODEL_OF_STEP, num
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.tracking.metrics_file import read_logged
 from rollgrad.adapters.tracking.trajectory_files import HIDDEN_TOKEN, read_trajectories, trajectory_path
-from rollgrad.application.settings.derived import optimizer_steps_per_rollout
+from rollgrad.application.settings.derived import moves_reference, optimizer_steps_per_rollout
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.algorithms.settings import KLEstimator, OldLogprobs
@@ -27,10 +27,12 @@ from rollgrad.entrypoints.composition.algorithm import (
     make_entropy_controller,
     make_kl_controller,
     make_objective,
+    teacher_kind,
 )
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.rl import rl_container
+from rollgrad.entrypoints.composition.teacher import make_compared_reference
 
 SAMPLED = 1
 """Kind of a sampled token (docs/trajectories.md)."""
@@ -61,9 +63,15 @@ def replay(run: Path, config: RLConfig, step: int) -> Replayed:
     batch = kept_batch(trajectory_path(run, step), config)
     weights = weights_before(run, config, step)
     logged = logged_metrics(run / METRICS_FILE, step)
-    actor = evolve(config.actor, model_name_or_path=weights, lora=LoraConfig() if step > 1 else config.actor.lora)
-    config = evolve(config, actor=actor)
+    actor, ref = config.actor, config.ref
+    if step > 1:
+        # Without a model of its own the reference is what the run started with, not what this update does.
+        ref = evolve(ref, model_name_or_path=ref.model_name_or_path or actor.model_name_or_path)
+        actor = evolve(actor, model_name_or_path=weights, lora=LoraConfig())
+    config = evolve(config, actor=actor, ref=ref)
     container = rl_container(config)
+    if teacher_kind(config) != "none":  # what it has predicted is not kept
+        container.teacher.override(providers.Singleton(make_compared_reference, config, container.tokenizer))
     container.critic.override(providers.Object(None))
     kl, entropy = logged.get("policy/kl_coef"), logged.get("policy/entropy_coef")
     try:
@@ -157,6 +165,11 @@ def _check(config: RLConfig, step: int) -> None:
             "update depends: replay an update of a run on texts."
         )
     template, estimator = config.algo.kl.teacher_template, config.algo.kl.estimator
+    if estimator == KLEstimator.FULL and (moves_reference(config) or config.ref.url is not None):
+        raise ConfigurationError(
+            "algo.kl.estimator is full, but of a reference that moves or is on a server (algo.kl.ref_sync_steps, "
+            "ref.url) nothing is kept: replay an update of a run with another estimator."
+        )
     tells_replies = template is not None and TeacherTemplate.read(template).tells_passed_replies
     if template is not None and config.algo.kl.use_loss and (tells_replies or estimator == KLEstimator.FULL):
         raise ConfigurationError(

@@ -60,15 +60,24 @@ def make_policy_teacher(
         CheckpointError: the reference cannot be loaded.
         ConfigurationError: it has another vocabulary.
     """
-    kl, kind = config.algo.kl, teacher_kind(config)
+    kind = teacher_kind(config)
     if kind == "none":
         return None
-    settings = DistillationSettings(beta=kl.beta, temperature=config.rollout.temperature, top_k=kl.top_k)
-    if kind == "predicted":
-        return KeptTeacher(settings)
+    return (
+        KeptTeacher(_divergence(config)) if kind == "predicted" else make_compared_reference(config, tokenizer, images)
+    )
+
+
+def make_compared_reference(config: RLConfig, tokenizer: Any, images: ImageRenderer | None = None) -> Teacher:
+    """Loads the reference of a run, which updates compare the policy with; raises what `make_policy_teacher` does."""
     if config.ref.model_name_or_path is not None:
         check_compared(config.ref.model_name_or_path, tokenizer)
-    return Teacher(make_reference_model(config.actor, config.ref, images=images), settings)
+    return Teacher(make_reference_model(config.actor, config.ref, images=images), _divergence(config))
+
+
+def _divergence(config: RLConfig) -> DistillationSettings:
+    kl = config.algo.kl
+    return DistillationSettings(beta=kl.beta, temperature=config.rollout.temperature, top_k=kl.top_k)
 
 
 def make_served_reference(config: RLConfig) -> ServedReference:

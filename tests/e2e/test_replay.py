@@ -83,6 +83,19 @@ def test_an_update_again_has_the_metrics_that_were_logged(
     assert "metrics.jsonl cannot be read" in refused(capsys, "out", "--step", "1")
 
 
+@pytest.mark.parametrize("top_k", [(), ("--algo.kl.top_k", "8")], ids=["vocabulary", "likely tokens"])
+def test_an_update_is_compared_again_with_what_the_run_started_with(
+    train: Callable[..., None], capsys: pytest.CaptureFixture[str], top_k: tuple[str, ...]
+) -> None:
+    train("--ckpt.save_steps", "1", "--algo.kl.estimator", "full", *top_k)
+    found = replayed(capsys, 2)
+    for name, (logged, now) in found.items():
+        assert now == pytest.approx(logged, rel=1e-4, abs=1e-6), name
+    assert found["policy/ref_kl"][0] > 1e-4
+    moving = ("--algo.kl.ref_sync_steps", "1", "--algo.kl.top_k", "8")
+    assert "reference that moves or is on a server" in refused(capsys, "out", "--step", "2", *moving)
+
+
 def test_several_optimizer_steps_are_replayed_from_the_first_update_alone(
     train: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
