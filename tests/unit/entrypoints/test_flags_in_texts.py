@@ -48,7 +48,7 @@ PLACEHOLDERS = {"flag", "name", "section.flag", "section.no_flag", "SECTION.SETT
 
 FOREIGN = {
     *("address", "head", "block", "exclude", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"),  # Ray, Slurm
-    *("cpus-per-task", "job-name", "time", "runtime-env-json"),
+    *("cpus-per-task", "job-name", "time", "signal", "batch", "runtime-env-json"),
     *("shm-size", "ipc", "cap-add", "security-opt"),  # Docker
     *("no-deps", "constraint", "index-url", "module", "num_gpus", "config_file"),  # pip, deepspeed, accelerate
     *(
