@@ -23,6 +23,7 @@ from rollgrad.adapters.checkpoints.files import (
     size_of,
     tidy,
 )
+from rollgrad.adapters.checkpoints.lock import keep_locked
 from rollgrad.adapters.checkpoints.names import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -102,6 +103,7 @@ class LocalCheckpointStore(CheckpointStore):
                 critic.save(fresh / CRITIC_DIRECTORY)
 
         try:
+            keep_locked(self._root)
             with waiting_for(f"the model {name!r} to be saved", every=SAVING_EVERY_SECONDS):
                 self._with_room(lambda: replace_directory(target, fill), self._root)
         except OSError as error:
@@ -137,6 +139,7 @@ class LocalCheckpointStore(CheckpointStore):
         """
         target = self._state_file(name)
         try:
+            keep_locked(self._root)
             content = json.dumps(dict(state), indent=2).encode()
             self._with_room(lambda: replace_file(target, content), self._root)
         except (OSError, TypeError, ValueError) as error:
@@ -150,6 +153,7 @@ class LocalCheckpointStore(CheckpointStore):
             CheckpointError: it cannot be written; the older ones are then still there.
         """
         try:
+            keep_locked(self._states)
             with waiting_for(f"the training state of step {saved.step} to be saved", every=SAVING_EVERY_SECONDS):
                 return self._with_room(lambda: save_state(self._states, saved, keep=self._keep_states), self._states)
         except RollgradError:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.run import RLConfig
@@ -75,6 +77,33 @@ def test_two_runs_of_one_process_do_not_share_a_directory_either(tmp_path: Path)
     with alone(ckpt), pytest.raises(CheckpointError, match=rf"process {os.getpid()} "), alone(ckpt):
         pytest.fail("two runs in one directory")
     with alone(CheckpointConfig(output_dir=str(tmp_path), state_dir=str(tmp_path / "." / "x" / ".."))):
+        pass
+
+
+def test_a_directory_that_was_removed_is_locked_again_but_not_if_another_run_has_begun_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever removes the directory of a run that goes on removes its lock, and may begin another run there."""
+    out = tmp_path / "out"
+    ckpt, store = CheckpointConfig(output_dir=str(out)), LocalCheckpointStore(out)
+    with alone(ckpt):
+        store.save_state({"step": 1}, "model")
+        assert "removed" not in "".join(capsys.readouterr())
+        shutil.rmtree(out)
+        store.save_state({"step": 2}, "model")
+        assert "the directory was removed while the run goes on" in "".join(capsys.readouterr())
+        with pytest.raises(CheckpointError, match="another run is writing"), alone(ckpt):
+            pytest.fail("two runs in one directory")
+        shutil.rmtree(out)
+        process = holder(out)
+        try:
+            with pytest.raises(CheckpointError, match="another run writes there now"):
+                store.save_state({"step": 3}, "model")
+            assert [path.name for path in out.iterdir()] == [".lock"]
+        finally:
+            process.kill()
+            process.wait(WAIT_SECONDS)
+    with alone(ckpt):
         pass
 
 
