@@ -44,6 +44,6 @@ class SeeingEngine:
 class SeeingHost(EngineHost):
     """Has a `SeeingEngine`."""
 
-    async def start(self, settings: Mapping[str, Any], devices: Sequence[str]) -> tuple[int | None, str]:
+    async def start(self, settings: Mapping[str, Any], devices: Sequence[str]) -> int | None:
         sys.modules["rollgrad.adapters.engines.vllm.engine"] = SimpleNamespace(VLLMEngine=SeeingEngine)  # type: ignore[assignment]
         return await super().start(settings, devices)
