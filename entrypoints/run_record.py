@@ -23,6 +23,7 @@ import structlog
 
 import rollgrad
 from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.checkpoints.lock import keep_locked
 from rollgrad.adapters.checkpoints.names import RUN_FILE
 from rollgrad.application.foreign import first_line
 from rollgrad.entrypoints.redaction import known_secrets, redact
@@ -109,8 +110,9 @@ class RunRecord:
     def _write(self) -> None:
         self._facts |= {"heartbeat": _now(), "boot": _boot()}
         try:
+            keep_locked(self._path.parent)
             replace_file(self._path, (json.dumps(self._facts, indent=2) + "\n").encode(errors="replace"))
-        except OSError as error:  # a full disk; the next heartbeat may find room
+        except OSError as error:  # a full disk, on which the next one may find room, or another run is there
             if not self._warned:
                 log.warning("the state of the run cannot be written", path=str(self._path), reason=str(error))
             self._warned = True

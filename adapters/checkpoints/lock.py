@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,9 @@ TAKEN = (errno.EAGAIN, errno.EACCES)
 
 _held: dict[int, Path] = {}
 """Files that this process has locked, by descriptor."""
+
+_locking = threading.Lock()
+"""Lock of threads that lock a directory again."""
 
 
 @contextmanager
@@ -76,32 +80,39 @@ def keep_locked(directory: Path) -> None:
         CheckpointError: another run has begun to write there meanwhile.
     """
     path = (directory / LOCK_FILE).absolute()
-    descriptors = [descriptor for descriptor, held in _held.items() if held == path]
-    with suppress(FileNotFoundError):
-        there = path.stat()
-        if any(os.path.samestat(there, os.fstat(descriptor)) for descriptor in descriptors):
-            return
-    for descriptor in descriptors[:1]:
-        directory.mkdir(parents=True, exist_ok=True)
-        fresh = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in TAKEN:
-                os.close(fresh)
-                raise CheckpointError(
-                    f"{directory} was removed while the run went on, and another run writes there now: nothing more of "
-                    "this one is saved there, for it would overwrite what that one saves."
-                ) from error
-        os.dup2(fresh, descriptor, inheritable=False)  # in place of the lock of the removed file
-        os.close(fresh)
-        _tell_owner(descriptor)
-        import structlog
+    descriptors = [descriptor for descriptor, held in [*_held.items()] if held == path]
+    if not descriptors:  # nor in a child, where the lock of threads may be one that nobody gives back
+        return
+    with _locking:
+        with suppress(FileNotFoundError):
+            there = path.stat()
+            if any(os.path.samestat(there, os.fstat(descriptor)) for descriptor in descriptors):
+                return
+        _lock_again(directory, path, descriptors[0])
 
-        structlog.get_logger(__name__).warning(
-            "the directory was removed while the run goes on: what was there is lost, and what comes is written anew",
-            directory=str(directory),
-        )
+
+def _lock_again(directory: Path, path: Path, descriptor: int) -> None:
+    """Makes `descriptor` one of the new file `path`, which it locks."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fresh = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in TAKEN:
+            os.close(fresh)
+            raise CheckpointError(
+                f"{directory} was removed while the run went on, and another run writes there now: nothing more of "
+                "this one is saved there, for it would overwrite what that one saves."
+            ) from error
+    os.dup2(fresh, descriptor, inheritable=False)  # in place of the lock of the removed file
+    os.close(fresh)
+    _tell_owner(descriptor)
+    import structlog
+
+    structlog.get_logger(__name__).warning(
+        "the directory was removed while the run goes on: what was there is lost, and what comes is written anew",
+        directory=str(directory),
+    )
 
 
 def _tell_owner(descriptor: int) -> None:

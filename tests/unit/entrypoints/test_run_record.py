@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import structlog
 
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig
+from rollgrad.domain.errors import CheckpointError
 from rollgrad.entrypoints import run_record
+from rollgrad.entrypoints.run_directory import alone
 from rollgrad.entrypoints.run_record import SILENT_SECONDS, RunRecord, RunStatus, read_run
+from tests.fakes import cluster
 
 
 def status(directory: Path) -> tuple[RunStatus, str | None]:
@@ -96,3 +100,14 @@ def test_a_disk_without_room_is_named_once(tmp_path: Path) -> None:
         pass
     assert len(events) == 1
     assert events[0]["path"].endswith("run.json")
+
+
+def test_a_heartbeat_locks_a_directory_again_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before another run may begin there, also where the run saves nothing for long."""
+    monkeypatch.setattr(run_record, "HEARTBEAT_SECONDS", 0.01)
+    ckpt = CheckpointConfig(output_dir=str(tmp_path / "out"))
+    with alone(ckpt), RunRecord(tmp_path / "out", learning={"steps": 1}):
+        (tmp_path / "out").rename(tmp_path / "gone")
+        cluster.wait_for(lambda: read_run(tmp_path / "out"), "the next heartbeat", 60)
+        with pytest.raises(CheckpointError, match="another run is writing"), alone(ckpt):
+            pytest.fail("two runs in one directory")
