@@ -87,7 +87,7 @@ def test_a_curriculum_begins_anew_from_a_state_of_texts() -> None:
 def test_entropy_bonus_acts_below_the_target_only() -> None:
     controller = EntropyController(coef=0.0, target=0.5, step=0.1, maximum=0.25)
     weights = []
-    for entropy in (0.9, 0.4, 0.3, 0.2, 0.6, 0.4):
+    for entropy in (0.9, 0.4, 0.3, 0.2, 0.6, 0.5):
         controller = controller.observe(entropy)
         weights.append(controller.weight)
     assert weights == pytest.approx([0.0, 0.1, 0.2, 0.25, 0.0, 0.25])

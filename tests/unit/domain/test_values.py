@@ -314,6 +314,30 @@ def test_schedules() -> None:
         at("exponential", 50)
 
 
+@given(
+    kind=st.sampled_from(["constant", "linear", "cosine_with_min_lr", "warmup_stable_decay"]),
+    total=st.integers(1, 40),
+    warmup=st.sampled_from([0.0, 0.1, 0.37, 1.0]),
+    floor=st.sampled_from([0.0, 0.1, 1.0]),
+    decay=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+)
+def test_a_rate_rises_for_its_warm_up_and_never_again(
+    kind: str, total: int, warmup: float, floor: float, decay: float
+) -> None:
+    """A part of a step counts as one."""
+    ratios = {"warmup_ratio": warmup, "min_ratio": floor, "decay_ratio": decay}
+    factors = [lr_factor(kind, step, total_steps=total, **ratios) for step in range(total + 3)]
+    rising = math.ceil(total * warmup)
+    assert factors[:rising] == pytest.approx([(step + 1) / (rising + 1) for step in range(rising)])
+    assert factors[rising:] == sorted(factors[rising:], reverse=True)
+    assert all(floor <= factor <= 1 for factor in factors[rising:])
+    if kind == "warmup_stable_decay":
+        falling = min(math.ceil(total * decay), total - rising)
+        slope = (1 - floor) / max(1, falling)
+        late = [1 - slope * max(0, step - (total - falling)) for step in range(rising, total + 1)]
+        assert factors[rising : total + 1] == pytest.approx(late)
+
+
 def test_a_late_decay_is_that_of_transformers() -> None:
     """But for warm-up, whose first step moves here, and whose rate begins at the floor there."""
     from transformers import get_wsd_schedule
