@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import Factory, evolve, fields, frozen
+from attrs import Factory, evolve, frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.ray.rank_policy import RankPolicy
@@ -21,7 +21,6 @@ from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.sections.actor import LoraConfig
-from rollgrad.domain.batches.examples import DemonstrationBatch
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
@@ -307,13 +306,7 @@ def taught(case: Case, packed: PackedBatch, kept: bool) -> tuple[dict[str, Tenso
         generator = torch.Generator().manual_seed(case.seed)
         ids_NK = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:5] for _ in range(packed.token_count)])
         logprobs_NB = torch.randn(packed.token_count, 6, generator=generator).log_softmax(1)
-        columns = {field.name: getattr(packed, field.name) for field in fields(PackedBatch) if field.init}
-        packed = DemonstrationBatch(
-            **columns,
-            sample_ids_S=torch.zeros(len(packed)),
-            teacher_ids_NK=ids_NK.int(),
-            teacher_logprobs_NK=logprobs_NB.half(),
-        )
+        packed = evolve(packed, teacher_ids_NK=ids_NK.int(), teacher_logprobs_NK=logprobs_NB.half())
         teacher = KeptTeacher(settings)
     lm = PackedLM(model(case), teacher=teacher)
     *_, divergence_A = lm(packed)

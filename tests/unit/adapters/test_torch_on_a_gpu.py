@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve, fields
+from attrs import evolve
 
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
@@ -26,7 +26,6 @@ from rollgrad.adapters.models.torch.value import TorchValue
 from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.domain.algorithms.losses.centering import ScoreCentering
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
-from rollgrad.domain.batches.examples import DemonstrationBatch
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from tests.fakes import cluster, grammars
@@ -105,12 +104,9 @@ def centred(batch: PackedBatch) -> tuple[PackedBatch, dict[str, Any]]:
 
 
 def taught(batch: PackedBatch) -> tuple[PackedBatch, dict[str, Any]]:
-    columns = {field.name: getattr(batch, field.name) for field in fields(PackedBatch) if field.init}
     ids_NK = torch.arange(3, dtype=torch.int32).expand(batch.token_count, 3).contiguous()
-    logprobs_NB = torch.full((batch.token_count, 4), 0.25).log().half()
-    told = DemonstrationBatch(
-        **columns, sample_ids_S=torch.zeros(len(batch)), teacher_ids_NK=ids_NK, teacher_logprobs_NK=logprobs_NB
-    )
+    logprobs_NB = torch.full((batch.token_count, 4), 0.25).log()
+    told = evolve(batch, teacher_ids_NK=ids_NK, teacher_logprobs_NK=logprobs_NB)
     return told, {"teacher": KeptTeacher(DistillationSettings(top_k=3))}
 
 
