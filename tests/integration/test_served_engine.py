@@ -243,6 +243,7 @@ async def test_the_server_teaches_what_the_model_itself_teaches(
 
 
 ASYNC = {"train.async_enable": "True"}
+FULL = {"algo.kl.use_loss": "True", "algo.kl.estimator": "full", "algo.kl.top_k": "8"}
 CENTRED = {"algo.score_centering_top_k": "19", "algo.correction.level": "off", "algo.old_logprobs": "recompute"}
 
 
@@ -271,6 +272,32 @@ def test_a_run_trains_on_what_the_server_samples(
     asked = ("actor.model_name_or_path", "rollout.engine", "rollout.server_urls", "reward.function_path")
     held_out = {"eval.dataset": "prompts.jsonl", "data.label_key": "label", "eval.max_new_tokens": "8"}
     assert main(["eval", *words({flag: flags[flag] for flag in asked} | held_out)]) == 0
+
+
+@pytest.mark.parametrize("how", [{}, FULL], ids=["sampled tokens", "likely tokens"])
+async def test_a_teacher_on_the_server_teaches_as_one_in_the_run(
+    url: str,
+    policy: TorchPolicy,
+    channel: EngineWeights,
+    sums_flags: dict[str, str],
+    tmp_path: Path,
+    how: dict[str, str],
+) -> None:
+    learn(policy)
+    await channel.push(policy, 1)
+    policy.save(tmp_path / "teacher")
+    distilled = {"algo.advantage.estimator": "on_policy_distill", "algo.kl.init_coef": "1", "rollout.temperature": "1"}
+    flags = sums_flags | distilled | how | {"train.max_steps": "2"}
+    del flags["algo.old_logprobs"], flags["reward.function_path"]
+    found = []
+    for of in ({"ref.url": url}, {"ref.model_name_or_path": "teacher", "ckpt.overwrite": "True"}):
+        assert await asyncio.to_thread(main, ["train", "rl", *words(flags | of)]) == 0
+        steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
+        names = ("policy/ref_kl", "policy/loss", "policy/grad_norm")
+        found.append([step[name] for step in steps if names[0] in step for name in names])
+    assert found[0] == pytest.approx(found[1], rel=0.02)
+    assert len(found[0]) == 6
+    assert min(found[0][::3]) > 1, "the server has other weights than those that the run begins with"
 
 
 def test_a_run_learns_from_replies_of_a_prescribed_form(url: str, sums_flags: dict[str, str]) -> None:
