@@ -324,9 +324,7 @@ def _moved(column: Tensor, taught: PackedBatch, batch: PackedBatch) -> Tensor:
     """Returns a column of a batch as it is taught at the action tokens of the batch itself, 0 elsewhere."""
     if torch.equal(taught.action_mask_N, batch.action_mask_N):  # each token is at its own place
         return column
-    own = column.new_zeros(batch.token_count, *column.shape[1:])
-    own[batch.action_mask_N] = column[taught.action_mask_N]
-    return own
+    return batch.placed(column[taught.action_mask_N])
 
 
 def _told(batch: RolloutBatch, prompts: TeacherPrompts) -> RolloutBatch:

@@ -229,10 +229,7 @@ def _at_trained(columns: Sequence[Tensor | None], batch: PackedBatch) -> Tensor 
     known = [rows_A for rows_A in columns if rows_A is not None]
     if len(known) < len(columns):
         return None
-    rows_A = torch.cat(known)
-    whole_N = rows_A.new_zeros(batch.token_count, *rows_A.shape[1:])
-    whole_N[batch.action_mask_N] = rows_A
-    return whole_N
+    return batch.placed(torch.cat(known))
 
 
 @frozen(kw_only=True, eq=False)

@@ -133,6 +133,12 @@ class PackedBatch:
             raise ValueError(f"The batch has no {name}: fill it in before computing the loss.")
         return column
 
+    def placed(self, rows_A: Tensor) -> Tensor:
+        """Returns a column of what is known of action tokens, one row each, at their places; 0 elsewhere."""
+        column = rows_A.new_zeros(self.token_count, *rows_A.shape[1:])
+        column[self.action_mask_N] = rows_A
+        return column
+
     def for_other_models(self) -> Self:
         """Returns what other models than the policy that sampled compute with: their own routers choose experts, and
         none of them learns from likely tokens."""

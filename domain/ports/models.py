@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from attrs import field, frozen
 from torch import Tensor
 
@@ -83,20 +82,12 @@ class PredictingModel(Protocol):
 
     def predictions(self, passes: Passes[Any], top_k: int) -> Predictions:
         """Returns its predictions of all tokens of the batch that the passes divide; 0 outside actions."""
-        found = [self.predict(batch, top_k) for batch in passes]
-        places = torch.cat([passes.whole.token_index(passes.sequences(number)) for number in range(len(passes))])
-        places = places[passes.whole.action_mask_N[places]]
+        batches = [*passes]
+        found = [self.predict(batch, top_k) for batch in batches]
         return Predictions(
-            ids_AK=_laid(torch.cat([each.ids_AK for each in found]), places, passes.whole.token_count),
-            logprobs_AB=_laid(torch.cat([each.logprobs_AB for each in found]), places, passes.whole.token_count),
+            ids_AK=passes.merged([own.placed(each.ids_AK) for own, each in zip(batches, found, strict=True)]),
+            logprobs_AB=passes.merged([own.placed(each.logprobs_AB) for own, each in zip(batches, found, strict=True)]),
         )
-
-
-def _laid(rows_AK: Tensor, places_A: Tensor, count: int) -> Tensor:
-    """Returns rows at their places among `count` tokens; 0 elsewhere."""
-    rows_NK = rows_AK.new_zeros(count, rows_AK.shape[1])
-    rows_NK[places_A] = rows_AK
-    return rows_NK
 
 
 @runtime_checkable

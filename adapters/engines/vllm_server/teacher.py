@@ -201,9 +201,7 @@ class ServedReference(ReferenceModel, PredictingModel):
     def score(self, batch: PackedBatch) -> TokenScores:
         """Implements `ReferenceModel.score`; the entropy, of which a server says nothing, is NaN at action tokens."""
         own_A = torch.tensor([place.own for place in self._served.places(batch, 0)])
-        return TokenScores(
-            logprobs_N=_placed(own_A, batch), entropy_N=_placed(torch.full_like(own_A, torch.nan), batch)
-        )
+        return TokenScores(logprobs_N=batch.placed(own_A), entropy_N=batch.placed(torch.full_like(own_A, torch.nan)))
 
     def logprobs(self, passes: Passes[Any]) -> Tensor:
         """Implements `ReferenceModel.logprobs`."""
@@ -217,11 +215,4 @@ class ServedReference(ReferenceModel, PredictingModel):
         """Implements `PredictingModel.predictions`."""
         whole = passes.whole
         found = self.predict(whole, top_k)
-        return Predictions(ids_AK=_placed(found.ids_AK, whole), logprobs_AB=_placed(found.logprobs_AB, whole))
-
-
-def _placed(rows_A: Tensor, batch: PackedBatch) -> Tensor:
-    """Returns what is said of action tokens at their places, 0 elsewhere."""
-    column = rows_A.new_zeros(batch.token_count, *rows_A.shape[1:])
-    column[batch.action_mask_N] = rows_A
-    return column
+        return Predictions(ids_AK=whole.placed(found.ids_AK), logprobs_AB=whole.placed(found.logprobs_AB))

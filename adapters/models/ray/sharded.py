@@ -82,7 +82,22 @@ class _Trained:
         self._group.all("load_state_dict", state.whole() if isinstance(state, GroupState) else state)
 
 
-class ShardedPolicy(_Trained, AveragedPolicy):
+class _Predicting(PredictingModel):
+    """Common part of a policy and a reference."""
+
+    _parts: "_Parts"
+
+    def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
+        """Implements `PredictingModel.predict`."""
+        found, mask_N = self._parts.predictions(self._parts.pass_of(batch), top_k), batch.action_mask_N
+        return Predictions(ids_AK=found.ids_AK[mask_N], logprobs_AB=found.logprobs_AB[mask_N])
+
+    def predictions(self, passes: Passes[Any], top_k: int) -> Predictions:
+        """Implements `PredictingModel.predictions`."""
+        return self._parts.predictions(passes, top_k)
+
+
+class ShardedPolicy(_Predicting, _Trained, AveragedPolicy):
     """A `PolicyModel`; each process of `group` holds a `RankPolicy`, and each `width` neighbours one part of a
     batch."""
 
@@ -102,15 +117,6 @@ class ShardedPolicy(_Trained, AveragedPolicy):
     def scores(self, passes: Passes[Any]) -> TokenScores:
         """Implements `PolicyModel.scores`."""
         return self._parts.scores(passes)
-
-    def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
-        """Implements `PredictingModel.predict`."""
-        found, mask_N = self._parts.predictions(self._parts.pass_of(batch), top_k), batch.action_mask_N
-        return Predictions(ids_AK=found.ids_AK[mask_N], logprobs_AB=found.logprobs_AB[mask_N])
-
-    def predictions(self, passes: Passes[Any], top_k: int) -> Predictions:
-        """Implements `PredictingModel.predictions`."""
-        return self._parts.predictions(passes, top_k)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -205,7 +211,7 @@ class ShardedReward(ShardedValue, TrainedReward):
         self._group.all("set_moments", moments)
 
 
-class ShardedReference(ReferenceModel, PredictingModel):
+class ShardedReference(_Predicting, ReferenceModel):
     """A `ReferenceModel`; each process of `group` holds a whole `TorchReference`, and each `width` neighbours one part
     of a batch."""
 
@@ -223,15 +229,6 @@ class ShardedReference(ReferenceModel, PredictingModel):
     def logprobs(self, passes: Passes[Any]) -> Tensor:
         """Implements `ReferenceModel.logprobs`."""
         return self._parts.logprobs(passes)
-
-    def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
-        """Implements `PredictingModel.predict`."""
-        found, mask_N = self._parts.predictions(self._parts.pass_of(batch), top_k), batch.action_mask_N
-        return Predictions(ids_AK=found.ids_AK[mask_N], logprobs_AB=found.logprobs_AB[mask_N])
-
-    def predictions(self, passes: Passes[Any], top_k: int) -> Predictions:
-        """Implements `PredictingModel.predictions`."""
-        return self._parts.predictions(passes, top_k)
 
 
 def reward_copies(group: WorkerGroup | ReplacedGroup) -> list[Judge]:
