@@ -165,10 +165,10 @@ def _check(config: RLConfig, step: int) -> None:
             "update depends: replay an update of a run on texts."
         )
     template, estimator = config.algo.kl.teacher_template, config.algo.kl.estimator
-    if estimator == KLEstimator.FULL and (moves_reference(config) or config.ref.url is not None):
+    if estimator == KLEstimator.FULL and (moves_reference(config) or config.ref.served):
         raise ConfigurationError(
             "algo.kl.estimator is full, but of a reference that moves or is on a server (algo.kl.ref_sync_steps, "
-            "ref.url) nothing is kept: replay an update of a run with another estimator."
+            "ref.url, ref.urls) nothing is kept: replay an update of a run with another estimator."
         )
     tells_replies = template is not None and TeacherTemplate.read(template).tells_passed_replies
     if template is not None and config.algo.kl.use_loss and (tells_replies or estimator == KLEstimator.FULL):

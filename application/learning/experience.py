@@ -15,6 +15,7 @@ from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms import shaping
 from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.estimators import EstimatorInput, estimate
+from rollgrad.domain.algorithms.evaluation import MOST_SETS
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.settings import KLEstimator, Normalise, OldLogprobs
 from rollgrad.domain.batches.packed import Batch, PackedBatch, RolloutBatch, pack
@@ -95,14 +96,16 @@ class ExperienceService:
         kl_coef: float,
         baselines: Mapping[int, float] | None = None,
         teacher_prompts: TeacherPrompts | None = None,
+        datasources: Mapping[int, str] | None = None,
     ) -> Experience:
         """Packs and scores trajectories, and estimates advantages. `kl_coef` is the controller's current weight,
         `baselines` are the rewards of greedy rollouts by group id, which are normalised and clipped like the others.
         `teacher_prompts` are the tokens that the reference reads in the place of prompts, of each rollout that it
-        teaches; without any it reads what the policy reads, and teaches all.
+        teaches; without any it reads what the policy reads, and teaches all. `datasources` are where prompts are from,
+        by group id: a reference may ask.
 
         Raises:
-            DataError: there are none, though the reference is to be told more.
+            DataError: there are none, though the reference is to be told more; or no reference knows a datasource.
             EngineError: score centering lacks what it reads of the sampler.
         """
         metrics: dict[str, float] = {}
@@ -128,10 +131,14 @@ class ExperienceService:
         reference_kl: float | None = None
         token_rewards_N = torch.zeros(1).expand(batch.token_count)  # no memory
         if self._reference is not None:
+            if datasources is not None:
+                batch = evolve(batch, datasources_S=tuple(datasources[group] for group in batch.group_ids_S.tolist()))
             batch = self._with_reference(batch, self._reference)
             if not self._algo.kl.use_loss:
-                token_rewards_N, reference_kl = self._kl_penalty(batch, kl_coef)
-                metrics["policy/ref_kl"] = reference_kl
+                token_rewards_N, found = self._kl_penalty(batch, kl_coef)
+                reference_kl = found["policy/ref_kl"]
+                metrics |= found
+            batch = evolve(batch, datasources_S=())
         if self._critic is not None:
             batch = evolve(
                 batch, values_N=self._critic.all_values(self._passes(batch.for_other_models(), self._critic))
@@ -252,15 +259,22 @@ class ExperienceService:
             experts_NLK=batch.experts_NLK if scores.experts_NLK is None else scores.experts_NLK,
         )
 
-    def _kl_penalty(self, batch: RolloutBatch, kl_coef: float) -> tuple[Tensor, float]:
+    def _kl_penalty(self, batch: RolloutBatch, kl_coef: float) -> tuple[Tensor, dict[str, float]]:
         """Returns -kl_coef x KL of each action token, the KL in the reward (Ziegler et al. 2019, eq. 2), and the mean
-        of that KL."""
+        of that KL, of several datasources each one's, too."""
         assert batch.old_logprobs_N is not None
         assert batch.ref_logprobs_N is not None
         kl_N = kl_estimate(batch.old_logprobs_N, batch.ref_logprobs_N, self._algo.kl.estimator)
         if batch.taught_S is not None:
             kl_N = torch.where(batch.taught_S[batch.sequence_ids_N], kl_N, 0.0)
-        return torch.where(batch.action_mask_N, -kl_coef * kl_N, 0.0), float(kl_N[batch.action_mask_N].mean())
+        metrics = {"policy/ref_kl": float(kl_N[batch.action_mask_N].mean())}
+        names = sorted(set(batch.datasources_S))
+        if 1 < len(names) <= MOST_SETS:
+            numbers_S = torch.tensor([names.index(name) for name in batch.datasources_S])
+            numbers_A, kl_A = numbers_S[batch.sequence_ids_N][batch.action_mask_N], kl_N[batch.action_mask_N]
+            for number, name in enumerate(names):
+                metrics[f"policy/ref_kl/{name}"] = float(kl_A[numbers_A == number].mean())
+        return torch.where(batch.action_mask_N, -kl_coef * kl_N, 0.0), metrics
 
     def _with_advantages(
         self, batch: RolloutBatch, token_rewards_N: Tensor, states: TurnStates | None, metrics: dict[str, float]

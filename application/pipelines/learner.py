@@ -143,7 +143,13 @@ class RLLearner:
         trajectories = [t for group in groups for t in group.trajectories]
         self._progress.progress("learning", 0, 0)
         baselines = {g.group_id: g.baseline for g in groups if g.baseline is not None}
-        experience = self._experience.make(trajectories, self._kl.coef, baselines, self._tells_teacher(groups))
+        experience = self._experience.make(
+            trajectories,
+            self._kl.coef,
+            baselines,
+            self._tells_teacher(groups),
+            {group.group_id: group.prompt.datasource for group in groups},
+        )
         prepared = clock.monotonic()
         metrics = rollout_metrics(groups, self._pass_threshold) | experience.metrics
         self._entropy = self._entropy.observe(sampled_entropy(trajectories))

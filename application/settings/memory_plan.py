@@ -68,7 +68,7 @@ def memory_plan(
     if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
         row = _at_rest(config, "critic", critic or plain, compute_bytes, machine)
         rows.append(_saved(config, row, (critic or plain).without_head(), machine))
-    compares = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE and config.ref.url is None
+    compares = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE and not config.ref.served
     whole = config.algo.kl.estimator == KLEstimator.FULL and config.algo.kl.top_k is None
     # In one process the reference is the actor without its adapters, unless whole distributions are compared; one that
     # moves is the actor with other weights, everywhere.

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from rollgrad.domain.algorithms.equality import reaches
 
 MOST_SETS = 64
-"""Held-out datasets that have metrics of their own, at most: MMLU's 57 subjects have, a column of ids has not."""
+"""Datasets that have metrics of their own, at most: MMLU's 57 subjects have, a column of ids has not."""
 
 
 def too_many_sets(names: Collection[str]) -> str | None:

@@ -43,7 +43,7 @@ class PackedBatch:
     `images_S`: the images of each sequence, whose tokens are counted from its first; `prescribed_S`: its actions that
     were sampled under a grammar, counted likewise. Both are empty where no sequence has any.
     `teacher_prompts_S`: the tokens that a teacher reads in the place of each sequence's prompt (`teaching.py`); empty
-    where it reads the prompt.
+    where it reads the prompt. `datasources_S`: where each sequence's prompt is from; empty where nobody asks.
 
     `experts_NLK` small integers: the experts of a mixture that each token is sent to (`episodes/routed.py`) by a model
     that replays them; None where its routers choose.
@@ -75,6 +75,7 @@ class PackedBatch:
     images_S: tuple[PlacedImages, ...] = ()
     prescribed_S: tuple[tuple[Segment, ...], ...] = ()
     teacher_prompts_S: tuple[tuple[int, ...], ...] = ()
+    datasources_S: tuple[str, ...] = ()
     experts_NLK: Tensor | None = None
     sampler_ids_NK: Tensor | None = None
     sampler_logprobs_NK: Tensor | None = None
@@ -161,9 +162,7 @@ class PackedBatch:
             name: torch.cat([column[start:stop] for start, stop in runs]) if axis == "N" and runs else column[index_S]
             for name, axis, column in self.columns()
         }
-        for name in ("images_S", "prescribed_S", "teacher_prompts_S"):
-            if column := getattr(self, name):
-                changed[name] = tuple(column[index] for index in index_S.tolist())
+        changed |= {name: tuple(column[index] for index in index_S.tolist()) for name, column in self.rows()}
         return evolve(self, **changed)
 
     def columns(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -172,6 +171,13 @@ class PackedBatch:
             column, axis = getattr(self, attribute.name), attribute.name.rpartition("_")[2][0]
             if isinstance(column, Tensor):
                 yield attribute.name, axis, column
+
+    def rows(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Yields (name, column) of each column that has one Python object a sequence and is filled in."""
+        for attribute in fields(type(self)):
+            column = getattr(self, attribute.name)
+            if isinstance(column, tuple) and column and attribute.name.endswith("_S"):
+                yield attribute.name, column
 
     def sequences_of(self, units: Sequence[int]) -> Tensor:
         """Returns the indices of all sequences of some units (by place, see `units_S`), ascending."""

@@ -27,4 +27,5 @@ def as_taught(batch: PackedBatch) -> PackedBatch:
         unit_ids_S=batch.unit_ids_S,
         shares_S=batch.shares_S,
         shares=batch.shares,
+        datasources_S=batch.datasources_S,
     )

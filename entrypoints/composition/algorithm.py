@@ -198,7 +198,7 @@ def reference_kind(config: RLConfig) -> str:
     kl = config.algo.kl
     if kl.init_coef == 0 or kl.against is not KLAgainst.REFERENCE:
         return "none"
-    if config.ref.url is not None:
+    if config.ref.served:
         return "served"
     if moves_reference(config):
         return "averaged"

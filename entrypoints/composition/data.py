@@ -13,6 +13,7 @@ from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.datasets.survey import Rows
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
+from rollgrad.adapters.engines.vllm_server.teacher import without_teacher
 from rollgrad.adapters.models.torch.loading import load_positions
 from rollgrad.adapters.rewards.rubric import criteria
 from rollgrad.adapters.rewards.verifiers import label_problem
@@ -28,6 +29,9 @@ from rollgrad.entrypoints.composition.fetching import make_fetched_images
 
 log = structlog.get_logger(__name__)
 Source = TypeVar("Source", DatasetPromptSource, ReasoningGymPromptSource)
+
+MOST_NAMED = 12
+"""Datasources that an error names."""
 
 
 def dataset_kind(spec: str | None) -> str:
@@ -64,7 +68,7 @@ def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any
         builder=builder,
     )
     source = DatasetPromptSource(dataset, builder, seed=config.train.seed)
-    return _taught_within_positions(config, _within_positions(config, environment, source, "rollout"))
+    return _taught(config, _within_positions(config, environment, source, "rollout"))
 
 
 def make_row_source(rows: Rows, config: RLConfig, codec: TemplateCodec, environment: Any) -> DatasetPromptSource:
@@ -72,7 +76,7 @@ def make_row_source(rows: Rows, config: RLConfig, codec: TemplateCodec, environm
     builder = _builder(config, codec, _teacher(config), unlabelled=config.reward.majority_vote)
     seed, most = config.train.seed, config.data.max_samples
     source = DatasetPromptSource(rows, builder, seed=seed, max_samples=most, setting="prompts")
-    return _taught_within_positions(config, _within_positions(config, environment, source, "rollout"))
+    return _taught(config, _within_positions(config, environment, source, "rollout"))
 
 
 def make_gym_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> ReasoningGymPromptSource:
@@ -81,7 +85,7 @@ def make_gym_source(config: RLConfig, codec: TemplateCodec, environment: Any) ->
     size = min(data.size, data.max_samples or data.size)
     seed, teacher = config.train.seed, _teacher(config)
     source = ReasoningGymPromptSource(data.prompt_dataset, codec, data, size=size, seed=seed, teacher=teacher)
-    return _taught_within_positions(config, _within_positions(config, environment, source, "rollout"))
+    return _taught(config, _within_positions(config, environment, source, "rollout"))
 
 
 def make_eval_dataset(config: RLConfig, codec: TemplateCodec, environment: Any) -> list[Prompt]:
@@ -161,6 +165,25 @@ def _within_positions(config: RLConfig, environment: Any, source: Source, sectio
         f"The longest prompt of {source.survey.setting} has {longest} tokens and a reply up to {reply} ({key}), "
         f"{total} together, but the model has {positions} positions: set --data.max_len {positions}, or lower --{key}."
     )
+
+
+def _taught(config: RLConfig, source: Source) -> Source:
+    """Returns `source`, if each of its prompts has a teacher where several are named, and all teachers have prompts.
+
+    Raises:
+        ConfigurationError: this is not so, or a teacher has too few positions.
+    """
+    ref, datasources = config.ref, source.survey.datasources
+    if ref.urls is not None:
+        if ref.url is None and (alone := sorted(datasources - ref.urls.keys())):
+            raise ConfigurationError(without_teacher(alone, ref.urls))
+        if idle := sorted(ref.urls.keys() - datasources):
+            raise ConfigurationError(
+                f"ref.urls names {', '.join(map(repr, idle))}, but the prompts of {source.survey.setting} are of "
+                f"{', '.join(map(repr, sorted(datasources)[:MOST_NAMED]))}: correct --ref.urls, or the column "
+                "datasource of the rows."
+            )
+    return _taught_within_positions(config, source)
 
 
 def _taught_within_positions(config: RLConfig, source: Source) -> Source:

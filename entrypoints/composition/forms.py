@@ -23,7 +23,7 @@ def unprescribed(config: RLConfig, brought: Sequence[str]) -> str | None:
         "train.partial_rollout recompute": config.rollout.engine is not Engine.EMBEDDED
         and config.train.partial_rollout is PartialRollout.RECOMPUTE,
         "algo.kl.estimator full": teacher_kind(config) != "none",
-        "ref.url": reference_kind(config) == "served",
+        "ref.url or ref.urls": reference_kind(config) == "served",
         **{f"an adapter of one's own ({name})": name in brought for name in FOLLOWERS},
     }
     found = [reason for reason, applies in reasons.items() if applies]

@@ -10,7 +10,7 @@ from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerp
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.streaming import StreamedExamples, demonstration
-from rollgrad.adapters.engines.vllm_server.teacher import ServedTeacher
+from rollgrad.adapters.engines.vllm_server.teacher import OF_TEACHER, ServedModel, ServedTeacher
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.loading import (
     default_device,
@@ -36,7 +36,7 @@ from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import make_actor_model
 from rollgrad.entrypoints.composition.offline import OfflineContainer, complete, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.composition.reference import START_TOLERANCE, reference_key
-from rollgrad.entrypoints.composition.teacher import check_vocabulary
+from rollgrad.entrypoints.composition.teacher import check_served, check_vocabulary
 from rollgrad.entrypoints.run_directory import continues
 
 log = structlog.get_logger(__name__)
@@ -111,8 +111,8 @@ def make_predicting_teacher(run: KDRun, tokenizer: Any, size: int, images: Image
 def make_served_teacher(run: KDRun, url: str, size: int) -> ServedTeacher:
     """Returns the teacher on the server `url`."""
     assert run.kd.top_k is not None
-    name = run.teacher.model_name_or_path
-    return ServedTeacher(url, name=name, top_k=run.kd.top_k, size=size, complete=run_to_end)
+    served = ServedModel(url, name=run.teacher.model_name_or_path, size=size, asked=OF_TEACHER)
+    return ServedTeacher(served, top_k=run.kd.top_k, complete=run_to_end)
 
 
 def warn_of_bias(run: KDRun) -> None:
@@ -137,7 +137,11 @@ def make_taught(
     data = examples.fingerprint if isinstance(examples, PreparedExamples) else None
     size = load_vocabulary_size(run.actor.model_name_or_path)
     url = run.teacher.url
-    its = model_fingerprint(run.teacher.model_name_or_path, whole=True) if url is None else served_fingerprint(run, url)
+    its = (
+        model_fingerprint(run.teacher.model_name_or_path, whole=True)
+        if url is None
+        else served_fingerprint(run, url, tokenizer)
+    )
     key = reference_key(run, its, data, teacher=run.kd.top_k, temperature=run.kd.temperature, vocabulary=size)
     store = ScoreFiles(None if key is None else reference_directory(run.data))
     if url is not None:
@@ -152,15 +156,11 @@ def make_taught(
     )
 
 
-def served_fingerprint(run: KDRun, url: str) -> Fingerprint:
+def served_fingerprint(run: KDRun, url: str, tokenizer: Any) -> Fingerprint:
     """Returns what a server says of its model, in the place of a fingerprint: whether its weights are still the same,
-    `check_kept` finds out. Warns where it has the model by another name."""
-    model, name = make_served_teacher(run, url, size=1).model(), run.teacher.model_name_or_path
-    if name not in (model["id"], model.get("root")):
-        log.warning(
-            f"the server of --teacher.url has {model['id']!r}, which is taken for {name!r}, whose "
-            "tokenizer was compared with the actor's: check that they are the same model"
-        )
+    `check_kept` finds out. Raises what `check_served` does."""
+    name = run.teacher.model_name_or_path
+    model = check_served(ServedModel(url, name=name, size=1, asked=OF_TEACHER), name, tokenizer)
     return {"config": str(model.get("root")), "weights": str(model["id"])}
 
 

@@ -172,7 +172,7 @@ class RLContainer(EngineContainer):
         providers.Callable(reference_kind, base.config),
         loaded=base.loaded_reference,
         averaged=providers.Singleton(AveragedReference, base.policy),
-        served=providers.Singleton(make_served_reference, base.config),
+        served=providers.Singleton(make_served_reference, base.config, base.tokenizer),
         compared=providers.Object(None),
         none=providers.Object(None),
     )

@@ -1,5 +1,6 @@
 """Models whose distributions a policy is compared with, in the process of the policy; and what a teacher is told."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
@@ -7,12 +8,18 @@ import structlog
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.teacher_template import PASSED_REPLY, TeacherTemplate, Telling
-from rollgrad.adapters.engines.vllm_server.teacher import OF_REFERENCE, ServedModel, ServedReference
+from rollgrad.adapters.engines.vllm_server.teacher import (
+    OF_DATASOURCE,
+    OF_REFERENCE,
+    ServedModel,
+    ServedReference,
+)
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.loading import load_tokenizer, load_vocabulary_size
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.application.learning.teacher_prompts import TellsTeacher, ToldPassedReplies, told_by_rows
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.ref import model_and_url
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.algorithm import teacher_kind
 from rollgrad.entrypoints.composition.models import make_reference_model
@@ -20,6 +27,12 @@ from rollgrad.entrypoints.composition.models import make_reference_model
 log = structlog.get_logger(__name__)
 
 REFERENCE_FLAG = "--ref.model_name_or_path"
+PROBES = (
+    "The 12 quick brown foxes' sum: 3.14 + 2,000 = ?\n\n",
+    "def f(x):\n    return x ** 2",
+    "Ελλάδα, 你好, मित्र 🙂",
+)
+"""Texts by which two tokenizers are compared, beside a prompt in the chat template."""
 
 
 def check_vocabulary(teacher: Any, student: Any, name: str, *, flag: str) -> None:
@@ -80,24 +93,54 @@ def _divergence(config: RLConfig) -> DistillationSettings:
     return DistillationSettings(beta=kl.beta, temperature=config.rollout.temperature, top_k=kl.top_k)
 
 
-def make_served_reference(config: RLConfig) -> ServedReference:
-    """Returns the reference on the server of `ref.url`, which must answer now.
+def make_served_reference(config: RLConfig, tokenizer: Any) -> ServedReference:
+    """Returns the references on the servers of `ref.url` and `ref.urls`, which must answer now.
 
     Raises:
-        ConfigurationError: the server has other models.
+        ConfigurationError: a server has other models, or one with other tokens than `tokenizer`.
         EngineError: it does not answer.
     """
-    assert config.ref.url is not None
-    name = config.ref.model_name_or_path or config.actor.model_name_or_path
-    size = load_vocabulary_size(config.actor.model_name_or_path)
-    served = ServedModel(config.ref.url, name=name, size=size, complete=run_to_end, asked=OF_REFERENCE)
-    model = served.model()
-    if name not in (model["id"], model.get("root")):
+    ref, size = config.ref, load_vocabulary_size(config.actor.model_name_or_path)
+    name = ref.model_name_or_path or config.actor.model_name_or_path
+    default: ServedModel | None = None
+    if ref.url is not None:
+        default = ServedModel(ref.url, name=name, size=size, asked=OF_REFERENCE)
+        check_served(default, name, tokenizer)
+    of_datasource = dict[str, ServedModel]()
+    for datasource, given in (ref.urls or {}).items():
+        model, url = model_and_url(given)
+        served = ServedModel(url, name=model or name, size=size, asked=OF_DATASOURCE)
+        found = check_served(served, model, tokenizer)
+        log.info("a teacher was found", datasource=datasource, model=found["id"], url=url)
+        of_datasource[datasource] = served
+    return ServedReference(default, of_datasource, complete=run_to_end)
+
+
+def check_served(served: ServedModel, name: str | None, tokenizer: Any) -> Mapping[str, Any]:
+    """Returns what a server says of its model, whose tokens must be those of `tokenizer`, as far as it tells. Warns
+    where it has the model by another name than `name`, if that is given.
+
+    Raises:
+        ConfigurationError: it has other models, or other tokens.
+        EngineError: it does not answer.
+    """
+    model: Mapping[str, Any] = run_to_end(served.model())
+    if name is not None and name not in (model["id"], model.get("root")):
         log.warning(
-            f"the server of --ref.url has {model['id']!r}, which is taken for {name!r}, whose tokenizer was compared "
-            "with the actor's: check that they are the same model"
+            f"the server of {served.asked.url} has {model['id']!r}, which is taken for {name!r}: check that they are "
+            "the same model"
         )
-    return ServedReference(served)
+    texts = [*PROBES]
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": PROBES[0]}]
+        texts.append(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def tokenize(text: str) -> list[int]:
+        tokens: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+        return tokens
+
+    run_to_end(served.check_tokens(texts, tokenize))
+    return model
 
 
 def make_tells_teacher(config: RLConfig, codec: TemplateCodec, judged: bool) -> TellsTeacher:

@@ -349,7 +349,8 @@ VERL: Mapping[str, str] = {
         "custom_reward_function.name reward.custom_reward_function.name",
         "write --reward.function_path FILE:NAME.",
     ),
-    "distillation": "write --algo.preset on_policy_distill, the teacher as --ref.model_name_or_path (with --ref.url).",
+    "distillation": "write --algo.preset on_policy_distill, the teacher as --ref.model_name_or_path (with --ref.url), "
+    "several by their datasources as --ref.urls.",
     "trainer.total_epochs": "train.num_episodes",
     "trainer.total_training_steps": "train.max_steps",
     "trainer.project_name": "logger.project",

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from transformers import BatchEncoding
 
 import rollgrad
 from rollgrad.adapters.tracking.trajectory_files import read_trajectories
@@ -186,13 +187,69 @@ def test_a_teacher_behind_a_server_teaches_as_one_in_the_process(workspace: Path
             flags = f"--algo.preset on_policy_distill --ref.model_name_or_path {teacher} {how}"
             own, served = train(flags), train(flags, f"--ref.url {server.url}")
             replies = sum(round(row["rollout/prompts_played"]) for row in served) * 3
-            assert len(server.bodies) == replies
+            assert len(server.asked) == replies
             server.bodies.clear()
             for name in ("policy/ref_kl", "policy/loss", "policy/grad_norm"):
                 assert [row[name] for row in served] == pytest.approx([row[name] for row in own], rel=5e-3, abs=1e-5)
     finally:
         server.close()
     assert main(["train", "rl", "--config", "run.yaml", *flags.split(), "--ref.url", server.url]) == 2
+
+
+def test_each_datasource_has_a_teacher_of_its_own(
+    workspace: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reply is taught what its own teacher would teach it alone; rows without a teacher, teachers without rows, and
+    one with other tokens are refused before anything is sampled."""
+    rows = [json.loads(line) for line in Path("prompts.jsonl").read_text().splitlines()]
+    named = [row | {"datasource": ("math", "code")[place % 2]} for place, row in enumerate(rows)]
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, named)))
+    flags = "--algo.preset on_policy_distill --train.max_steps 1"
+
+    def learned(*of: str) -> tuple[dict[str, float], dict[tuple[int, int], tuple[str, list[float]]]]:
+        """Returns the metrics of a step, and the datasource and the advantages of each reply."""
+        (metrics,) = train(flags, *of)
+        kept = read_trajectories(Path("out/trajectories/step-000001.parquet")).to_pylist()
+        replies = {(r["group_id"], r["sample_id"]): (r["datasource"], r["token_advantage"]) for r in kept}
+        return metrics, replies
+
+    def refused(*of: str) -> str:
+        assert main(["train", "rl", "--config", "run.yaml", *" ".join([flags, *of]).split()]) == 2
+        return capsys.readouterr().err
+
+    teachers = {
+        name: TeacherServer(moved_copy(tiny_model_dir, workspace / name, seed))
+        for seed, name in enumerate(("one", "two"))
+    }
+    one, two = (server.url for server in teachers.values())
+    try:
+        metrics, replies = learned(f"--ref.urls math teacher@{one} code teacher@{two}")
+        alone = {
+            name: learned(f"--ref.url {url} --ref.model_name_or_path {workspace / teacher}")
+            for name, url, teacher in (("math", one, "one"), ("code", two, "two"))
+        }
+        assert {datasource for datasource, _ in replies.values()} == {"math", "code"}
+        for reply, (datasource, advantages) in replies.items():
+            assert (datasource, advantages) == alone[datasource][1][reply]
+        for name, (of_all, _) in alone.items():
+            assert metrics[f"policy/ref_kl/{name}"] == pytest.approx(of_all[f"policy/ref_kl/{name}"])
+        full = "--algo.kl.use_loss --algo.kl.estimator full --algo.kl.top_k 8"
+        apart, whole = (
+            learned(full, f"--ref.url {one} --ref.model_name_or_path {workspace / 'one'}", of)[0]
+            for of in (f"--ref.urls math teacher@{one}", "")
+        )
+        assert apart["policy/ref_kl"] == pytest.approx(whole["policy/ref_kl"])
+        for server in teachers.values():
+            server.bodies.clear()
+        assert "Prompts of 'code' have no teacher" in refused(f"--ref.urls math teacher@{one}")
+        assert "ref.urls names 'maths'" in refused(f"--ref.urls maths {one} --ref.url {two}")
+        assert "none is 'no'" in refused(f"--ref.urls math no@{one} code teacher@{two}")
+        teachers["two"].tokenize = lambda text, **_: BatchEncoding({"input_ids": [*map(ord, text)]})
+        assert "as the tokens [84, 104" in refused(f"--ref.urls math teacher@{one} code teacher@{two}")
+        assert not teachers["one"].asked
+    finally:
+        for server in teachers.values():
+            server.close()
 
 
 @pytest.mark.parametrize("estimator", ["k3", "full --algo.kl.top_k 8"])

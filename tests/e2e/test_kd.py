@@ -271,11 +271,11 @@ def test_a_served_teacher_teaches_as_one_in_the_process(
     kept.teacher.url, kept.ckpt.output_dir = server.url, str(tmp_path / "served")
     server.failures = [503]
     rollgrad.train_kd(kept)
-    assert len(server.bodies) == ROWS + 1
+    assert len(server.asked) == ROWS + 1
     assert divergences(tmp_path / "served") == pytest.approx(divergences(tmp_path / "kept"), rel=5e-3, abs=1e-4)
     kept.ckpt.overwrite = True
     rollgrad.train_kd(kept)
-    assert len(server.bodies) == ROWS + 2, "one example is compared with what was kept"
+    assert len(server.asked) == ROWS + 2, "one example is compared with what was kept"
     with torch.no_grad():
         server.model.get_input_embeddings().weight.mul_(1.5)
     with pytest.raises(ConfigurationError, match="other weights than before under the same name"):

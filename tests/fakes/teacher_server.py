@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.references import TorchTeacher
 from rollgrad.domain.batches.examples import pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens
@@ -16,8 +16,8 @@ from tests.fakes.reward_server import JsonServer
 
 
 class TeacherServer(JsonServer):
-    """Answers `prompt_logprobs` as vLLM does, with the predictions of a model; `failures` are the statuses of the next
-    answers, `changed` changes an answer."""
+    """Answers `prompt_logprobs` as vLLM does, with the predictions of a model, and tokenises with `tokenize`;
+    `failures` are the statuses of the next answers, `changed` changes an answer."""
 
     def __init__(self, path: Path) -> None:
         model = load_causal_lm(str(path), dtype=torch.float32, device=torch.device("cpu"), flag="--teacher")
@@ -25,13 +25,21 @@ class TeacherServer(JsonServer):
         self.failures: list[int] = []
         self.changed: Callable[[list[Any]], None] = lambda places: None
         self._one_at_a_time = threading.Lock()
+        self.tokenize = load_tokenizer(str(path), flag="--teacher")
         self.models: list[Any] = [{"id": "other"}, {"id": "teacher", "root": str(path)}]
         super().__init__(self._answer)
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """Returns the requests for log-probs."""
+        return [body for body in self.bodies if "prompt_logprobs" in body]
 
     def _answer(self, path: str, body: Any) -> tuple[int, Any]:
         if path == "/v1/models":
             return 200, {"data": self.models}
         assert body["model"] == "teacher"
+        if path == "/tokenize":
+            return 200, {"tokens": self.tokenize(body["prompt"], add_special_tokens=False).input_ids}
         if self.failures:
             return self.failures.pop(0), {"error": {"message": "not now"}}
         tokens, k = body["prompt"], body["prompt_logprobs"]

@@ -47,7 +47,7 @@ class Survey:
     """Result of a survey. `setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: tokens of the
     longest prompt that is kept; `fingerprint`: sha256 of all rows in their order, which does not depend on the name;
     `told`: tokens that a teacher reads in the place of each row's prompt, empty if it reads the prompt; `texts`:
-    hashes, of this process, of the prompts that are texts alone."""
+    hashes, of this process, of the prompts that are texts alone; `datasources`: names of the datasets of all rows."""
 
     setting: str
     lengths: tuple[int, ...]
@@ -55,6 +55,7 @@ class Survey:
     fingerprint: str
     told: tuple[int, ...] = ()
     texts: frozenset[int] = field(default=frozenset(), eq=False, repr=False)
+    datasources: frozenset[str] = frozenset()
 
     def has(self, prompt: Prompt) -> bool:
         """Returns whether a row has the text of a prompt; unknown, and so false, of one with images."""
@@ -104,6 +105,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     told: list[int] = []
     broken: list[str] = []
     texts: set[int] = set()
+    datasources: set[str] = set()
     content = hashlib.sha256()
     for start in _batches(size, setting):
         drafts: dict[int, Draft] = {}
@@ -116,7 +118,8 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
                 with foreign_code(DataError):  # a dataset decodes its pictures when a row is read
                     row = rows[index]
                 content.update(_stable_text({key: value for key, value in row.items() if key != "datasource"}).encode())
-                draft = builder.draft(row, datasource_of(row))
+                datasources.add(datasource := datasource_of(row))
+                draft = builder.draft(row, datasource)
                 if draft.has_images:  # at once: their files are large, and the processor may refuse them
                     (measured[index],) = builder.lengths([draft])
                 else:
@@ -130,7 +133,8 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
         others = f" ({len(broken)} of {size} rows cannot be used.)" if len(broken) > 1 else ""
         raise DataError(broken[0] + others)
     lengths = tuple(measured[index] for index in range(size))
-    found = Survey(setting, lengths, builder.data.prompt_limit, content.hexdigest(), tuple(told), frozenset(texts))
+    limit, fingerprint = builder.data.prompt_limit, content.hexdigest()
+    found = Survey(setting, lengths, limit, fingerprint, tuple(told), frozenset(texts), frozenset(datasources))
     _report(found, builder.data)
     return found
 

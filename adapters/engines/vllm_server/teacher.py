@@ -1,9 +1,11 @@
-"""A teacher or a reference behind a server: log-probs at each place of token ids, by vLLM's `prompt_logprobs`.
+"""Teachers and references behind servers: log-probs at each place of token ids, by vLLM's `prompt_logprobs`.
 
-Invariant: token ids go in and out; text is never tokenised. Does not own: whether both vocabularies are the same.
+Invariant: token ids go in and out; no text that is scored is tokenised by a server.
 """
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,14 +18,20 @@ from rollgrad.application.rollouts.generation import in_order
 from rollgrad.domain.algorithms.losses.distillation import with_rest
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.passes import Passes
-from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
 from rollgrad.domain.ports.models import PredictingModel, Predictions, ReferenceModel, TeacherModel, TokenScores
 
 AT_ONCE = 32
 """Requests in flight, each of one sequence."""
 PATH = "/v1/completions"
+TOKENIZE = "/tokenize"
+QUOTED = 12
+"""Tokens that an error quotes."""
 
 Result = TypeVar("Result")
+
+RunsToEnd = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine to its end, and returns its result."""
 
 
 class Place(NamedTuple):
@@ -36,15 +44,16 @@ class Place(NamedTuple):
 
 @frozen(kw_only=True)
 class Asked:
-    """Flags of what a server is asked for, which errors name."""
+    """Flags of what a server is asked for, which errors name; `model`: the way to name one of several models."""
 
     url: str
     model: str
     top_k: str
 
 
-OF_TEACHER = Asked(url="--teacher.url", model="--teacher.model_name_or_path", top_k="--kd.top_k")
-OF_REFERENCE = Asked(url="--ref.url", model="--ref.model_name_or_path", top_k="--algo.kl.top_k")
+OF_TEACHER = Asked(url="--teacher.url", model="set --teacher.model_name_or_path to one of them", top_k="--kd.top_k")
+OF_REFERENCE = Asked(url="--ref.url", model="set --ref.model_name_or_path to one of them", top_k="--algo.kl.top_k")
+OF_DATASOURCE = Asked(url="--ref.urls", model="write MODEL@URL in --ref.urls", top_k="--algo.kl.top_k")
 
 
 class ServedModel:
@@ -54,40 +63,50 @@ class ServedModel:
         url: address of the server; a `/v1` at its end is left out.
         name: the model's, where the server has several; else the only one is asked.
         size: of the vocabulary; a likely token beyond it is refused.
-        complete: runs a coroutine to its end.
         asked: flags that errors name.
     """
 
-    def __init__(
-        self, url: str, *, name: str, size: int, complete: Callable[[Coroutine[Any, Any, Any]], Any], asked: Asked
-    ) -> None:
+    def __init__(self, url: str, *, name: str, size: int, asked: Asked) -> None:
         self._client = ServerClient(url)
         self._name = name
-        self._size = size
-        self._complete = complete
-        self._asked = asked
+        self.size = size
+        """Number of tokens of the vocabulary."""
+        self.asked = asked
+        """Flags that errors name."""
 
-    def model(self) -> Mapping[str, Any]:
+    async def model(self) -> Mapping[str, Any]:
         """Returns what the server says of the model that is asked: its `id` and, from vLLM, its `root`."""
-        described: Mapping[str, Any] = self._complete(self._closing(self._model()))
-        return described
+        return await self._closing(self._model())
 
-    def places(self, batch: PackedBatch, top_k: int) -> list[Place]:
+    async def places(self, batch: PackedBatch, top_k: int) -> list[Place]:
         """Returns what it says of the action tokens of a batch, with `top_k` likely tokens of each.
 
         Raises:
             ConfigurationError: the server has no such model, or gives too few log-probs.
             EngineError: it does not answer, or with something else.
         """
-        found: list[Place] = self._complete(self._closing(self._places(batch, min(top_k, self._size))))
-        return found
+        return await self._closing(self._places(batch, top_k))
 
-    def predictions(self, batch: PackedBatch, top_k: int) -> Predictions:
-        """Returns its predictions of the action tokens; raises what `places` does."""
-        found, count = self.places(batch, top_k), min(top_k, self._size)
-        logprobs_AK = torch.tensor([place.logprobs for place in found]).view(-1, count)
-        ids_AK = torch.tensor([place.ids for place in found], dtype=torch.int32).view(-1, count)
-        return Predictions(ids_AK=ids_AK, logprobs_AB=with_rest(logprobs_AK))
+    async def check_tokens(self, texts: Sequence[str], tokenize: Callable[[str], list[int]]) -> None:
+        """Checks that the server tokenises texts as `tokenize` does, if it tells its tokens, as vLLM does.
+
+        Raises:
+            ConfigurationError: it does otherwise, so that its log-probs are of other words.
+            EngineError: it does not answer.
+        """
+        await self._closing(self._check_tokens(texts, tokenize))
+
+    async def _check_tokens(self, texts: Sequence[str], tokenize: Callable[[str], list[int]]) -> None:
+        model = (await self._model())["id"]
+        for text in texts:
+            body = {"model": model, "prompt": text, "add_special_tokens": False}
+            status, answer = await self._client.ask(TOKENIZE, body, repeat=True)
+            theirs = answer.get("tokens") if status == 200 and isinstance(answer, Mapping) else None
+            if isinstance(theirs, list) and theirs != (own := tokenize(text)):
+                raise ConfigurationError(
+                    f"The server {self._client.url} reads {text!r} as the tokens {theirs[:QUOTED]}, the actor as "
+                    f"{own[:QUOTED]}: set {self.asked.url} to a model with the actor's tokenizer."
+                )
 
     async def _closing(self, work: Coroutine[Any, Any, Result]) -> Result:
         try:
@@ -120,7 +139,7 @@ class ServedModel:
             refusal = self._client.refusal(PATH, status, answer)
             if status == 400 and "logprobs" in refusal:
                 raise ConfigurationError(
-                    f"{refusal} Start it with --max-logprobs {top_k}, or lower {self._asked.top_k}."
+                    f"{refusal} Start it with --max-logprobs {top_k}, or lower {self.asked.top_k}."
                 )
             raise EngineError(refusal)
         with foreign_code(self._refusal):
@@ -143,11 +162,11 @@ class ServedModel:
         if len(best) < top_k:
             raise ConfigurationError(
                 f"The server {self._client.url} gives {len(best)} tokens at a place, not {top_k}: lower "
-                f"{self._asked.top_k}."
+                f"{self.asked.top_k}."
             )
-        if max(best, default=0) >= self._size:
+        if max(best, default=0) >= self.size:
             raise ConfigurationError(
-                f"The teacher predicts the token {max(best)}, but the actor has {self._size}: set {self._asked.url} to "
+                f"The teacher predicts the token {max(best)}, but the actor has {self.size}: set {self.asked.url} to "
                 "a model with the actor's tokens."
             )
         return Place(best, [told[id_] for id_ in best], told[token])
@@ -159,8 +178,8 @@ class ServedModel:
             if not named and len(models) > 1:
                 names = ", ".join(str(model["id"]) for model in models)
                 raise ConfigurationError(
-                    f"The server {self._client.url} has the models {names}, but none is {self._name!r}: set "
-                    f"{self._asked.model} to one of them."
+                    f"The server {self._client.url} has the models {names}, but none is {self._name!r}: "
+                    f"{self.asked.model}."
                 )
             found: Mapping[str, Any] = (named or models)[0]
             return found
@@ -168,39 +187,54 @@ class ServedModel:
     def _refusal(self, words: str) -> EngineError:
         return EngineError(
             f"The server {self._client.url} answers otherwise than vLLM does, which tells prompt_logprobs ({words}): "
-            f"check {self._asked.url}."
+            f"check {self.asked.url}."
         )
 
 
-class ServedTeacher(TeacherModel):
-    """A teacher on a server, whose `top_k` most likely tokens are kept; other arguments as of `ServedModel`."""
+def _predictions(found: Sequence[Place], top_k: int) -> Predictions:
+    logprobs_AK = torch.tensor([place.logprobs for place in found]).view(-1, top_k)
+    ids_AK = torch.tensor([place.ids for place in found], dtype=torch.int32).view(-1, top_k)
+    return Predictions(ids_AK=ids_AK, logprobs_AB=with_rest(logprobs_AK))
 
-    def __init__(
-        self, url: str, *, name: str, top_k: int, size: int, complete: Callable[[Coroutine[Any, Any, Any]], Any]
-    ) -> None:
-        self._served = ServedModel(url, name=name, size=size, complete=complete, asked=OF_TEACHER)
-        self._top_k = top_k
+
+class ServedTeacher(TeacherModel):
+    """A teacher on a server, whose `top_k` most likely tokens are kept. `complete` runs a coroutine to its end."""
+
+    def __init__(self, served: ServedModel, *, top_k: int, complete: RunsToEnd) -> None:
+        self._served = served
+        self._top_k = min(top_k, served.size)
+        self._complete = complete
 
     def predict(self, batch: PackedBatch) -> Predictions:
         """Implements `TeacherModel.predict`; raises what `ServedModel.places` does."""
-        found = self._served.predictions(batch, self._top_k)
+        found = _predictions(self._complete(self._served.places(batch, self._top_k)), self._top_k)
         return Predictions(ids_AK=found.ids_AK, logprobs_AB=found.logprobs_AB.half())
-
-    def model(self) -> Mapping[str, Any]:
-        """Returns what `ServedModel.model` does."""
-        return self._served.model()
 
 
 class ServedReference(ReferenceModel, PredictingModel):
-    """A reference on a server. What it is asked of a batch is one run of requests, however many passes divide it.
-    Its methods raise what `ServedModel.places` does."""
+    """References on servers. What they are asked of a batch is one run of requests, however many passes divide it.
+    Methods raise what `ServedModel.places` does, and a `DataError` for a datasource that has no reference.
 
-    def __init__(self, served: ServedModel) -> None:
-        self._served = served
+    Args:
+        default: the reference of all datasources that have none of their own; None if there is no such one.
+        of_datasource: references by datasource.
+        complete: runs a coroutine to its end.
+    """
+
+    def __init__(
+        self,
+        default: ServedModel | None,
+        of_datasource: Mapping[str, ServedModel] | None = None,
+        *,
+        complete: RunsToEnd,
+    ) -> None:
+        self._default = default
+        self._of_datasource = of_datasource or {}
+        self._complete = complete
 
     def score(self, batch: PackedBatch) -> TokenScores:
         """Implements `ReferenceModel.score`; the entropy, of which a server says nothing, is NaN at action tokens."""
-        own_A = torch.tensor([place.own for place in self._served.places(batch, 0)])
+        own_A = torch.tensor([place.own for place in self._places(batch, 0)])
         return TokenScores(logprobs_N=batch.placed(own_A), entropy_N=batch.placed(torch.full_like(own_A, torch.nan)))
 
     def logprobs(self, passes: Passes[Any]) -> Tensor:
@@ -209,10 +243,47 @@ class ServedReference(ReferenceModel, PredictingModel):
 
     def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
         """Implements `PredictingModel.predict`."""
-        return self._served.predictions(batch, top_k)
+        size = min(model.size for model in (self._default, *self._of_datasource.values()) if model is not None)
+        return _predictions(self._places(batch, min(top_k, size)), min(top_k, size))
 
     def predictions(self, passes: Passes[Any], top_k: int) -> Predictions:
         """Implements `PredictingModel.predictions`."""
         whole = passes.whole
         found = self.predict(whole, top_k)
         return Predictions(ids_AK=whole.placed(found.ids_AK), logprobs_AB=whole.placed(found.logprobs_AB))
+
+    def _places(self, batch: PackedBatch, top_k: int) -> list[Place]:
+        """Returns what the references say of the action tokens of a batch, all asked at once."""
+        sequences = defaultdict[ServedModel, list[int]](list)
+        for sequence in range(len(batch)):
+            sequences[self._model_of(batch.datasources_S[sequence] if batch.datasources_S else None)].append(sequence)
+        found: list[list[Place]] = self._complete(_together(batch, sequences, top_k))
+        numbers_N = torch.zeros(batch.token_count, dtype=torch.int64)
+        numbers_N[batch.action_mask_N] = torch.arange(int(batch.action_mask_N.sum()))
+        placed: dict[int, Place] = {}
+        for own, places in zip(sequences.values(), found, strict=True):
+            tokens = batch.token_index(own)
+            placed |= zip(numbers_N[tokens[batch.action_mask_N[tokens]]].tolist(), places, strict=True)
+        return [placed[number] for number in range(len(placed))]
+
+    def _model_of(self, datasource: str | None) -> ServedModel:
+        model = self._default if datasource is None else self._of_datasource.get(datasource, self._default)
+        if model is None:
+            raise DataError(without_teacher([str(datasource)], self._of_datasource))
+        return model
+
+
+def without_teacher(datasources: Sequence[str], known: Collection[str]) -> str:
+    """Returns a sentence about datasources that have no teacher, beside those that are `known` to have one."""
+    return (
+        f"Prompts of {', '.join(map(repr, datasources))} have no teacher: --ref.urls has one for "
+        f"{', '.join(map(repr, known))} alone. Name a server for these prompts there, or set --ref.url, which has all "
+        "others."
+    )
+
+
+async def _together(
+    batch: PackedBatch, sequences: Mapping[ServedModel, Sequence[int]], top_k: int
+) -> list[list[Place]]:
+    """Returns what each model says of its sequences."""
+    return await asyncio.gather(*(model.places(batch.select(own), top_k) for model, own in sequences.items()))

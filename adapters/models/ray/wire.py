@@ -207,8 +207,9 @@ class _Whole:
                 columns[name] = _at_actions(name, _joined(column, runs)[mask], actions)
         others = {f.name: getattr(batch, f.name) for f in fields(type(batch)) if f.name != "images_S"}
         plain = {name: value for name, value in others.items() if not isinstance(value, Tensor)}
-        for name in ("prescribed_S", "teacher_prompts_S"):
-            plain[name] = tuple(plain[name][sequence] for sequence in sequences if plain[name])
+        plain |= {
+            name: tuple(column[sequence] for sequence in sequences) for name, column in batch.rows() if name in plain
+        }
         images = _images([batch.images_S[sequence] for sequence in sequences] if batch.images_S else [])
         return SentBatch(type(batch), list(counts), list(fillers), columns, actions, images, plain)
 

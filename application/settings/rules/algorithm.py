@@ -96,13 +96,13 @@ def _distillation_problems(config: RLConfig) -> Iterator[str]:
     traits = traits_of(estimator)
     kl = config.algo.kl
     taught = kl.estimator == (KLEstimator.FULL if kl.use_loss else KLEstimator.K1)
-    more = (config.ref.model_name_or_path, config.ref.url, kl.teacher_template) != (None, None, None)
+    more = (config.ref.model_name_or_path, kl.teacher_template) != (None, None) or config.ref.served
     if "teacher" in traits.needs and (not more or kl.init_coef == 0 or not taught):
         yield (
             f"algo.advantage.estimator {estimator} learns from the log-probs of a teacher: name it with "
-            "--ref.model_name_or_path or --ref.url, or let the model itself be one with --algo.kl.teacher_template; "
-            "set --algo.kl.init_coef above 0 (1 is usual), and leave --algo.kl.use_loss and --algo.kl.estimator out, "
-            "or turn on --algo.kl.use_loss and set --algo.kl.estimator to full."
+            "--ref.model_name_or_path, --ref.url or --ref.urls, or let the model itself be one with "
+            "--algo.kl.teacher_template; set --algo.kl.init_coef above 0 (1 is usual), and leave --algo.kl.use_loss "
+            "and --algo.kl.estimator out, or turn on --algo.kl.use_loss and set --algo.kl.estimator to full."
         )
     elif "prefix_weight" in traits.uses and kl.use_loss:
         yield (

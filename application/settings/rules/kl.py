@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rollgrad.application.settings.moving_reference import moving_problems
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.ref import model_and_url
 from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.algorithms.catalogue import check_kl_estimator
 from rollgrad.domain.algorithms.settings import KLAgainst, KLEstimator, KLSettings
@@ -23,8 +24,8 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
             "no reference: leave --ref.offload out, or set --algo.kl.init_coef above 0 and --algo.kl.against to "
             "reference."
         )
-    if config.ref.url is not None:
-        yield from _served_problems(config, config.ref.url)
+    if config.ref.served:
+        yield from _served_problems(config)
     if kl.init_coef > 0 and kl.ref_sync_steps is not None:
         yield from moving_problems(config, "algo.kl", kl.ref_sync_steps)
         yield from _moving_problems(config)
@@ -83,21 +84,27 @@ def teacher_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
         )
 
 
-def _served_problems(config: RLConfig, url: str) -> Iterator[str]:
-    """Yields what a reference on a server does not go with."""
+def _served_problems(config: RLConfig) -> Iterator[str]:
+    """Yields what references on servers do not go with."""
     kl, ref = config.algo.kl, config.ref
-    known = f"ref.url is {url!r}, but "
-    if (problem := address_problem(url, "ref.url")) is not None:
+    flag = "ref.url" if ref.urls is None else "ref.urls"
+    known = f"{flag} is {getattr(ref, flag.removeprefix('ref.'))!r}, but "
+    if ref.url is not None and (problem := address_problem(ref.url, "ref.url")) is not None:
         yield problem
+    for datasource, given in (ref.urls or {}).items():
+        if (problem := address_problem(model_and_url(given)[1], "ref.urls")) is not None:
+            yield f"Of {datasource!r}: {problem}"
+    if ref.urls == {}:
+        yield "ref.urls names no server: write --ref.urls DATASOURCE http://HOST:PORT, or leave it out."
     if kl.init_coef == 0 or kl.against is KLAgainst.ROLLOUT:
         yield (
             f"{known}with algo.kl.init_coef {kl.init_coef:g} and algo.kl.against {kl.against} there is no reference: "
-            "leave --ref.url out, or set --algo.kl.init_coef above 0 and --algo.kl.against to reference."
+            f"leave --{flag} out, or set --algo.kl.init_coef above 0 and --algo.kl.against to reference."
         )
     if kl.ref_sync_steps is not None:
         yield (
             f"{known}algo.kl.ref_sync_steps is {kl.ref_sync_steps}, and a server's model does not move: leave "
-            "--ref.url out, or set --algo.kl.ref_sync_steps None."
+            f"--{flag} out, or set --algo.kl.ref_sync_steps None."
         )
     if _compares(kl):
         yield (
@@ -107,17 +114,17 @@ def _served_problems(config: RLConfig, url: str) -> Iterator[str]:
     if config.rollout.temperature != 1:
         yield (
             f"{known}rollout.temperature is {config.rollout.temperature:g}, and of a server's model only the "
-            "probabilities at temperature 1 are known: leave --rollout.temperature or --ref.url out."
+            f"probabilities at temperature 1 are known: leave --rollout.temperature or --{flag} out."
         )
     if config.data.image_key is not None:
         yield (
-            f"{known}data.image_key is {config.data.image_key!r}, and a server is sent no images: leave --ref.url or "
+            f"{known}data.image_key is {config.data.image_key!r}, and a server is sent no images: leave --{flag} or "
             "--data.image_key out."
         )
     if config.cluster.enable and (ref.num_nodes, ref.num_gpus_per_node, ref.offload) != (None, None, False):
         yield (
             f"{known}ref.num_nodes, ref.num_gpus_per_node or ref.offload is set, which are of processes of its own: "
-            "leave --ref.url out, or --ref.num_nodes, --ref.num_gpus_per_node and --ref.offload."
+            f"leave --{flag} out, or --ref.num_nodes, --ref.num_gpus_per_node and --ref.offload."
         )
 
 

@@ -38,3 +38,20 @@ class ServedRefConfig(RefConfig):
         "default the actor's) only tokenizer and configuration are read. The environment variable "
         "ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
     )
+    urls: dict[str, str] | None = setting(
+        None,
+        "Addresses of servers with a teacher each for the prompts of one datasource: --ref.urls math http://one:8000 "
+        "code http://two:8000. Those of other datasources have ref.url's. Of several models on a server one is asked "
+        "for as MODEL@http://two:8000.",
+    )
+
+    @property
+    def served(self) -> bool:
+        """Whether servers have it."""
+        return self.url is not None or self.urls is not None
+
+
+def model_and_url(given: str) -> tuple[str | None, str]:
+    """Returns what an entry of `urls` says: a model of the server, or None, and the server's address."""
+    model, at, scheme = given.partition("@http")
+    return (model, f"http{scheme}") if at else (None, given)

@@ -79,6 +79,7 @@ def rollouts(groups: Sequence[Sequence[int]], prompt: int = 5) -> RolloutBatch:
         reward_parts_SK=torch.ones(len(batch), 1),
         experts_NLK=torch.randint(255, (batch.token_count, 2, 3), generator=generator).to(torch.uint8),
         teacher_prompts_S=tuple((place, 150_000) for place in range(len(trajectories))),
+        datasources_S=tuple(f"from {place}" for place in range(len(trajectories))),
         sampler_ids_NK=torch.where(batch.action_mask_N[:, None], torch.arange(4), 0).int(),
         sampler_logprobs_NK=torch.where(batch.action_mask_N[:, None], draw_N[:, None] * torch.arange(4), 0.0),
         prescribed_S=tuple(trajectory.segments[1:2] * (place % 2) for place, trajectory in enumerate(trajectories)),
@@ -147,6 +148,7 @@ def test_every_process_gets_its_part_of_every_pass_as_it_was(
                 assert columns.keys() == wanted.keys()
                 assert own.prescribed_S == expected.prescribed_S
                 assert own.teacher_prompts_S == expected.teacher_prompts_S
+                assert own.datasources_S == expected.datasources_S
                 for name, column in columns.items():
                     torch.testing.assert_close(column, wanted[name], rtol=0, atol=0, msg=name)
     assert sorted(seen) == sorted(whole)

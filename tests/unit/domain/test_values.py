@@ -98,6 +98,7 @@ def test_select_never_changes_a_sample(chosen: list[int]) -> None:
     whole = evolve(
         pack([episode(prompt=i + 1, turns=1 + i % 3, group_id=i // 2, sample_id=i) for i in range(5)]),
         teacher_prompts_S=tuple((7, i) for i in range(5)),
+        datasources_S=tuple("abcde"),
         prescribed_S=tuple((Segment(kind=SegmentKind.ACTION, start=i, stop=i + 1),) for i in range(5)),
     )
     whole = evolve(whole, experts_NLK=torch.arange(whole.token_count).view(-1, 1, 1).expand(-1, 2, 3))
@@ -107,7 +108,7 @@ def test_select_never_changes_a_sample(chosen: list[int]) -> None:
     for name, axis, column in whole.columns():
         rows = [row for i in chosen for row in (column.split(lengths)[i] if axis == "N" else column[i : i + 1])]
         assert torch.equal(getattr(picked, name), torch.stack(rows) if rows else column[:0]), name
-    for name in ("teacher_prompts_S", "prescribed_S"):
+    for name in ("teacher_prompts_S", "datasources_S", "prescribed_S"):
         assert getattr(picked, name) == tuple(getattr(whole, name)[i] for i in chosen), name
     assert torch.equal(whole.tokens_N[whole.token_index(chosen)], picked.tokens_N)
 
