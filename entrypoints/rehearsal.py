@@ -24,7 +24,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError
 from rollgrad.domain.ports.chat_codec import RenderedPrompt
 from rollgrad.domain.ports.environment import tool_schema
-from rollgrad.entrypoints.composition.data import note_repeated_prompts
+from rollgrad.entrypoints.composition.data import longest_told, note_repeated_prompts
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rewards import check_reward_model, reward_kind
@@ -206,7 +206,7 @@ class _TrainingTrial(Trial):
             longest = max([survey.longest, *(len(prompt.token_ids) for prompt in held_out)])
             config = evolve(config, data=evolve(config.data, max_prompt_tokens=longest))
         keys = ("actor", "critic", "ref", "reward")
-        told = 0 if survey is None else max(0, survey.longest_told - survey.longest)
+        told = 0 if survey is None else max(0, longest_told(config, survey) - survey.longest)
         shortages = self._attempt(
             lambda: show_plan(config, self._findings.console, told=told), *(f"{key}.model_name_or_path" for key in keys)
         )

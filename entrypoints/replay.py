@@ -170,7 +170,7 @@ def _check(config: RLConfig, step: int) -> None:
             "algo.kl.estimator is full, but of a reference that moves or is on a server (algo.kl.ref_sync_steps, "
             "ref.url, ref.urls) nothing is kept: replay an update of a run with another estimator."
         )
-    tells_replies = template is not None and TeacherTemplate.read(template).tells_passed_replies
+    tells_replies = template is not None and bool(TeacherTemplate.read(template).judged)
     if template is not None and config.algo.kl.use_loss and (tells_replies or estimator == KLEstimator.FULL):
         raise ConfigurationError(
             f"algo.kl.estimator is {estimator} with algo.kl.teacher_template, but rollouts are kept without what the "

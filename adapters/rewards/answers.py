@@ -14,7 +14,8 @@ from rollgrad.domain.errors import RewardError
 
 class RewardParser:
     """Parses the answers of `name`: the rewards (list, tensor, or a number for one reply), or a mapping with `rewards`
-    and optionally `scores`, `answers` and `extra_logs`. Named rewards are summed by `weights` (default: 1 each)."""
+    and optionally `scores`, `answers`, `feedback` and `extra_logs`. Named rewards are summed by `weights` (default: 1
+    each)."""
 
     def __init__(self, name: str, weights: Mapping[str, float] | None = None) -> None:
         self._name = name
@@ -52,7 +53,8 @@ class RewardParser:
                         f"{self._name} returned the {what} {number} for reply {index} of {count}: "
                         "each must be a finite number."
                     )
-        answers = self._answers(answer.get("answers"), count)
+        answers = self._texts(answer.get("answers"), "answers", count)
+        feedback = self._texts(answer.get("feedback"), "feedback", count)
         given_logs = answer.get("extra_logs")
         if not isinstance(given_logs, Mapping | None):
             raise RewardError(
@@ -70,6 +72,7 @@ class RewardParser:
                 metrics={key: numbers[index] for key, numbers in (logs | parts).items()},
                 parts={key: numbers[index] for key, numbers in parts.items()},
                 answer=answers[index],
+                feedback=feedback[index] or None,
             )
             for index, (value, score) in enumerate(zip(values, scores, strict=True))
         ]
@@ -91,13 +94,14 @@ class RewardParser:
             )
         return parts
 
-    def _answers(self, given: Any, count: int) -> list[str | None]:
-        """Returns what each reply answered, as a text, or None where that is unknown."""
+    def _texts(self, given: Any, what: str, count: int) -> list[str | None]:
+        """Returns `given`, one for each reply, as texts; None where there is none."""
         if given is None:
             return [None] * count
         if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
             raise RewardError(
-                f"{self._name} returned answers that are no list of one for each of {replies(count)} ({shown(given)})."
+                f"{self._name} returned {what} that is no list of one text for each of {replies(count)} "
+                f"({shown(given)})."
             )
         return [None if each is None else str(each).strip() for each in given]
 

@@ -76,11 +76,12 @@ class FunctionReward(RewardSource):
 
     `func` may be async. It returns the rewards (list, tensor, or a number for one reply), or a mapping with `rewards`
     and optionally `scores` (for filtering and evaluation), `answers` (what each reply answered, by which evaluations
-    vote) and `extra_logs` (name -> number, or one number a reply).
+    vote), `feedback` (a text on each reply, or None, that a teacher may be told) and `extra_logs` (name -> number, or
+    one number a reply).
     `rewards` may itself be a mapping of named rewards (name -> one number a reply); a reply's reward is then their sum,
     weighted by `weights` (default: 1 each). None instead of a number means that the reward does not apply to the reply.
-    A function of verl's convention returns a number, or a mapping with `score`, whose `pred` is the answer and whose
-    other numbers are logged.
+    A function of verl's convention returns a number, or a mapping with `score`, whose `pred` is the answer, whose
+    `feedback` is a text on the reply and whose other numbers are logged.
 
     `timeout`: seconds that a call may take. `name` names the function in errors.
 
@@ -177,7 +178,8 @@ class FunctionReward(RewardSource):
         logs = {
             str(k): float(v) for k, v in result.items() if isinstance(v, Real) and k != "score" and math.isfinite(v)
         }
-        read = {"rewards": self._applicable([result["score"]]), "answers": [result.get("pred")], "extra_logs": logs}
+        texts = {"answers": [result.get("pred")], "feedback": [result.get("feedback")]}
+        read = {"rewards": self._applicable([result["score"]]), **texts, "extra_logs": logs}
         return self._parser.parse(read, 1)[0]
 
     def _applicable(self, result: Any) -> Any:

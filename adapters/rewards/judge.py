@@ -161,14 +161,16 @@ class LLMJudge(RewardSource):
     async def _judge(self, request: RewardRequest, rubric: Sequence[Criterion]) -> Reward:
         """Returns the judgement of a reply, or what those of each criterion come to."""
         if not rubric:
-            return Reward(value=await self._number(self._prompt.filled(request)))
+            value, words = await self._judgement(self._prompt.filled(request))
+            return Reward(value=value, feedback=words.strip())
         questions = [self._prompt.filled(request, criterion=criterion.text) for criterion in rubric]
-        numbers = await asyncio.gather(*map(self._number, questions))
+        numbers = [number for number, _ in await asyncio.gather(*map(self._judgement, questions))]
         low, high = self._bounds or (0.0, 1.0)
         met = [(number - low) / (high - low) for number in numbers]
         return Reward(value=weighed(met, rubric), metrics={"rubric_met": math.fsum(met) / len(met)})
 
-    async def _number(self, question: str) -> float:
+    async def _judgement(self, question: str) -> tuple[float, str]:
+        """Returns the number that the judge answers, and its words without its thoughts."""
         body = {"model": self._model, "messages": [{"role": "user", "content": question}], "temperature": 0.0}
         async with self._slots:
             url, answer = await self._servers.ask(body, about="1 reply")
@@ -193,7 +195,7 @@ class LLMJudge(RewardSource):
                 f"The judge {url} answered {text[-QUOTED:]!r}, whose last number {value:g} is not from {low:g} to "
                 f"{high:g}: let --reward.judge_prompt ask for such a number, or change --reward.judge_range."
             )
-        return value
+        return value, text
 
 
 def readable(prompt: Prompt) -> str:

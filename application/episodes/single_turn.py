@@ -78,5 +78,6 @@ class SingleTurnExecutor(AgentExecutor):
             metrics=reward.metrics,
             reward_parts=reward.parts,
             answer=reward.answer,
+            feedback=reward.feedback,
         )
         return [trajectory]

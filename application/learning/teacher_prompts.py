@@ -1,6 +1,7 @@
 """Prompts that a teacher which is told more reads in the place of each rollout's own."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 
 import torch
 from attrs import frozen
@@ -29,15 +30,16 @@ def told_by_rows(groups: Sequence[RolloutGroup]) -> TeacherPrompts | None:
 
 
 @frozen(kw_only=True)
-class ToldPassedReplies:
-    """Tells the teacher of each rollout another one of its group that passed (SDPO, Huebotter et al. 2026,
-    arXiv:2601.20802): the first, by sample id. A rollout without such another one is not taught.
+class ToldOfReplies:
+    """Tells the teacher of each rollout another one of its group that passed, the first by sample id, and, of one that
+    did not pass, what the reward said of it (SDPO, Huebotter et al. 2026, arXiv:2601.20802).
 
-    `tell`: what the teacher of a prompt reads that is told a reply. `decode`: the text of sampled tokens.
-    `pass_threshold`: score from which a rollout passes.
+    `tell`: what the teacher of a prompt reads that is told a reply that passed and feedback, None where one is not
+    known; None where it teaches nothing then. `decode`: the text of sampled tokens. `pass_threshold`: score from which
+    a rollout passes.
     """
 
-    tell: Callable[[Prompt, str], tuple[int, ...]]
+    tell: Callable[[Prompt, str | None, str | None], tuple[int, ...] | None]
     decode: Callable[[Sequence[int]], str]
     pass_threshold: float
 
@@ -46,12 +48,14 @@ class ToldPassedReplies:
         told: dict[tuple[int, int], tuple[int, ...]] = {}
         for group in groups:
             samples = sorted((sample[0] for sample in group.samples), key=lambda sample: sample.sample_id)
-            passed = [sample for sample in samples if reaches(sample.score, self.pass_threshold)][:2]
-            texts = [self.tell(group.prompt, self.decode(_reply(sample))) for sample in passed]
+            passed = [sample for sample in samples if reaches(sample.score, self.pass_threshold)]
+            replies = [(sample, self.decode(_reply(sample))) for sample in passed[:2]]
+            tell = lru_cache(partial(self.tell, group.prompt))  # of a group without feedback it has two texts
             for sample in samples:
-                others = [text for each, text in zip(passed, texts, strict=True) if each is not sample]
-                if others:
-                    told[group.group_id, sample.sample_id] = others[0]
+                other = next((text for each, text in replies if each is not sample), None)
+                text = tell(other, None if sample in passed else sample.feedback)
+                if text is not None:
+                    told[group.group_id, sample.sample_id] = text
         return told
 
 

@@ -88,8 +88,9 @@ class KLSettings:
         None,
         "What the reference reads in the place of a prompt's last user message, so that it teaches what it knows from "
         "more: {prompt} is the text of that message, {label} the label, {passed_reply} another reply to the prompt "
-        "that passed (SDPO; without one a reply is not taught), {NAME} a column of the row. The template itself, or a "
-        "text file.",
+        "that passed and {reward_feedback} what the reward says of a reply that did not (SDPO; without either a reply "
+        "is not taught), {NAME} a column of the row; a part in [[ ]] is left out where a place in it has nothing. The "
+        "template itself, or a text file.",
         only_if=WITH_KL,
     )
     ref_sync_steps: int | None = setting(

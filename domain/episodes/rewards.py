@@ -58,7 +58,8 @@ class Reward:
     """`value` trains; `score` (default: `value`) filters and evaluates; `metrics` are averaged into the log; `parts`
     are the named rewards that `value` is the weighted sum of, if it is one; `answer` is what the reply answered, in a
     form in which equal answers are equal texts, by which evaluations vote, None if unknown; `steps` the probabilities
-    that a process reward model gives the reply's steps of being right."""
+    that a process reward model gives the reply's steps of being right; `feedback` is what there is to say of the reply
+    in words, such as the error of a program, which a teacher may be told."""
 
     value: float
     score: float | None = None
@@ -66,6 +67,7 @@ class Reward:
     parts: Mapping[str, float] = field(factory=dict)
     answer: str | None = None
     steps: tuple[float, ...] = ()
+    feedback: str | None = None
 
 
 class FailureKind(StrEnum):

@@ -62,7 +62,8 @@ class Trajectory:
     `reward_parts`: the named rewards that its reward is the weighted sum of, if it is one. `images` are those that some
     of its tokens stand for, none of which was sampled. `experts_TLK` are the experts of a mixture that the engine
     sent its tokens to (`routed.py`); None where it did not say. `top_logprobs` has the most likely tokens at the place
-    of each sampled token, in order; None where no engine was asked. `answer` is that of the episode's `Reward`.
+    of each sampled token, in order; None where no engine was asked. `answer` and `feedback` are those of the episode's
+    `Reward`.
     """
 
     token_ids_T: Tensor
@@ -79,6 +80,7 @@ class Trajectory:
     experts_TLK: Tensor | None = None
     top_logprobs: TopLogprobs | None = None
     answer: str | None = None
+    feedback: str | None = None
 
     @property
     def reward(self) -> float:
@@ -211,6 +213,7 @@ class TrajectoryBuilder:
         metrics: Mapping[str, float] | None = None,
         reward_parts: Mapping[str, float] | None = None,
         answer: str | None = None,
+        feedback: str | None = None,
     ) -> Trajectory:
         """Returns the finished trajectory; `score` defaults to the sum of rewards.
 
@@ -239,6 +242,7 @@ class TrajectoryBuilder:
             experts_TLK=experts_of(self._routed, len(self._tokens)),
             top_logprobs=told if told.ids_RK.shape[1] else None,
             answer=answer,
+            feedback=feedback,
         )
 
     def _append(

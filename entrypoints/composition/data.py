@@ -10,7 +10,7 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.loading import load_dataset
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
-from rollgrad.adapters.data.datasets.survey import Rows
+from rollgrad.adapters.data.datasets.survey import Rows, Survey
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.engines.vllm_server.teacher import without_teacher
@@ -193,10 +193,7 @@ def _taught_within_positions(config: RLConfig, source: Source) -> Source:
     Raises:
         ConfigurationError: it has not.
     """
-    told, reply = source.survey.longest_told, config.rollout.max_new_tokens
-    template = _teacher(config)
-    if template is not None and template.tells_passed_replies:
-        told += reply
+    told, reply = longest_told(config, source.survey), config.rollout.max_new_tokens
     name = config.ref.model_name_or_path or config.actor.model_name_or_path
     positions = load_positions(name) if told else None
     if positions is None or told + reply <= positions:
@@ -206,6 +203,13 @@ def _taught_within_positions(config: RLConfig, source: Source) -> Source:
         f"to {reply} (rollout.max_new_tokens), {told + reply} together, but the reference {name!r} has {positions} "
         "positions: shorten --algo.kl.teacher_template or the columns that it names, or lower --rollout.max_new_tokens."
     )
+
+
+def longest_told(config: RLConfig, survey: Survey) -> int:
+    """Returns the number of tokens that the reference reads in the place of the longest prompt, with what is known once
+    replies were judged; 0 if it reads the prompts."""
+    template = _teacher(config)
+    return survey.longest_told + (0 if template is None else config.rollout.max_new_tokens * len(template.judged))
 
 
 def _teacher(config: RLConfig) -> TeacherTemplate | None:

@@ -17,7 +17,7 @@ from rollgrad.adapters.engines.vllm_server.teacher import (
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.loading import load_tokenizer, load_vocabulary_size
 from rollgrad.adapters.system.event_loop import run_to_end
-from rollgrad.application.learning.teacher_prompts import TellsTeacher, ToldPassedReplies, told_by_rows
+from rollgrad.application.learning.teacher_prompts import TellsTeacher, ToldOfReplies, told_by_rows
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ref import model_and_url
 from rollgrad.domain.errors import ConfigurationError
@@ -148,22 +148,25 @@ def make_tells_teacher(config: RLConfig, codec: TemplateCodec, judged: bool) -> 
     reward judges replies.
 
     Raises:
-        ConfigurationError: the template names a reply that passed, but nothing says which do, or none has others.
+        ConfigurationError: the template names what nothing finds.
     """
     given, samples = config.algo.kl.teacher_template, config.rollout.n_samples_per_prompt
     template = None if given is None else TeacherTemplate.read(given)
-    if template is None or not template.tells_passed_replies:
+    if template is None or not template.judged:
         return told_by_rows
-    tells = f"algo.kl.teacher_template tells {{{PASSED_REPLY}}}, another reply to the prompt that passed"
+    tells = f"algo.kl.teacher_template tells {' and '.join(f'{{{name}}}' for name in sorted(template.judged))}"
     if not judged:
         raise ConfigurationError(
-            f"{tells}, but no reward says which replies pass: set --reward.verifier, --reward.function_path, "
+            f"{tells}, which a reward finds, but there is none: set --reward.verifier, --reward.function_path, "
             "--reward.model_name_or_path, --reward.remote_url or --reward.judge_url."
         )
-    if samples < 2:
+    if samples < 2 and PASSED_REPLY in template.judged:
         raise ConfigurationError(
-            f"{tells}, but rollout.n_samples_per_prompt is {samples}: set --rollout.n_samples_per_prompt to 2 or more."
+            f"{tells}, but rollout.n_samples_per_prompt is {samples}, so that no other reply to a prompt can have "
+            f"passed: set --rollout.n_samples_per_prompt to 2 or more, or leave {{{PASSED_REPLY}}} out."
         )
-    return ToldPassedReplies(
-        tell=Telling(template, codec), decode=codec.decode, pass_threshold=config.reward.pass_threshold
+    return ToldOfReplies(
+        tell=Telling(template, codec, longest=config.rollout.max_new_tokens),
+        decode=codec.decode,
+        pass_threshold=config.reward.pass_threshold,
     )

@@ -339,6 +339,25 @@ def test_replies_that_passed_teach_the_others_of_their_group(workspace: Path, pi
         assert main(["train", "rl", "--config", "run.yaml", *flags.split(), "--reward.function_path", "None"]) == 2
 
 
+def test_a_teacher_is_told_what_the_reward_says(workspace: Path) -> None:
+    """A reply is taught that did not pass and of which the reward says anything, and no other."""
+    Path("reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    passed = [sum(map(ord, query)) % 3 == 0 for query in queries]\n"
+        "    said = ['too odd' if sum(map(ord, query)) % 2 else None for query in queries]\n"
+        "    return {'rewards': [float(p) for p in passed], 'feedback': said}\n"
+    )
+    template = "{prompt}_Tried:_{reward_feedback}"
+    (row,) = train(f"--algo.preset opsd --algo.kl.teacher_template {template} --train.max_steps 1")
+    taught = []
+    for kept in read_trajectories(Path("out/trajectories/step-000001.parquet")).to_pylist():
+        number = sum(map(ord, kept["prompt"] + kept["response"]))
+        taught.append(bool(number % 3) and bool(number % 2))
+        assert any(kept["token_advantage"]) == taught[-1]
+    assert 0 < sum(taught) < len(taught)
+    assert row["policy/taught_share"] == pytest.approx(sum(taught) / len(taught))
+
+
 @pytest.mark.parametrize(
     "loss", [pytest.param(n, marks=[] if n == "clip_cov" else [pytest.mark.slow]) for n in catalogue.POLICY_LOSSES]
 )

@@ -14,7 +14,7 @@ from attrs import evolve, fields_dict, frozen
 from torch import Tensor
 
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
-from rollgrad.application.learning.teacher_prompts import ToldPassedReplies
+from rollgrad.application.learning.teacher_prompts import ToldOfReplies
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.presets import PRESETS
 from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParams, estimate, group
@@ -535,7 +535,7 @@ def test_masked_truncated_replies_are_left_out(case: Case) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sdpo_tells_teachers_of_the_same_replies(seed: int) -> None:
-    """Which rollouts are taught, by which other one of their group, and in which words."""
+    """Which rollouts are taught, by which other one of their group, by what is said of them, and in which words."""
     from trl.experimental.sdpo import SDPOConfig
     from trl.experimental.sdpo.sdpo_trainer import SuccessfulRolloutTeacherContextBuilder
 
@@ -554,10 +554,13 @@ def test_sdpo_tells_teachers_of_the_same_replies(seed: int) -> None:
     names = ("success_reward_threshold", "reprompt_template", "solution_template", "max_reprompt_len")
     names += ("dont_reprompt_on_self_success", "environment_feedback_only_without_solution")
     names += ("use_successful_as_teacher", "include_environment_feedback", "remove_thinking_from_demonstration")
+    names += ("feedback_template",)
     fields = SDPOConfig.__dataclass_fields__
+    said = (torch.rand(GROUPS * SAMPLES, generator=generator) < 0.5) & (scores < 1)
+    words = [f"{{{i}}} fails" if has else None for i, has in enumerate(said.tolist())]
     stand_in = SimpleNamespace(
         accelerator=OneProcess(),
-        args=SimpleNamespace(**{name: fields[name].default for name in names}),
+        args=SimpleNamespace(**{name: fields[name].default for name in names} | {"include_environment_feedback": True}),
         model=StandIn(),
         num_generations=SAMPLES,
         processing_class=SimpleNamespace(decode=lambda ids, **_: f"reply {int(ids[0])}"),
@@ -569,13 +572,18 @@ def test_sdpo_tells_teachers_of_the_same_replies(seed: int) -> None:
         {"completion_ids": ids, "completion_mask": torch.ones_like(ids)},
         [conversations[i // SAMPLES] for i in range(GROUPS * SAMPLES)],
         scores,
+        words,
     )
     groups = [
         RolloutGroup(
             group_id=group,
             prompt=Prompt(token_ids=(1,), text="", messages=tuple(conversations[group])),
             trajectories=tuple(
-                evolve(make_trajectory([1], [10 + i], group_id=group, sample_id=i), score=float(scores[i]))
+                evolve(
+                    make_trajectory([1], [10 + i], group_id=group, sample_id=i),
+                    score=float(scores[i]),
+                    feedback=words[i],
+                )
                 for i in range(group * SAMPLES, (group + 1) * SAMPLES)
             ),
         )
@@ -584,11 +592,14 @@ def test_sdpo_tells_teachers_of_the_same_replies(seed: int) -> None:
     template = TeacherTemplate(PRESETS["sdpo"]["algo.kl.teacher_template"])
     told: list[Any] = []
 
-    def tell(prompt: Prompt, passed: str) -> tuple[int, ...]:
-        told.append(template.messages(prompt.messages, None, {}, "", passed))
+    def tell(prompt: Prompt, passed: str | None, feedback: str | None) -> tuple[int, ...] | None:
+        known = {"passed_reply": passed, "reward_feedback": feedback}
+        if not template.teaches(known):
+            return None
+        told.append(template.messages(prompt.messages, None, {}, "", known))
         return (len(told) - 1,)
 
-    found = ToldPassedReplies(tell=tell, decode=lambda ids: f"reply {ids[0]}", pass_threshold=1.0)(groups)
+    found = ToldOfReplies(tell=tell, decode=lambda ids: f"reply {ids[0]}", pass_threshold=1.0)(groups)
     taught = [i for i, each in enumerate(made["self_distillation_mask"].tolist()) if each]
     assert sorted(sample for _, sample in found) == taught
     assert 0 < len(taught) < GROUPS * SAMPLES or seed

@@ -1,6 +1,7 @@
 """The text that a teacher reads in the place of a prompt: the prompt's own, with columns of its row that the policy is
-not shown, such as a solution, or with a reply of the policy's own that passed."""
+not shown, such as a solution, or with what is known once replies were judged: one that passed, what was wrong."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,35 @@ from rollgrad.domain.ports.chat_codec import ChatCodec
 
 SETTING = "algo.kl.teacher_template"
 
-PASSED_REPLY = "passed_reply"
-"""Name of the place of a reply to the same prompt that passed, which is known when the rollout has been judged."""
+PASSED_REPLY, FEEDBACK = "passed_reply", "reward_feedback"
+"""Names of the places of what is known when a rollout has been judged: a reply to the same prompt that passed, and what
+the reward says of the reply that is taught."""
+
+Judged = Mapping[str, str | None]
+"""Texts that are known of a reply, by these names; None where one is not."""
+UNJUDGED: Judged = {name: f"{{{name}}}" for name in (PASSED_REPLY, FEEDBACK)}
+"""Leaves these places as they are written."""
+
+_PART = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
 
 
 @frozen
 class TeacherTemplate:
-    """A text with `{prompt}`, `{label}`, `{passed_reply}` and `{column}` of the row; `{{name}}` is the text {name}.
-    Where a method is given no reply that passed, its place stays as it is written."""
+    """A text with `{prompt}`, `{label}`, `{passed_reply}`, `{reward_feedback}` and `{column}` of the row; `{{name}}` is
+    the text {name}. A part in double square brackets that has such places is left out where one of them has nothing."""
 
     text: str
 
     @property
-    def tells_passed_replies(self) -> bool:
-        """Whether the teacher is told a reply that passed."""
-        return PASSED_REPLY in places(self.text)
+    def judged(self) -> frozenset[str]:
+        """Names of what the teacher is told that is known once replies were judged."""
+        return frozenset(places(self.text) & UNJUDGED.keys())
+
+    def teaches(self, known: Judged) -> bool:
+        """Returns whether a reply is taught of which this is known: everything outside of parts that may be left out,
+        and, of what the template tells of judged replies, anything."""
+        always = places(_PART.sub(lambda part: "" if places(part[1]) else part[0], self.text)) & UNJUDGED.keys()
+        return all(known[name] for name in always) and any(known[name] for name in self.judged)
 
     @classmethod
     def read(cls, given: str) -> "TeacherTemplate":
@@ -48,38 +63,47 @@ class TeacherTemplate:
                     f"{SETTING} is {given!r}, which has no place for anything ({{prompt}} is one), and cannot be read "
                     f"as a file either ({error}): write a text with {{prompt}}, or name a file with one."
                 ) from error
-        if "prompt" not in places(text):
+        if "prompt" not in places(_PART.sub("", text)):
             raise ConfigurationError(
                 f"{SETTING} is {given!r}, which has no {{prompt}}, so that the teacher would not see the question: "
                 "write {prompt} where it belongs."
             )
         return cls(text)
 
-    def about(
-        self, prompt: str, label: Any, row: Mapping[str, Any], datasource: str, passed: str = f"{{{PASSED_REPLY}}}"
-    ) -> str:
+    def about(self, prompt: str, label: Any, row: Mapping[str, Any], datasource: str, known: Judged = UNJUDGED) -> str:
         """Returns what the teacher reads in the place of `prompt`.
 
         Raises:
             DataError: the row lacks what the template names.
         """
 
-        def value(name: str) -> str:
+        def value(name: str) -> str | None:
             if name == "prompt":
                 return prompt
-            if name == PASSED_REPLY:
-                return passed
+            if name in known:
+                return known[name] or None
             if name == "label" and label is not None:
                 return str(label)
             found = value_at(row, name) if has_value(row, name) else None
+            return None if found is None else str(found)
+
+        def required(name: str) -> str:
+            found = value(name)
             if found is None:
                 raise DataError(
                     f"There is no {name!r} in this row of {datasource!r} ({', '.join(sorted(row))}), which {SETTING} "
                     f"names: correct it, or write {{{{{name}}}}} for the text itself."
                 )
-            return str(found)
+            return found
 
-        return filled(self.text, value)
+        # One after the other, as what is filled in may have such brackets itself.
+        told, place = list[str](), 0
+        for part in _PART.finditer(self.text):
+            told.append(filled(self.text[place : part.start()], required))
+            names, place = places(part[1]), part.end()
+            if None not in map(value, names):
+                told.append(filled(part[1] if names else part[0], required))
+        return "".join([*told, filled(self.text[place:], required)])
 
     def messages(
         self,
@@ -87,7 +111,7 @@ class TeacherTemplate:
         label: Any,
         row: Mapping[str, Any],
         datasource: str,
-        passed: str = f"{{{PASSED_REPLY}}}",
+        known: Judged = UNJUDGED,
     ) -> list[Message]:
         """Returns a conversation whose last user message is what the teacher reads in its place.
 
@@ -99,20 +123,30 @@ class TeacherTemplate:
             raise DataError(f"A prompt of {datasource!r} has no user message for {SETTING}.")
         content = messages[last]["content"]
         text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-        told = {**messages[last], "content": self.about(text, label, row, datasource, passed)}
+        told = {**messages[last], "content": self.about(text, label, row, datasource, known)}
         return [*messages[:last], told, *messages[last + 1 :]]
 
 
 @frozen
 class Telling:
-    """Writes what a teacher reads that is told a reply; its tokens are those that `codec` gives them."""
+    """Writes what a teacher reads that is told of judged replies; its tokens are those that `codec` gives them. Of what
+    the reward says the last `longest` tokens are told."""
 
     template: TeacherTemplate
     codec: ChatCodec
+    longest: int
 
-    def __call__(self, prompt: Prompt, passed: str) -> tuple[int, ...]:
-        """Returns the tokens that the teacher reads in the place of `prompt`."""
-        about = prompt.label, prompt.metadata, prompt.datasource, passed
+    def __call__(self, prompt: Prompt, passed_reply: str | None, feedback: str | None) -> tuple[int, ...] | None:
+        """Returns the tokens that the teacher reads in the place of `prompt`; None where a reply of which this is known
+        is not taught."""
+        known = {PASSED_REPLY: passed_reply, FEEDBACK: self._end(feedback) if feedback else None}
+        if not self.template.teaches(known):
+            return None
+        about = prompt.label, prompt.metadata, prompt.datasource, known
         if prompt.messages:
             return self.codec.render(self.template.messages(prompt.messages, *about)).token_ids
         return self.codec.encode_prompt(self.template.about(prompt.text, *about))
+
+    def _end(self, feedback: str) -> str:
+        tokens = self.codec.encode(feedback)
+        return feedback if len(tokens) <= self.longest else self.codec.decode(tokens[-self.longest :])

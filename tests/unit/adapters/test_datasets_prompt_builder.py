@@ -132,10 +132,11 @@ def test_a_teacher_is_told_a_reply_that_passed(codec: TemplateCodec, chat: bool)
         TeacherTemplate("{prompt} ({label}) {passed_reply}"),
         TeacherTemplate("{prompt} ({label}) {tried}"),
     )
-    assert template.tells_passed_replies
-    assert not column.tells_passed_replies
+    assert template.judged == {"passed_reply"}
+    assert not column.judged
     prompt = PromptBuilder(codec, data, teacher=template).build(row, "sums")
-    told = Telling(template, codec)(prompt, "It is {prompt}: 7.")
+    telling = Telling(template, codec, longest=100)
+    told = telling(prompt, "It is {prompt}: 7.", "wrong")
     assert (
         told
         == PromptBuilder(codec, data, teacher=column)
@@ -143,6 +144,36 @@ def test_a_teacher_is_told_a_reply_that_passed(codec: TemplateCodec, chat: bool)
         .teacher_token_ids
     )
     assert "{passed_reply}" in codec.decode(prompt.teacher_token_ids)
+    assert telling(prompt, None, "wrong") is None
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ((None, None), None),
+        (("7", None), "3+4? [[ no place ]] [[{prompt}]] Right: 7! Now."),
+        ((None, "off by one"), "3+4? [[ no place ]] [[{prompt}]] Wrong: off by one. Now."),
+        (("[[{hint}]]", "5"), "3+4? [[ no place ]] [[{prompt}]] Right: [[{hint}]]! Wrong: 5. Now."),
+    ],
+)
+def test_parts_of_which_nothing_is_known_are_left_out(
+    codec: TemplateCodec, known: tuple[str | None, str | None], expected: str | None
+) -> None:
+    """Without any of what judged replies tell there is nothing to teach; the end of long feedback is told."""
+    parts = "[[ {hint}]] [[{{prompt}}]][[ Right: {passed_reply}!]][[ Wrong: {reward_feedback}.]]"
+    template = TeacherTemplate(f"{{prompt}} [[ no place ]]{parts} Now.")
+    prompt = PromptBuilder(codec, DataConfig(apply_chat_template=False), teacher=template).build({"input": "3+4?"}, "d")
+    assert "Right: {passed_reply}! Wrong: {reward_feedback}." in codec.decode(prompt.teacher_token_ids)
+    told = Telling(template, codec, longest=100)(prompt, *known)
+    assert (None if told is None else codec.decode(told)) == expected
+    needs_both = TeacherTemplate("{prompt} {passed_reply} {reward_feedback}")
+    assert (Telling(needs_both, codec, longest=100)(prompt, *known) is None) == (None in known)
+    feedback = TeacherTemplate("{prompt}{reward_feedback}")
+    cut = Telling(feedback, codec, longest=2)(prompt, None, "aaaa zz")
+    assert cut is not None
+    end = codec.decode(cut).removeprefix("3+4?")
+    assert "aaaa zz".endswith(end)
+    assert len(codec.encode(end)) == 2
 
 
 @pytest.mark.parametrize("row", [{"input": "a"}, {"input": "a", "hint": None}])

@@ -48,15 +48,19 @@ def serve() -> Iterator[Serve]:
         server.close()
 
 
-async def judged(
-    *servers: JsonServer, requests: tuple[RewardRequest, ...] = (), prompt: str = PROMPT, **how: Any
-) -> list[float]:
-    source = LLMJudge(
+def judge_of(*servers: JsonServer, prompt: str = PROMPT, **how: Any) -> LLMJudge:
+    return LLMJudge(
         [f"{server.url}/v1" for server in servers],
         model="judge",
         prompt=JudgePrompt(prompt, "judge.txt"),
         **{"timeout": 60.0, **how},
     )
+
+
+async def judged(
+    *servers: JsonServer, requests: tuple[RewardRequest, ...] = (), prompt: str = PROMPT, **how: Any
+) -> list[float]:
+    source = judge_of(*servers, prompt=prompt, **how)
     try:
         return [reward.value for reward in await source.score(requests or (ask(),))]
     finally:

@@ -71,16 +71,18 @@ async def test_scores_and_logs_go_to_their_reply() -> None:
     ]
 
 
-async def test_answers_go_to_their_reply() -> None:
-    answer = {"rewards": [1.0, 2.0], "answers": [7, None]}
-    assert [reward.answer for reward in await score(lambda q, p, y: answer, 2)] == ["7", None]
+async def test_answers_and_feedback_go_to_their_reply() -> None:
+    answer = {"rewards": [1.0, 2.0, 3.0], "answers": [7, None, ""], "feedback": [None, " no digit\n", " "]}
+    found = await score(lambda q, p, y: answer, 3)
+    assert [(reward.answer, reward.feedback) for reward in found] == [("7", None), (None, "no digit"), ("", None)]
 
 
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ({"rewards": [1, 1], "answers": ["7"]}, "answers that are no list of one for each of 2 replies"),
-        ({"rewards": [1, 1], "answers": "77"}, "answers that are no list of one for each of 2 replies"),
+        ({"rewards": [1, 1], "answers": ["7"]}, "answers that is no list of one text for each of 2 replies"),
+        ({"rewards": [1, 1], "feedback": ["7"]}, "feedback that is no list of one text for each of 2 replies"),
+        ({"rewards": [1, 1], "answers": "77"}, "answers that is no list of one text for each of 2 replies"),
         ([1.0], "1 rewards for 2 replies"),
         (1.0, "1 rewards for 2 replies"),
         ([1.0, math.nan], "reward nan for reply 1 of 2"),

@@ -210,9 +210,9 @@ async def test_verl_s_functions_judge_one_reply_at_a_time(func: Any, label: Any)
 
 async def test_verl_s_mappings_have_a_score_and_numbers_to_log() -> None:
     def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> dict[str, Any]:
-        return {"score": -1, "acc": False, "pred": "[INVALID]"}
+        return {"score": -1, "acc": False, "pred": "[INVALID]", "feedback": "no number"}
 
-    wanted = Reward(value=-1.0, score=-1.0, metrics={"acc": 0.0}, answer="[INVALID]")
+    wanted = Reward(value=-1.0, score=-1.0, metrics={"acc": 0.0}, answer="[INVALID]", feedback="no number")
     assert await score(compute_score, ask(row=VERL)) == [wanted]
     with pytest.raises(RewardError, match=r"returned a mapping with \['acc'\]: it needs the key 'score'"):
         await score(lambda solution_str, ground_truth: {"acc": 1}, ask(row=VERL))

@@ -4,13 +4,21 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollgrad.application.learning.teacher_prompts import ToldPassedReplies, told_by_rows
+from rollgrad.application.learning.teacher_prompts import ToldOfReplies, told_by_rows
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.testing.agent_executor import make_trajectory
 
-TOLD = ToldPassedReplies(
-    tell=lambda prompt, passed: (*prompt.token_ids, *map(int, passed.split())),
+
+def tell(prompt: Prompt, passed: str | None, feedback: str | None) -> tuple[int, ...] | None:
+    """A teacher reads the prompt, a reply that passed, and 7 with feedback; it teaches whatever it is told."""
+    if passed is None and feedback is None:
+        return None
+    return (*prompt.token_ids, *map(int, (passed or "").split()), *([] if feedback is None else [7, int(feedback)]))
+
+
+TOLD = ToldOfReplies(
+    tell=tell,
     decode=lambda token_ids: " ".join(map(str, token_ids)),
     pass_threshold=0.5,
 )
@@ -36,6 +44,20 @@ def test_each_rollout_is_taught_by_the_first_other_one_that_passed(scores: list[
             if others:
                 wanted[number, 10 * number + sample] = (1, number, 100 + others[0], 9)
     assert found == wanted
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5]), st.booleans()), min_size=1, max_size=5))
+def test_what_the_reward_says_of_a_rollout_that_did_not_pass_is_told_too(judged: list[tuple[float, bool]]) -> None:
+    group = group_of(3, [score for score, _ in judged])
+    words = {30 + i: str(50 + i) if has else None for i, (_, has) in enumerate(judged)}
+    group = evolve(group, trajectories=tuple(evolve(t, feedback=words[t.sample_id]) for t in group.trajectories))
+    wanted = {}
+    for sample, (score, has) in enumerate(judged):
+        others = [i for i, (other, _) in enumerate(judged) if other >= 0.5 and i != sample]
+        said = [7, 50 + sample] if has and score < 0.5 else []
+        if others or said:
+            wanted[3, 30 + sample] = (1, 3, *([100 + others[0], 9] if others else []), *said)
+    assert TOLD([group]) == wanted
 
 
 def test_rows_tell_all_rollouts_of_their_prompt_or_none() -> None:
