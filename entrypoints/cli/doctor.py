@@ -16,6 +16,7 @@ from typing import Any
 import rollgrad
 from rollgrad.adapters.engines.vllm.builds import cpu_builds, torch_build
 from rollgrad.adapters.system.cores import usable_cores
+from rollgrad.adapters.system.memory import total_memory
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.entrypoints.cli import doctor_machine as machine
 from rollgrad.entrypoints.cli.doctor_packages import Requirements, requirements, version
@@ -134,7 +135,7 @@ def _show_machine(report: Report) -> list[machine.Gpu]:
     report.fact("rollgrad", rollgrad.__version__, "rollgrad", rollgrad.__version__)
     report.fact("system", platform.platform(), "system", platform.platform())
     report.fact("cores", usable_cores(), "cores", str(usable_cores()))
-    memory = machine.memory_bytes()
+    memory = total_memory()
     report.fact("memory_bytes", memory, "memory", _size(memory))
     shared = machine.shared_memory_bytes()
     report.fact("shared_memory_bytes", shared, "/dev/shm", "none" if shared is None else _size(shared))

@@ -22,8 +22,6 @@ LEAST_SHM_BYTES = 2**30
 LEAST_DISK_BYTES = 10 * 2**30
 """Free disk below which a model of a billion parameters, its state and its download do not fit."""
 
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
 
 @frozen
 class Gpu:
@@ -141,15 +139,6 @@ def sharing_problem(modes: Sequence[str]) -> str | None:
         "together: models and vLLM, which are processes of their own, cannot share it. Set it by nvidia-smi -c DEFAULT "
         "(under SLURM by its option gpu_cmode=shared)."
     )
-
-
-def memory_bytes() -> int:
-    """Returns the machine's memory, or what its container may use of it if that is less."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in CGROUP_LIMITS:
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            limits.append(int(text))
-    return min(limits)
 
 
 def shared_memory_bytes() -> int | None:

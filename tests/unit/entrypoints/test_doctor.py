@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollgrad.adapters.engines.vllm.builds import cpu_builds, torch_build
+from rollgrad.adapters.system.memory import total_memory
 from rollgrad.entrypoints.cli import doctor
 from rollgrad.entrypoints.cli.doctor_machine import (
     Driver,
@@ -22,7 +23,6 @@ from rollgrad.entrypoints.cli.doctor_machine import (
     compiler_problem,
     disk,
     driver_problem,
-    memory_bytes,
     missing_compiler,
     model_cache,
     parse_driver,
@@ -208,7 +208,7 @@ def test_disks_are_those_where_a_run_writes(tmp_path: Path, monkeypatch: pytest.
     assert model_cache() == tmp_path / "hub"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     assert model_cache() == tmp_path / "cache"
-    assert memory_bytes() > 2**28
+    assert total_memory() > 2**28
 
 
 def test_trial_imports_name_what_fails(capsys: pytest.CaptureFixture[str]) -> None:
