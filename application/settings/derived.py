@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.ds import PARAMETERS
@@ -91,7 +92,7 @@ def keeps_average(config: RLConfig) -> bool:
     return config.train.enable_ema or moves_reference(config)
 
 
-def ranks(config: RLConfig, model: str = "actor") -> int:
+def ranks(config: RLConfig | OfflineRun, model: str = "actor") -> int:
     """Processes of `actor`, `critic`, `ref` or `reward`."""
     section, actor = getattr(config, model), config.actor
     return int((section.num_nodes or actor.num_nodes) * (section.num_gpus_per_node or actor.num_gpus_per_node))
@@ -104,7 +105,7 @@ def divides_reward(config: RLConfig) -> bool:
     return config.cluster.strategy is Strategy.FSDP2 or (by_zero and config.ds.tensor_parallel_size == 1)
 
 
-def tokens_per_pass(config: RLConfig) -> int:
+def tokens_per_pass(config: RLConfig | OfflineRun) -> int:
     """Token budget of one forward and backward pass, over all processes of the actor; those that share layers compute
     the same tokens."""
     return config.train.max_tokens_per_micro_batch * ranks(config) // config.ds.tensor_parallel_size
@@ -116,7 +117,7 @@ def tokens_per_scoring_pass(config: RLConfig) -> int:
     return budget * ranks(config) // config.ds.tensor_parallel_size
 
 
-def shares_of_pass(config: RLConfig) -> int:
+def shares_of_pass(config: RLConfig | OfflineRun) -> int:
     """Equal shares of that budget: one for each process, or group of processes that share the layers or sequences."""
     width = config.ds.sequence_parallel_size * config.ds.tensor_parallel_size if config.cluster.enable else 1
     return max(1, ranks(config) // width)

@@ -8,6 +8,7 @@ from rollgrad.adapters.data.examples.streaming import preference
 from rollgrad.application.learning.examples import Pack
 from rollgrad.application.learning.moving import against_average
 from rollgrad.application.learning.ranked import ranked
+from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass
 from rollgrad.application.settings.dpo import DPORun, has_reference, sorts_pairs
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.transport import UNEQUAL
@@ -20,7 +21,7 @@ from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.examples import make_stream
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import following
-from rollgrad.entrypoints.composition.offline import complete, shares_of_pass, tokens_per_pass
+from rollgrad.entrypoints.composition.offline import complete
 from rollgrad.entrypoints.composition.reference import ReferencedContainer, References, make_referenced_roles
 
 NOT_LOG_2 = "the loss would not begin at log 2"

@@ -23,6 +23,7 @@ from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.application.learning.examples import together
 from rollgrad.application.learning.microbatch import split
 from rollgrad.application.learning.teacher import unpacked_predictions, with_teacher
+from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass
 from rollgrad.application.settings.kd import DistillationConfig, KDRun
 from rollgrad.domain.algorithms.losses.distillation import DistillationObjective
 from rollgrad.domain.batches.examples import pack_demonstrations
@@ -34,7 +35,7 @@ from rollgrad.domain.ports.score_store import ScoreStore
 from rollgrad.entrypoints.composition.examples import Preparation, check_positions, make_stream, reference_directory
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import make_actor_model
-from rollgrad.entrypoints.composition.offline import OfflineContainer, complete, shares_of_pass, tokens_per_pass
+from rollgrad.entrypoints.composition.offline import OfflineContainer, complete
 from rollgrad.entrypoints.composition.reference import START_TOLERANCE, reference_key
 from rollgrad.entrypoints.composition.teacher import check_served, check_vocabulary
 from rollgrad.entrypoints.run_directory import continues

@@ -18,6 +18,7 @@ from rollgrad.application.learning.unpaired import (
     mismatched_references,
 )
 from rollgrad.application.pipelines.epochs import ExampleEvaluation, coming_steps
+from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass
 from rollgrad.application.settings.kto import KTORun, UnpairedLoss
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective
 from rollgrad.domain.batches.examples import pack_labels
@@ -35,7 +36,7 @@ from rollgrad.entrypoints.composition.examples import (
     starting_position,
 )
 from rollgrad.entrypoints.composition.injection import providers
-from rollgrad.entrypoints.composition.offline import complete, if_evaluated, shares_of_pass, tokens_per_pass
+from rollgrad.entrypoints.composition.offline import complete, if_evaluated
 from rollgrad.entrypoints.composition.reference import ReferencedContainer, References, make_referenced_roles
 
 log = structlog.get_logger(__name__)

@@ -7,6 +7,7 @@ from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.application.learning.examples import ExampleLearner
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget
 from rollgrad.application.pipelines.run import Run
+from rollgrad.application.settings.derived import ranks, shares_of_pass, tokens_per_pass
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.rule import LearningSettings
@@ -28,25 +29,9 @@ LESS_MEMORY = (
 )
 
 
-def tokens_per_pass(run: OfflineRun) -> int:
-    """Returns the token budget of one forward and backward pass, over all processes of the model; those that share
-    layers compute the same tokens."""
-    processes = run.actor.num_nodes * run.actor.num_gpus_per_node
-    return run.train.max_tokens_per_micro_batch * processes // run.ds.tensor_parallel_size
-
-
-def shares_of_pass(run: OfflineRun) -> int:
-    """Returns how many equal shares that budget has: one for each process, or group of processes that share the layers
-    or the sequences."""
-    width = run.ds.sequence_parallel_size * run.ds.tensor_parallel_size if run.cluster.enable else 1
-    return max(1, run.actor.num_nodes * run.actor.num_gpus_per_node // width)
-
-
 def make_roles(run: OfflineRun) -> dict[str, Role]:
     """Returns the processes of the model in a cluster."""
-    actor = run.actor
-    processes = actor.num_nodes * actor.num_gpus_per_node
-    return {"actor": Role(processes, actor.num_gpus_per_node)}
+    return {"actor": Role(ranks(run), run.actor.num_gpus_per_node)}
 
 
 def evaluation_kind(dataset: str | None) -> str:

@@ -13,6 +13,7 @@ from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
 from rollgrad.application.learning.reference import Judged, LiveReference, check_start, with_reference
+from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass
 from rollgrad.application.settings.offline import OfflineRun, ReferencedRun
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.domain.ports.example_source import ExampleSource
@@ -21,7 +22,7 @@ from rollgrad.domain.ports.score_store import ScoreStore
 from rollgrad.entrypoints.composition.cluster import Cluster, Role
 from rollgrad.entrypoints.composition.examples import check_positions, reference_directory
 from rollgrad.entrypoints.composition.injection import providers
-from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, shares_of_pass, tokens_per_pass
+from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles
 from rollgrad.entrypoints.composition.vocabularies import check_tokens
 from rollgrad.entrypoints.run_directory import continues
 

@@ -11,6 +11,7 @@ from rollgrad.adapters.data.examples.streaming import preference
 from rollgrad.adapters.models.torch.loading import load_generation_settings
 from rollgrad.application.learning.rewards import RewardLearner
 from rollgrad.application.pipelines.epochs import RewardEvaluation
+from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass
 from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sections.actor import ModelConfig
 from rollgrad.application.settings.sections.data import DataConfig
@@ -25,13 +26,7 @@ from rollgrad.entrypoints.composition.chat import make_tokenizer
 from rollgrad.entrypoints.composition.examples import make_stream
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import make_optimizer, make_trained_reward
-from rollgrad.entrypoints.composition.offline import (
-    OfflineContainer,
-    complete,
-    if_evaluated,
-    shares_of_pass,
-    tokens_per_pass,
-)
+from rollgrad.entrypoints.composition.offline import OfflineContainer, complete, if_evaluated
 
 log = structlog.get_logger(__name__)
 
