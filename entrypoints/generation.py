@@ -129,7 +129,7 @@ def generate_chosen(
         keys = [(row, sample) for row in numbers for sample in range(config.rollout.n_samples_per_prompt)]
         sampled_by = _sampled_by(config, prompts.survey.fingerprint, seed=seed, logprobs=logprobs)
         defaults = flat_settings(RLConfig())
-        with row_log(out, sampled_by, flag="--output", defaults=defaults, retry_failed=retry_failed) as file:
+        with row_log(out, sampled_by, defaults=defaults, retry_failed=retry_failed) as file:
             missing = [key for key in keys if key not in file.done]
             if missing:
                 if config.rollout.engine is Engine.SERVER and "engine" not in adapters:
@@ -195,7 +195,6 @@ def score(
         with row_log(
             out,
             _judged_by(config, source),
-            flag="--output",
             defaults=flat_settings(RLConfig()),
             retry_failed=retry_failed,
             mendable=("function",),

@@ -113,7 +113,6 @@ def row_log(
     path: Path,
     description: Mapping[str, Any],
     *,
-    flag: str,
     defaults: Mapping[str, Any],
     retry_failed: bool = False,
     mendable: Collection[str] = (),
@@ -123,7 +122,6 @@ def row_log(
     Args:
         path: the file.
         description: what the rows depend on.
-        flag: names the file in errors.
         defaults: values of settings that a description may lack, because it was written before they existed.
         retry_failed: remove the rows that failed, and go on where the description differs in what is `mendable`: the
             other rows are kept as they are.
@@ -135,14 +133,14 @@ def row_log(
         DataError: one of its lines is broken.
     """
     if path.is_dir():
-        raise CheckpointError(f"{flag} is {str(path)!r}, a directory: name a file in it.")
+        raise CheckpointError(f"--output is {str(path)!r}, a directory: name a file in it.")
     if path.exists() and not path.is_file():  # a device, which would take all and keep nothing
-        raise CheckpointError(f"{flag} is {str(path)!r}, which is no file: name one that may be written.")
-    with locked(path.parent, flag, file=f".{path.name}.lock"):
+        raise CheckpointError(f"--output is {str(path)!r}, which is no file: name one that may be written.")
+    with locked(path.parent, "--output", file=f".{path.name}.lock"):
         try:
             holds = path.exists() and path.stat().st_size > 0
             if holds:
-                _check_same(path, description, flag, defaults, retry_failed=retry_failed, mendable=mendable)
+                _check_same(path, description, defaults, retry_failed=retry_failed, mendable=mendable)
                 done, failed = _repaired(path, retry_failed=retry_failed)
             else:
                 done, failed = set(), 0
@@ -152,7 +150,7 @@ def row_log(
             raise
         except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be written ({error.strerror or error}): choose another {flag}."
+                f"{path} cannot be written ({error.strerror or error}): choose another --output."
             ) from error
         try:
             yield rows
@@ -163,7 +161,6 @@ def row_log(
 def _check_same(
     path: Path,
     description: Mapping[str, Any],
-    flag: str,
     defaults: Mapping[str, Any],
     *,
     retry_failed: bool,
@@ -173,7 +170,7 @@ def _check_same(
     if begun is None:
         raise CheckpointError(
             f"{path} is there already, and {description_path(path).name} beside it, which would say what wrote it, is "
-            f"not: choose another {flag}."
+            "not: choose another --output."
         )
     known = json.loads(json.dumps(defaults))
     begun, now = {**known, **begun}, {**known, **json.loads(json.dumps(description))}
@@ -185,12 +182,12 @@ def _check_same(
     if not set(differ) <= set(mendable):
         raise CheckpointError(
             f"{path} holds rows of other settings, which differ in {values}: set them back to continue it, remove it, "
-            f"or choose another {flag}."
+            "or choose another --output."
         )
     if not retry_failed:
         raise CheckpointError(
             f"{path} holds rows of other settings, which differ in {values}: to keep its rows, and make those that "
-            f"failed or are missing by the new one, add --retry_failed; to make all anew, choose another {flag}."
+            f"failed or are missing by the new one, add --retry_failed; to make all anew, choose another --output."
         )
     log.warning("rows that are there are kept, though they depend on what has changed", file=str(path), changed=differ)
 

@@ -11,7 +11,7 @@ from rollgrad.domain.errors import CheckpointError
 
 
 def opened(path: Path, description: Mapping[str, Any]) -> None:
-    with row_log(path, description, flag="--output", defaults={}) as rows:
+    with row_log(path, description, defaults={}) as rows:
         rows.add({"row": 0, "sample": 0, "completion": "x"})
 
 
