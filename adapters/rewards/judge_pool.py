@@ -63,7 +63,7 @@ _log = structlog.get_logger()
 
 
 class JudgePool:
-    """Processes that judge with the functions of a module, each call within `timeout` seconds.
+    """Processes that judge with the functions of a module, from 0 to 1, each call within `timeout` seconds.
 
     Processes run the module's source, which imports the packages in `PACKAGES` and nothing of rollgrad. Its `warm_up()`
     runs first in each process, before it is isolated, and `prepare(*common)` once before the judgements that get
@@ -73,22 +73,15 @@ class JudgePool:
         judge: the module.
         timeout: seconds of one judgement.
         isolation: whether processes are isolated.
-        bounds: lowest and highest value that a judgement can have.
 
     Raises:
         ConfigurationError: this machine cannot isolate processes.
     """
 
     def __init__(
-        self,
-        judge: ModuleType,
-        *,
-        timeout: float,
-        isolation: JudgeIsolation = JudgeIsolation.SANDBOX,
-        bounds: tuple[float, float] = (0.0, 1.0),
+        self, judge: ModuleType, *, timeout: float, isolation: JudgeIsolation = JudgeIsolation.SANDBOX
     ) -> None:
         request = _start_request(judge, timeout, _walls() if isolation is JudgeIsolation.SANDBOX else "")
-        self._bounds = bounds
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         count = max(2, min(MAX_WORKERS, (os.cpu_count() or 2) // 2))
         self._workers = [_Worker(self._jobs, request, timeout) for _ in range(count)]
@@ -104,7 +97,7 @@ class JudgePool:
     def submit(self, function: Callable[..., float], *arguments: Any, common: tuple[Any, ...] = ()) -> Future[Verdict]:
         """Returns the future verdict, for callers without an event loop; raises as `judge` does."""
         name = function.__name__
-        job = _Job(name=name, request=pickle.dumps((name, common, arguments)), bounds=self._bounds, verdict=Future())
+        job = _Job(name=name, request=pickle.dumps((name, common, arguments)), verdict=Future())
         self._jobs.put(job)
         if self._workers[0].closed:
             self._refuse_waiting()
@@ -135,7 +128,6 @@ class JudgePool:
 class _Job:
     name: str
     request: bytes
-    bounds: tuple[float, float]
     verdict: Future[Verdict]
 
     def fail(self, error: BaseException) -> None:
@@ -192,12 +184,11 @@ class _Worker:
             if self.closed:
                 raise RewardError("The reward's worker processes are not running: they were closed.") from error
             status, value, text = judge_child.FAILED, 0.0, f"its worker process ended: {error!r}"
-        low, high = job.bounds
-        if status == judge_child.VALUE and low <= value <= high:
+        if status == judge_child.VALUE and 0.0 <= value <= 1.0:
             return Verdict(value=value)
         if status == judge_child.TIMED_OUT:
             return Verdict(timed_out=True)
-        _log.warning("judge_failed", judge=job.name, error=text or f"{value} is not from {low:g} to {high:g}")
+        _log.warning("judge_failed", judge=job.name, error=text or f"{value} is not from 0 to 1")
         return Verdict(failed=True)
 
     def _start(self) -> None:
