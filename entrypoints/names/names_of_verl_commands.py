@@ -350,13 +350,13 @@ SAME: Mapping[str, str] = {
 _UNITS = {bool: SWITCH, int: INTEGER, float: NUMBER}
 
 
-def kind_of(setting: str, run: type[Any] = RLConfig) -> Kind:
+def kind_of(setting: str) -> Kind:
     """Returns the kind of one of our settings.
 
     >>> kind_of("rollout.batch_size"), kind_of("eval.max_samples"), kind_of("actor.lora.target_modules")
     (<Kind.INTEGER: 2>, <Kind.INTEGER: 2>, <Kind.WORDS: 5>)
     """
-    kind: Any = run
+    kind: Any = RLConfig
     for name in setting.split("."):
         kind = attrs.fields_dict(kind)[name].type
     parts = get_args(kind) if isinstance(kind, UnionType) else (kind,)
