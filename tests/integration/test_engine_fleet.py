@@ -21,25 +21,22 @@ from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import FleetWeights
 from rollgrad.application.engines.fleet import EngineFleet
-from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.control.engine_health import Death, FleetBounds
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import ConfigurationError, EngineError, WorkerError
-from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition import cluster as composition
-from rollgrad.testing.agent_executor import make_trajectory
 from tests.caught_requests import caught
 from tests.contract import test_rollout_engine
 from tests.fakes import cluster
 from tests.kept_scores import kept_scores
+from tests.one_reply import PROMPT, learn, scores
 from tests.tiny_models import LONG
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FLAG = "--actor.model_name_or_path"
-PROMPT = (65, 66, 67)
 
 TOLERANCE = 1e-4
 """Largest difference of a log-prob: products are summed in another order, no more."""
@@ -178,22 +175,6 @@ def standing_still(members: Sequence[RayVLLMEngine]) -> Iterator[tuple[Callable[
         yield stop, go_on
     finally:
         each(psutil.Process.resume)
-
-
-def learn(policy: TorchPolicy, steps: int = 3) -> None:
-    """Changes all weights."""
-    batch = pack([make_trajectory(PROMPT, [7, 8, 9, 200, 201])])
-
-    def likelihood(scores: TokenScores, part: PackedBatch) -> LossOutput:
-        return LossOutput(loss=-scores.logprobs_N.sum())
-
-    for _ in range(steps):
-        policy.update([batch], likelihood)
-
-
-def scores(policy: TorchPolicy, prompt: Sequence[int], reply: Sequence[int]) -> list[float]:
-    """The trainer's log-probs of `reply`."""
-    return policy.score(pack([make_trajectory(prompt, reply)])).logprobs_N[len(prompt) :].tolist()
 
 
 def agrees(world: World, generation: Generation, prompt: Sequence[int] = PROMPT) -> None:

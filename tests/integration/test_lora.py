@@ -27,9 +27,8 @@ from rollgrad.application.settings.sections.actor import LoraConfig, LoraSync
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.batches.packed import pack
-from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.errors import ConfigurationError, EngineError
-from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.ports.weight_channel import WeightChannel
 from rollgrad.entrypoints.composition.engines import vllm_settings, weight_backend_kind
@@ -39,6 +38,7 @@ from rollgrad.testing.reward_source import FakeRewardSource
 from tests.adapted_models import plain
 from tests.caught_requests import paused
 from tests.integration.test_vllm_engine import kept_scores
+from tests.one_reply import PROMPT, learn, scores
 from tests.scripts import ScriptHost
 from tests.tiny_architectures import tiny_model as tiny_architecture
 from tests.tiny_models import LONG, SHARE, saved
@@ -47,7 +47,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")  # vLLM serves all tests
 FLAG = "--actor.model_name_or_path"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "vllm_4bit", "vllm_adapter") if HAS_VLLM]
-PROMPT = (65, 66, 67)
 LORA = LoraConfig(rank=4)
 
 TOLERANCE = 1e-4
@@ -130,23 +129,8 @@ def parts(request: pytest.FixtureRequest, wide_headed_model_dir: Path) -> Iterat
         yield policy, shared, SharedWeights(shared)
 
 
-def learn(policy: TorchPolicy) -> None:
-    batch = pack([make_trajectory(PROMPT, [7, 8, 9, 200, 201])])
-
-    def likelihood(scores: TokenScores, part: Any) -> LossOutput:
-        return LossOutput(loss=-scores.logprobs_N.sum())
-
-    for _ in range(3):
-        policy.update([batch], likelihood)
-
-
 def ask(seed: int, new_tokens: int, prompt: tuple[int, ...] = PROMPT) -> GenerationRequest:
     return GenerationRequest(prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=new_tokens, seed=seed))
-
-
-def scores(policy: TorchPolicy, prompt: tuple[int, ...], generation: Generation) -> list[float]:
-    """The trainer's log-probs of the reply."""
-    return policy.score(pack([make_trajectory(prompt, generation.token_ids)])).logprobs_N[len(prompt) :].tolist()
 
 
 async def gaps(
@@ -157,7 +141,9 @@ async def gaps(
     found: list[float] = []
     for generation in await asyncio.gather(*(engine.generate(ask(seed, 16, prompt)) for seed in range(4))):
         assert set(generation.versions) == {version}
-        found += (torch.tensor(scores(policy, prompt, generation)) - torch.tensor(generation.logprobs)).tolist()
+        found += (
+            torch.tensor(scores(policy, prompt, generation.token_ids)) - torch.tensor(generation.logprobs)
+        ).tolist()
     return found
 
 

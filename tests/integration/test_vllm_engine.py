@@ -27,23 +27,21 @@ from rollgrad.adapters.weights.disk import Disk
 from rollgrad.adapters.weights.shared_memory import shared_memory
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.control.admission import BLOCK
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError
-from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.composition.engines import make_grammars
-from rollgrad.testing.agent_executor import make_trajectory
 from tests.caught_requests import paused
 from tests.integration.test_structured_output import SCHEMA, Sampler, play_one
 from tests.kept_scores import kept_scores
+from tests.one_reply import PROMPT, learn, scores
 from tests.tiny_models import LONG
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 FLAG = "--actor.model_name_or_path"
-PROMPT = (65, 66, 67)
 
 TOLERANCE = 1e-4
 """Largest difference of a log-prob: products are summed in another order, no more."""
@@ -78,17 +76,6 @@ async def channel(vllm_engine: VLLMEngine, policy: TorchPolicy) -> AsyncIterator
     await channel.push(policy, 0)
 
 
-def learn(policy: TorchPolicy, steps: int = 5) -> None:
-    """Changes all weights."""
-    batch = pack([make_trajectory(PROMPT, [7, 8, 9, 200, 201])])
-
-    def likelihood(scores: TokenScores, part: PackedBatch) -> LossOutput:
-        return LossOutput(loss=-scores.logprobs_N.sum())
-
-    for _ in range(steps):
-        policy.update([batch], likelihood)
-
-
 @torch.no_grad()
 def plain_logits(model_dir: Path, tokens: Sequence[int]) -> torch.Tensor:
     """Row t is of the token after t, by transformers alone."""
@@ -96,11 +83,6 @@ def plain_logits(model_dir: Path, tokens: Sequence[int]) -> torch.Tensor:
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     return model(torch.tensor([list(tokens)])).logits[0]
-
-
-def scores(policy: TorchPolicy, prompt: Sequence[int], reply: Sequence[int]) -> list[float]:
-    """The trainer's log-probs of `reply`."""
-    return policy.score(pack([make_trajectory(prompt, reply)])).logprobs_N[len(prompt) :].tolist()
 
 
 async def test_of_earlier_turns_whole_blocks_are_kept(vllm_engine: VLLMEngine) -> None:
@@ -275,7 +257,7 @@ async def test_after_a_push_the_engine_computes_what_the_trainer_computes(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
     before = await vllm_engine.generate(ask())
-    learn(policy)
+    learn(policy, steps=5)
     assert before.logprobs != pytest.approx(scores(policy, PROMPT, before.token_ids), abs=0.01)
     moved = await channel.push(policy, 3)
     assert moved["bytes"] == sum(tensor.nbytes for _, tensor in policy.weights())
@@ -290,7 +272,7 @@ async def test_an_engine_in_another_number_format_takes_float16(
     path = str(wide_headed_model_dir)
     model = load_causal_lm(path, dtype=torch.float16, device=torch.device("cpu"), flag=FLAG)
     half = TorchPolicy(model, load_tokenizer(path, flag=FLAG), OptimizerSettings(lr=0.02))
-    learn(half)
+    learn(half, steps=5)
     assert (await channel.push(half, 3))["bytes"] == sum(2 * tensor.numel() for _, tensor in half.weights())
     after = await vllm_engine.generate(ask())
     assert after.logprobs == pytest.approx(scores(half, PROMPT, after.token_ids), abs=HALF_TOLERANCE)
@@ -301,7 +283,7 @@ async def test_the_checkpoint_pushed_again_gives_its_very_logprobs(
 ) -> None:
     first = await vllm_engine.generate(ask())
     original = {name: tensor.clone() for name, tensor in policy.weights()}
-    learn(policy)
+    learn(policy, steps=5)
     await channel.push(policy, 1)
     assert list((await vllm_engine.generate(ask())).logprobs) != list(first.logprobs)
     with torch.no_grad():
@@ -320,7 +302,7 @@ async def test_a_frozen_request_goes_on_under_the_new_weights_with_its_keys_and_
 
     untrained = {name: tensor.clone() for name, tensor in policy.weights()}
     (task,) = await paused(vllm_engine, PauseMode.KEEP, ask(max_new_tokens=LONG), tokens=40)
-    learn(policy)
+    learn(policy, steps=5)
     await channel.push(policy, 1)
     await vllm_engine.resume()
     generation = await task
@@ -343,7 +325,7 @@ async def test_what_is_asked_after_a_push_reads_no_keys_and_values_of_the_old_we
 
     for version in itertools.count(1):
         (frozen,) = await paused(vllm_engine, PauseMode.KEEP, ask(prompt=prompt, max_new_tokens=300))
-        learn(policy)
+        learn(policy, steps=5)
         await channel.push(policy, version)
         await vllm_engine.resume()
         beside = await vllm_engine.generate(ask(1, prompt=prompt, max_new_tokens=8))
@@ -384,7 +366,7 @@ async def test_weights_that_do_not_arrive_are_noticed_and_the_next_push_heals(
 ) -> None:
     policy.__class__ = Lossy
     assert isinstance(policy, Lossy)
-    learn(policy)
+    learn(policy, steps=5)
     policy.fault = fault
     with pytest.raises((EngineError, OSError), match=message):
         await channel.push(policy, 1)
@@ -417,7 +399,7 @@ async def test_weights_through_files_are_the_trainer_s(
 
     through_files = EngineWeights(vllm_engine, backend=Disk(tmp_path / "weights", shard_bytes=2**15))
     for version in (3, 4):
-        learn(policy)
+        learn(policy, steps=5)
         moved = await through_files.push(policy, version)
         generation = await vllm_engine.generate(ask())
         assert generation.logprobs == pytest.approx(scores(policy, PROMPT, generation.token_ids), abs=TOLERANCE)
