@@ -1,4 +1,4 @@
-"""Examines every causal language model type of the installed transformers and writes the table of docs/models.md.
+"""Examines every causal language model type of the installed transformers and writes the list in docs/models.md.
 
     python scripts/model_table.py                  # all types: about five minutes on one core
     python scripts/model_table.py gemma3_text phi3 # these alone; the docs stay as they are
@@ -13,7 +13,7 @@ from pathlib import Path
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.model_sweep import TABLE, Finding, examine, table, types
+from tests.model_sweep import EVERY_TYPE, Finding, document, examine, types
 
 
 def main(names: list[str]) -> int:
@@ -25,12 +25,13 @@ def main(names: list[str]) -> int:
         finding = examine(name)
         found.append(finding)
         gaps = f"log-probs {finding.training:.0e}, gradients {finding.gradient:.0e}, engine {finding.engine:.0e}"
-        print(f"{'WRONG ' if finding.wrong else ''}{finding.row} {finding.wrong or gaps}", flush=True)
+        print(
+            f"{'WRONG ' if finding.wrong else ''}{finding.name}: {finding.outcome}. {finding.wrong or gaps}", flush=True
+        )
     wrong = [finding.name for finding in found if finding.wrong]
     print(f"{len(found)} examined, {sum(not f.refusal for f in found)} exact, {len(wrong)} wrong: {', '.join(wrong)}")
     if not names and not wrong:
-        before, _, _ = TABLE.read_text(encoding="utf-8").partition("| type |")
-        TABLE.write_text(before + table(found), encoding="utf-8")
+        document(EVERY_TYPE, {finding.name: finding.outcome for finding in found})
     return 1 if wrong else 0
 
 

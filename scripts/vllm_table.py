@@ -1,10 +1,10 @@
-"""Pushes weights of types of models to vLLM and writes the table of docs/models.md.
+"""Pushes weights of types of models to vLLM and writes the list in docs/models.md.
 
     python scripts/vllm_table.py            # all that are examined: about a minute each
     python scripts/vllm_table.py gpt_oss    # these alone, of models that see images too; the docs stay as they are
 
 Ends with status 1 where vLLM takes weights and computes something else without an error. Types for which a package is
-missing here keep their rows.
+missing here keep their places.
 """
 
 import os
@@ -21,9 +21,9 @@ from tests.forked_spawns import forked_by
 from tests.scripts import QUIET, VLLM_MODULES, ScriptHost
 
 os.environ |= QUIET
-from tests.model_sweep import TABLE
+from tests.model_sweep import document, documented
 from tests.vllm_image_sweep import examine as examine_images
-from tests.vllm_sweep import HEAD, NEEDS, TYPES, Finding, examine, rows, table
+from tests.vllm_sweep import IN_VLLM, NEEDS, TYPES, Finding, examine
 
 
 def main(names: list[str]) -> int:
@@ -38,13 +38,12 @@ def main(names: list[str]) -> int:
                 for name in names or [each for each in TYPES if each not in NEEDS or find_spec(NEEDS[each])]:
                     found.append(examine(name) if name in TYPES else examine_images(name))
                     gaps = f"before {found[-1].before:.0e}, after {found[-1].after:.0e}, moved {found[-1].moved:.0e}"
-                    print(f"{found[-1].row} {found[-1].error or gaps}", flush=True)
+                    print(f"{found[-1].name}: {found[-1].outcome}. {found[-1].error or gaps}", flush=True)
         finally:
             host.close()
     if not names:
-        before, _, rest = TABLE.read_text(encoding="utf-8").partition(HEAD)
-        made = table(rows() | {finding.name: finding.row for finding in found})
-        TABLE.write_text(before + made + "\n" + rest.partition("\n\n")[2], encoding="utf-8")
+        outcomes = documented(IN_VLLM) | {finding.name: finding.outcome for finding in found}
+        document(IN_VLLM, {name: outcomes[name] for name in TYPES})
     return 1 if any(not finding.exact and not finding.error for finding in found) else 0
 
 

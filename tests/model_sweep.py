@@ -5,15 +5,17 @@ forward pass over one sequence at a time, without cache or packing: log-probs, e
 batch (several lengths, shared prompts, turns with gaps), and the log-probs that the embedded engine reports (shared
 prefills, long replies, replies continued on kept keys). Whatever is not exact must be refused in one sentence.
 
-`scripts/model_table.py` examines all types and writes the table of docs/models.md.
+`scripts/model_table.py` examines all types and writes the list in docs/models.md.
 """
 
 import asyncio
 import math
 import re
 import tempfile
+import textwrap
 import traceback
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,9 @@ GRADIENT_TOLERANCE = 3e-4
 """Largest difference of a gradient, as a share of the largest gradient."""
 LONGEST = 60
 """Tokens of the longest sequence; windows are 12 tokens wide."""
-TABLE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+EVERY_TYPE = "## Every type\n"
+"""Heading of the list, which is the end of its section."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -129,15 +133,14 @@ class Finding:
     """A traceback, or a sentence that breaks the rules of sentences."""
 
     @property
-    def row(self) -> str:
-        """Its row in the table."""
+    def outcome(self) -> str:
+        """Its outcome, as the documents tell it."""
         if self.unbuilt:
-            return f"| {self.name} | not examined: {self.unbuilt} | |"
+            return f"not examined ({self.unbuilt})"
         if self.refusal:
-            return f"| {self.name} | refused: {_reason(self.refusal)} | |"
-        exact = "exact, recomputed" if self.padded else "exact"
-        sampled = "refused: " + _reason(self.engine_refusal) if self.engine_refusal else exact
-        return f"| {self.name} | exact{', padded' if self.padded else ''} | {sampled} |"
+            return f"refused ({_reason(self.refusal)})"
+        exact = "exact, padded and recomputed" if self.padded else "exact"
+        return f"{exact}; no embedded engine ({_reason(self.engine_refusal)})" if self.engine_refusal else exact
 
     @property
     def wrong(self) -> str:
@@ -168,10 +171,30 @@ def types() -> list[str]:
     return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """All findings as a table in Markdown."""
-    head = "| type | training | embedded engine |\n|---|---|---|\n"
-    return head + "".join(finding.row + "\n" for finding in findings)
+def documented(heading: str) -> dict[str, str]:
+    """The outcome of each type in the list of a section of the documents."""
+    outcomes: dict[str, str] = {}
+    for item in _section(heading)[1].split("\n* ")[1:]:
+        outcome, _, names = " ".join(item.split()).partition(": `")
+        outcomes |= dict.fromkeys(names.rstrip("`").split("`, `"), outcome)
+    return outcomes
+
+
+def document(heading: str, outcomes: Mapping[str, str]) -> None:
+    """Writes that list: the types of each outcome, the most frequent first."""
+    before, section, after = _section(heading)
+    text = section.partition("\n* ")[0]
+    for outcome, _ in Counter(outcomes.values()).most_common():
+        names = ", ".join(f"`{name}`" for name in sorted(outcomes) if outcomes[name] == outcome)
+        text += "\n" + textwrap.fill(f"* {outcome}: {names}", 120, subsequent_indent="  ", break_on_hyphens=False)
+    PAGE.write_text(before + text + "\n" + after, encoding="utf-8")
+
+
+def _section(heading: str) -> tuple[str, str, str]:
+    """The page before the section, the section, and what follows it."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(heading)
+    section, following, after = rest.partition("\n#")
+    return before + heading, section, following + after
 
 
 def examine(name: str) -> Finding:

@@ -3,7 +3,7 @@
 A tiny model with random weights of a type is saved; vLLM starts with its files, and samples; the trainer's weights are
 then moved and pushed, and vLLM samples again. Each time the trainer's log-probs of the sampled tokens are vLLM's.
 
-`scripts/vllm_table.py` examines all of `TYPES` and writes the table of docs/models.md.
+`scripts/vllm_table.py` examines all of `TYPES` and writes the list in docs/models.md.
 """
 
 import asyncio
@@ -26,12 +26,11 @@ from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from rollgrad.testing.agent_executor import make_trajectory
-from tests.model_sweep import TABLE
 from tests.tiny_architectures import tiny_model
 from tests.tiny_models import SHARE, make_tiny_tokenizer, saved
 
-HEAD = "| pushed to vLLM | |\n"
-"""First line of the table."""
+IN_VLLM = "### Types\n"
+"""Heading of the list, which is its section."""
 FLAG = "--actor.model_name_or_path"
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}
@@ -178,28 +177,17 @@ class Finding:
         return not self.error and max(self.before, self.after) < TOLERANCES[number_format(self.name)] < self.moved
 
     @property
-    def row(self) -> str:
-        """Its row in the table."""
+    def outcome(self) -> str:
+        """Its outcome, as the documents tell it."""
         if self.exact:
-            return f"| {self.name} | exact{', in bfloat16' if self.name in BFLOAT16 else ''} |"
+            return "exact, in bfloat16" if self.name in BFLOAT16 else "exact"
         reason = self.error.rpartition("Error: ")[2].splitlines()[0].rstrip(".:") if self.error else "other log-probs"
-        return f"| {self.name} | refused: {reason} |"
+        return f"refused ({reason})"
 
 
 def number_format(name: str) -> torch.dtype:
     """The number format in which a type is examined."""
     return torch.bfloat16 if name in BFLOAT16 else torch.float32
-
-
-def rows() -> dict[str, str]:
-    """The rows of the table in the documents, by type."""
-    table = TABLE.read_text(encoding="utf-8").partition(HEAD)[2].partition("\n\n")[0]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[1:]}
-
-
-def table(found: Mapping[str, str]) -> str:
-    """Rows as a table in Markdown."""
-    return HEAD + "|---|---|\n" + "".join(found[name] + "\n" for name in TYPES)
 
 
 def examine(name: str) -> Finding:

@@ -8,8 +8,9 @@ import torch
 
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.adapters.weights.receiver_port import WeightsDifferError
+from tests.model_sweep import documented
 from tests.stale_matrices import STALE_WORKER
-from tests.vllm_sweep import TOLERANCES, TYPES, examine, gap, move, rows, sampled, started
+from tests.vllm_sweep import IN_VLLM, TOLERANCES, TYPES, examine, gap, move, sampled, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -22,12 +23,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
         *(pytest.param(each, marks=pytest.mark.wide) for each in ("glm4_moe", "lfm2_moe", "qwen3_next")),
     ],
 )
-def test_a_type_takes_weights_as_the_table_says(name: str) -> None:
+def test_a_type_takes_weights_as_the_documents_say(name: str) -> None:
     """A loader that turns matrices, one that computes, one without a name, and numbers that are no parameters; layers
     with states of three kinds; what is repaired on a CPU."""
     finding = examine(name)
     assert finding.exact, finding
-    assert finding.row == rows()[name], "run scripts/vllm_table.py"
+    assert finding.outcome == documented(IN_VLLM)[name], "run scripts/vllm_table.py"
 
 
 @pytest.mark.usefixtures("vllm_host")
@@ -44,5 +45,5 @@ async def test_matrices_of_latent_attention_are_made_anew_and_stale_ones_noticed
             await EngineWeights(engine).push(policy, 2)
 
 
-def test_the_table_has_every_type_that_is_examined() -> None:
-    assert [*rows()] == [*TYPES], "run scripts/vllm_table.py"
+def test_the_documents_list_every_type_that_is_examined() -> None:
+    assert sorted(documented(IN_VLLM)) == sorted(TYPES), "run scripts/vllm_table.py"
