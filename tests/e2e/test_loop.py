@@ -41,7 +41,7 @@ from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.application.settings.sections.rollout import RolloutConfig
 from rollgrad.application.settings.sft import SupervisedAdamConfig, SupervisedModelConfig, SupervisedTrainConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
-from rollgrad.entrypoints.cli.help import ESSENTIALS
+from rollgrad.entrypoints.cli.essentials import ESSENTIALS
 from rollgrad.entrypoints.cli.loop import LOOPS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import parse_run
@@ -198,7 +198,7 @@ import rollgrad.entrypoints.loop as loops
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.data import reply_log
 from rollgrad.adapters.tracking import curves
-from rollgrad.entrypoints.cli.help import ESSENTIALS
+from rollgrad.entrypoints.cli.essentials import ESSENTIALS
 from rollgrad.entrypoints.cli.loop import LOOPS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import parse_run

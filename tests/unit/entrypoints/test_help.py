@@ -15,9 +15,9 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.entrypoints.cli.commands import FLAGS
 from rollgrad.entrypoints.cli.data import DataShowArguments
+from rollgrad.entrypoints.cli.essentials import ESSENTIALS
 from rollgrad.entrypoints.cli.evaluation import EvalArguments
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments
-from rollgrad.entrypoints.cli.help import ESSENTIALS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.offline import SFTArguments
 from rollgrad.entrypoints.cli.parsing import TrainArguments, flag_kinds, parse_run
