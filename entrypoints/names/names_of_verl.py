@@ -385,14 +385,6 @@ VERL: Mapping[str, str] = {
 }
 """Dotted names of verl's trainers (`ppo_trainer.yaml`)."""
 
-ROOTS = frozenset(
-    {
-        *("actor_rollout_ref", "algorithm", "custom_reward_function", "reward_model", "sandbox_fusion", "distillation"),
-        *("global_profiler", "ray_kwargs", "ray_init", "transfer_queue"),
-    }
-)
-"""Sections of verl's trainers that no other tool has, and we neither: only the table answers their names."""
-
 
 def verl_answer(name: str) -> str | None:
     """Returns the answer to a name of verl, or to the section that it is in; None without one.

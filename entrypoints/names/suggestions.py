@@ -11,7 +11,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from rollgrad.entrypoints.names.names_of_verl import ROOTS, verl_answer
+from rollgrad.entrypoints.names.names_of_verl import verl_answer
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES, openrlhf_name
 
 _REINFORCE = "rollgrad train rl trains by reinforcement learning"
@@ -50,6 +50,14 @@ LAUNCHED: Mapping[str, str] = {
     "verl": "write rollgrad verl before it, which translates it.",
 }
 """Advice on a line that starts a program of another tool, by its package."""
+
+VERL_ROOTS = frozenset(
+    {
+        *("actor_rollout_ref", "algorithm", "custom_reward_function", "reward_model", "sandbox_fusion", "distillation"),
+        *("global_profiler", "ray_kwargs", "ray_init", "transfer_queue"),
+    }
+)
+"""Sections of verl's trainers that no other tool has, and we neither: only the table answers their names."""
 
 ALIKE = 0.82
 """Least similarity of a misspelt name: `lr_warmup_ration` is one, `learning_rate` (of anything here) is not."""
@@ -141,7 +149,7 @@ def advice(name: str, known: Collection[str]) -> str | None:
     other = OTHER_NAMES.get(name, verl_answer(name))
     if other is not None and other in known:
         return other
-    if name.partition(".")[0] in ROOTS and "train.seed" in known:
+    if name.partition(".")[0] in VERL_ROOTS and "train.seed" in known:
         return other
     if not any("." in candidate for candidate in known):  # a command that trains nothing, which no sentence is about
         same = (other or "").split(".")[-1]
