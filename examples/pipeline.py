@@ -22,7 +22,7 @@ from smollm2 import HERE, MODEL, unpack_smollm2
 import rollgrad
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.reward import Verifier
-from rollgrad.domain.algorithms.settings import Normalise
+from rollgrad.domain.algorithms.shaping_settings import Normalise
 from rollgrad.entrypoints.cli.logs import configure_logging
 
 OFFSETS = (-10, -3, -2, -1, 1, 2, 3, 10)

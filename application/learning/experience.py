@@ -17,7 +17,8 @@ from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.estimators import EstimatorInput, estimate
 from rollgrad.domain.algorithms.evaluation import MOST_SETS
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
-from rollgrad.domain.algorithms.settings import KLEstimator, Normalise, OldLogprobs
+from rollgrad.domain.algorithms.settings import KLEstimator, OldLogprobs
+from rollgrad.domain.algorithms.shaping_settings import Normalise
 from rollgrad.domain.batches.packed import Batch, PackedBatch, RolloutBatch, pack
 from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.batches.teaching import as_taught

@@ -22,7 +22,7 @@ from rollgrad.application.settings.rules.inputs import eval_problems
 from rollgrad.application.settings.rules.resume import may_differ
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.validation import condition_problems, range_problems, with_defaults
-from rollgrad.domain.algorithms.settings import ShapingSettings
+from rollgrad.domain.algorithms.shaping_settings import ShapingSettings
 from rollgrad.domain.errors import ConfigurationError
 
 READ_SHAPING = frozenset({"pass_threshold", "normalize"})

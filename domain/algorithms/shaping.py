@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from rollgrad.domain.algorithms.equality import SAME
-from rollgrad.domain.algorithms.settings import ShapingSettings
+from rollgrad.domain.algorithms.shaping_settings import ShapingSettings
 from rollgrad.domain.batches.packed import RolloutBatch, nonzero
 
 STD_FLOOR = 1e-8

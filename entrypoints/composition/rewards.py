@@ -20,7 +20,7 @@ from rollgrad.adapters.rewards.judge import JudgePrompt, LLMJudge
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.reward import StepReward
 from rollgrad.domain.algorithms.catalogue import estimator_traits
-from rollgrad.domain.algorithms.settings import Normalise
+from rollgrad.domain.algorithms.shaping_settings import Normalise
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.data import dataset_kind
 from rollgrad.entrypoints.composition.models import ACTOR_FLAG, compute_device

@@ -16,7 +16,7 @@ from rollgrad.application.settings.sections.actor import ActorConfig, DType, Lor
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.sections.examples import ExampleEvalConfig, StepDataConfig
 from rollgrad.application.settings.sections.reward import RewardConfig, StepReward
-from rollgrad.domain.algorithms.settings import Normalise
+from rollgrad.domain.algorithms.shaping_settings import Normalise
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.entrypoints.cli.main import main

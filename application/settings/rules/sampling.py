@@ -11,7 +11,8 @@ from rollgrad.application.settings.sections.actor import RouterReplay
 from rollgrad.application.settings.sections.reward import RewardConfig, Verifier
 from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
-from rollgrad.domain.algorithms.settings import AdvantageSettings, CorrectionLevel, KLAgainst, Normalise, OldLogprobs
+from rollgrad.domain.algorithms.settings import AdvantageSettings, CorrectionLevel, KLAgainst, OldLogprobs
+from rollgrad.domain.algorithms.shaping_settings import Normalise
 
 BY_LENGTH = ("cosine_length", "overlong_buffer_len", "group_length_coef", "stop_properly_penalty_coef")
 """Settings that change the sum of an episode's rewards by its length."""

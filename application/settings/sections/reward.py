@@ -5,7 +5,7 @@ from enum import StrEnum
 from attrs import define
 
 from rollgrad.application.settings.sections.cluster import IN_CLUSTER
-from rollgrad.domain.algorithms.settings import ShapingSettings
+from rollgrad.domain.algorithms.shaping_settings import ShapingSettings
 from rollgrad.domain.settings import COUNT, INTERVAL, POSITIVE, Condition, own_first, setting
 
 

@@ -12,7 +12,7 @@ from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.models.torch.reward_text import needs_bos, same_vocabulary
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
-from rollgrad.domain.algorithms.settings import Normalise
+from rollgrad.domain.algorithms.shaping_settings import Normalise
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.entrypoints.composition.rewards import make_reward_model

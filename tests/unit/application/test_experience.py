@@ -12,7 +12,8 @@ from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
-from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, KLSettings, Normalise, OldLogprobs
+from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, KLSettings, OldLogprobs
+from rollgrad.domain.algorithms.shaping_settings import Normalise
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.top_logprobs import TopLogprobs

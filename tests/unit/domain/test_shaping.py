@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.domain.algorithms import shaping
-from rollgrad.domain.algorithms.settings import ShapingSettings
+from rollgrad.domain.algorithms.shaping_settings import ShapingSettings
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.testing.agent_executor import make_trajectory
 
