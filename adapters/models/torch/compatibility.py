@@ -23,8 +23,8 @@ from rollgrad.adapters.models.torch.attention import (
     install_attention,
     use_attention,
 )
-from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
 from rollgrad.adapters.models.torch.layout import prefill_layout
+from rollgrad.adapters.models.torch.logits import LogitForm
 from rollgrad.adapters.models.torch.norms import install_norms
 from rollgrad.adapters.models.torch.padded import (
     check_rows,

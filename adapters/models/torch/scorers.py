@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from rollgrad.adapters.models.torch.allowed_tokens import AllowedTokens
-from rollgrad.adapters.models.torch.chunked_logprobs import PLAIN_LOGITS, WHOLE_VOCABULARY, LogitForm, token_logprobs
+from rollgrad.adapters.models.torch.chunked_logprobs import token_logprobs
 from rollgrad.adapters.models.torch.distillation import (
     DistillationSettings,
     Targets,
     distilled_logprobs,
     likely_tokens,
 )
+from rollgrad.adapters.models.torch.logits import PLAIN_LOGITS, WHOLE_VOCABULARY, LogitForm
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.domain.algorithms.losses.centering import SamplerHead, ScoreCentering
 

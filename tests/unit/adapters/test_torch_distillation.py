@@ -12,7 +12,6 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from rollgrad.adapters.models.torch import chunked_logprobs
-from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
 from rollgrad.adapters.models.torch.distillation import (
     DistillationSettings,
     KeptTeacher,
@@ -24,6 +23,7 @@ from rollgrad.adapters.models.torch.distillation import (
 )
 from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.logits import LogitForm
 from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.application.settings.memory_plan_passes import DISTILLED_LOGITS, DISTILLED_SLICES
 from rollgrad.domain.batches.examples import pack_sequences

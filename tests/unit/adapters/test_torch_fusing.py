@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rollgrad.adapters.models.torch import chunked_logprobs as head
 from rollgrad.adapters.models.torch import fusing
-from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm, token_logprobs
+from rollgrad.adapters.models.torch.chunked_logprobs import token_logprobs
 from rollgrad.adapters.models.torch.fusing import is_fused
+from rollgrad.adapters.models.torch.logits import LogitForm
 from tests.compiled_layers import fusing_on_a_cpu, graphs
 
 VOCABULARY, HIDDEN = 37, 16

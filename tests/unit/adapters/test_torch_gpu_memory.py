@@ -12,6 +12,7 @@ from rollgrad.adapters.models.ray import rank_worker
 from rollgrad.adapters.models.ray.rank_worker import RankWorker
 from rollgrad.adapters.models.torch import allocator, chunked_logprobs
 from rollgrad.adapters.models.torch.chunked_logprobs import CHUNK_BYTES, chunk_bytes, token_logprobs
+from rollgrad.adapters.models.torch.logits import LogitForm
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.optimizer_state import MOMENTS
 
@@ -100,13 +101,13 @@ def test_the_head_s_chunks_grow_with_the_gpu(memory: int, expected: int, monkeyp
 def test_a_chunk_is_as_large_as_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, vocabulary, seen = 10, 7, list[int]()
     monkeypatch.setattr(chunked_logprobs, "chunk_bytes", lambda device: 4 * vocabulary * 3)
-    plain = chunked_logprobs.LogitForm.product
+    plain = LogitForm.product
 
-    def product(form: chunked_logprobs.LogitForm, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(form: LogitForm, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         seen.append(len(hidden))
         return plain(form, hidden, weight, bias)
 
-    monkeypatch.setattr(chunked_logprobs.LogitForm, "product", product)
+    monkeypatch.setattr(LogitForm, "product", product)
     hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(vocabulary, 4)
     sum(
         part.sum() for part in token_logprobs(hidden, weight, None, torch.zeros(rows, dtype=torch.long), 1.0)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rollgrad.adapters.models.torch import chunked_logprobs as head
 from rollgrad.adapters.models.torch.allowed_tokens import AllowedTokens
-from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm, VocabularyShare, token_logprobs
+from rollgrad.adapters.models.torch.chunked_logprobs import token_logprobs
+from rollgrad.adapters.models.torch.logits import LogitForm, VocabularyShare
 from rollgrad.application.settings.memory_plan_passes import LOGITS_OF_A_SLICE
 
 VOCABULARY, HIDDEN = 37, 16
