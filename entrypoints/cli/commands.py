@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import attrs
 
@@ -75,30 +76,22 @@ def _status(words: list[str]) -> int:
         return EXIT_DEFECT
 
 
-def data_show(arguments: Sequence[str]) -> int:
-    """`rollgrad data show`."""
+def with_settings(
+    name: str, kind: type[attrs.AttrsInstance], work: Callable[[Sequence[str]], object], arguments: Sequence[str]
+) -> int:
+    """Runs a command that reads the settings of a run: `work` parses them, and `kind` is their class."""
     if asks_for_help(arguments):
-        return show_help("data show", DataShowArguments, arguments)
+        return show_help(name, kind, arguments)
     configure_logging()
-    show_data(arguments)
+    work(arguments)
     return 0
 
 
-def generate_replies(arguments: Sequence[str]) -> int:
-    """`rollgrad generate`."""
-    if asks_for_help(arguments):
-        return show_help("generate", GenerateArguments, arguments)
+def with_flags(name: str, work: Callable[[Any], object], arguments: Sequence[str]) -> int:
+    """Runs a command with a few flags, which `work` takes."""
+    parsed = parse(FLAGS[name](), name, arguments)
     configure_logging()
-    generate(arguments)
-    return 0
-
-
-def score_replies(arguments: Sequence[str]) -> int:
-    """`rollgrad score`."""
-    if asks_for_help(arguments):
-        return show_help("score", ScoreArguments, arguments)
-    configure_logging()
-    score(arguments)
+    work(parsed)
     return 0
 
 
@@ -155,68 +148,12 @@ def _translate(
     return run_offline(translated.command.removeprefix("train "), translated.run, problems(translated))
 
 
-def merge_lora(arguments: Sequence[str]) -> int:
-    """`rollgrad merge-lora`."""
-    merge(parse(MergeLoraArguments(), "merge-lora", arguments))
-    return 0
-
-
 def doctor(arguments: Sequence[str]) -> int:
     """`rollgrad doctor`."""
     parsed = parse(DoctorArguments(), "doctor", arguments)
     from rollgrad.entrypoints.cli.doctor import run_doctor
 
     return run_doctor(deep=parsed.deep, as_json=parsed.json)
-
-
-def serve_reward(arguments: Sequence[str]) -> int:
-    """`rollgrad serve reward`."""
-    parsed = parse(ServeRewardArguments(), "serve reward", arguments)
-    configure_logging()
-    serve_reward_model(parsed)
-    return 0
-
-
-def serve_agents(arguments: Sequence[str]) -> int:
-    """`rollgrad serve agent`."""
-    parsed = parse(ServeAgentArguments(), "serve agent", arguments)
-    configure_logging()
-    serve_agent(parsed)
-    return 0
-
-
-def serve_tinker_api(arguments: Sequence[str]) -> int:
-    """`rollgrad serve tinker`."""
-    parsed = parse(ServeTinkerArguments(), "serve tinker", arguments)
-    configure_logging()
-    serve_tinker(parsed)
-    return 0
-
-
-def talk(arguments: Sequence[str]) -> int:
-    """`rollgrad chat`."""
-    parsed = parse(ChatArguments(), "chat", arguments)
-    configure_logging()
-    chat(parsed)
-    return 0
-
-
-def replay(arguments: Sequence[str]) -> int:
-    """`rollgrad replay`."""
-    if asks_for_help(arguments):
-        return show_help("replay", ReplayArguments, arguments)
-    configure_logging()
-    replay_run(arguments)
-    return 0
-
-
-def rescore(arguments: Sequence[str]) -> int:
-    """`rollgrad rescore`."""
-    if asks_for_help(arguments):
-        return show_help("rescore", RescoreArguments, arguments)
-    configure_logging()
-    rescore_run(arguments)
-    return 0
 
 
 def ui(arguments: Sequence[str]) -> int:
@@ -236,24 +173,42 @@ GROUPS: Mapping[str, Mapping[str, tuple[Command, str]]] = {
         "eval": (evaluate, "evaluate a model on held-out prompts"),
     },
     "Data and replies in files": {
-        "data show": (data_show, "show rows with the tokens that are trained"),
-        "generate": (generate_replies, "sample replies to a dataset's prompts into a file"),
-        "score": (score_replies, "judge the replies in a file by a reward"),
+        "data show": (
+            partial(with_settings, "data show", DataShowArguments, show_data),
+            "show rows with the tokens that are trained",
+        ),
+        "generate": (
+            partial(with_settings, "generate", GenerateArguments, generate),
+            "sample replies to a dataset's prompts into a file",
+        ),
+        "score": (partial(with_settings, "score", ScoreArguments, score), "judge the replies in a file by a reward"),
     },
     "Look at runs": {
         "ui": (ui, "show runs in a browser: curves, findings, and every rollout token by token"),
         "inspect": (inspect_run, "show how a run goes or ended, and what keeps it from learning"),
         "report": (report_of_run, "write the page of a run into one file that opens by a double click"),
         "export": (export_rollouts, "write a run's rollouts as rows for train sft, train dpo and train rm"),
-        "rescore": (rescore, "judge a run's rollouts by another reward, without training"),
-        "replay": (replay, "take an update of a run again, from its rollouts"),
+        "rescore": (
+            partial(with_settings, "rescore", RescoreArguments, rescore_run),
+            "judge a run's rollouts by another reward, without training",
+        ),
+        "replay": (
+            partial(with_settings, "replay", ReplayArguments, replay_run),
+            "take an update of a run again, from its rollouts",
+        ),
     },
     "Use a model": {
-        "chat": (talk, "talk to a model in the terminal, with its tools"),
-        "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),
-        "serve reward": (serve_reward, "serve a reward model over HTTP"),
-        "serve tinker": (serve_tinker_api, "serve training and sampling to programs of the Tinker API"),
-        "merge-lora": (merge_lora, "merge LoRA adapters into their model"),
+        "chat": (partial(with_flags, "chat", chat), "talk to a model in the terminal, with its tools"),
+        "serve agent": (
+            partial(with_flags, "serve agent", serve_agent),
+            "serve a model with its tools to OpenAI and Anthropic clients",
+        ),
+        "serve reward": (partial(with_flags, "serve reward", serve_reward_model), "serve a reward model over HTTP"),
+        "serve tinker": (
+            partial(with_flags, "serve tinker", serve_tinker),
+            "serve training and sampling to programs of the Tinker API",
+        ),
+        "merge-lora": (partial(with_flags, "merge-lora", merge), "merge LoRA adapters into their model"),
     },
     "Come from another tool": {
         "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
