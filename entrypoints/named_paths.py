@@ -8,8 +8,10 @@ from pathlib import Path
 
 from rollgrad.adapters.checkpoints.hub import find_model
 from rollgrad.adapters.checkpoints.weight_files import weights_problem
-from rollgrad.adapters.data.datasets.loading import FILE_FORMATS, check_address
+from rollgrad.adapters.data.datasets.files import data_files, file_format, is_pattern
+from rollgrad.adapters.data.datasets.loading import check_address
 from rollgrad.application.settings.function_path import FunctionPath, is_module_name
+from rollgrad.application.settings.rules.inputs import REASONING_GYM
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 
@@ -46,10 +48,15 @@ def check_dataset(key: str, name: str) -> None:
     """Checks a dataset.
 
     Raises:
-        DataError: there is no such file or folder.
+        DataError: there is no such file or folder, or a pattern does not fit the files.
     """
+    if name.startswith(REASONING_GYM):
+        return
     check_address(name)
-    is_file_name = Path(name).suffix in FILE_FORMATS
+    if is_pattern(name):
+        data_files(name)
+        return
+    is_file_name = file_format(Path(name)) is not None
     folder = name.rpartition(":")[0]  # with a configuration
     if (is_file_name or _is_path(name)) and not Path(name).exists() and not (folder and Path(folder).is_dir()):
         raise DataError(f"{key} is {name!r}, which does not exist: check --{key}.")

@@ -6,21 +6,27 @@ columns.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from rollgrad.adapters.checkpoints.hub import hub_answers
-from rollgrad.adapters.data.datasets.several import aligned, check_probs, distinct_names, mixed, shares
-from rollgrad.adapters.data.datasets.text_files import (
+from rollgrad.adapters.data.datasets.files import (
+    FILE_FORMATS,
     JSON_LINES,
-    broken_line,
-    check_json_rows,
-    separator,
-    whole_numbers,
+    data_files,
+    file_format,
+    formats,
+    is_pattern,
+    note_files,
+    stem,
 )
+from rollgrad.adapters.data.datasets.several import aligned, check_probs, distinct_names, mixed, shares
+from rollgrad.adapters.data.datasets.text_files import broken_line, check_json_rows, separator, whole_numbers
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import DataError
 
@@ -29,13 +35,8 @@ if TYPE_CHECKING:
 
     from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 
-FILE_FORMATS = {
-    **dict.fromkeys((".json", *JSON_LINES), "json"),
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-"""Readers by the suffixes of files."""
+log = structlog.get_logger(__name__)
+
 _MOST_FILES = 10_000
 """Files and folders below a folder of data at most: all of them are looked at."""
 _EMPTY = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
@@ -57,7 +58,7 @@ def load_dataset(
 ) -> "datasets.Dataset":
     """Returns the rows of one or several comma-separated datasets, each row with its `datasource`.
 
-    A dataset is a file (`FILE_FORMATS`), a folder, or a hub name. Folders and hub names may be
+    A dataset is a file (`FILE_FORMATS`), a pattern of files, a folder, or a hub name. Folders and hub names may be
     followed by `:configuration`, and hub names by `@data_dir`. verl's column `data_source` names the origin.
     `split` is read if it exists, else the only split of a dataset that has one. With `probs` rows are drawn from the
     datasets with these probabilities until each has been read to its end (`seed` fixes the draws); without it datasets
@@ -93,11 +94,10 @@ def load_dataset(
 
 def origin(name: str) -> str:
     """Returns the name of a dataset in metrics: the stem of a file, else its name without data directory."""
-    path = Path(name)
-    if path.suffix in FILE_FORMATS:
-        return path.stem
-    if path.is_dir():
-        return path.name
+    if is_pattern(name) or file_format(Path(name)):
+        return stem(name)
+    if Path(name).is_dir():
+        return Path(name).name
     place, _ = split_configuration(name)
     return Path(place).name if Path(place).is_dir() else place.partition("@")[0]
 
@@ -123,6 +123,7 @@ def check_name(name: str) -> None:
     """
     check_address(name)
     try:
+        data_files(name)
         Path(name).exists()
     except OSError as error:
         raise DataError(f"The dataset {name} cannot be read ({error.strerror or error}): check the path.") from error
@@ -150,10 +151,10 @@ def _with_datasource(dataset: "datasets.Dataset", origin: str) -> "datasets.Data
 
 def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
     """Reads one split of one dataset."""
-    path = Path(name)
-    if path.suffix in FILE_FORMATS:
-        loaded = _read_file(path)
-    elif path.is_dir():
+    path, files = Path(name), data_files(name)
+    if files is not None:
+        return _read_files(files, name)
+    if path.is_dir():
         loaded = _read_folder(path, None)
     elif Path(split_configuration(name)[0]).is_dir():
         folder, configuration = split_configuration(name)
@@ -176,14 +177,35 @@ def _refuse_other_file(name: str) -> None:
         DataError: it is one.
     """
     if Path(name).is_file():
-        formats = ", ".join(FILE_FORMATS)
         raise DataError(
-            f"The dataset {name} is a file whose name does not end in {formats}: unpack it, or write its rows in one "
+            f"The dataset {name} is a file whose name does not end in {formats()}: unpack it, or write its rows in one "
             "of these formats."
         )
 
 
-def _read_file(path: Path) -> Any:
+def _read_files(files: Sequence[Path], name: str) -> "datasets.Dataset":
+    """Reads the files of a dataset, one after the other: each may lack columns that others have, or rows.
+
+    Raises:
+        DataError: one cannot be read, or none has rows.
+    """
+    note_files(name, files)
+    parts, without_rows = [], []
+    for path in files:
+        try:
+            parts.append(_read_file(path))
+        except _NoRowsError as error:
+            without_rows.append(error)
+    if not parts:
+        raise without_rows[0] if len(files) == 1 else _no_rows(name)
+    if without_rows:
+        log.warning(
+            "files of a dataset have no rows", pattern=name, files=len(without_rows), first=str(without_rows[0])
+        )
+    return parts[0] if len(parts) == 1 else mixed(parts, [name], None, 0)
+
+
+def _read_file(path: Path) -> "datasets.Dataset":
     import datasets
 
     if not path.is_file():
@@ -191,24 +213,27 @@ def _read_file(path: Path) -> Any:
         raise DataError(f"The dataset file {path} {what}: check the path.")
     if path.stat().st_size == 0:
         raise _no_rows(path)
-    kind = FILE_FORMATS[path.suffix]
-    if kind == "json":
-        check_json_rows(path)
+    suffix = file_format(path)
+    assert suffix is not None
+    kind = FILE_FORMATS[suffix]
     try:
+        if kind == "json":
+            check_json_rows(path)
         if kind == "arrow":
             return datasets.Dataset.from_file(str(path))
         options = {"sep": separator(path)} if kind == "csv" else {}
         with _quietly():
-            loaded = datasets.load_dataset(kind, data_files=str(path), **options)
-        return {split: whole_numbers(rows) for split, rows in loaded.items()}
+            return whole_numbers(datasets.load_dataset(kind, data_files=str(path), split="train", **options))
+    except DataError:
+        raise
     except Exception as error:  # of pyarrow, pandas, json, by the file's format
         if any(words in str(_root(error)) for words in _EMPTY):
             raise _no_rows(path) from error
-        place = broken_line(path) if path.suffix in JSON_LINES else None
+        place = broken_line(path) if suffix in JSON_LINES else None
         if isinstance(_root(error), UnicodeDecodeError):
             place = f"it is no UTF-8 ({_root(error)}): save it as UTF-8"
         raise DataError(
-            f"The dataset file {path} cannot be read as {path.suffix[1:]}: {place or _one_line(_root(error))}"
+            f"The dataset file {path} cannot be read as {suffix[1:]}: {place or _one_line(_root(error))}"
         ) from error
 
 
@@ -225,9 +250,13 @@ def _quietly() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
+class _NoRowsError(DataError):
+    """A dataset, or one of its files, is without a row."""
+
+
 def _no_rows(name: str | Path) -> DataError:
     """Returns the error of a dataset without a row."""
-    return DataError(f"The dataset {name} has no rows: at least one is needed.")
+    return _NoRowsError(f"The dataset {name} has no rows: at least one is needed.")
 
 
 def _read_folder(path: Path, configuration: str | None) -> Any:

@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollgrad.adapters.data.datasets.files import JSON_LINES, UNREADABLE, file_format, opened
 from rollgrad.domain.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
 
-JSON_LINES = (".jsonl", ".ndjson")
-"""Suffixes of files with an object in each line."""
 SEPARATORS = (";", "\t", "|")
 """Marks that separate columns where commas do not, as spreadsheets write them."""
 EXACT = 2**53
@@ -24,7 +23,7 @@ _HEADER_BYTES = 65536
 
 def separator(path: Path) -> str:
     """Returns what separates the columns of a file: a comma, unless its first line has none but another separator."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         header = file.readline(_HEADER_BYTES).decode(errors="replace")
     return "," if "," in header else next((each for each in SEPARATORS if each in header), ",")
 
@@ -53,31 +52,35 @@ def check_json_rows(path: Path) -> None:
     Raises:
         DataError: a line of a .jsonl file, or the beginning of a .json file, is not an object.
     """
-    with path.open("rb") as file:
+    lines = file_format(path) in JSON_LINES
+    with opened(path) as file:
         for number, line in enumerate(file, 1):
             begin = line.strip().removeprefix(b"\xef\xbb\xbf")[:1]
             if not begin:
                 continue
-            if begin != b"{" and (path.suffix in JSON_LINES or begin != b"["):
+            if begin != b"{" and (lines or begin != b"["):
                 raise DataError(
                     f"Line {number} of the dataset file {path} begins with {line.strip()[:20]!r}: each line "
                     "of a .jsonl is an object ({...}), and a .json begins with a list or an object of rows."
                 )
-            if path.suffix not in JSON_LINES:
+            if not lines:
                 return
 
 
 def broken_line(path: Path) -> str | None:
     """Returns which line of a file of JSON lines cannot be read, and why: one that is no JSON, else an empty one, which
-    pandas refuses; None where there is neither."""
+    pandas refuses; None where there is neither, or the file cannot be decompressed."""
     empty = None
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                empty = empty or f"line {number} is empty"
-                continue
-            try:
-                json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                return f"line {number} is not JSON ({error})"
+    try:
+        with opened(path) as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    empty = empty or f"line {number} is empty"
+                    continue
+                try:
+                    json.loads(line.decode("utf-8-sig"))
+                except ValueError as error:
+                    return f"line {number} is not JSON ({error})"
+    except UNREADABLE:
+        return None
     return empty

@@ -11,21 +11,21 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
 
 import numpy
 from attrs import field, frozen
 
 from rollgrad.adapters.chat.row_error import RowError
+from rollgrad.adapters.data.datasets.files import COMPRESSED, UNREADABLE, are_json_lines, data_files, note_files, opened
 from rollgrad.adapters.data.datasets.loading import (
-    FILE_FORMATS,
     check_name,
     load_dataset,
     origin,
     split_configuration,
 )
 from rollgrad.adapters.data.datasets.several import check_probs, interleaved, shares
-from rollgrad.adapters.data.datasets.text_files import JSON_LINES
 from rollgrad.adapters.data.examples.joined import JoinedPairs, is_labelled, joined
 from rollgrad.adapters.data.examples.kept_index import kept_index
 from rollgrad.adapters.data.examples.ranked import RankedPairs, pair_ends
@@ -55,7 +55,7 @@ class Source:
         if isinstance(rows, RankedPairs | JoinedPairs):
             index, rows = rows.row(index), rows.rows
         if isinstance(rows, JsonLines):
-            return f"{self.name}:{rows.line(index)}"
+            return rows.place(index)
         return f"{self.name} row {index + 1}"
 
 
@@ -104,39 +104,53 @@ class Mixture:
 
 
 class JsonLines:
-    """Rows of a file of JSON lines, each read when it is asked for.
+    """Rows of files of JSON lines, each read when it is asked for.
 
     Raises:
-        DataError: there is no such file, or it has no rows.
+        DataError: a file cannot be read, or none has rows.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._starts: list[int] = []
-        self._lines: list[int] = []
+    def __init__(self, name: str, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._unpacked: dict[int, BinaryIO] = {}
+        self._rows: list[tuple[int, int, int, int]] = []  # file, number of the line, first byte, bytes
         content = hashlib.sha256()
-        start = 0
-        for number, line in json_lines(path, blank=True):
-            content.update(line)
-            if line.strip():
-                self._starts.append(start)
-                self._lines.append(number)
-            start += len(line)
-        if not self._starts:
-            raise DataError(f"The dataset {path} has no rows: at least one is needed.")
+        for file, path in enumerate(paths):
+            if file:
+                content.update(b"\0")  # a line that ends with its file is none with the next file's first
+            # What is compressed has no places to jump to.
+            copy = TemporaryFile() if path.suffix in COMPRESSED else None  # noqa: SIM115  # rows are read later
+            start = 0
+            for number, line in json_lines(path, blank=True):
+                content.update(line)
+                if copy is not None:
+                    copy.write(line)
+                if line.strip():
+                    self._rows.append((file, number, start, len(line)))
+                start += len(line)
+            if copy is not None:
+                copy.flush()
+                self._unpacked[file] = copy
+        if not self._rows:
+            raise DataError(f"The dataset {name} has no rows: at least one is needed.")
         self.fingerprint = content.hexdigest()
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._rows)
 
-    def line(self, index: int) -> int:
-        """Returns the number of the line of row `index`, from 1."""
-        return self._lines[index]
+    def place(self, index: int) -> str:
+        """Returns FILE:LINE of row `index`, lines from 1."""
+        file, line, _, _ = self._rows[index]
+        return f"{self._paths[file]}:{line}"
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        with self._path.open("rb") as file:
-            file.seek(self._starts[index])
-            return parse_line(file.readline())
+        number, _, start, size = self._rows[index]
+        copy = self._unpacked.get(number)
+        if copy is not None:
+            return parse_line(os.pread(copy.fileno(), size, start))
+        with self._paths[number].open("rb") as file:
+            file.seek(start)
+            return parse_line(file.read(size))
 
 
 class Table:
@@ -180,12 +194,13 @@ def json_lines(path: Path, *, blank: bool = False) -> Iterator[tuple[int, bytes]
         DataError: the file cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             for number, line in enumerate(file, 1):
                 if blank or line.strip():
                     yield number, line
-    except OSError as error:
-        raise DataError(f"The dataset file {path} cannot be read ({error.strerror}): check the path.") from error
+    except UNREADABLE as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"The dataset file {path} cannot be read ({why}): check it.") from error
 
 
 def parse_line(line: bytes) -> Mapping[str, Any]:
@@ -230,8 +245,8 @@ def is_local(name: str) -> bool:
     """
     check_name(name)
     place = Path(split_configuration(name)[0])
-    is_file = Path(name).suffix in FILE_FORMATS  # names on the hub have dots too
-    return is_file or Path(name).exists() or place.is_dir() or name.startswith((".", "/", "~"))
+    local = data_files(name) is not None or Path(name).exists() or place.is_dir()
+    return local or name.startswith((".", "/", "~"))
 
 
 def open_sources(
@@ -248,7 +263,7 @@ def open_sources(
     """The rows of one or several comma-separated datasets.
 
     Args:
-        spec: files (`FILE_FORMATS`), folders, hub names, as for prompts.
+        spec: files, patterns of files, folders, hub names, as for prompts.
         split: read where it exists.
         probs: rows are drawn from the sets by these probabilities until each has been read to its end; None lets sets
             follow one another.
@@ -274,10 +289,11 @@ def open_sources(
 
 def _open(name: str, split: str, settings: ReadingSettings, cache_dir: Path | None) -> Source:
     check_name(name)
-    path = Path(name)
+    files = data_files(name)
     rows: Rows
-    if path.suffix in JSON_LINES:
-        lines = JsonLines(path)
+    if files is not None and are_json_lines(files):
+        note_files(name, files)
+        lines = JsonLines(name, files)
         rows, fingerprint = lines, lines.fingerprint
     else:
         dataset = load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split")
@@ -318,13 +334,15 @@ def _given(rows: Rows) -> Rows:
 
 
 def _local_hash(name: str, split: str) -> str | None:
-    """Hash of the content of a file, or of all files of a folder; None for a name on the hub.
+    """Hash of the content of files, or of all files of a folder; None for a name on the hub.
 
     `datasets` tells files by their paths and dates, so that a copied or a touched one would be another.
     """
     path, configuration = Path(name), None
-    if path.is_file():
-        return _file_hash(path)
+    files = data_files(name)
+    if files is not None:
+        hashes = [_file_hash(file) for file in files]
+        return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()
     if not path.is_dir():
         place, configuration = split_configuration(name)
         path = Path(place)

@@ -8,7 +8,6 @@ Does not own: what rows say (`formats`), nor their tokens (`preparer`).
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count, islice
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -17,8 +16,8 @@ from attrs import frozen
 
 from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.chat.training_text import shared_prompt
+from rollgrad.adapters.data.datasets.files import are_json_lines, data_files
 from rollgrad.adapters.data.datasets.loading import check_name, load_dataset, stream_hub
-from rollgrad.adapters.data.datasets.text_files import JSON_LINES
 from rollgrad.adapters.data.examples.prepared import as_preference, as_steps
 from rollgrad.adapters.data.examples.preparer import PreparedRow, Preparer
 from rollgrad.adapters.data.examples.report import DataReport
@@ -57,21 +56,22 @@ class StreamedRow:
 
 
 def stream_rows(name: str, split: str) -> Iterator[StreamedRow]:
-    """Yields the rows of a dataset from its beginning: a file of JSON lines line by line, a name on the hub as the hub
+    """Yields the rows of a dataset from its beginning: files of JSON lines line by line, a name on the hub as the hub
     sends it; other files and folders are opened first.
 
     Raises:
         DataError: it cannot be read.
     """
     check_name(name)
-    path = Path(name)
-    if path.suffix in JSON_LINES:
-        for number, line in json_lines(path):
-            try:
-                content: Mapping[str, Any] | RowError = parse_line(line)
-            except RowError as error:
-                content = error
-            yield StreamedRow(f"{name}:{number}", content)
+    files = data_files(name)
+    if files is not None and are_json_lines(files):
+        for path in files:
+            for number, line in json_lines(path):
+                try:
+                    content: Mapping[str, Any] | RowError = parse_line(line)
+                except RowError as error:
+                    content = error
+                yield StreamedRow(f"{path}:{number}", content)
         return
     if is_local(name):
         table = Table(load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split"))

@@ -38,8 +38,8 @@ class DataConfig:
 
     prompt_dataset: str = setting(
         "",
-        "File (.json, .jsonl, .csv, .tsv, .parquet), saved dataset folder, hub name (NAME:CONFIGURATION where it has "
-        "several, such as openai/gsm8k:main), or reasoning_gym:TASK; several separated by commas. Required.",
+        "File (.json, .jsonl, .csv, .tsv, .parquet; .jsonl.gz), pattern of files, folder, hub name (NAME:CONFIGURATION "
+        "where it has several, such as openai/gsm8k:main), reasoning_gym:TASK; several separated by commas. Required.",
     )
     prompt_probs: tuple[float, ...] | None = setting(
         None, "Mixing probabilities, one for each dataset; default: concatenate."

@@ -124,8 +124,8 @@ class RowsConfig:
 
     dataset: str = setting(
         "",
-        "File (.jsonl, .json, .csv, .parquet), saved dataset folder, or hub name (NAME:CONFIGURATION where it has "
-        "several); several separated by commas. Required.",
+        "File (.jsonl, .json, .csv, .parquet; .jsonl.gz), pattern of files, folder, or hub name (NAME:CONFIGURATION "
+        "where it has several); several separated by commas. Required.",
     )
     probs: tuple[float, ...] | None = setting(None, "Mixing probabilities, one for each dataset; default: concatenate.")
     split: str = setting("train", "Split to read.")

@@ -1,11 +1,16 @@
 """load_dataset: formats, splits, mixing, and one sentence for each thing that goes wrong."""
 
+import bz2
+import gzip
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from structlog.testing import capture_logs
 
 from rollgrad.adapters.data.datasets import loading
 from rollgrad.adapters.data.datasets.columns import Columns, find_columns
@@ -67,6 +72,43 @@ def test_whole_numbers_stay_whole_where_one_is_missing(tmp_path: Path) -> None:
     assert rows["empty"][:] == [None] * 3
     table([{"answer": 7.0}, {"answer": float("inf")}, {"answer": None}]).to_parquet(str(tmp_path / "b.parquet"))
     assert load(tmp_path / "b.parquet")["answer"][:] == [7.0, float("inf"), None]
+
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": lambda content: pyarrow.Codec("zstd").compress(content, asbytes=True),
+}
+
+
+@pytest.mark.parametrize("compressed", COMPRESSORS)
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+def test_compressed_files_are_read(kind: str, compressed: str, tmp_path: Path) -> None:
+    WRITERS[kind](tmp_path / "plain")
+    content = (tmp_path / "plain").read_bytes()
+    (tmp_path / f"sums.{kind}.{compressed}").write_bytes(COMPRESSORS[compressed](content))
+    rows = load(tmp_path / f"sums.{kind}.{compressed}")
+    assert rows["input"][:] == [row["input"] for row in ROWS]
+    assert set(rows["datasource"]) == {"sums"}
+
+
+def test_a_pattern_is_all_its_files_by_their_names(tmp_path: Path) -> None:
+    """Some lack a column, have numbers where others have texts, or have no rows."""
+    table(ROWS[2:]).to_parquet(str(tmp_path / "train-2.parquet"))
+    jsonl(tmp_path / "train-1.jsonl", [{"input": "a", "answer": 1, "more": True}])
+    (tmp_path / "train-0.csv").write_text("input\n2+2?\n")
+    (tmp_path / "train-3.csv").write_text("input\n")
+    with capture_logs() as logs:
+        rows = load(tmp_path / "train-*")
+    assert rows["input"][:] == ["2+2?", "a", "1+1?"]
+    assert rows["answer"][:] == [None, "1", "2"]
+    assert rows["more"][:] == [None, True, None]
+    assert set(rows["datasource"]) == {"train"}
+    matched, without_rows = logs
+    assert (matched["files"], Path(matched["first"]).name) == (4, "train-0.csv")
+    assert without_rows["files"] == 1
+    assert "train-3.csv has no rows" in without_rows["first"]
 
 
 def test_a_saved_folder_and_its_arrow_file(tmp_path: Path) -> None:
@@ -172,14 +214,29 @@ def text_as_parquet(tmp_path: Path) -> Path:
 
 
 def packed(tmp_path: Path) -> Path:
-    (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b")
-    return tmp_path / "rows.jsonl.gz"
+    (tmp_path / "rows.zip").write_bytes(b"PK")
+    return tmp_path / "rows.zip"
+
+
+def cut_off(tmp_path: Path) -> Path:
+    content = b"".join(json.dumps({"input": f"{place}"}).encode() + b"\n" for place in range(5000))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(content)[:-100])
+    return tmp_path / "cut.jsonl.gz"
+
+
+def beside_a_text(tmp_path: Path) -> Path:
+    jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "README.md").write_text("rows")
+    return tmp_path / "*"
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (packed, r"rows\.jsonl\.gz is a file whose name does not end in \.json, .*: unpack it"),
+        (packed, r"rows\.zip is a file whose name does not end in \.json, .*: unpack it"),
+        (cut_off, r"cut\.jsonl\.gz cannot be read as jsonl: OSError: Truncated compressed stream"),
+        (beside_a_text, r"matches 1 of 2 files which do not end in .*, such as .*README\.md: narrow it"),
+        (lambda tmp_path: tmp_path / "*.parquet", r"\*\.parquet is a pattern that matches no file"),
         (lambda tmp_path: tmp_path / "missing.jsonl", r"missing\.jsonl does not exist"),
         (lambda tmp_path: tmp_path / "missing_folder", "missing_folder does not exist"),
         (broken_json, r"broken\.jsonl cannot be read as jsonl: line 2 is not JSON \(Expecting value"),

@@ -1,5 +1,6 @@
 """Rows of datasets become tokens and weights, or are counted by the reason why not."""
 
+import gzip
 import json
 import os
 import shutil
@@ -60,6 +61,38 @@ def prepared(
     return prepare_examples(
         mixture, tokenizer, PreparationSettings(**more), cache_dir=cache, num_workers=workers, setting="data.dataset"
     )
+
+
+# Files
+
+
+def test_a_pattern_of_compressed_lines_is_read_row_by_row(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "third"}\n\n{"text": 4}'))
+    write(tmp_path / "a.jsonl", {"text": "first"}, b"broken", {"text": "second"})
+    mixture = opened(tmp_path / "*.jsonl*")
+    (source,) = mixture.parts
+    assert [source.place(row) for row in range(5)] == [
+        *(f"{tmp_path}/a.jsonl:{line}" for line in (1, 2, 3)),
+        *(f"{tmp_path}/b.jsonl.gz:{line}" for line in (1, 3)),
+    ]
+    assert [source.rows[row]["text"] for row in (4, 3, 2, 0)] == [4, "third", "second", "first"]
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "third"}\n\n{"text": 5}'))
+    assert opened(tmp_path / "*.jsonl*").fingerprint != mixture.fingerprint
+
+
+def test_the_fingerprint_of_a_pattern_is_that_of_all_files(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\nfirst\n")
+    (tmp_path / "b.csv").write_text("text\nsecond\n")
+    before = opened(tmp_path / "*.csv").fingerprint
+    assert opened(tmp_path / "[ab].csv").fingerprint == before
+    (tmp_path / "b.csv").write_text("text\nother\n")
+    assert opened(tmp_path / "*.csv").fingerprint != before
+
+
+def test_compressed_lines_that_were_cut_off_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:-9])
+    with pytest.raises(DataError, match=r"cut\.jsonl\.gz cannot be read \(Truncated compressed stream\): check it"):
+        opened(tmp_path / "cut.jsonl.gz")
 
 
 # Formats

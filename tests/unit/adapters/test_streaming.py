@@ -1,5 +1,6 @@
 """Rows that are read while training goes on: each once a pass, the same after an interruption, broken ones counted."""
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -150,3 +151,13 @@ def test_other_files_and_the_hub_give_their_rows(data: Path, tmp_path: Path, mon
         next(stream_rows("x" * 300, "train"))
     assert [each.content for each in stream_rows("owner/name:config@part", "train")] == rows
     assert asked == [("owner/name", "config", {"data_dir": "part", "streaming": True})]
+
+
+def test_files_of_a_pattern_are_streamed_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": 2}\n\n{"text": 3}\n'))
+    (tmp_path / "a.jsonl").write_text('{"text": 1}')
+    rows = list(stream_rows(f"{tmp_path}/*.jsonl*", "train"))
+    assert [row.content for row in rows] == [{"text": 1}, {"text": 2}, {"text": 3}]
+    assert [row.place for row in rows] == [
+        f"{tmp_path}/{place}" for place in ("a.jsonl:1", "b.jsonl.gz:1", "b.jsonl.gz:3")
+    ]
