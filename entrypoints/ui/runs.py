@@ -64,7 +64,7 @@ class Runs:
             single = self.single
             for directory in (self.root,) if single else _runs_below(self.root, DEEPEST):
                 name = self.root.resolve().name if single else directory.relative_to(self.root).as_posix()
-                id = name.replace("/", "~")
+                id = name.replace("~", "~.").replace("/", "~")  # no name begins with a dot: a/b is not a~b
                 self._views.setdefault(id, RunView(directory, id=id, name=name))
                 found.append(self._views[id])
             return found

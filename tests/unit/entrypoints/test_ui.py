@@ -347,8 +347,10 @@ def test_runs_are_found_below_a_directory(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "runs" / "two" / "model" / "run.json").write_text("{}")
     usual_run(tmp_path / "runs" / "profile")  # which is no directory of another run
     runs = Runs(tmp_path / "runs")
-    assert {row["id"] for row in runs.listed()["runs"]} == {"profile", "sweep~one", "two"}
+    usual_run(tmp_path / "runs" / "sweep~one")
+    assert {row["id"] for row in runs.listed()["runs"]} == {"profile", "sweep~one", "sweep~.one", "two"}
     assert runs.view("sweep~one").directory == tmp_path / "runs" / "sweep" / "one"
+    assert runs.view("sweep~.one").directory == tmp_path / "runs" / "sweep~one"
     with pytest.raises(DataError, match="no run 'model'"):
         runs.view("model")
     single = Runs(tmp_path / "runs" / "two")
