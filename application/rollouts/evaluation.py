@@ -1,7 +1,8 @@
 """Evaluation of the current policy on fixed prompts."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import fsum
 from statistics import fmean
 
 import structlog
@@ -67,6 +68,7 @@ class EvaluationService:
         samples: replies per prompt.
         threshold: score from which a reply passes.
         trajectories: keeps the replies of a run's evaluations; None keeps none.
+        part_weights: weights of the reward's named parts, which are 1 where they have none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class EvaluationService:
         samples: int,
         threshold: float,
         trajectories: TrajectoryLog | None = None,
+        part_weights: Mapping[str, float] | None = None,
     ) -> None:
         self._rollout = rollout
         self._prompts = prompts
@@ -85,6 +88,7 @@ class EvaluationService:
         self._samples = samples
         self._threshold = threshold
         self._trajectories = trajectories
+        self._part_weights = part_weights or {}
         self.latest: PromptScores | None = None
         """Scores of the evaluation that ran last."""
         too_many = too_many_sets({prompt.datasource for prompt in prompts})
@@ -96,18 +100,17 @@ class EvaluationService:
         self, step: int | None = None, *, on_group: Callable[[RolloutGroup], object] = lambda group: None
     ) -> dict[str, float]:
         """Returns `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, `eval/best@k`, `eval/maj@n`, standard errors,
-        lengths, truncation, `eval/failed`, the number of failed episodes, and what these tell of themselves
-        (`eval/turns`). With several data sources, up to `MOST_SETS`, there are also scores as `eval/<source>/...`.
-        Prompts without any rewarded reply are left out. `step`: updates of the run before it, None outside a run.
-        `on_group` is told the replies to each prompt when they are there. One that ends early logs the scores until
-        then.
+        lengths, truncation, `eval/failed`, the number of failed episodes, what these tell of themselves
+        (`eval/turns`), and what the named parts of the reward contribute to its mean (`eval/part/NAME`). With several
+        data sources, up to `MOST_SETS`, there are also scores and parts as `eval/<source>/...`. Prompts without any
+        rewarded reply are left out. `step`: updates of the run before it, None outside a run. `on_group` is told the
+        replies to each prompt when they are there. One that ends early logs the scores until then, and keeps the
+        replies.
 
         Raises:
             RewardError, EngineError: too many episodes failed, or no reply has a reward.
         """
-        groups = await self._play(on_group)
-        if self._trajectories is not None and step is not None:
-            self._trajectories.evaluation(step, groups)
+        groups = await self._play(step, on_group)
         asked = [prompt.messages or prompt.text for prompt in self._prompts]
         self.latest = PromptScores(asked, [list(group.scores) for group in groups], self._threshold)
         failures = [failure for group in groups for failure in group.failures]
@@ -129,8 +132,8 @@ class EvaluationService:
         metrics["eval/truncated_share"] = sum(any(t.stop_reason.truncated for t in s) for s in samples) / len(samples)
         return metrics | own_metrics("eval", samples, metrics)
 
-    async def _play(self, on_group: Callable[[RolloutGroup], object]) -> list[RolloutGroup]:
-        """Returns all groups in the order of the prompts."""
+    async def _play(self, step: int | None, on_group: Callable[[RolloutGroup], object]) -> list[RolloutGroup]:
+        """Returns all groups in the order of the prompts, and keeps those that were played, however it ends."""
         groups: list[RolloutGroup] = []
 
         def played(group: RolloutGroup) -> None:
@@ -144,7 +147,15 @@ class EvaluationService:
                 so_far = self._summary("eval", scored)
                 log.warning("the evaluation ended early", scored=len(scored), of=len(self._prompts), **so_far)
             raise
+        finally:
+            if self._trajectories is not None and step is not None and groups:
+                self._trajectories.evaluation(step, sorted(groups, key=lambda group: group.group_id))
 
     def _summary(self, prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
         scores, answers = [group.scores for group in groups], [group.answers for group in groups]
-        return {f"{prefix}/{name}": value for name, value in summarise(scores, self._threshold, answers).items()}
+        metrics = summarise(scores, self._threshold, answers)
+        samples = [sample for group in groups for sample in group.samples]
+        for name in sorted({name for sample in samples for branch in sample for name in branch.reward_parts}):
+            told = fsum(branch.reward_parts.get(name, 0.0) for sample in samples for branch in sample)
+            metrics[f"part/{name}"] = self._part_weights.get(name, 1.0) * told / len(samples)
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}

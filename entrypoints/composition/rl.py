@@ -244,6 +244,7 @@ class RLContainer(EngineContainer):
         samples=base.config.provided.eval.n_samples_per_prompt,
         threshold=base.config.provided.reward.pass_threshold,
         trajectories=trajectories,
+        part_weights=base.config.provided.reward.weights,
     )
     experience = providers.Singleton(
         ExperienceService,

@@ -1,6 +1,7 @@
 """Evaluation summarises what the rollout service played."""
 
 from asyncio import CancelledError
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -8,7 +9,8 @@ from attrs import evolve
 from structlog.testing import capture_logs
 
 from rollgrad.application.rollouts.evaluation import EvaluationService
-from rollgrad.application.rollouts.groups import RolloutService
+from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
+from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
 from rollgrad.domain.algorithms.evaluation import MOST_SETS, summarise, summary_names
 from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
@@ -37,6 +39,16 @@ def play(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
             stop_reason=reason,
         )
     ]
+
+
+class KeptEvaluations(TrajectoryLog):
+    """Keeps the prompts of evaluations by their steps."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[int, list[str]] = {}
+
+    def evaluation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        self.prompts[step] = [group.prompt.text for group in groups]
 
 
 def evaluating(sources: dict[str, str], executor: FakeAgentExecutor, **settings: float) -> EvaluationService:
@@ -102,12 +114,42 @@ async def test_an_evaluation_that_ends_early_tells_what_was_scored() -> None:
     for error, raised in ((None, EngineError), (CancelledError(), CancelledError)):
         one_by_one = RolloutService(FakeAgentExecutor(ending(error)), max_concurrent=1, max_failures=0)
         prompts = [Prompt(token_ids=(1,), text=text) for text in SCORES]
-        service = EvaluationService(one_by_one, prompts, SamplingParams(temperature=0.0), samples=2, threshold=1.0)
+        kept = KeptEvaluations()
+        params = SamplingParams(temperature=0.0)
+        service = EvaluationService(one_by_one, prompts, params, samples=2, threshold=1.0, trajectories=kept)
         with capture_logs() as logs, pytest.raises(raised):
-            await service.run()
+            await service.run(step=3)
+        assert kept.prompts == {3: ["a", "b"]}
         told = logs[-1]
         assert (told["event"], told["scored"], told["of"]) == ("the evaluation ended early", 2, 3)
         assert (told["eval/pass@1"], told["eval/mean@2"]) == (0.75, 0.75)
+
+
+async def test_named_parts_of_the_reward_are_measured_as_in_training() -> None:
+    """Each is what it contributes to the mean, its weight included: a sample without a part has nothing of it, and one
+    of a sample's branches has them."""
+
+    def parted(request: EpisodeRequest) -> list[Trajectory]:
+        (played,) = cast("list[Trajectory]", play(request))
+        right = {"right": played.score}
+        return [played, evolve(played, reward_parts={**right, "short": 1.0} if request.sample_id % 2 else right)]
+
+    rollout = RolloutService(FakeAgentExecutor(parted), max_concurrent=3)
+    prompts = [Prompt(token_ids=(1,), text=text, datasource=source) for text, source in (("a", "x"), ("b", "y"))]
+    params = SamplingParams(temperature=0.0)
+    weights = {"short": 0.5}
+    service = EvaluationService(rollout, prompts, params, samples=2, threshold=1.0, part_weights=weights)
+    metrics = await service.run()
+    told = {name: value for name, value in metrics.items() if "part/" in name}
+    assert told == {
+        "eval/part/right": 0.75,
+        "eval/part/short": 0.25,
+        "eval/x/part/right": 0.5,
+        "eval/x/part/short": 0.25,
+        "eval/y/part/right": 1.0,
+        "eval/y/part/short": 0.25,
+    }
+    assert "eval/part/right" not in await evaluate({"a": "x"}, FakeAgentExecutor(play))
 
 
 async def test_the_branches_of_an_episode_count_once() -> None:
