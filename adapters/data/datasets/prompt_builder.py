@@ -179,7 +179,7 @@ class PromptBuilder:
             raise DataError(problem)
         self._check(row)
         if self.data.apply_chat_template:
-            messages = self._with_images(self._messages(value, datasource), row, datasource)
+            messages = self._with_images(self._messages(row, value, datasource), row, datasource)
             told = None
             if self._teacher is not None:
                 told = self._codec.write(self._teacher.messages(messages, label, row, datasource))
@@ -214,7 +214,7 @@ class PromptBuilder:
             raise DataError(f"There is no column {key!r} of {datasource!r} in it, as there is in other rows.")
         return value_at(row, key)
 
-    def _messages(self, value: Any, datasource: str) -> list[Message]:
+    def _messages(self, row: Mapping[str, Any], value: Any, datasource: str) -> list[Message]:
         value = written_messages(value)
         if isinstance(value, str):
             self._refuse_empty(value.strip(), value, datasource)
@@ -229,8 +229,11 @@ class PromptBuilder:
                 f"Column {self._prompt_column} of {datasource!r} holds {value!r}: with the chat template a prompt "
                 "is a text or a list of messages with role and content."
             )
-        if self.data.system_prompt is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.data.system_prompt})
+        system = row.get("system") or self.data.system_prompt
+        if system is not None and messages[0]["role"] != "system":
+            if not isinstance(system, str):
+                raise DataError(f"Column 'system' of {datasource!r} holds {system!r}, which is no text.")
+            messages.insert(0, {"role": "system", "content": system})
         return self._with_suffix(messages, datasource)
 
     def _with_images(self, messages: list[Message], row: Mapping[str, Any], datasource: str) -> list[Message]:

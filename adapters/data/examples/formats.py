@@ -129,11 +129,7 @@ def _messages(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
 
 def _sharegpt(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     column = settings.input_key or "conversations"
-    messages = read_sharegpt(column_value(row, column), column)
-    system = _optional_text(row, "system")
-    if system and messages and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    return _conversation(row, messages, settings)
+    return _conversation(row, read_sharegpt(column_value(row, column), column), settings)
 
 
 def _text(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
@@ -164,9 +160,6 @@ def _alpaca(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     if more.strip():
         question = f"{question}\n{more}"
     before: list[Message] = []
-    system = _optional_text(row, "system")
-    if system:
-        before.append({"role": "system", "content": system})
     turns = row.get("history") or ()
     for turn in turns if isinstance(turns, Sequence) else [turns]:
         if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
@@ -255,10 +248,10 @@ def _pair_of_texts(
     margin: float,
 ) -> Pair:
     if prompt is None:  # what both begin with, as in Anthropic's hh-rlhf; a template writes messages only
-        if settings.system_prompt is not None:
+        if settings.system_prompt is not None or _optional_text(row, "system"):
             raise broken(
                 f"{keys[0]} and {keys[1]} are texts without a prompt, which take no system message: leave out "
-                "--data.system_prompt, or name the column of the prompt with --data.prompt_key."
+                "--data.system_prompt and the column system, or name the column of the prompt with --data.prompt_key."
             )
         texts = [PlainText(prompt="", completion=reply, whole=True) for reply in replies]
         if replies[0] == replies[1]:
@@ -285,7 +278,7 @@ def _answered(
     if settings.apply_chat_template:
         asked: list[Message] = [*before, {"role": "user", "content": prompt}]
         return _conversation(row, [*asked, {"role": "assistant", "content": completion}], settings, context=len(asked))
-    if before:
+    if before or _optional_text(row, "system"):
         raise broken("The row has a history or a system message, which need the chat template.")
     template = settings.input_template
     written = prompt if template is None else template.replace("{}", prompt)
@@ -295,9 +288,11 @@ def _answered(
 def _conversation(
     row: Mapping[str, Any], messages: Sequence[Message], settings: ReadingSettings, *, context: int | None = None
 ) -> Conversation:
-    """The conversation and what of it is trained; the first `context` messages are a prompt."""
-    if settings.system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": settings.system_prompt}, *messages]
+    """The conversation and what of it is trained; the first `context` messages are a prompt. One without a system
+    message has that of the row's column `system`, or else of the settings."""
+    system = _optional_text(row, "system") or settings.system_prompt
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
         context = None if context is None else context + 1
     whole = settings.train_on is TrainOn.ALL
     weights = _weights(messages, settings.train_on, context)

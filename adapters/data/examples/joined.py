@@ -18,7 +18,7 @@ from rollgrad.adapters.data.examples.rows import Rows, column_value, read_label
 LABELLED = {"completion", "label"}
 """Columns of labelled replies, besides that of the prompt."""
 
-CONTEXT = ("tools", "chat_template_kwargs")
+CONTEXT = ("tools", "chat_template_kwargs", "system")
 """Columns that are of the prompt, too, besides that of its images."""
 
 ALONE = -1

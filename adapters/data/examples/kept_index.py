@@ -13,7 +13,7 @@ from rollgrad.adapters.checkpoints.files import replace_file
 
 log = structlog.get_logger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Raised when the same rows become other arrays."""
 
 

@@ -40,7 +40,7 @@ from rollgrad.domain.errors import DataError
 
 log = structlog.get_logger(__name__)
 
-VERSION = 4
+VERSION = 5
 """Raised when the same rows and settings become other tokens."""
 CHUNK = 256
 """Rows handed to a process together."""

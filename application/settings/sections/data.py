@@ -70,7 +70,9 @@ class DataConfig:
         only_if=WITH_TEMPLATE,
     )
     system_prompt: str | None = setting(
-        None, "System message put before every prompt; needs the chat template.", only_if=WITH_TEMPLATE
+        None,
+        "System message put before every prompt that has none, not even in its row's column system.",
+        only_if=WITH_TEMPLATE,
     )
     input_template: str | None = setting(
         None,

@@ -159,7 +159,9 @@ class RowsConfig:
         only_if=WITH_TEMPLATE,
     )
     system_prompt: str | None = setting(
-        None, "System message put before every conversation that has none.", only_if=WITH_TEMPLATE
+        None,
+        "System message put before every conversation that has none, not even in its row's column system.",
+        only_if=WITH_TEMPLATE,
     )
     input_template: str | None = setting(
         None, "Text with {} where the prompt goes; only without the chat template.", only_if=WITHOUT_TEMPLATE

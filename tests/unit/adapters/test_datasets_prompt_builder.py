@@ -29,6 +29,20 @@ def test_text_becomes_a_user_message_after_the_system_prompt(codec: TemplateCode
     assert (prompt.label, prompt.datasource, prompt.metadata["level"]) == (7, "sums", "easy")
 
 
+def test_a_column_has_the_system_message_of_a_prompt_without_one(codec: TemplateCodec) -> None:
+    def text(row: dict[str, Any]) -> str:
+        return PromptBuilder(codec, DataConfig(system_prompt="Other.")).build(row, "d").text
+
+    asked = {"input": "3+4?", "answer": "7"}
+    assert text({**asked, "system": "Mine."}).startswith("<|im_start|>system\nMine.<|im_end|>")
+    assert text({**asked, "system": None}) == text({**asked, "system": ""}) == text(asked)
+    assert "Other." in text(asked)
+    messages = [{"role": "system", "content": "First."}, {"role": "user", "content": "hi"}]
+    assert "Mine." not in text({**asked, "input": messages, "system": "Mine."})
+    with pytest.raises(DataError, match="Column 'system' of 'd' holds 5, which is no text"):
+        text({**asked, "system": 5})
+
+
 def test_messages_keep_their_own_system_prompt(codec: TemplateCodec) -> None:
     messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]
     text = PromptBuilder(codec, DataConfig(system_prompt="Other.")).build({"input": messages}, "d").text

@@ -118,6 +118,41 @@ def test_each_format_is_known_by_its_columns_and_becomes_tokens(kind: ExampleFor
     assert branch.weights[0] == 0.0
 
 
+SAID: Mapping[ExampleFormat, Mapping[str, Any]] = {
+    **{kind: row for kind, row in ROWS.items() if kind not in (ExampleFormat.TOKENS, ExampleFormat.TEXT)},
+    ExampleFormat.PAIRS: PAIR,
+    ExampleFormat.UNPAIRED: {"prompt": "What is 3 plus 4?", "completion": "seven", "label": True},
+}
+"""Rows of conversations."""
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_a_column_has_the_system_message_of_a_conversation_without_one(
+    kind: ExampleFormat, tiny_tokenizer: Any
+) -> None:
+    """In every format; that of the settings is for rows that have none."""
+
+    def written(row: Mapping[str, Any], **reading: Any) -> list[str]:
+        settings = PreparationSettings(reading=evolve(READING, **reading))
+        branches = Preparer(tiny_tokenizer, settings).prepare(row, kind).branches
+        return [tiny_tokenizer.decode(branch.token_ids) for branch in branches]
+
+    row = SAID[kind]
+    told = written({**row, "system": "Be brief."}, system_prompt="Be long.")
+    assert told == written(row, system_prompt="Be brief.")
+    assert all(text.startswith("<|im_start|>system\nBe brief.<|im_end|>") for text in told)
+    assert written({**row, "system": ""}) == written(row)
+    if kind in (ExampleFormat.COMPLETION, ExampleFormat.ALPACA, ExampleFormat.PAIRS, ExampleFormat.UNPAIRED):
+        with pytest.raises(RowError, match="need the chat template"):
+            written({**row, "system": "Be brief."}, apply_chat_template=False)
+
+
+def test_texts_without_a_prompt_take_no_system_message() -> None:
+    texts = {"chosen": "Human: a Assistant: b", "rejected": "Human: a Assistant: c", "system": "Be brief."}
+    with pytest.raises(RowError, match=r"leave out --data\.system_prompt and the column system"):
+        read_row(texts, ExampleFormat.PAIRS, READING)
+
+
 def test_several_readings_are_an_error_that_names_them() -> None:
     with pytest.raises(DataError, match=r"messages \(messages\) or as text \(text\): set --data.format"):
         find_format(["messages", "text"], "set", READING)

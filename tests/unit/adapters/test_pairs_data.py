@@ -244,7 +244,7 @@ def test_first_rows_that_make_no_pair_say_all_the_same_what_rows_are(
     assert texts(pairs[0], tiny_tokenizer)[1:] == ("seven<|im_end|>", "six<|im_end|>")
 
 
-def test_replies_about_other_images_or_tools_are_no_pair(tmp_path: Path) -> None:
+def test_replies_about_other_images_or_tools_or_to_another_system_message_are_no_pair(tmp_path: Path) -> None:
     def row(completion: str, label: bool, image: str, tool: str) -> dict[str, Any]:
         about = {"images": [image], "tools": [{"type": "function", "function": {"name": tool}}]}
         return {"prompt": "What is it?", "completion": completion, "label": label, **about}
@@ -253,12 +253,13 @@ def test_replies_about_other_images_or_tools_are_no_pair(tmp_path: Path) -> None
         row("a cat", True, "cat.png", "look"),
         row("a dog", False, "dog.png", "look"),
         row("a bird", False, "cat.png", "listen"),
+        {**row("a cow", False, "cat.png", "look"), "system": "Be brief."},
         row("a fish", False, "cat.png", "look"),
     ]
     (source,) = opened(write(tmp_path / "rows.jsonl", *rows), evolve(READING, image_key="images")).parts
     pair, *alone = range(len(source.rows))
     assert (source.rows[pair]["chosen"], source.rows[pair]["rejected"]) == ("a cat", "a fish")
-    assert len(alone) == 2
+    assert len(alone) == 3
     for index in alone:
         with pytest.raises(RowError, match="No good reply"):
             source.rows[index]
