@@ -26,7 +26,7 @@ from rollgrad.adapters.data.datasets.files import (
     stem,
 )
 from rollgrad.adapters.data.datasets.several import aligned, check_probs, distinct_names, mixed, shares
-from rollgrad.adapters.data.datasets.text_files import broken_line, check_json_rows, separator, whole_numbers
+from rollgrad.adapters.data.datasets.text_files import broken_line, check_json_rows, read_csv, whole_numbers
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import DataError
 
@@ -193,7 +193,10 @@ def _read_files(files: Sequence[Path], name: str) -> "datasets.Dataset":
     parts, without_rows = [], []
     for path in files:
         try:
-            parts.append(_read_file(path))
+            rows = _read_file(path)
+            if not len(rows):
+                raise _no_rows(path)
+            parts.append(rows)
         except _NoRowsError as error:
             without_rows.append(error)
     if not parts:
@@ -221,16 +224,17 @@ def _read_file(path: Path) -> "datasets.Dataset":
             check_json_rows(path)
         if kind == "arrow":
             return datasets.Dataset.from_file(str(path))
-        options = {"sep": separator(path)} if kind == "csv" else {}
+        if kind == "csv":
+            return whole_numbers(read_csv(path))
         with _quietly():
-            return whole_numbers(datasets.load_dataset(kind, data_files=str(path), split="train", **options))
+            return whole_numbers(datasets.load_dataset(kind, data_files=str(path), split="train"))
     except DataError:
         raise
     except Exception as error:  # of pyarrow, pandas, json, by the file's format
         if any(words in str(_root(error)) for words in _EMPTY):
             raise _no_rows(path) from error
         place = broken_line(path) if suffix in JSON_LINES else None
-        if isinstance(_root(error), UnicodeDecodeError):
+        if isinstance(_root(error), UnicodeDecodeError) or "invalid UTF8" in str(error):
             place = f"it is no UTF-8 ({_root(error)}): save it as UTF-8"
         raise DataError(
             f"The dataset file {path} cannot be read as {suffix[1:]}: {place or _one_line(_root(error))}"

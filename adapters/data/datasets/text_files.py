@@ -3,7 +3,10 @@
 Does not own: turning files into datasets (`loading`).
 """
 
+import csv
 import json
+from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +20,14 @@ SEPARATORS = (";", "\t", "|")
 """Marks that separate columns where commas do not, as spreadsheets write them."""
 EXACT = 2**53
 """Size of whole numbers up to which floats have them all."""
+LONGEST_ROW = 2**26
+"""Bytes of a row of CSV at most."""
 _HEADER_BYTES = 65536
 """Bytes of a file at most in which its first line ends."""
+_TRUTHS = ("True", "False", "true", "false", "TRUE", "FALSE")
+_WHOLE = r"^-?(0|[1-9][0-9]*)$"
+_NUMBER = r"^[+-]?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][+-]?[0-9]+)?$"
+"""Numbers as CSV has them; what begins with more zeros, such as 007, is a text."""
 
 
 def separator(path: Path) -> str:
@@ -26,6 +35,49 @@ def separator(path: Path) -> str:
     with opened(path) as file:
         header = file.readline(_HEADER_BYTES).decode(errors="replace")
     return "," if "," in header else next((each for each in SEPARATORS if each in header), ",")
+
+
+def read_csv(path: Path) -> "datasets.Dataset":
+    """Returns the rows of a file of CSV. An empty field alone is no value (pandas takes the words None, null and NA for
+    one, too); a column is of booleans or numbers where all its values are.
+
+    Raises:
+        ArrowInvalid: a row has more or fewer fields than the first line, or is no UTF-8.
+        UnicodeDecodeError: the first line is no UTF-8.
+    """
+    import datasets
+    import pyarrow
+    from pyarrow import csv as arrow
+
+    mark = separator(path)
+    with opened(path) as file:
+        names = next(csv.reader(TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=mark), [])
+    with opened(path) as file:
+        table = arrow.read_csv(
+            file,
+            read_options=arrow.ReadOptions(block_size=LONGEST_ROW, use_threads=False),  # threads know no row's number
+            parse_options=arrow.ParseOptions(delimiter=mark, newlines_in_values=True),
+            convert_options=arrow.ConvertOptions(
+                column_types=dict.fromkeys(names, pyarrow.string()), null_values=[""], strings_can_be_null=True
+            ),
+        )
+    return datasets.Dataset(pyarrow.table([_typed(column) for column in table.columns], table.column_names))
+
+
+def _typed(column: Any) -> Any:
+    """Returns a column of texts as one of booleans or numbers, if all its values are."""
+    import pyarrow
+    import pyarrow.compute as pc
+
+    if column.null_count == len(column):
+        return column
+    if pc.all(pc.is_in(column, pyarrow.array(_TRUTHS), skip_nulls=True)).as_py():
+        return pc.equal(pc.utf8_lower(column), "true")
+    for pattern, kind in ((_WHOLE, pyarrow.int64()), (_NUMBER, pyarrow.float64())):
+        if pc.all(pc.match_substring_regex(column, pattern)).as_py():
+            with suppress(pyarrow.ArrowInvalid):  # it is larger than numbers are
+                return column.cast(kind)
+    return column
 
 
 def whole_numbers(rows: "datasets.Dataset") -> "datasets.Dataset":

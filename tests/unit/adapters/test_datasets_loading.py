@@ -64,6 +64,23 @@ def test_what_separates_columns_is_told_by_the_first_line(separator: str, tmp_pa
     assert load(tmp_path / "a.csv")[0] == {"question": "3+4, and then?", "answer": 7, "datasource": "a"}
 
 
+def test_csv_loses_no_word_and_no_field(tmp_path: Path) -> None:
+    """pandas takes NA for no value, 007 for 7, and the first of too many fields for the row's name."""
+    (tmp_path / "a.csv").write_bytes(
+        b"\xef\xbb\xbfquestion,code,right,score,size,note\r\n"
+        b'NA,007,True,1.5,1e3,"5"" of\r\nrain"\r\n'
+        b"null,12,false,2,,\r\n"
+        b"None,3,True,.25,99999999999999999999,None\r\n"
+    )
+    rows = load(tmp_path / "a.csv")
+    assert rows["question"][:] == ["NA", "null", "None"]
+    assert rows["code"][:] == ["007", "12", "3"]
+    assert rows["right"][:] == [True, False, True]
+    assert rows["score"][:] == [1.5, 2.0, 0.25]
+    assert rows["size"][:] == [1e3, None, 1e20]
+    assert rows["note"][:] == ['5" of\r\nrain', None, "None"]
+
+
 def test_whole_numbers_stay_whole_where_one_is_missing(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("question,answer,weight,empty\na,7,0.5,\nb,,,\nc,12,1.5,\n")
     rows = load(tmp_path / "a.csv")
@@ -168,6 +185,16 @@ def mixed_types_and_an_empty_line(tmp_path: Path) -> Path:
     return tmp_path / "gap.jsonl"
 
 
+def too_many_fields(tmp_path: Path) -> Path:
+    (tmp_path / "fields.csv").write_text("question,answer\nred, blue?,7\n")
+    return tmp_path / "fields.csv"
+
+
+def latin_header(tmp_path: Path) -> Path:
+    (tmp_path / "header.csv").write_bytes("f\u00fcnf\nx\n".encode("latin-1"))
+    return tmp_path / "header.csv"
+
+
 def broken_json(tmp_path: Path) -> Path:
     (tmp_path / "broken.jsonl").write_text('{"input": "a"}\n{"input": \n')
     return tmp_path / "broken.jsonl"
@@ -242,6 +269,8 @@ def beside_a_text(tmp_path: Path) -> Path:
         (broken_json, r"broken\.jsonl cannot be read as jsonl: line 2 is not JSON \(Expecting value"),
         (mixed_types_and_an_empty_line, r"gap\.jsonl cannot be read as jsonl: line 2 is empty"),
         (latin, r"latin\.csv cannot be read as csv: it is no UTF-8 .*: save it as UTF-8"),
+        (latin_header, r"header\.csv cannot be read as csv: it is no UTF-8 .*: save it as UTF-8"),
+        (too_many_fields, r"fields\.csv cannot be read as csv: .*Row #2: Expected 2 columns, got 3: red, blue\?,7"),
         (text_as_parquet, r"text\.parquet cannot be read as parquet"),
         (empty_file, r"empty\.jsonl has no rows"),
         (header_only, r"header\.csv has no rows"),
