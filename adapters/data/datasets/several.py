@@ -4,7 +4,7 @@ Does not own: reading a dataset (`loading`), nor which columns hold prompts and 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _PROBABILITY_SLACK = 1e-6
 """Rounding allowance of the sum of the mixing probabilities."""
 _TEXTS = ("string", "large_string")
+_WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+_FLOATS = ("float16", "float32", "float64")
 
 FindColumns = Callable[[Mapping[str, Any], str], Columns]
 """Function from a row of a dataset, and its name, to the columns of prompts and labels."""
@@ -92,7 +94,7 @@ def mixed(
     parts: "Sequence[datasets.Dataset]", names: Sequence[str], probs: tuple[float, ...] | None, seed: int
 ) -> "datasets.Dataset":
     """Returns the rows of datasets one after the other, or drawn by `probs`; a column that is text in one of them and
-    numbers in another becomes text.
+    numbers in another becomes text, and one of numbers of different sizes has the larger ones.
 
     Raises:
         DataError: a column has different types that are not so.
@@ -114,20 +116,30 @@ def mixed(
 
 
 def _alike(parts: "Sequence[datasets.Dataset]") -> "list[datasets.Dataset]":
-    """Returns datasets in which columns are texts that are numbers, or texts, in all of them."""
+    """Returns datasets in which columns are texts that are numbers, or texts, in all of them, and numbers of one size
+    that are whole in some of them alone."""
     from datasets import Value
 
     kinds: dict[str, set[str]] = {}
     for part in parts:
         for name, feature in part.features.items():
             kinds.setdefault(name, set()).add(feature.dtype if isinstance(feature, Value) else "")
-    texts = {name for name, found in kinds.items() if found & {*_TEXTS} and len(found) > 1 and "" not in found}
+    wanted = {name: kind for name, found in kinds.items() if len(found) > 1 and (kind := _common(found))}
     alike = []
     for part in parts:
-        for name in texts.intersection(part.column_names):
-            part = part.cast_column(name, Value("string"))
+        for name in wanted.keys() & set(part.column_names):
+            part = part.cast_column(name, Value(wanted[name]))
         alike.append(part)
     return alike
+
+
+def _common(kinds: Set[str]) -> str | None:
+    """Returns the kind that can hold values of different kinds; None if there is none, or nothing is to be done."""
+    if kinds & {*_TEXTS} and "" not in kinds:
+        return "string"
+    if kinds <= {*_WHOLE, *_FLOATS}:
+        return "float64" if kinds & {*_FLOATS} else "int64"
+    return None
 
 
 def aligned(

@@ -54,6 +54,13 @@ def read_row(row: Mapping[str, Any], kind: ExampleFormat, settings: ReadingSetti
         raise broken("A value of the row is nested too deeply.") from error
 
 
+def _said(row: Mapping[str, Any], column: str) -> Any:
+    """A column's text or messages; a whole number is its text, as the answers of sums are in CSV and Parquet. Of other
+    numbers it is not known how they were written."""
+    value = column_value(row, column)
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _optional_text(row: Mapping[str, Any], column: str) -> str:
     """A column's text; empty where the row has none."""
     return "" if row.get(column) is None else text_of(row[column], column)
@@ -142,7 +149,7 @@ def _text(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
 
 def _completion(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     keys = (settings.input_key or "prompt", settings.output_key or REPLY_COLUMN)
-    prompt, completion = (column_value(row, key) for key in keys)
+    prompt, completion = (_said(row, key) for key in keys)
     if isinstance(prompt, str) and isinstance(completion, str):
         return _answered(row, [], prompt, completion, settings, keys)
     if isinstance(prompt, str) and not isinstance(completion, str):
@@ -155,7 +162,7 @@ def _completion(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
 
 
 def _alpaca(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
-    question = text_of(column_value(row, "instruction"), "instruction")
+    question = text_of(_said(row, "instruction"), "instruction")
     more = _optional_text(row, "input")
     if more.strip():
         question = f"{question}\n{more}"
@@ -166,7 +173,7 @@ def _alpaca(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
             raise broken(f"history holds {shown(turn)}: it is a list of pairs of question and answer.")
         before.append({"role": "user", "content": text_of(turn[0], "history")})
         before.append({"role": "assistant", "content": text_of(turn[1], "history")})
-    answer = text_of(column_value(row, "output"), "output")
+    answer = text_of(_said(row, "output"), "output")
     return _answered(row, before, question, answer, settings, ("instruction", "output"))
 
 
@@ -179,8 +186,8 @@ def _pair(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     if ranked is not None:
         row = best_and_worst(row, ranked)
     prompt_key = settings.input_key or ("prompt" if row.get("prompt") is not None else None)
-    prompt = None if prompt_key is None else column_value(row, prompt_key)
-    chosen, rejected = (column_value(row, key) for key in keys)
+    prompt = None if prompt_key is None else _said(row, prompt_key)
+    chosen, rejected = (_said(row, key) for key in keys)
     margin = 0.0 if row.get("margin") is None else read_number(row["margin"], "margin")
     if all(isinstance(reply, str) for reply in (chosen, rejected)) and (prompt is None or isinstance(prompt, str)):
         return _pair_of_texts(row, prompt, (chosen, rejected), settings, keys, margin)

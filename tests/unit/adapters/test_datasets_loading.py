@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 from structlog.testing import capture_logs
 
@@ -216,9 +217,6 @@ def no_list(tmp_path: Path) -> Path:
 
 
 def parquet_without_rows(tmp_path: Path) -> Path:
-    import pyarrow
-    import pyarrow.parquet
-
     pyarrow.parquet.write_table(
         pyarrow.table({"input": pyarrow.array([], pyarrow.string())}), tmp_path / "none.parquet"
     )
@@ -376,6 +374,19 @@ def test_data_sets_with_other_columns_are_read_as_the_first_one(tmp_path: Path) 
     assert rows["answer"][:] == ["1", "2", "3"]
     assert rows["id"][:] == ["3", "x", None]
     assert rows["problem"][:] == [None, "b?", None]
+
+
+def test_numbers_of_different_sizes_fit_together(tmp_path: Path) -> None:
+    """As shards have them, of which one happens to have whole numbers alone."""
+    for name, column in (
+        ("a", pyarrow.array([1, 2**40])),
+        ("b", pyarrow.array([0.5, None], pyarrow.float32())),
+        ("c", pyarrow.array([3], pyarrow.int8())),
+    ):
+        pyarrow.parquet.write_table(pyarrow.table({"score": column}), tmp_path / f"{name}.parquet")
+    assert load(tmp_path / "[abc].parquet")["score"][:] == [1.0, 2.0**40, 0.5, None, 3.0]
+    whole = load(tmp_path / "[ac].parquet")["score"][:]
+    assert (whole, type(whole[0])) == ([1, 2**40, 3], int)
 
 
 def test_columns_that_do_not_fit_together_are_named(tmp_path: Path) -> None:

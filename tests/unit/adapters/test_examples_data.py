@@ -23,7 +23,7 @@ from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
 from rollgrad.adapters.data.examples.report import DataReport
-from rollgrad.adapters.data.examples.rows import Conversation, PlainText, Pretokenised
+from rollgrad.adapters.data.examples.rows import Conversation, Pair, PlainText, Pretokenised
 from rollgrad.adapters.data.examples.sources import LOOKED_AT, JsonLines, Mixture, open_sources
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows, TrainOn
 from rollgrad.domain.errors import ConfigurationError, DataError
@@ -145,6 +145,23 @@ def test_a_column_has_the_system_message_of_a_conversation_without_one(
     if kind in (ExampleFormat.COMPLETION, ExampleFormat.ALPACA, ExampleFormat.PAIRS, ExampleFormat.UNPAIRED):
         with pytest.raises(RowError, match="need the chat template"):
             written({**row, "system": "Be brief."}, apply_chat_template=False)
+
+
+def test_whole_numbers_are_texts_where_texts_are_asked_for(tmp_path: Path) -> None:
+    """As the answers to sums are in CSV; of 2.0 and True it is not known whether they were written as 2 and true."""
+    (tmp_path / "sums.csv").write_text("question,answer\n3+4?,7\n")
+    (source,) = opened(tmp_path / "sums.csv", named := evolve(READING, input_key="question", output_key="answer")).parts
+    sample, _ = read_row(source.rows[0], ExampleFormat.COMPLETION, named)
+    assert isinstance(sample, Conversation)
+    assert sample.messages[-1]["content"] == "7"
+    pair, _ = read_row({"prompt": 5, "chosen": 7, "rejected": 8}, ExampleFormat.PAIRS, READING)
+    assert isinstance(pair, Pair)
+    alpaca, _ = read_row({"instruction": 5, "output": 7}, ExampleFormat.ALPACA, READING)
+    assert isinstance(alpaca, Conversation)
+    assert alpaca.messages == pair.chosen.messages  # type: ignore[union-attr]
+    for value in (2.0, True):
+        with pytest.raises(RowError, match=f"completion holds {value}"):
+            read_row({"prompt": "a", "completion": value}, ExampleFormat.COMPLETION, READING)
 
 
 def test_texts_without_a_prompt_take_no_system_message() -> None:
@@ -477,7 +494,7 @@ BAD: list[tuple[Mapping[str, Any], ExampleFormat, Reason]] = [
     ({"prompt": "", "completion": "x"}, ExampleFormat.COMPLETION, Reason.EMPTY),
     ({"prompt": "x", "completion": ""}, ExampleFormat.COMPLETION, Reason.EMPTY),
     ({"prompt": "x"}, ExampleFormat.COMPLETION, Reason.BROKEN),
-    ({"prompt": "x", "completion": 3}, ExampleFormat.COMPLETION, Reason.BROKEN),
+    ({"prompt": "x", "completion": 3.5}, ExampleFormat.COMPLETION, Reason.BROKEN),
     ({"instruction": None, "output": "x"}, ExampleFormat.ALPACA, Reason.EMPTY),
     ({"instruction": "x", "output": "y", "history": [["a"]]}, ExampleFormat.ALPACA, Reason.BROKEN),
     ({"text": ""}, ExampleFormat.TEXT, Reason.EMPTY),
@@ -619,7 +636,7 @@ LINES: list[Any] = [
     {**PAIR, "rejected": "seven"}, {**PAIR, "chosen": ""}, {**PAIR, "prompt": None}, {**PAIR, "prompt": "x" * 2000},
     {**PAIR, "chosen": "y" * 2**20, "messages": [CHAT[0], {"role": "assistant", "content": "y" * 2**20}]},
     {"messages": CHAT[:1]}, {"messages": [CHAT[0], {"role": "assistant", "content": ""}]}, {"messages": [None]},
-    {"prompt": "a", "completion": "b", "label": "maybe"}, {"prompt": "a", "completion": 5, "label": True},
+    {"prompt": "a", "completion": "b", "label": "maybe"}, {"prompt": "a", "completion": 5.5, "label": True},
 ]  # fmt: skip
 
 
