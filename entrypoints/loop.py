@@ -17,7 +17,7 @@ import structlog
 from attrs import define, evolve, field, frozen
 
 from rollgrad.adapters.checkpoints.files import replace_file
-from rollgrad.adapters.checkpoints.lock import locked
+from rollgrad.adapters.checkpoints.lock import keep_locked, locked
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.data.datasets.prompt_builder import with_suffix
 from rollgrad.adapters.data.replies import Row, read_rows, rows_text
@@ -366,6 +366,9 @@ def _keep_metrics(output: Path, history: Sequence[Mapping[str, float]]) -> None:
 
 def _replace(path: Path, text: str) -> None:
     try:
+        keep_locked(path.parent)
         replace_file(path, f"{text}\n".encode())
+    except CheckpointError:  # an OSError too
+        raise
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): make room there.") from error

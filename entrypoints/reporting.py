@@ -8,6 +8,7 @@ from pathlib import Path
 import structlog
 
 import rollgrad
+from rollgrad.adapters.checkpoints.lock import keep_locked
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.tracking.curves import draw_curves
 from rollgrad.entrypoints.ui.report import write_run_report
@@ -42,6 +43,7 @@ def write(output_dir: Path, title: str) -> Path | None:
 def report_run(output_dir: Path, title: str) -> Path | None:
     """Does as `write`; that no report can be written is no reason to fail."""
     try:
+        keep_locked(output_dir)
         return write(output_dir, title)
     except Exception as error:  # of any kind
         _say_none(str(error))
@@ -53,6 +55,7 @@ def report_aside(output_dir: Path, title: str) -> None:
     this one to its end."""
     places = os.pathsep.join([str(Path(rollgrad.__file__).parents[1]), *filter(None, sys.path)])
     try:
+        keep_locked(output_dir)
         ended = subprocess.run(
             [sys.executable, "-P", "-c", ASIDE, str(output_dir), title],
             env={**os.environ, "PYTHONPATH": places},

@@ -103,7 +103,6 @@ class LocalCheckpointStore(CheckpointStore):
                 critic.save(fresh / CRITIC_DIRECTORY)
 
         try:
-            keep_locked(self._root)
             with waiting_for(f"the model {name!r} to be saved", every=SAVING_EVERY_SECONDS):
                 self._with_room(lambda: replace_directory(target, fill), self._root)
         except OSError as error:
@@ -139,7 +138,6 @@ class LocalCheckpointStore(CheckpointStore):
         """
         target = self._state_file(name)
         try:
-            keep_locked(self._root)
             content = json.dumps(dict(state), indent=2).encode()
             self._with_room(lambda: replace_file(target, content), self._root)
         except (OSError, TypeError, ValueError) as error:
@@ -153,7 +151,6 @@ class LocalCheckpointStore(CheckpointStore):
             CheckpointError: it cannot be written; the older ones are then still there.
         """
         try:
-            keep_locked(self._states)
             with waiting_for(f"the training state of step {saved.step} to be saved", every=SAVING_EVERY_SECONDS):
                 return self._with_room(lambda: save_state(self._states, saved, keep=self._keep_states), self._states)
         except RollgradError:
@@ -174,15 +171,20 @@ class LocalCheckpointStore(CheckpointStore):
         return load_state(self._states)
 
     def _with_room(self, write: Callable[[], Written], directory: Path) -> Written:
-        """Returns what `write` returns, which writes to `directory`."""
+        """Returns what `write` returns, which writes to `directory`; each attempt may come hours after the lock."""
+
+        def attempt() -> Written:
+            keep_locked(directory)
+            return write()
+
         for share in (0.5, 0.0):
             try:
-                return write()
+                return attempt()
             except Exception as error:
                 same_disk = directory.stat().st_dev == self._root.stat().st_dev
                 if not (is_full(error) and same_disk and self._spare(share)):
                     raise
-        return write()
+        return attempt()
 
     def _state_file(self, name: str) -> Path:
         return self._root / f"{name}.state.json"

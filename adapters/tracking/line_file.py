@@ -6,6 +6,8 @@ from pathlib import Path
 
 import structlog
 
+from rollgrad.adapters.checkpoints.lock import keep_locked
+
 _log = structlog.get_logger(__name__)
 
 MOST_WAITING = 64 * 2**20
@@ -13,9 +15,10 @@ MOST_WAITING = 64 * 2**20
 
 
 class LineFile:
-    """Appends lines to `path` whole or not at all. Those that a full disk refuses wait in memory, as many as have
-    `MOST_WAITING` bytes, and are written before the next ones; the first that waits, and the first that is lost, are
-    reported. The file is opened for each write, so that one which was replaced or removed meanwhile is written to."""
+    """Appends lines to `path` whole or not at all. Those that cannot be written, on a full disk or as another run has
+    taken the directory, wait in memory, as many as have `MOST_WAITING` bytes, and are written before the next ones; the
+    first that waits, and the first that is lost, are reported. The file is opened for each write, so that one which was
+    replaced or removed meanwhile is written to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -32,7 +35,7 @@ class LineFile:
         except OSError as error:
             if not waited:
                 _log.warning(
-                    f"{self._path.name} cannot be written: its lines wait in memory until there is room",
+                    f"{self._path.name} cannot be written: its lines wait in memory until it can be",
                     path=str(self._path),
                     reason=str(error),
                 )
@@ -53,6 +56,7 @@ class LineFile:
         self._waiting, self._lost = [], 0
 
     def _write(self, text: bytes) -> None:
+        keep_locked(self._path.parent)
         with self._path.open("ab", buffering=0) as file:
             size = file.tell()
             try:

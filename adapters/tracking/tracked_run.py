@@ -10,6 +10,7 @@ from typing import Any
 from attrs import frozen
 
 from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.checkpoints.lock import keep_locked
 from rollgrad.adapters.checkpoints.names import TRACKERS_FILE
 
 _ids = threading.Lock()  # the file is shared by trackers, each of which has a thread
@@ -43,6 +44,7 @@ class TrackedRun:
             return str(known)
         made = make()  # which may ask a server: other trackers do not wait for it
         with _ids:
+            keep_locked(self.directory)
             replace_file(path, json.dumps(_read(path) | {tracker: made}).encode())
         return made
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from rollgrad.adapters.checkpoints.files import is_full, replace_file
+from rollgrad.adapters.checkpoints.lock import keep_locked
 from rollgrad.adapters.tracking.trajectory_files import PREFIXES, step_of, trajectory_files, trajectory_path
 from rollgrad.adapters.tracking.trajectory_table import Spans, TokenText, trajectory_table
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -121,6 +122,7 @@ class ParquetTrajectories(TrajectoryLog):
                 kind, step, groups, batch, text=self._text, plain=self._codec.decode, secrets=self._secrets
             )
             content = _parquet(table)
+            keep_locked(self._directory.parent)
             self._directory.mkdir(parents=True, exist_ok=True)  # also where it was removed meanwhile
             if self._sizes is None:
                 self._sizes = _sizes(self._directory.parent)
@@ -179,7 +181,12 @@ class ParquetTrajectories(TrajectoryLog):
 
 def make_room(run: Path, share: float) -> bool:
     """Removes all but a share of a run's files of trajectories, the oldest, for what is worth more; returns whether
-    there were any."""
+    there were any.
+
+    Raises:
+        CheckpointError: another run has taken the directory.
+    """
+    keep_locked(run)
     files = trajectory_files(run)
     gone = _oldest_first(files)[: len(files) - int(share * len(files))]
     for path in gone:

@@ -12,6 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from rollgrad.adapters.checkpoints.lock import keep_locked
 from rollgrad.adapters.weights.gpu_buckets import dtype_name
 from rollgrad.adapters.weights.transfer import Life, Update, WeightStream, sent
 from rollgrad.domain.errors import CheckpointError
@@ -34,7 +35,12 @@ class Disk:
     shard_bytes: int = SHARD_BYTES
 
     def __call__(self, policy: PolicyModel, engines: Sequence[Life], version: int) -> WeightStream:
-        """Returns the way of one transfer; the directory needs room for two models."""
+        """Returns the way of one transfer; the directory needs room for two models.
+
+        Raises:
+            CheckpointError: another run has taken the run's directory, in which it is.
+        """
+        keep_locked(self.directory.parent)
         own = self.directory / str(version)
 
         def updates() -> Generator[Update]:

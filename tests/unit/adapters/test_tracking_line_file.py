@@ -20,7 +20,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path: Path) 
             assert path.read_text() == "one\n", "no part of a line"
             file.append("four")
         assert [event["event"] for event in events] == [
-            "metrics.jsonl cannot be written: its lines wait in memory until there is room"
+            "metrics.jsonl cannot be written: its lines wait in memory until it can be"
         ]
         file.append("five")
         file.append("six")

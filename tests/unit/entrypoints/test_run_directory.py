@@ -9,13 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from attrs import evolve
+from structlog.testing import capture_logs
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
+from rollgrad.adapters.tracking.jsonl import JsonlSink
 from rollgrad.adapters.tracking.samples import SampleWriter
+from rollgrad.adapters.tracking.tracked_run import TrackedRun
+from rollgrad.adapters.tracking.trajectories import ParquetTrajectories, make_room
+from rollgrad.adapters.weights.disk import Disk
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
@@ -23,11 +28,14 @@ from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.entrypoints.composition.outputs import make_reply_log, make_sample_log
 from rollgrad.entrypoints.config_io import load_config
 from rollgrad.entrypoints.description import settings_file
+from rollgrad.entrypoints.reporting import report_aside, report_run
 from rollgrad.entrypoints.run_directory import alone, keep_steps, output_problem, remove_run, write_config
 from rollgrad.testing.metric_sink import FakeRunTracker
+from tests import kept_rollouts
 
 WAIT_SECONDS = 200.0
 HOLD = """
@@ -105,6 +113,49 @@ def test_a_directory_that_was_removed_is_locked_again_but_not_if_another_run_has
             process.wait(WAIT_SECONDS)
     with alone(ckpt):
         pass
+
+
+def test_nothing_of_a_run_whose_directory_another_one_has_taken_reaches_the_files_of_that(tmp_path: Path) -> None:
+    """Its metrics wait in memory and are lost with its end; it makes no room for itself by removing the other's."""
+    out = tmp_path / "out"
+    sink, rollouts = (
+        JsonlSink(out / "metrics.jsonl"),
+        ParquetTrajectories(out / "trajectories", kept_rollouts.CODEC, max_gib=1),
+    )
+    with alone(CheckpointConfig(output_dir=str(out))):
+        sink.log(1, {"reward/mean": 1.0})
+        shutil.rmtree(out)
+        sink.log(2, {"reward/mean": 2.0})
+        assert json.loads((out / "metrics.jsonl").read_text())["step"] == 2, "nobody else is there"
+        shutil.rmtree(out)
+        process = holder(out)
+        try:
+            theirs = {".lock": (out / ".lock").read_bytes()}
+            for name in ("metrics.jsonl", "trajectories/step-000001.parquet"):
+                theirs[name] = b'{"step": 0, "reward/mean": 0.0}\n'
+                (out / name).parent.mkdir(exist_ok=True)
+                (out / name).write_bytes(theirs[name])
+            with capture_logs() as events:
+                sink.log(3, {"reward/mean": 3.0})
+                rollouts.evaluation(2, [kept_rollouts.group(0, {"yes": 1.0})])
+                rollouts.close()
+                assert report_run(out, "mine") is None
+                report_aside(out, "mine")
+                for write in (
+                    lambda: make_room(out, 0.0),
+                    lambda: Disk(out / "weights")(cast("PolicyModel", None), [], 1),
+                    lambda: TrackedRun(project="a", name="a", directory=out, settings={}).id_in("wandb"),
+                ):
+                    with pytest.raises(CheckpointError, match="another run writes there now"):
+                        write()
+                sink.close()
+            found = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
+            assert {name: path.read_bytes() for name, path in found.items()} == theirs
+            assert sum("another run writes there now" in str(event) for event in events) == 4
+            assert events[-1]["event"] == "metrics.jsonl lacks the last lines of the run"
+        finally:
+            process.kill()
+            process.wait(WAIT_SECONDS)
 
 
 FORKING = """
