@@ -21,7 +21,12 @@ from rollgrad.application.foreign import first_line
 from rollgrad.domain.errors import ConfigurationError, LostProcessError, MissingExtraError, WorkerError
 
 CONNECT_SECONDS = 60
-"""Longest wait for a cluster's answer."""
+"""Longest wait for a connection to a cluster, and for its answer."""
+
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+"""First bytes of a client of HTTP/2, by which Ray's processes talk: the preface and a frame of no settings."""
+FRAME_KIND, SETTINGS_FRAME = 3, 4
+"""Place of a frame's kind in its header, and the kind of the first frame that a server of HTTP/2 sends."""
 
 RAYLET = "raylet"
 DAEMONS = ("gcs_server", RAYLET)
@@ -124,8 +129,8 @@ class RaySession:
         if address is None:
             settings |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
         try:
-            if address is not None and ":" in address:
-                _check_reachable(address)  # Ray itself would try for minutes
+            if address is not None:
+                _check_answers(_found(address))  # Ray itself would try for a quarter of an hour
             with waiting_for("Ray to start on this machine" if address is None else f"the Ray cluster at {address}"):
                 _init(address or "local", settings)
             if address is None and (daemons := _daemons()):
@@ -248,6 +253,28 @@ def _init(address: str, settings: Mapping[str, Any]) -> None:
                 raise
 
 
-def _check_reachable(address: str) -> None:
+def _found(address: str) -> str:
+    """Returns the address of the cluster that `auto` means to Ray, by RAY_ADDRESS or by what it finds on this machine;
+    of any other, itself."""
+    if address != "auto":
+        return address
+    from ray._private.services import get_ray_address_from_environment
+
+    return str(get_ray_address_from_environment(address, None))
+
+
+def _check_answers(address: str) -> None:
+    """Raises an OSError or ValueError unless a server as Ray has answers at an address of a port."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    if not host:
+        return
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):  # it answers nobody who does not encrypt
+            return
+        connection.sendall(GREETING)
+        try:
+            header = connection.recv(FRAME_KIND + 1, socket.MSG_WAITALL)
+        except TimeoutError as error:
+            raise TimeoutError(f"{address} takes connections, but has not answered for {CONNECT_SECONDS} s") from error
+    if header[FRAME_KIND:] != bytes([SETTINGS_FRAME]):
+        raise ConnectionError(f"what answers at {address} is not Ray, or is another port of it")

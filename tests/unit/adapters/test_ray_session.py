@@ -4,11 +4,12 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +162,7 @@ def test_who_gets_no_ray_is_told_what_may_be_the_reason(
             raise ConnectionError("no room")
 
     monkeypatch.setattr(session, "ray_module", lambda: Unreachable(tmp_path))
+    monkeypatch.setattr(session, "_found", str)
     monkeypatch.setattr(session, "send_users_classes_whole", lambda cloudpickle: None)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
@@ -175,3 +177,75 @@ def test_who_gets_no_ray_is_told_what_may_be_the_reason(
         RaySession(address, cpus=1)
     assert says in str(caught.value)
     assert says_not not in str(caught.value)
+
+
+@contextmanager
+def answering(first: bytes | None) -> Iterator[int]:
+    """The port of a server that greets each client by `first`; None leaves the connection open, and says nothing."""
+
+    def serve() -> None:
+        with suppress(OSError):  # it is closed
+            while True:
+                connection, _ = server.accept()
+                kept.append(connection)
+                if first is not None:
+                    connection.sendall(first)
+                    connection.shutdown(socket.SHUT_WR)
+
+    kept: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            for connection in kept:
+                connection.close()
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        (None, "127.0.0.1:[0-9]+ takes connections, but has not answered for 0.2 s"),
+        (b"", "what answers at 127.0.0.1:[0-9]+ is not Ray"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what answers at 127.0.0.1:[0-9]+ is not Ray"),
+    ],
+    ids=["silent", "closes", "another server"],
+)
+def test_a_server_that_is_no_ray_is_told_at_once(
+    first: bytes | None, says: str, by_variable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would ask it again and again, for a quarter of an hour."""
+    import ray
+
+    monkeypatch.setattr(session, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(ray, "init", lambda **settings: pytest.fail("Ray asks"))
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+    with answering(first) as port:
+        address = f"127.0.0.1:{port}"
+        if by_variable:
+            monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigurationError, match=f"where no Ray cluster answers .*{says}"):
+            RaySession("auto" if by_variable else address, cpus=1)
+
+
+def test_a_server_of_ray_s_protocol_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    import grpc
+    import ray
+
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+    asked: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda **settings: asked.append(settings["address"]))
+    server = grpc.server(ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        RaySession(address, cpus=1)
+    finally:
+        server.stop(None).wait()
+    assert asked == [address]
