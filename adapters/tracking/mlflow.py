@@ -1,5 +1,6 @@
 """Metrics for MLflow."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,8 +25,13 @@ LONGEST_PARAM = 6000
 """Characters of a parameter's value that MLflow takes."""
 
 
+REFUSED = re.compile(r"[^\w.\-: /]", re.ASCII)
+"""Characters that no name of MLflow may have."""
+
+
 class MLflowSink(RunTracker):
-    """Logs to a run of MLflow; MLFLOW_TRACKING_URI says where. The project is the experiment."""
+    """Logs to a run of MLflow; MLFLOW_TRACKING_URI says where. The project is the experiment; `pass@4` is `pass_at_4`
+    there, and another character that MLflow refuses in a name is `_`."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._client = MlflowClient()
@@ -38,7 +44,8 @@ class MLflowSink(RunTracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of a step."""
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
+        named = [Metric(_allowed(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=named)
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes a file for each step: a table that grows would be sent whole each time."""
@@ -60,7 +67,11 @@ class MLflowSink(RunTracker):
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
         tags = {MLFLOW_RUN_NAME: run.name} | ({"group": run.group} if run.group else {})
         begun = self._client.create_run(experiment_id, tags=tags, run_name=run.name)
-        params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in flat(run.settings).items()]
+        params = [Param(_allowed(name), str(value)[:LONGEST_PARAM]) for name, value in flat(run.settings).items()]
         for start in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(begun.info.run_id, params=params[start : start + MOST_PARAMS])
         return str(begun.info.run_id)
+
+
+def _allowed(name: str) -> str:
+    return REFUSED.sub("_", name.replace("@", "_at_"))

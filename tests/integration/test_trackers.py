@@ -44,6 +44,7 @@ def test_every_tracker_has_metrics_samples_and_settings_of_a_run_and_of_its_cont
         assert kept["reason"] == "OutOfMemory: at https://***host/rows.jsonl", name
         assert kept["settings"]["train"]["seed"] == 42, name
         assert kept["settings"]["data"]["dataset"] == "https://***@host/rows.jsonl", name
+    assert everything["mlflow"]["evaluations"] == ["eval/of _/pass_at_4"]
     for name in ("wandb", "mlflow"):
         assert everything[name]["when_continued"] == [False, None], f"{name}: it has not failed after all"
     for name in ("wandb", "swanlab"):  # the others have one run only
