@@ -35,6 +35,7 @@ async def ask(model: Path) -> None:
     for message in conversation.messages[len(examples) :]:
         calls = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
         print(f"{message['role']:>9}  {calls[0] if calls else message['content']}")
+    await conversation.close()
     await loaded.tools.aclose()
 
 

@@ -1,7 +1,8 @@
 """The program that runs a model's code: it isolates itself, then runs the code.
 
 It is started as a script for each run; `code_run` is the other side. A marshalled request on stdin asks for a run; the
-end of stdin asks it to end. The code's output goes to stdout; stderr has its exit code, or the reason for none.
+end of stdin asks it to end. The code's output goes to stdout; stderr has a line with its exit code, or the reason for
+none, and after it the files that are kept.
 
 With namespaces there are three processes: the guard (this one) waits for the end of stdin and watches the memory of the
 run; init is process 1 of a new process namespace, whose end ends everything in it; the third runs the code.
@@ -23,12 +24,13 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any, NoReturn
 
-    from rollgrad.adapters.sandbox import syscalls, walls
+    from rollgrad.adapters.sandbox import kept_files, syscalls, walls
 else:
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import kept_files
     import syscalls
     import walls
 
@@ -61,24 +63,35 @@ def main() -> NoReturn:
     if request["namespaces"]:
         walls.enter_namespaces(request, writable=True)
         walls.close_memory()
+        kept_files.unpack(request.pop("files"))
         reading, writing = os.pipe()
-        code = guard(walls.fork(lambda: init(request, reading, writing)), request, proc)
+        answer(guard(walls.fork(lambda: init(request, reading, writing)), request, proc), request)
     else:
         os.umask(0o077)
-        code = guard_without_namespaces(request, proc)
-    os.write(2, str(code).encode())
+        guard_without_namespaces(request, proc)
     os._exit(0)
+
+
+def answer(code: int | str | None, request: dict[str, Any]) -> None:
+    """Writes the exit code, and the files in the working directory if they are asked for. None of the code runs any
+    more."""
+    files = kept_files.pack(kept_files.KEPT_MB << 20) if request["keep"] else None
+    rest = b"" if files is None else kept_files.KEPT + files
+    os.close(1)  # the other side reads the output to its end before it reads an answer larger than a pipe
+    whole = memoryview(b"%s\n%s" % (str(code).encode(), rest))
+    while whole:
+        whole = whole[os.write(2, whole) :]
 
 
 def read_request() -> dict[str, Any]:
     """Reads eight bytes of length and a mapping; ends the program if stdin ends early."""
-    data = b""
+    data = bytearray()
     while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
         part = os.read(0, 1 << 16)
         if not part:
             os._exit(0)
         data += part
-    request: dict[str, Any] = marshal.loads(data[8:])
+    request: dict[str, Any] = marshal.loads(memoryview(data)[8:])
     return request
 
 
@@ -167,9 +180,8 @@ def init(request: dict[str, Any], reading: int, writing: int) -> int:
             return walls.exit_code(status)
 
 
-def guard_without_namespaces(request: dict[str, Any], proc: int) -> int | str | None:
-    """Runs the code in a temporary directory; afterwards kills all its descendants."""
-    import shutil
+def guard_without_namespaces(request: dict[str, Any], proc: int) -> None:
+    """Runs the code in a temporary directory, kills all its descendants and answers."""
     import tempfile
 
     walls.call(walls.libc.prctl, PR_SET_CHILD_SUBREAPER, 1)
@@ -179,19 +191,39 @@ def guard_without_namespaces(request: dict[str, Any], proc: int) -> int | str | 
         os.chown(directory, walls.NOBODY, walls.NOBODY)
     os.chdir(directory)
     limit = PROCESSES + threads_of(uid)  # the kernel counts all processes of the user
-
-    def drop_and_run() -> int:
-        if os.getuid() == 0:
-            walls.become_nobody()
-        return run(request, limit)
-
-    child = walls.fork(drop_and_run)
+    me = os.getpid()
     try:
-        return guard(child, request, proc)
-    finally:
+        files = request.pop("files")
+        as_user_of_code(lambda: kept_files.unpack(files))
+        code = guard(walls.fork(lambda: drop_and_run(request, limit)), request, proc)
         sweep(proc)
-        os.chdir("/")
-        shutil.rmtree(directory, ignore_errors=True)
+        as_user_of_code(lambda: answer(code, request))
+    finally:
+        if os.getpid() == me:  # the process of the code, which is forked here, leaves this way, too
+            sweep(proc)
+            os.chdir("/")
+            os.spawnv(os.P_WAIT, "/bin/rm", ["rm", "-rf", directory])  # shutil's cannot remove what lies very deep
+
+
+def as_user_of_code(body: Callable[[], None]) -> None:
+    """Calls `body` with the rights of the code's user: root could be led elsewhere by links that the code makes."""
+    if os.getuid() != 0:
+        return body()
+    os.setgroups([])
+    os.setegid(walls.NOBODY)
+    os.seteuid(walls.NOBODY)
+    try:
+        return body()
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+def drop_and_run(request: dict[str, Any], processes: int) -> int:
+    """Runs the code, as nobody if this is root."""
+    if os.getuid() == 0:
+        walls.become_nobody()
+    return run(request, processes)
 
 
 def run(request: dict[str, Any], processes: int) -> int:

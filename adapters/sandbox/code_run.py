@@ -21,6 +21,8 @@ from pathlib import Path
 import structlog
 from attrs import frozen
 
+from rollgrad.adapters.sandbox.kept_files import KEPT
+
 CHUNK_BYTES = 1 << 16
 FLOOD_BYTES = 8 << 20
 """Bytes of output after which a run is stopped, because reading it takes the event loop's time."""
@@ -32,6 +34,8 @@ CHILD = str(Path(__file__).with_name("code_child.py"))
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
+    # A file's compiled form is told from that of its text of a call before by size and second alone.
+    "PYTHONDONTWRITEBYTECODE": "1",
     "MALLOC_ARENA_MAX": "1",  # one arena for each thread would use up the address space, which is limited
 }
 
@@ -44,12 +48,14 @@ class Outcome:
 
     `code` is the exit status (128 plus the signal if it was killed), None if it did not end by itself. `stopped` then
     is the reason: "timeout", "flood", "memory" (its processes together used too much) or "failed" (the sandbox did not
-    work; the log says why).
+    work; the log says why). `files` are those that it left, if they were asked for; None if they are too many or too
+    large (`kept_files`).
     """
 
     output: str
     code: int | None
     stopped: str = ""
+    files: bytes | None = None
 
 
 class Output:
@@ -80,7 +86,16 @@ class Output:
         return self._head + middle + self._tail
 
 
-async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, namespaces: bool) -> Outcome:
+async def run(
+    code: str,
+    *,
+    seconds: float,
+    memory_mb: int,
+    output_chars: int,
+    namespaces: bool,
+    files: bytes = b"",
+    keep: bool = False,
+) -> Outcome:
     """Runs Python code.
 
     Args:
@@ -89,6 +104,8 @@ async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, n
         memory_mb: megabytes of address space of each of its processes, and of memory of them together.
         output_chars: characters of output that are kept.
         namespaces: whether to use Linux namespaces; they must work (`namespaces_problem`).
+        files: those in its working directory when it begins, an `Outcome.files`.
+        keep: whether its files are asked for.
     """
     output = Output(output_chars)
     stopped, received = "", 0
@@ -105,7 +122,7 @@ async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, n
     assert process.stdout is not None
     try:
         async with asyncio.timeout(seconds) as deadline:
-            process.stdin.write(_request(code, seconds, memory_mb, namespaces))
+            process.stdin.write(_request(code, seconds, memory_mb, namespaces, files, keep))
             while data := await process.stdout.read(CHUNK_BYTES):
                 output.feed(data)
                 received += len(data)
@@ -120,12 +137,14 @@ async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, n
         # Shielded, so that the processes end even if the call is cancelled.
         control = await asyncio.shield(asyncio.create_task(_end(process)))
     output.feed(b"", final=True)
+    ended, _, rest = control.partition(b"\n")
+    left = rest[len(KEPT) :] if rest.startswith(KEPT) else None
+    if ended == b"memory":
+        stopped = stopped or "memory"
     if stopped:
-        return Outcome(output=output.text(), code=None, stopped=stopped)
-    if control == b"memory":
-        return Outcome(output=output.text(), code=None, stopped="memory")
+        return Outcome(output=output.text(), code=None, stopped=stopped, files=left)
     try:
-        return Outcome(output=output.text(), code=int(control))
+        return Outcome(output=output.text(), code=int(ended), files=left)
     except ValueError:
         _log.warning("sandbox_failed", status=process.returncode, details=control.decode(errors="replace")[-2000:])
         return Outcome(output=output.text(), code=None, stopped="failed")
@@ -195,12 +214,16 @@ def command(script: str) -> list[str]:
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", script]
 
 
-def _request(code: str, seconds: float, memory_mb: int, namespaces: bool) -> bytes:
+def _request(
+    code: str, seconds: float, memory_mb: int, namespaces: bool, files: bytes = b"", keep: bool = False
+) -> bytes:
     request = {
         "code": code,
         "cpu_seconds": math.ceil(seconds) + 1,
         "memory_mb": memory_mb,
         "namespaces": namespaces,
+        "files": files,
+        "keep": keep,
         "directory": tempfile.gettempdir(),
         **system_files(),
     }

@@ -1,20 +1,23 @@
 """The tool that runs Python code of a model. Does not own: the isolation of the code (rollgrad.adapters.sandbox)."""
 
+import asyncio
+import copy
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import structlog
 
-from rollgrad.adapters.sandbox import code_run, syscalls
+from rollgrad.adapters.sandbox import code_run, kept_files, syscalls
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.text_argument import read_text, text_schema
 from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.domain.episodes.messages import ToolResult
-from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.ports.environment import Tool
+from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.ports.environment import KeepsEpisodes, Tool
 
 ALLOW_NAMESPACES = (
     "allow them (Docker: --cap-add SYS_ADMIN --security-opt apparmor=unconfined, or for a user who is not root "
@@ -23,14 +26,23 @@ ALLOW_NAMESPACES = (
 )
 """Advice in errors."""
 
+NOT_KEPT = (
+    f"The files of this call are not kept: there may be {kept_files.MOST} files, of {kept_files.KEPT_MB} MB together. "
+    "Those of earlier calls are still there."
+)
+"""Told to the model."""
+IN_MEMORY_BYTES = 1 << 18
+"""Largest size of an episode's files that are not written to disk between two calls."""
+
 _log = structlog.get_logger()
 
 
-class PythonTool(Tool):
+class PythonTool(Tool, KeepsEpisodes):
     """`python`: runs code in a fresh process each call and returns what it prints, and the value of a last expression.
 
-    The code has the standard library of this interpreter, an empty working directory that is gone afterwards, and
-    nothing of the environment variables. Linux only. Contained in any case:
+    The code has the standard library of this interpreter, a working directory, and nothing of the environment
+    variables. Of a tool `for_episode`, the files in that directory are there in its next call, which waits for the one
+    before; nothing else is kept, and of any other tool nothing at all. Linux only. Contained in any case:
 
     - time: all of its processes, daemonised ones too, are killed at the deadline, on cancellation, at its end, and when
       this process dies;
@@ -64,10 +76,6 @@ class PythonTool(Tool):
     """
 
     name = "python"
-    description = (
-        "Run Python code in a fresh process and see what it prints; the value of a last expression is printed too. "
-        "It has the standard library only, no network, and keeps nothing from one call to the next."
-    )
     parameters = text_schema("code", "The code to run.")
 
     def __init__(
@@ -93,6 +101,7 @@ class PythonTool(Tool):
             raise ConfigurationError(
                 "The python tool needs Linux on x86_64 or aarch64, where it can contain its code: leave it out."
             )
+        self._workspace: _Workspace | None = None
         self._seconds = seconds
         self._memory_mb = memory_mb
         self._output_chars = output_chars
@@ -121,22 +130,52 @@ class PythonTool(Tool):
         code = read_text(self.name, "code", arguments)
         if isinstance(code, ToolResult):
             return code
+        if self._workspace is None:
+            return self._result(await self._run(code, b"", keep=False), kept=True)
+        async with self._workspace.turns.here():
+            outcome = await self._run(code, await self._workspace.read(), keep=True)
+            if outcome.files is not None:
+                await self._workspace.write(outcome.files)
+        return self._result(outcome, kept=outcome.files is not None or outcome.stopped == "failed")
+
+    async def _run(self, code: str, files: bytes, *, keep: bool) -> code_run.Outcome:
         async with self._slots.here():
-            outcome = await code_run.run(
+            return await code_run.run(
                 code,
                 seconds=self._seconds,
                 memory_mb=self._memory_mb,
                 output_chars=self._output_chars,
                 namespaces=self._namespaces,
+                files=files,
+                keep=keep,
             )
+
+    def _result(self, outcome: code_run.Outcome, *, kept: bool) -> ToolResult:
         output = outcome.output.rstrip("\n")
-        if outcome.code == 0:
+        if outcome.code == 0 and kept:
             return ToolResult(content=output or "(no output)")
-        parts = [output, self._describe_end(outcome)]
+        parts = [output, "" if outcome.code == 0 else self._describe_end(outcome), "" if kept else NOT_KEPT]
         return ToolResult(content="\n".join(part for part in parts if part), is_error=True)
 
+    @property
+    def description(self) -> str:
+        """Says what the code has, and what is kept from one call to the next."""
+        kept = "keeps nothing" if self._workspace is None else "keeps the files of its working directory, no variables,"
+        return (
+            "Run Python code in a fresh process and see what it prints; the value of a last expression is printed too. "
+            f"It has the standard library only, no network, and {kept} from one call to the next."
+        )
+
+    def for_episode(self) -> "PythonTool":
+        """Implements `KeepsEpisodes.for_episode`: the calls of all episodes share the slots of this tool."""
+        mine = copy.copy(self)
+        mine._workspace = _Workspace()
+        return mine
+
     async def close(self) -> None:
-        """Does nothing, because calls leave nothing behind."""
+        """Removes the files that it keeps."""
+        if self._workspace is not None:
+            self._workspace.close()
 
     def _describe_end(self, outcome: code_run.Outcome) -> str:
         """Returns how a failed run ended; empty if a traceback says so already."""
@@ -155,3 +194,48 @@ class PythonTool(Tool):
                 return f"The code ended with status {outcome.code}."
             return f"The code was killed by {name}."
         return "" if outcome.code == 1 and outcome.output else f"The code ended with status {outcome.code}."
+
+
+class _Workspace:
+    """Files of an episode between two calls, and the right to change them, which one call has at a time.
+
+    They are nowhere by name: the operating system takes them back however this process ends.
+    """
+
+    def __init__(self) -> None:
+        self.turns = Slots(1)
+        self._file = tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES)  # noqa: SIM115  (`close` closes it)
+
+    async def read(self) -> bytes:
+        """Returns them, as `code_run.run` takes them."""
+
+        def read() -> bytes:
+            self._file.seek(0)
+            return self._file.read()
+
+        return await asyncio.to_thread(read)
+
+    async def write(self, files: bytes) -> None:
+        """Puts others in their place.
+
+        Raises:
+            EngineError: there is no room for them.
+        """
+
+        def write() -> None:
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.write(files)
+            self._file.flush()
+
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:  # the model has no part in it, and counted on the files
+            raise EngineError(
+                f"The python tool keeps an episode's files in {tempfile.gettempdir()}, which failed ({error}): make "
+                "room there, or set TMPDIR to a folder that has some."
+            ) from error
+
+    def close(self) -> None:
+        """Removes them."""
+        self._file.close()

@@ -17,7 +17,14 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
-from rollgrad.domain.ports.environment import Environment, Observation, StepResult, Tool
+from rollgrad.domain.ports.environment import (
+    Environment,
+    KeepsEpisodes,
+    Observation,
+    StepResult,
+    Tool,
+    tool_for_episode,
+)
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
@@ -174,7 +181,7 @@ class TracedReward(RewardSource):
             return rewards
 
 
-class TracedTool(Tool):
+class TracedTool(Tool, KeepsEpisodes):
     """A `Tool` each of whose calls is a span."""
 
     def __init__(self, inner: Tool, spans: Spans) -> None:
@@ -204,6 +211,11 @@ class TracedTool(Tool):
             if result.is_error:
                 failed(span, MODEL_MISTAKE)
             return result
+
+    def for_episode(self) -> Tool:
+        """Implements `KeepsEpisodes.for_episode`; this one itself if the inner tool keeps nothing."""
+        inner = tool_for_episode(self._inner)
+        return self if inner is self._inner else TracedTool(inner, self._spans)
 
     async def close(self) -> None:
         """Implements `Tool.close`."""

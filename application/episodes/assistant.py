@@ -95,7 +95,11 @@ class Assistant:
         if self.service.max_tokens is not None:
             check_length(request, self.service.max_tokens)
         with self.service.place():
-            turns, _ = await self.play(request.messages, TokenLedger(self._codec), params, form=request.form)
+            world = await self.world()
+            try:
+                turns, _ = await self.play(world, request.messages, TokenLedger(self._codec), params, form=request.form)
+            finally:
+                await world.close()
         last = turns[-1]
         message, generation = last.action.message, last.action.generation
         if (answer := last.result.info.get("answer")) is not None:
@@ -118,8 +122,13 @@ class Assistant:
             on_piece("content", str(reply.parsed.message["content"]))
         return reply
 
+    async def world(self) -> ToolEnvironment:
+        """Returns an environment of the tools, whose owner closes it: what tools keep lasts until then."""
+        return ToolEnvironment(await self._tools(), system_prompt=self._system_prompt, read_image=self._read_image)
+
     async def play(
         self,
+        world: ToolEnvironment,
         messages: Sequence[Message],
         ledger: TokenLedger,
         params: SamplingParams | None = None,
@@ -128,17 +137,15 @@ class Assistant:
         on_piece: OnPiece | None = None,
         on_turn: Callable[[PlayedTurn], None] = lambda turn: None,
     ) -> tuple[list[PlayedTurn], list[Message]]:
-        """Plays from `messages` to an answer, in a form if one is given; returns the turns and the conversation with
-        them.
+        """Plays in `world` from `messages` to an answer, in a form if one is given; returns the turns and the
+        conversation with them.
 
         Raises:
             RefusedError: there is no room for a reply.
         """
-        tools = await self._tools()
-        world = ToolEnvironment(tools, system_prompt=self._system_prompt, read_image=self._read_image)
         session = AgentSession(world)
         if form is not None:
-            form = evolve(form, calls=tuple(tool.name for tool in tools), several=True)
+            form = evolve(form, calls=tuple(tool.name for tool in world.tools), several=True)
         prompt = Prompt(token_ids=(), text="", messages=tuple(messages))
         turns = []
         async for turn in self._runtime.play(
@@ -161,11 +168,12 @@ class Assistant:
 
 
 class Conversation:
-    """One user's conversation with an `Assistant`, made by `Assistant.conversation`."""
+    """One user's conversation with an `Assistant`, made by `Assistant.conversation`; it has what its tools keep."""
 
     def __init__(self, assistant: Assistant, ledger: TokenLedger, messages: Sequence[Message]) -> None:
         self._assistant = assistant
         self._ledger = ledger
+        self._world: ToolEnvironment | None = None
         self.messages: list[Message] = list(messages)
         """All messages so far, with calls and results."""
 
@@ -182,8 +190,15 @@ class Conversation:
         `on_piece` is called with pieces of replies as they are sampled, `on_turn` with each turn when its tools have
         answered. A message that is cancelled or fails leaves the conversation unchanged.
         """
+        if self._world is None:
+            self._world = await self._assistant.world()
         asked = [*self.messages, {"role": "user", "content": content}]
         turns, self.messages = await self._assistant.play(
-            asked, self._ledger, params, on_piece=on_piece, on_turn=on_turn
+            self._world, asked, self._ledger, params, on_piece=on_piece, on_turn=on_turn
         )
         return turns[-1]
+
+    async def close(self) -> None:
+        """Removes what its tools keep."""
+        if self._world is not None:
+            await self._world.close()

@@ -21,7 +21,7 @@ from rollgrad.domain.episodes.messages import Action, Message, ToolCall, ToolRes
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import EngineError, ForeignError, ImageError, RollgradError
-from rollgrad.domain.ports.environment import Environment, StepResult, Tool
+from rollgrad.domain.ports.environment import Environment, StepResult, Tool, tool_for_episode
 from rollgrad.domain.ports.reward_source import RewardSource
 
 WRONG = "That is not right. Try again."
@@ -38,8 +38,9 @@ class ToolEnvironment(Environment):
     """Plays one episode with `tools`.
 
     Args:
-        tools: tools of the model; their owner closes them. A subclass whose tools depend on the prompt sets
-            `self.tools` in `reset`.
+        tools: tools of the model; their owner closes them. Of those that keep something (`KeepsEpisodes`) the
+            environment has its own, which `close` closes. A subclass whose tools depend on the prompt sets `self.tools`
+            in `reset`.
         rewards: judges the answer (`reward_hook`); None leaves it to the run's reward.
         system_prompt: put before the conversation, unless it has one.
         attempts: answers that the model may give. If an answer before the last scores below `pass_threshold`, its
@@ -64,7 +65,8 @@ class ToolEnvironment(Environment):
         end_of_turn: str = "",
         read_image: Callable[[Any], bytes] | None = None,
     ) -> None:
-        self.tools: Sequence[Tool] = tuple(tools)
+        self.tools: Sequence[Tool] = tuple(map(tool_for_episode, tools))
+        self._own = [tool for tool, given in zip(self.tools, tools, strict=True) if tool is not given]
         self._rewards = rewards
         self._system_prompt = system_prompt
         self._prompt: Prompt | None = None
@@ -147,7 +149,9 @@ class ToolEnvironment(Environment):
         return {"role": "user", "content": text, "visible": False}
 
     async def close(self) -> None:
-        """Does nothing: the environment does not own the tools."""
+        """Closes the tools that are its own."""
+        for tool in self._own:
+            await tool.close()
 
     async def _call(self, call: ToolCall) -> ToolResult:
         if call.error is not None or call.arguments is None:

@@ -109,6 +109,20 @@ class Tool(Protocol):
 
 
 @runtime_checkable
+class KeepsEpisodes(Protocol):
+    """A tool that keeps something from one call to the next, which episodes must not share."""
+
+    def for_episode(self) -> Tool:
+        """Returns the tool of one episode, whose owner closes it."""
+        ...
+
+
+def tool_for_episode(tool: Tool) -> Tool:
+    """Returns another tool for an episode alone, if the tool keeps something, or else the tool itself."""
+    return tool.for_episode() if isinstance(tool, KeepsEpisodes) else tool
+
+
+@runtime_checkable
 class OffersTools(Protocol):
     """An environment whose model may call tools."""
 

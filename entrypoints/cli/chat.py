@@ -82,12 +82,14 @@ def chat(arguments: ChatArguments) -> None:
                 if line == "/exit":
                     break
                 if line == "/new":
+                    runner.run(talk.close())
                     talk.restart()
                 elif line:
                     talk.take(runner, line, interruptible=terminal)
             if not terminal:
                 talk.check_images()
         finally:
+            runner.run(talk.close())
             runner.run(loaded.aclose())
 
 
@@ -134,6 +136,9 @@ class _ChatSession:
     def restart(self) -> None:
         self._conversation = self._loaded.assistant.conversation(self._opening)
         self._images: list[str] = []
+
+    async def close(self) -> None:
+        await self._conversation.close()
 
     def take(self, runner: "asyncio.Runner", text: str, *, interruptible: bool) -> None:
         said = False

@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, Callable[[str], str]]] = {
     "think": ("notes", lambda text: "Noted."),
     "final": ("answer", str),
     "python": ("code", lambda text: f"{text!r}"),
+    "python_of_an_episode": ("code", lambda text: f"{text!r}"),
     "mcp": ("text", str),
 }
 """The one argument of each, and what it answers to a text (to the text's literal, in Python's case)."""
@@ -56,6 +57,7 @@ async def opened(kind: str, folder: Path) -> AsyncIterator[Tool]:
         "think": ThinkTool,
         "final": FinalTool,
         "python": PythonTool,
+        "python_of_an_episode": lambda: PythonTool().for_episode(),
     }
     yield made[kind]()
 
@@ -66,7 +68,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def arguments(kind: str, text: str) -> dict[str, Any]:
-    return {KINDS[kind][0]: repr(text) if kind == "python" else text}
+    return {KINDS[kind][0]: repr(text) if kind.startswith("python") else text}
 
 
 async def play(kind: str, folder: Path, scenario: Callable[[Tool], Any]) -> Any:

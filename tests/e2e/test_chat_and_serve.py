@@ -275,13 +275,16 @@ def scripted(tokenizer: Any, *replies: str) -> tuple[Assistant, RecordingEngine]
     codec = TemplateCodec(tokenizer)
     engine = RecordingEngine(lambda request, number: codec.encode(replies[number]))
 
+    python = PythonTool()
+
     async def tools() -> list[Any]:
-        return [PythonTool()]
+        return [python]
 
     return Assistant(engine, codec, tools, params=SamplingParams(max_new_tokens=200), system_prompt="Be brief."), engine
 
 
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n</tool_call><|im_end|>'
+WRITE, LIST = (CALL.replace("print(6 * 7)", code) for code in ("open('a', 'w')", "import os; os.listdir('.')"))
 
 
 async def test_a_served_answer_comes_after_the_servers_tools(tiny_tokenizer: Any) -> None:
@@ -296,6 +299,21 @@ async def test_a_served_answer_comes_after_the_servers_tools(tiny_tokenizer: Any
     assert "Be brief." in prompt
     first, second = engine.exchanges
     assert second.prompt[: len(first.prompt)] == first.prompt
+
+
+async def test_files_last_for_a_conversation_and_of_a_client_that_keeps_it_for_an_answer(tiny_tokenizer: Any) -> None:
+    """A server of such clients cannot know which requests belong together."""
+    said = (WRITE, LIST, "One.<|im_end|>", LIST, "None.<|im_end|>", WRITE, "Done.<|im_end|>", LIST, "One.<|im_end|>")
+    assistant, engine = scripted(tiny_tokenizer, *said)
+    for _ in range(2):
+        await assistant.answer(ChatRequest(messages=[{"role": "user", "content": "Go on."}]))
+    conversation = assistant.conversation()
+    await conversation.say("Write it.")
+    await conversation.say("And list it.")
+    await conversation.close()
+    seen = [tiny_tokenizer.decode(engine.exchanges[number].prompt) for number in (2, 4, 8)]
+    assert ["<tool_response>\n['a']\n" in prompt for prompt in seen] == [True, False, True]
+    assert "<tool_response>\n[]\n" in seen[1]
 
 
 async def test_a_served_answer_ends_before_the_clients_stop_text(tiny_tokenizer: Any) -> None:

@@ -244,7 +244,7 @@ def test_the_environment_has_no_secret(run: Callable[..., ToolResult], monkeypat
     monkeypatch.setenv("PYTHONPATH", "/hunter2")
     result = run("import os, sys; print(sorted(os.environ), os.environ, sys.path)")
     assert "hunter2" not in result.content
-    names = ["HOME", "LANG", "MALLOC_ARENA_MAX", "PATH", "TMPDIR"]
+    names = ["HOME", "LANG", "MALLOC_ARENA_MAX", "PATH", "PYTHONDONTWRITEBYTECODE", "TMPDIR"]
     assert result.content.startswith(str(names))
 
 

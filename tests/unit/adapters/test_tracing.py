@@ -25,7 +25,7 @@ from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RolloutFailure
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from rollgrad.domain.ports.environment import OffersTools
+from rollgrad.domain.ports.environment import KeepsEpisodes, OffersTools
 from rollgrad.testing.chat_codec import EOS, FakeChatCodec
 from rollgrad.testing.environment import FakeEnvironment
 from rollgrad.testing.reward_source import FakeRewardSource
@@ -184,6 +184,18 @@ def test_an_environment_offers_the_tools_that_it_has(recorded: Recorded) -> None
     inner.tools = (FakeTool(),)
     assert traced.tools == inner.tools
     assert TracedEnvironment(FakeEnvironment([]), recorded.spans).tools == ()
+
+
+def test_the_tool_of_an_episode_is_traced_as_the_one_that_it_is_of(recorded: Recorded) -> None:
+    class Keeps(FakeTool, KeepsEpisodes):
+        def for_episode(self) -> FakeTool:
+            return FakeTool()
+
+    shared, plain = TracedTool(Keeps(), recorded.spans), TracedTool(FakeTool(), recorded.spans)
+    environment = ToolEnvironment([shared, plain])
+    assert environment.tools[0] is not shared
+    assert isinstance(environment.tools[0], TracedTool)
+    assert environment.tools[1] is plain
 
 
 @pytest.fixture

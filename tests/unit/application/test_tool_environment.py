@@ -12,7 +12,7 @@ from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Action, ToolCall, ToolResult, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, EngineError, ForeignError, ImageError
-from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.ports.environment import Environment, KeepsEpisodes, StepResult
 from rollgrad.testing.reward_source import FakeRewardSource
 from rollgrad.testing.tool import FakeTool
 
@@ -38,6 +38,20 @@ class Together(FakeTool):
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         await self._barrier.wait()
         return await super().call(arguments)
+
+
+class Keeps(FakeTool, KeepsEpisodes):
+    """Counts the calls of each episode."""
+
+    name = "keeps"
+
+    def __init__(self) -> None:
+        super().__init__(lambda text: ToolResult(content=str(len(self.calls))))
+        self.made: list[Keeps] = []
+
+    def for_episode(self) -> "Keeps":
+        self.made.append(Keeps())
+        return self.made[-1]
 
 
 def call(text: Any = "x", name: str = "repeat", number: int = 0, **more: Any) -> ToolCall:
@@ -87,6 +101,20 @@ async def test_a_call_gets_its_result_and_the_answer_ends_the_episode() -> None:
     assert answered.info == {"answer": "ab"}
     assert answered.metrics == counts(1.0, 0.0, answered=1.0, attempts=1.0)
     assert tool.calls == ["ab"]
+
+
+async def test_episodes_do_not_share_what_a_tool_keeps_and_close_it() -> None:
+    shared, plain = Keeps(), FakeTool()
+    first, second = ToolEnvironment([shared, plain]), ToolEnvironment([shared])
+    assert [
+        contents(step) for step in await steps(first, act("", call(name="keeps")), act("", call(name="keeps")))
+    ] == [["1"], ["2"]]
+    assert [contents(step) for step in await steps(second, act("", call(name="keeps")))] == [["1"]]
+    assert first.tools == (shared.made[0], plain)
+    await first.close()
+    assert [tool.closed for tool in (*shared.made, shared, plain)] == [True, False, False, False]
+    await second.close()
+    assert [tool.closed for tool in (*shared.made, shared, plain)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
