@@ -17,7 +17,7 @@ from rollgrad.application.episodes.reply import ChatReply, OnPiece
 from rollgrad.application.episodes.runtime import AgentRuntime, PlayedTurn
 from rollgrad.application.episodes.session import AgentSession
 from rollgrad.application.episodes.stop_text import StopText
-from rollgrad.application.episodes.tool_environment import ToolEnvironment
+from rollgrad.application.episodes.tool_environment import RESULT_CHARACTERS, ToolEnvironment
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.messages import Message, ParsedReply, ReplyForm, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
@@ -43,7 +43,8 @@ class Assistant:
         system_prompt: put before conversations that have none.
         max_turns: replies (calls of tools included) for one answer.
         max_tokens: of a conversation; None for no limit. A reply that would exceed it is truncated.
-        read_image: as for `ToolEnvironment`; None if neither messages nor answers of tools may have images.
+        max_result_chars: as for `ToolEnvironment`.
+        read_image: as for it, too; None if neither messages nor answers of tools may have images.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Assistant:
         system_prompt: str | None = None,
         max_turns: int = 8,
         max_tokens: int | None = None,
+        max_result_chars: int = RESULT_CHARACTERS,
         read_image: Callable[[Any], bytes] | None = None,
     ) -> None:
         self.service = ChatService(engine, codec, max_tokens=max_tokens)
@@ -65,6 +67,7 @@ class Assistant:
         self._params = params
         self._draws_seeds = draws_seeds
         self._system_prompt = system_prompt
+        self._max_result_chars = max_result_chars
         self._read_image = read_image
         self.sees_images = read_image is not None
         """Whether messages, and answers of tools, may have images."""
@@ -124,7 +127,12 @@ class Assistant:
 
     async def world(self) -> ToolEnvironment:
         """Returns an environment of the tools, whose owner closes it: what tools keep lasts until then."""
-        return ToolEnvironment(await self._tools(), system_prompt=self._system_prompt, read_image=self._read_image)
+        return ToolEnvironment(
+            await self._tools(),
+            system_prompt=self._system_prompt,
+            read_image=self._read_image,
+            max_result_chars=self._max_result_chars,
+        )
 
     async def play(
         self,

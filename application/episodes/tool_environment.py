@@ -28,8 +28,8 @@ WRONG = "That is not right. Try again."
 """Message to the model after a wrong answer, if it may give another."""
 
 RESULT_CHARACTERS = 2**17
-"""Most characters of a tool's result that the model is shown, about 32,000 tokens. Tokenising what no episode has room
-for, such as a file of a gigabyte, would hold up all others."""
+"""Default of the most characters of a tool's result that the model is shown, about 32,000 tokens. Tokenising what no
+episode has room for, such as a file of a gigabyte, would hold up all others."""
 
 log = structlog.get_logger(__name__)
 
@@ -50,8 +50,10 @@ class ToolEnvironment(Environment):
         read_image: returns the file of an image of a tool's answer (path, data URI or bytes), or raises an
             `ImageError`, as which the call fails, or another error, which ends the episode; None for a model that is
             shown none.
+        max_result_chars: characters of a tool's result, of which the model is shown the beginning and the end.
 
-    Metrics: `tool_calls`, `tool_errors` (calls that failed or could not be made), `answered` (0 or 1), `attempts`.
+    Metrics: `tool_calls`, `tool_errors` (calls that failed or could not be made), `cut_results` (of which a part was
+    left out), `answered` (0 or 1), `attempts`.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ToolEnvironment(Environment):
         pass_threshold: float = 0.5,
         end_of_turn: str = "",
         read_image: Callable[[Any], bytes] | None = None,
+        max_result_chars: int = RESULT_CHARACTERS,
     ) -> None:
         self.tools: Sequence[Tool] = tuple(map(tool_for_episode, tools))
         self._own = [tool for tool, given in zip(self.tools, tools, strict=True) if tool is not given]
@@ -74,15 +77,16 @@ class ToolEnvironment(Environment):
         self._pass_threshold = pass_threshold
         self._end_of_turn = end_of_turn
         self._read_image = read_image
+        self._max_result_chars = max_result_chars
         self._step = 0
-        self._calls = self._errors = self._attempts = 0
+        self._calls = self._errors = self._cut = self._attempts = 0
         self.spoken: list[Message] = []
         """The model's replies so far, with their calls, and the answers to them."""
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         """Starts the episode with the prompt's conversation."""
         self._prompt = prompt
-        self._calls = self._errors = self._attempts = 0
+        self._calls = self._errors = self._cut = self._attempts = 0
         self.spoken = []
         system = self._system_prompt
         if system is None or not prompt.messages or prompt.messages[0]["role"] == "system":
@@ -170,7 +174,7 @@ class ToolEnvironment(Environment):
             raise
         except RollgradError as error:
             return _failed(call, error)
-        result = _shortened(result)
+        result = self._shortened(result)
         if read is None or not images:
             return result
         try:
@@ -204,23 +208,23 @@ class ToolEnvironment(Environment):
             info={"answer": answer},
         )
 
+    def _shortened(self, result: ToolResult) -> ToolResult:
+        """Returns a result without its middle, if it is too long."""
+        text, most = result.content, self._max_result_chars
+        if len(text) <= most:
+            return result
+        self._cut += 1
+        left_out = f"\n[{len(text) - most} characters are left out here]\n"
+        return evolve(result, content=f"{text[: most - most // 2]}{left_out}{text[-(most // 2) :]}")
+
     def _metrics(self) -> dict[str, float]:
         return {
             "tool_calls": float(self._calls),
             "tool_errors": float(self._errors),
+            "cut_results": float(self._cut),
             "answered": 0.0,
             "attempts": float(self._attempts),
         }
-
-
-def _shortened(result: ToolResult) -> ToolResult:
-    """Returns a result without its middle, if it has more than `RESULT_CHARACTERS` characters."""
-    text = result.content
-    if len(text) <= RESULT_CHARACTERS:
-        return result
-    half = RESULT_CHARACTERS // 2
-    left_out = f"\n[{len(text) - 2 * half} characters are left out here]\n"
-    return evolve(result, content=f"{text[:half]}{left_out}{text[-half:]}")
 
 
 def _failed(call: ToolCall, error: RollgradError) -> ToolResult:

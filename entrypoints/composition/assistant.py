@@ -124,6 +124,7 @@ def load_assistant(arguments: AssistantArguments, *, follow: Path | None = None)
         system_prompt=arguments.system_prompt,
         max_turns=arguments.max_turns,
         max_tokens=engine.max_tokens,
+        max_result_chars=arguments.max_result_chars,
         read_image=read_image,
     )
     name = Path(arguments.model).resolve().name or arguments.model

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from attrs import define
 
 from rollgrad.adapters.engines.vllm.arguments import LORA, OWN, argument_problems
+from rollgrad.application.episodes.tool_environment import RESULT_CHARACTERS
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.application.settings.sections.rollout import Engine
@@ -49,6 +50,8 @@ class AssistantArguments:
     (tools.py), MCP servers (mcp:COMMAND or mcp:URL)."""
     python_isolation: PythonIsolation = PythonIsolation.NAMESPACES
     """Isolation of the python tool's code: namespaces, or none, with which the code can do everything that you can."""
+    max_result_chars: int = RESULT_CHARACTERS
+    """Characters of a tool's result that the model is shown, like --agent.max_result_chars in training."""
     system_prompt: str | None = None
     """System message of conversations that have none."""
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
@@ -116,6 +119,8 @@ class AssistantArguments:
             raise ConfigurationError("--model is not set: name the directory or hub name of a model.")
         if self.max_turns < 1:
             raise ConfigurationError(f"--max_turns is {self.max_turns}, but an answer takes at least one reply.")
+        if self.max_result_chars < 100:
+            raise ConfigurationError(f"--max_result_chars is {self.max_result_chars}, but it must be at least 100.")
         self._check_engine()
         if self.chat_template_kwargs:
             self._check_template(self.chat_template_kwargs)

@@ -81,6 +81,7 @@ def make_tool_executor(
             pass_threshold=config.reward.pass_threshold,
             end_of_turn=codec.end_of_turn,
             read_image=read_image,
+            max_result_chars=config.agent.max_result_chars,
         )
 
     return _turns(config, engine, codec, tracing, environment)

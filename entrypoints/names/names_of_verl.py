@@ -263,12 +263,10 @@ VERL: Mapping[str, str] = {
         "data.tool_config_path data.function_tool_path",
         "write --agent.tools tools.py, a file of functions with @rollgrad.tool.",
     ),
-    **alike(
-        "actor_rollout_ref.rollout.multi_turn.max_parallel_calls "
-        "actor_rollout_ref.rollout.multi_turn.max_tool_response_length "
-        "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side",
-        TOOLS,
-    ),
+    "actor_rollout_ref.rollout.multi_turn.max_parallel_calls": TOOLS,
+    "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "agent.max_result_chars",
+    "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": "a long result of a tool loses its middle: "
+    "see --agent.max_result_chars.",
     "actor_rollout_ref.rollout.multi_turn.format": "calls are read in the format that the chat template shows.",
     **alike(
         "actor_rollout_ref.rollout.multi_turn.max_turns actor_rollout_ref.rollout.multi_turn.max_assistant_turns "

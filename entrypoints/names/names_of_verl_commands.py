@@ -286,6 +286,8 @@ TOGETHER: Mapping[str, Flag] = {
     f"{ROLLOUT}.multi_turn.interaction_config_path": Flag(TEXT),
     f"{ROLLOUT}.multi_turn.max_assistant_turns": Flag(INTEGER),
     f"{ROLLOUT}.multi_turn.max_user_turns": Flag(INTEGER),
+    f"{ROLLOUT}.multi_turn.max_tool_response_length": Flag(INTEGER),
+    f"{ROLLOUT}.multi_turn.tool_response_truncate_side": Flag(TEXT),
     # Processes and engines
     "trainer.nnodes": Flag(INTEGER, default=1),
     "trainer.n_gpus_per_node": Flag(INTEGER, default=8),

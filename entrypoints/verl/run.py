@@ -13,6 +13,10 @@ REWARD_TIMEOUT = 180.0
 PASS_TOKENS = 16384
 """Tokens of a pass at most where verl counts samples: our default."""
 
+RESULTS = ("max_tool_response_length", "tool_response_truncate_side")
+VERLS_RESULT, SHORTEST_RESULT = 256, 100
+"""Characters of a tool's result that verl shows by default, and the fewest that are shown here."""
+
 OVERLONG = "reward_model.overlong_buffer"
 TEMPLATE = "data.apply_chat_template_kwargs."
 TURNS = f"{ROLLOUT}.multi_turn"
@@ -128,7 +132,7 @@ def translate_template(draft: VerlDraft) -> None:
 def _agent(draft: RLDraft) -> None:
     """Translates episodes of several turns, whose tools or environment are files here."""
     if not draft.plays:
-        for key in ("max_assistant_turns", "max_user_turns"):
+        for key in ("max_assistant_turns", "max_user_turns", *RESULTS):
             if draft.asks(f"{TURNS}.{key}"):
                 draft.lose(f"{TURNS}.{key}", "episodes have one turn, in verl too")
         return
@@ -149,12 +153,28 @@ def _agent(draft: RLDraft) -> None:
             file = re.sub(r"\.\w+$", "", draft.value(name)) + ".py"
             draft.set(setting, file)
             draft.change(name, f"{file}, a file that has {what} in the place of verl's classes: write it")
+            _results(draft, has_tools=setting == "agent.tools")
             return
     draft.changed.append(
         "episodes have several turns without tools of the command's: name a file with functions with @rollgrad.tool in "
         "agent.tools"
     )
     draft.set("agent.tools", "tools.py")
+    _results(draft, has_tools=True)
+
+
+def _results(draft: RLDraft, *, has_tools: bool) -> None:
+    """Translates how much of a tool's result the model is shown."""
+    length, side = (f"{TURNS}.{key}" for key in RESULTS)
+    if has_tools:
+        shown = draft.value(length)
+        draft.set("agent.max_result_chars", max(SHORTEST_RESULT, VERLS_RESULT if shown is None else shown))
+        if draft.value(side, "middle") != "middle":
+            draft.change(side, "a long result loses its middle")
+        return
+    for name in (length, side):
+        if draft.asks(name):
+            draft.lose(name, "the environment shows what it likes of its tools' results")
 
 
 def _reward(draft: RLDraft) -> None:

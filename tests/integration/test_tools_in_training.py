@@ -15,9 +15,9 @@ import rollgrad
 
 
 @rollgrad.tool
-def double(number: int) -> int:
+def double(number: int) -> str:
     """Doubles a number."""
-    return 2 * number
+    return f"{2 * number}" + 200 * "!"
 '''
 
 
@@ -39,7 +39,7 @@ def test_calls_attempts_and_rewards(tiny_model_dir: Path, tiny_tokenizer: Any, t
         asked = codec.decode(request.prompt_token_ids)
         if "Try again" in asked:
             return codec.encode("41<|im_end|>")
-        if "<tool_response>\n42\n</tool_response>" in asked:
+        if f"<tool_response>\n42{48 * '!'}\n[102 characters are left out here]\n" in asked:
             return codec.encode("It is 42.<|im_end|>")
         openings += 1
         call = '<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call><|im_end|>'
@@ -55,6 +55,7 @@ def test_calls_attempts_and_rewards(tiny_model_dir: Path, tiny_tokenizer: Any, t
     config.actor.model_name_or_path = str(long)
     config.algo.advantage.estimator = "group_norm"
     config.agent.tools, config.agent.attempts = str(tmp_path / "tools.py"), 2
+    config.agent.max_result_chars = 100
     config.data.prompt_dataset, config.data.label_key = str(tmp_path / "tasks.jsonl"), "label"
     config.rollout.batch_size, config.rollout.n_samples_per_prompt = 1, 4
     config.rollout.max_new_tokens = 100
@@ -66,6 +67,7 @@ def test_calls_attempts_and_rewards(tiny_model_dir: Path, tiny_tokenizer: Any, t
     (line,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert line["reward/mean"] == 0.5
     assert line["reward/tool_calls"] == 0.5
+    assert line["reward/cut_results"] == 0.5
     assert line["reward/attempts"] == 1.5
     assert line["reward/turns"] == 2.0
     assert line["reward/branches"] == 1.0

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.settings import COUNT, Condition, setting
+from rollgrad.domain.settings import COUNT, Condition, Range, setting
 
 
 class PythonIsolation(StrEnum):
@@ -20,6 +20,10 @@ CONVERSES = Condition(
     lambda here, run: here.converses,
     "there are no tools and a single attempt",
     "use --data.system_prompt, or set --agent.tools",
+)
+RESULT = Range(lambda value: value >= 100, "at least 100")
+WITH_TOOLS = Condition(
+    lambda here, run: here.tools is not None, "the model has no tools", "set --agent.tools, or leave it out"
 )
 WITH_PYTHON = Condition(
     lambda here, run: "python" in [name.strip() for name in (here.tools or "").split(",")],
@@ -42,6 +46,13 @@ class AgentConfig:
         "What shuts in the code that the python tool runs: namespaces (an error says how to allow them), or none, "
         "where the code may do all that you may do.",
         only_if=WITH_PYTHON,
+    )
+    max_result_chars: int = setting(
+        131_072,
+        "Characters that the model is shown of a tool's result: of a longer one the beginning and the end, with a line "
+        "between them that says how many are left out. In English and code, four are about a token.",
+        RESULT,
+        only_if=WITH_TOOLS,
     )
     system_prompt: str | None = setting(
         None, "Put before the conversation, unless it has a system message.", only_if=CONVERSES

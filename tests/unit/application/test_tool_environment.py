@@ -76,7 +76,8 @@ async def steps(environment: ToolEnvironment, *actions: Action, prompt: Prompt =
 def counts(
     calls: float = 0.0, errors: float = 0.0, *, answered: float = 0.0, attempts: float = 0.0
 ) -> dict[str, float]:
-    return {"tool_calls": calls, "tool_errors": errors, "answered": answered, "attempts": attempts}
+    said = {"tool_calls": calls, "tool_errors": errors, "answered": answered, "attempts": attempts}
+    return {**said, "cut_results": 0.0}
 
 
 def contents(result: StepResult) -> list[str]:
@@ -253,6 +254,15 @@ async def test_a_huge_result_loses_its_middle() -> None:
     assert cut.startswith("begin")
     assert cut.endswith("end")
     assert f"\n[{len(huge) - RESULT_CHARACTERS} characters are left out here]\n" in cut
+    assert [result.metrics["cut_results"] for result in results] == [0.0, 1.0]
+
+
+async def test_how_much_of_a_result_is_shown_can_be_set() -> None:
+    environment = ToolEnvironment([FakeTool()], max_result_chars=5)
+    kept, cut = (
+        contents(step)[0] for step in await steps(environment, act("", call("12345")), act("", call("123456")))
+    )
+    assert (kept, cut) == ("12345", "123\n[1 characters are left out here]\n56")
 
 
 async def test_a_reply_that_could_not_be_read_gets_a_hint() -> None:

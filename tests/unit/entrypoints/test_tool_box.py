@@ -8,6 +8,7 @@ import pytest
 from rollgrad.application.settings.rules import validate
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 from tests.fakes.tool import mcp_command
 
@@ -98,6 +99,11 @@ def config() -> RLConfig:
     return made
 
 
+def test_a_chat_is_refused_a_result_that_shows_nothing() -> None:
+    with pytest.raises(ConfigurationError, match="--max_result_chars is 9, but it must be at least 100"):
+        AssistantArguments(model="any", max_result_chars=9).check()
+
+
 def test_what_agents_may_be_set_to() -> None:
     for tools, attempts, command in (("think", 1, None), (None, 3, None), (None, 1, "play")):
         made = config()
@@ -113,6 +119,11 @@ def test_what_agents_may_be_set_to() -> None:
         ({"agent.tools": "think", "agent.command": "play"}, "which leads its own conversation, but agent.tools is"),
         ({"agent.attempts": 2, "agent.command": "play"}, "which leads its own conversation, but agent.attempts is 2"),
         ({"agent.system_prompt": "Hi"}, "there are no tools and a single attempt"),
+        (
+            {"agent.max_result_chars": 9, "agent.tools": "think"},
+            "agent.max_result_chars is 9, but it must be at least 100",
+        ),
+        ({"agent.max_result_chars": 999}, "the model has no tools"),
         ({"agent.attempts": 0}, "agent.attempts is 0, but it must be at least 1"),
         ({"agent.tools": "think", "data.apply_chat_template": False}, "data.apply_chat_template is off"),
         ({"rollout.max_turns": 3}, "episodes have one turn without an agent: set --agent.tools"),

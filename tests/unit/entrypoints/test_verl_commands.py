@@ -157,6 +157,7 @@ EXPECTED: list[dict[str, Any]] = [
     },
     {
         "agent.tools": "config/gsm8k_tool_config.py",
+        "agent.max_result_chars": 256,
         "rollout.max_turns": 5,
         "rollout.max_episode_tokens": 2048,
         "rollout.engine": "vllm",
