@@ -30,9 +30,9 @@ from rollgrad.domain.algorithms.settings import (
     Aggregation,
     KLEstimator,
     KLSettings,
-    Normalise,
     Whiten,
 )
+from rollgrad.domain.algorithms.shaping_settings import Normalise
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt

@@ -25,10 +25,10 @@ from rollgrad.domain.algorithms.settings import (
     CorrectionMode,
     KLAgainst,
     KLEstimator,
-    Normalise,
     OldLogprobs,
     Whiten,
 )
+from rollgrad.domain.algorithms.shaping_settings import Normalise
 from rollgrad.domain.control.staleness import StalenessUnit, StalePolicy
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.settings import FREE
