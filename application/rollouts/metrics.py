@@ -1,11 +1,13 @@
 """Metrics of a rollout."""
 
 import statistics
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.domain.algorithms.equality import differ, reaches
+from rollgrad.domain.algorithms.evaluation import MOST_SETS
 from rollgrad.domain.episodes.trajectory import Trajectory
 
 
@@ -20,7 +22,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
 
     `rollout/entropy` is `sampled_entropy`, `rollout/duplicate_share` the share of samples that repeat the tokens of an
     earlier one of their group, `rollout/reward_length_correlation` Pearson's of reward and length over all samples,
-    missing if one of them is constant.
+    missing if one of them is constant. Of prompts from several datasources some metrics are each one's, too, as
+    `reward/mean/NAME`.
     """
     samples = [sample for group in groups for sample in group.samples]
     trajectories = [trajectory for sample in samples for trajectory in sample]
@@ -52,7 +55,29 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         chosen = [length for sample, length in pairs if reaches(sample[0].score, pass_threshold) is passed]
         if chosen:
             metrics[f"rollout/response_length_{name}"] = sum(chosen) / len(chosen)
+    metrics |= _of_datasources(groups)
     return metrics | own_metrics("reward", samples, metrics)
+
+
+def _of_datasources(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Returns the mean reward, score and length of each datasource's samples, and the share of its groups that teach
+    nothing; nothing if there is one datasource, or so many that each would have a prompt or two."""
+    of_names = defaultdict[str, list[RolloutGroup]](list)
+    for group in groups:
+        if group.trajectories:
+            of_names[group.prompt.datasource].append(group)
+    metrics: dict[str, float] = {}
+    if not 1 < len(of_names) <= MOST_SETS:
+        return metrics
+    for name, own in sorted(of_names.items()):
+        samples = [sample for group in own for sample in group.samples]
+        metrics[f"reward/mean/{name}"] = statistics.fmean(reward for group in own for reward in group.rewards)
+        metrics[f"reward/score_mean/{name}"] = statistics.fmean(sample[0].score for sample in samples)
+        metrics[f"rollout/response_length_mean/{name}"] = statistics.fmean(
+            sum(t.action_length for t in sample) for sample in samples
+        )
+        metrics[f"rollout/zero_spread_share/{name}"] = statistics.fmean(not differ(group.scores) for group in own)
+    return metrics
 
 
 def own_metrics(prefix: str, samples: Sequence[Sequence[Trajectory]], taken: Collection[str]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import structlog
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -235,6 +236,29 @@ def test_replies_are_compared_with_others_of_their_group_and_rewards_with_length
     for rewards in ((0.0, 0.0), (1e-170, 2e-170)):  # the second have no squares
         alike = [group(0, *zip((2, 4), rewards, strict=True))]
         assert "rollout/reward_length_correlation" not in rollout_metrics(alike, 0.5)
+
+
+def test_each_datasource_has_metrics_of_its_own() -> None:
+    """They are those of its groups alone; one datasource has none beside the whole rollout's."""
+
+    def played(number: int, name: str, *scores: float) -> RolloutGroup:
+        trajectories = tuple(
+            evolve(make_trajectory([1], [2] * (number + 1), group_id=number, sample_id=i, rewards=[score]), score=score)
+            for i, score in enumerate(scores)
+        )
+        prompt = Prompt(token_ids=(1,), text="a", datasource=name)
+        return RolloutGroup(group_id=number, prompt=prompt, trajectories=trajectories)
+
+    lost = RolloutGroup(group_id=9, prompt=Prompt(token_ids=(1,), text="a", datasource="lost"), trajectories=())
+    groups = [played(0, "math", 0.0, 1.0), played(1, "code", 1.0, 1.0), played(2, "math", 0.5, 0.5), lost]
+    metrics = rollout_metrics(groups, 0.5)
+    names = ("reward/mean", "reward/score_mean", "rollout/response_length_mean", "rollout/zero_spread_share")
+    for source in ("math", "code"):
+        alone = rollout_metrics([group for group in groups if group.prompt.datasource == source], 0.5)
+        assert {name: metrics[f"{name}/{source}"] for name in names} == {name: alone[name] for name in names}
+        assert not [name for name in alone if name.endswith(source)]
+    assert metrics["rollout/zero_spread_share/math"] == 0.5
+    assert not [name for name in metrics if name.endswith("lost")]
 
 
 def test_the_branches_of_a_sample_count_once() -> None:
