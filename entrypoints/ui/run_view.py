@@ -30,7 +30,7 @@ MOST_ROWS = 1000
 """Rows of a page of the list."""
 MOST_TIMES = 3
 """Times of a finding that comes and goes which are listed, the newest."""
-EVIDENCE: Mapping[str, tuple[str | None, str | None]] = {
+EVIDENCE: Mapping[str, tuple[str, str | None]] = {
     "constant_reward": ("reward/mean", None),
     "no_spread": ("rollout/zero_spread_share", "zero_spread"),
     "truncated": ("rollout/truncated_share", "stop_reason = length"),
@@ -47,6 +47,7 @@ EVIDENCE: Mapping[str, tuple[str | None, str | None]] = {
     "clipped": ("policy/clip_high_share", None),
     "part_falls": ("reward/mean", None),
     "memory_full": ("memory/host_share", None),
+    "recomputing": ("rollout/recomputed_share", None),
     "time_lost": ("time/step_s", None),
 }
 """Metric of each finding, and the filter of rollouts that show it."""
@@ -153,7 +154,7 @@ class RunView:
         for finding in found:
             if finding not in times[finding.name][-MOST_TIMES:]:
                 continue
-            metric, condition = EVIDENCE.get(finding.name, (None, None))
+            metric, condition = EVIDENCE[finding.name]
             steps = f"step >= {finding.since} and step <= {finding.until}"
             listed.append(
                 {

@@ -18,10 +18,12 @@ from rollgrad.adapters.servers.ui import create_ui_app, needs_token
 from rollgrad.adapters.tracking.metrics_file import LoggedMetrics
 from rollgrad.adapters.tracking.trajectory_files import trajectory_files
 from rollgrad.domain.control.findings import LearningWatch
+from rollgrad.domain.control.signs import RULES
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.ui import tunnel
 from rollgrad.entrypoints.run_record import SILENT_SECONDS, RunRecord
+from rollgrad.entrypoints.ui.run_view import EVIDENCE
 from rollgrad.entrypoints.ui.runs import Runs, newest_run
 from tests.kept_rollouts import group, usual_run, write_rollouts
 
@@ -420,3 +422,7 @@ def test_an_ssh_session_gets_the_way_to_the_page(monkeypatch: pytest.MonkeyPatch
     assert tunnel("http://127.0.0.1:7890", "127.0.0.1") == [
         "from your machine: ssh -N -L 7890:127.0.0.1:7890 me@10.0.0.5"
     ]
+
+
+def test_every_finding_has_a_metric_that_shows_it() -> None:
+    assert set(EVIDENCE) == set(RULES)
