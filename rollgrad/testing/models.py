@@ -78,7 +78,29 @@ def _unigram(table_V: Tensor, batch: PackedBatch) -> TokenScores:
     )
 
 
-class FakePolicy(PolicyModel):
+class _OfTable:
+    """Saves a model that is one table."""
+
+    _table: _Table
+
+    def save(self, path: Path) -> None:
+        """Writes `path/table.json`.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self._table.save(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the table and the number of steps."""
+        return self._table.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict`."""
+        self._table.load_state_dict(state)
+
+
+class FakePolicy(_OfTable, PolicyModel):
     """A unigram model: every token has one logit, whatever comes before it."""
 
     def __init__(self, logits_V: Tensor | None = None, *, lr: float = 1.0) -> None:
@@ -102,22 +124,6 @@ class FakePolicy(PolicyModel):
         """Yields the table of logits."""
         yield "logits", self._table.table_V.detach()
 
-    def save(self, path: Path) -> None:
-        """Writes `path/table.json`.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        self._table.save(path)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the table and the number of steps."""
-        return self._table.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`."""
-        self._table.load_state_dict(state)
-
 
 class FakeReference(ReferenceModel, PredictingModel):
     """A frozen unigram model."""
@@ -137,7 +143,7 @@ class FakeReference(ReferenceModel, PredictingModel):
         )
 
 
-class FakeValue(ValueModel):
+class FakeValue(_OfTable, ValueModel):
     """One value a token that precedes an action, 0 at first."""
 
     def __init__(self, *, lr: float = 1.0) -> None:
@@ -157,19 +163,3 @@ class FakeValue(ValueModel):
         """Takes one step of SGD on the sum of the objective; keeps the batches in `updates`."""
         self.updates.append(list(micro_batches))
         return self._table.step(micro_batches, lambda batch: objective(self._values(batch), batch))
-
-    def save(self, path: Path) -> None:
-        """Writes `path/table.json`.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        self._table.save(path)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the table and the number of steps."""
-        return self._table.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`."""
-        self._table.load_state_dict(state)
