@@ -182,7 +182,8 @@ def _prepare_all(
     mixture: Mixture, results: Iterable[PreparedRow | Refusal], settings: PreparationSettings, setting: str
 ) -> tuple[dict[str, Any], DataReport]:
     """Returns the arrays of all rows that become examples, and the report of all rows."""
-    report = DataReport(max_tokens=settings.max_tokens)
+    unread = sorted({column for part in mixture.parts for column in part.unread})
+    report = DataReport(max_tokens=settings.max_tokens, unread=unread)
     columns: dict[str, list[Any]] = {name: [] for name in ARRAYS}
     row_lengths: list[int] = []
     for index, result in enumerate(_with_bar(results, len(mixture), setting)):

@@ -31,7 +31,8 @@ class Dropped:
 class DataReport:
     """Report on the rows of a dataset. `lengths` are percentiles of the tokens of used rows (all branches of a
     row together), `over_limit` counts rows longer than the limit, whatever became of them. `first_rows`: the rows are
-    the first of a stream. `also_trained` counts used rows of held-out data that are trained on, too."""
+    the first of a stream. `also_trained` counts used rows of held-out data that are trained on, too. `unread` names
+    the columns that nothing is read from."""
 
     rows: int = 0
     used: int = 0
@@ -43,6 +44,7 @@ class DataReport:
     max_tokens: int = 0
     first_rows: bool = False
     also_trained: int = 0
+    unread: list[str] = Factory(list)
     dropped: dict[str, Dropped] = Factory(dict)
     anomalies: dict[str, int] = Factory(dict)
     lengths: dict[str, int] = Factory(dict)
@@ -107,6 +109,8 @@ class DataReport:
             ("tokens a row", lengths),
             (f"longer than {self.max_tokens:,}", f"{self.over_limit:,} rows"),
         ]
+        if self.unread:
+            lines.append(("columns not read", ", ".join(self.unread)))
         if self.branched_rows:
             lines.append(
                 ("branches", f"{self.branches:,}: the template rewrites the history of {self.branched_rows:,}")

@@ -26,11 +26,12 @@ from rollgrad.adapters.data.datasets.loading import (
     split_configuration,
 )
 from rollgrad.adapters.data.datasets.several import check_probs, interleaved, shares
-from rollgrad.adapters.data.examples.joined import JoinedPairs, is_labelled, joined
+from rollgrad.adapters.data.examples.joined import LABELLED, JoinedPairs, is_labelled, joined
 from rollgrad.adapters.data.examples.kept_index import kept_index
 from rollgrad.adapters.data.examples.ranked import RankedPairs, pair_ends
 from rollgrad.adapters.data.examples.recognition import PAIR_COLUMNS, ReadingSettings, find_format
 from rollgrad.adapters.data.examples.rows import Rows, broken, decoded
+from rollgrad.adapters.data.examples.unread import unread_columns
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.errors import DataError
 
@@ -40,12 +41,14 @@ LOOKED_AT = 100
 
 @frozen(eq=False)
 class Source:
-    """One dataset: its `rows`, their format, where each stands (`place`), and a hash of all of them."""
+    """One dataset: its `rows`, their format, where each stands (`place`), a hash of all of them, and the columns that
+    nothing is read from."""
 
     name: str
     rows: Rows
     kind: ExampleFormat
     fingerprint: str
+    unread: tuple[str, ...] = ()
 
     def place(self, index: int) -> str:
         """Returns where row `index` stands, for people: FILE:LINE, or the name and number of the row."""
@@ -325,7 +328,9 @@ def _source(name: str, rows: Rows, fingerprint: str, settings: ReadingSettings) 
     columns = _columns(_given(rows), name)
     if isinstance(rows, JoinedPairs):
         columns |= {name: [] for name in PAIR_COLUMNS}
-    return Source(name, rows, find_format(list(columns), name, settings, columns.get("label", ())), fingerprint)
+    kind = find_format(list(columns), name, settings, columns.get("label", ()))
+    unread = unread_columns(columns.keys() - (LABELLED if isinstance(rows, JoinedPairs) else ()), rows, kind, settings)
+    return Source(name, rows, kind, fingerprint, unread)
 
 
 def _given(rows: Rows) -> Rows:

@@ -147,6 +147,27 @@ def test_a_column_has_the_system_message_of_a_conversation_without_one(
             written({**row, "system": "Be brief."}, apply_chat_template=False)
 
 
+def test_columns_that_nothing_is_read_from_are_told(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """A row that cannot be read does not tell; columns that are nested, or that all formats have, are read."""
+    rows = [
+        {"messages": [], "id": 0, "empty": None},
+        {"messages": CHAT, "system_prompt": "Be brief.", "tools": [], "weight": 1, "datasource": "a", "id": 1},
+    ]
+    report = prepared(opened(write(tmp_path / "a.jsonl", *rows)), tiny_tokenizer).report
+    assert report.unread == ["id", "system_prompt"]
+    assert ("columns not read", "id, system_prompt") in report.lines()
+    assert DataReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+    nested = evolve(READING, input_key="asked.text", output_key="said")
+    row = {"asked": {"text": "a"}, "said": "b", "images": []}
+    (source,) = opened(write(tmp_path / "b.jsonl", row), evolve(nested, image_key="images")).parts
+    assert source.unread == ()
+    assert opened(write(tmp_path / "c.jsonl", rows[0])).parts[0].unread == ()
+    pairs = evolve(READING, format=ExampleFormat.PAIRS)
+    labelled = [{"prompt": "a", "completion": text, "label": text == "b", "id": 1} for text in ("b", "c")]
+    assert opened(write(tmp_path / "d.jsonl", *labelled), pairs).parts[0].unread == ("id",)
+    assert opened(write(tmp_path / "e.jsonl", {**PAIR, "score_chosen": 1}), pairs).parts[0].unread == ("score_chosen",)
+
+
 def test_whole_numbers_are_texts_where_texts_are_asked_for(tmp_path: Path) -> None:
     """As the answers to sums are in CSV; of 2.0 and True it is not known whether they were written as 2 and true."""
     (tmp_path / "sums.csv").write_text("question,answer\n3+4?,7\n")
