@@ -34,7 +34,8 @@ class RewardParser:
         answer = result if isinstance(result, Mapping) else {"rewards": result}
         if "rewards" not in answer:
             raise RewardError(
-                f"{self._name} returned a mapping with {sorted(map(str, answer))}: it needs the key 'rewards'."
+                f"{self._name} returned a mapping with {sorted(map(str, answer))}: it needs the key 'rewards'; rewards "
+                "with names are a mapping below it, {'rewards': {NAME: [one number for each reply]}}."
             )
         parts = self._parts(answer["rewards"], count)
         if parts:
@@ -113,6 +114,8 @@ class RewardParser:
             value = [value] * (count if broadcast else 1)
         try:
             items = list(value)
+            if any(isinstance(item, Mapping) for item in items):
+                raise TypeError("rewards with names are {'rewards': {NAME: [one number for each reply]}}")
             if any(isinstance(item, str) for item in items):
                 raise TypeError("text is not a number")
             numbers = [float(item) for item in items]
