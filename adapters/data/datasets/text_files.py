@@ -99,24 +99,30 @@ def whole_numbers(rows: "datasets.Dataset") -> "datasets.Dataset":
 
 
 def check_json_rows(path: Path) -> None:
-    """Refuses JSON whose rows are not objects: pyarrow ends the whole process at a line that is `null`.
+    """Refuses JSON whose rows are not objects: pyarrow ends the whole process at a line that is `null`; and what is no
+    UTF-8, which pyarrow leaves to whoever reads the row.
 
     Raises:
-        DataError: a line of a .jsonl file, or the beginning of a .json file, is not an object.
+        DataError: a line of a .jsonl file, or the beginning of a .json file, is not an object, or a line is no UTF-8.
     """
-    lines = file_format(path) in JSON_LINES
+    lines, begun = file_format(path) in JSON_LINES, False
     with opened(path) as file:
         for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"Line {number} of the dataset file {path} is no UTF-8 ({error}): save it as UTF-8."
+                ) from error
             begin = line.strip().removeprefix(b"\xef\xbb\xbf")[:1]
-            if not begin:
+            if not begin or begun:
                 continue
             if begin != b"{" and (lines or begin != b"["):
                 raise DataError(
                     f"Line {number} of the dataset file {path} begins with {line.strip()[:20]!r}: each line "
                     "of a .jsonl is an object ({...}), and a .json begins with a list or an object of rows."
                 )
-            if not lines:
-                return
+            begun = not lines
 
 
 def broken_line(path: Path) -> str | None:

@@ -181,6 +181,11 @@ def latin(tmp_path: Path) -> Path:
     return tmp_path / "latin.csv"
 
 
+def latin_rows(tmp_path: Path) -> Path:
+    (tmp_path / "rows.json").write_bytes('[{"input": "x"},\n{"input": "f\u00fcnf"}]'.encode("latin-1"))
+    return tmp_path / "rows.json"
+
+
 def mixed_types_and_an_empty_line(tmp_path: Path) -> Path:
     (tmp_path / "gap.jsonl").write_text('{"answer": 2}\n\n{"answer": "two"}\n')
     return tmp_path / "gap.jsonl"
@@ -267,6 +272,7 @@ def beside_a_text(tmp_path: Path) -> Path:
         (broken_json, r"broken\.jsonl cannot be read as jsonl: line 2 is not JSON \(Expecting value"),
         (mixed_types_and_an_empty_line, r"gap\.jsonl cannot be read as jsonl: line 2 is empty"),
         (latin, r"latin\.csv cannot be read as csv: it is no UTF-8 .*: save it as UTF-8"),
+        (latin_rows, r"Line 2 of the dataset file .*rows\.json is no UTF-8 \(.*\): save it as UTF-8"),
         (latin_header, r"header\.csv cannot be read as csv: it is no UTF-8 .*: save it as UTF-8"),
         (too_many_fields, r"fields\.csv cannot be read as csv: .*Row #2: Expected 2 columns, got 3: red, blue\?,7"),
         (text_as_parquet, r"text\.parquet cannot be read as parquet"),
