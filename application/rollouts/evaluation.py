@@ -31,10 +31,10 @@ class PromptScores:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Standard errors over the prompts, of `eval/pass@1` and the mean score; none of a single prompt."""
+        """Standard errors over the prompts, of `pass@1` and the mean score; none of a single prompt."""
         scored = [scores for scores in self.scores if scores]
         found = {name: standard_error([value(scores) for scores in scored]) for name, value in self._values}
-        return {f"eval/{name}_stderr": error for name, error in found.items() if error is not None}
+        return {f"{name}_stderr": error for name, error in found.items() if error is not None}
 
     def difference(self, other: "PromptScores") -> dict[str, float]:
         """Returns by how much these scores are better than `other`, as `eval/pass@1_difference` and
@@ -122,7 +122,6 @@ class EvaluationService:
             why = failures[-1].message if failures else "there are none"
             raise RewardError(f"No reply to the {len(groups)} held-out prompts has a reward: {why}")
         metrics = self._summary("eval", [group for source in sources.values() for group in source])
-        metrics |= self.latest.errors
         if len(sources) > 1 and self._one_by_one:
             for name, source in sources.items():
                 metrics |= self._summary(f"eval/{name}", source)
@@ -154,6 +153,7 @@ class EvaluationService:
     def _summary(self, prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
         scores, answers = [group.scores for group in groups], [group.answers for group in groups]
         metrics = summarise(scores, self._threshold, answers)
+        metrics |= PromptScores((), scores, self._threshold).errors
         samples = [sample for group in groups for sample in group.samples]
         for name in sorted({name for sample in samples for branch in sample for name in branch.reward_parts}):
             told = fsum(branch.reward_parts.get(name, 0.0) for sample in samples for branch in sample)

@@ -201,6 +201,8 @@ async def test_several_sources_are_also_reported_one_by_one() -> None:
     assert metrics["eval/math/pass@1"] == 0.5
     assert metrics["eval/pass@1"] == pytest.approx(0.5)
     assert metrics["eval/math/mean@2"] == 0.625
+    assert metrics["eval/math/pass@1_stderr"] == pytest.approx(0.5)  # of 1 and 0
+    assert "eval/gsm/pass@1_stderr" not in metrics, "one prompt has none"
 
 
 async def test_a_column_of_ids_makes_no_metrics_of_each() -> None:
