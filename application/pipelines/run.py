@@ -152,9 +152,7 @@ class Run(Generic[Sample]):
                 ) from error
             raise
         try:
-            self._save(FINAL_MODEL)
-            if self._schedule.saves_state:
-                self._save_training()
+            self._save_last()
         except Exception as error:
             self._tell_failure(error)
             raise
@@ -262,10 +260,8 @@ class Run(Generic[Sample]):
         if self._done == self._began and not self._models.under_way:
             return  # nothing was trained
         exploded = isinstance(error, ExplodedWeightsError)
-        if exploded:
-            log.warning("the run ends early, and its weights are not saved: what was saved before is there")
-        else:
-            log.warning("the run ends early: saving the model", step=self._done, error=type(error).__name__)
+        effect = ", and its weights are not saved: what was saved before is there" if exploded else ": saving the model"
+        log.warning(f"the run ends early{effect}", step=self._done, error=type(error).__name__)
         try:
             self._states.finish()
         except Exception as second:  # of the state before, if it is not `error` itself
@@ -273,22 +269,33 @@ class Run(Generic[Sample]):
         if exploded:
             return
         try:
-            self._save(FINAL_MODEL)
+            self._save_last()
             if self._models.under_way:
                 log.warning("the model has optimizer steps of an update that was not finished", after_step=self._done)
-            elif self._schedule.saves_state:
-                self._save_training()
-                log.warning("saved; --ckpt.resume continues the run", step=self._done)
         except Exception as second:  # a full disk, a lost process: the first error is raised in any case
             log.error("saving failed: what was saved before is still there", reason=str(second))
+        if self._states.written == self._done:
+            log.warning("saved; --ckpt.resume continues the run", step=self._done)
+
+    def _save_last(self) -> None:
+        """Saves the model, and the training state, which may be on another disk, also where the model cannot be."""
+        try:
+            self._save(FINAL_MODEL)
+        except Exception:
+            with suppress(CheckpointError):  # the first error says where the model is
+                self._save_training()
+            raise
+        self._save_training()
 
     def _save_training(self, *, in_background: bool = False) -> None:
-        """Saves the training state, or begins to. If saving by steps is not set, a state that cannot be saved does not
-        end the run.
+        """Saves the training state, or begins to, if any is saved and no update is under way. If saving by steps is
+        not set, a state that cannot be saved does not end the run.
 
         Raises:
             CheckpointError: saving by steps is set, and the state, or the one before, cannot be saved.
         """
+        if not self._schedule.saves_state or self._models.under_way:
+            return
         self._states.finish()  # before another one is in memory
         state = self.training_state()
         description = {**self._description, "position": state["run"]}

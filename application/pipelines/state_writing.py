@@ -20,12 +20,13 @@ log = structlog.get_logger(__name__)
 
 class StateWriter:
     """Writes training states to `checkpoints`. A state that cannot be written is an error if they are `required`, else
-    a warning."""
+    a warning. `written` is the step of the newest that was."""
 
     def __init__(self, checkpoints: CheckpointStore, *, required: bool) -> None:
         self._checkpoints = checkpoints
         self._required = required
         self._writing: tuple[int, Future[Any]] | None = None
+        self.written: int | None = None
 
     def save(self, state: TrainingState) -> None:
         """Writes a state, and returns when it is written.
@@ -70,6 +71,7 @@ class StateWriter:
     def _told(self, step: int, write: Callable[[], Any]) -> None:
         try:
             write()
+            self.written = step
         except CheckpointError as error:
             if self._required:
                 raise

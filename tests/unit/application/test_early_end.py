@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from structlog.testing import capture_logs
 
 from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.domain.batches.packed import Batch
@@ -278,6 +279,29 @@ def test_the_error_that_ended_the_run_is_raised_also_if_nothing_can_be_saved(
     run.pipeline._checkpoints = FullDisk(tmp_path)
     with pytest.raises(NonFiniteUpdateError):
         run.train()
+
+
+@pytest.mark.parametrize(("fails_after", "error"), [(FAILS_AFTER, NonFiniteUpdateError), (STEPS, CheckpointError)])
+def test_a_training_state_is_saved_also_where_the_model_cannot_be(
+    fails_after: int, error: type[RollgradError], make: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Its directory may be on another disk; the run ends by an error of its own, or by that of the model."""
+    run = make(policy=BreakingPolicy(fails_after))
+    run.pipeline._checkpoints = FullDisk(tmp_path)
+    with capture_logs() as logs, pytest.raises(error):
+        run.train()
+    assert run.checkpoints.training is not None
+    assert run.checkpoints.training["run"]["step"] == fails_after
+    told = [log["step"] for log in logs if log["event"] == "saved; --ckpt.resume continues the run"]
+    assert told == ([fails_after] if fails_after < STEPS else [])
+
+
+def test_nobody_is_told_to_continue_from_a_state_that_could_not_be_saved(make: Callable[..., Run]) -> None:
+    run = make(policy=BreakingPolicy(FAILS_AFTER))
+    run.checkpoints.save_training = no_room  # type: ignore[method-assign]
+    with capture_logs() as logs, pytest.raises(NonFiniteUpdateError):
+        run.train()
+    assert [log["event"] for log in logs if "saved" in log["event"]] == ["no training state was saved"]
 
 
 # How often the training state is saved.
