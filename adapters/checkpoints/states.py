@@ -106,8 +106,8 @@ def _newest(directory: Path, read: Callable[[Path], Read]) -> Read | None:
     if not broken:
         return None
     raise CheckpointError(
-        f"No training state in {directory} can be used ({'; '.join(broken)}): bring back a copy of one, or start anew "
-        "with --ckpt.overwrite."
+        f"No training state in {directory} can be used ({'; '.join(broken)}): bring back a copy of one, or begin a run "
+        "with another --ckpt.output_dir, whose --actor.model_name_or_path may be the last model that this one saved."
     )
 
 

@@ -220,6 +220,7 @@ def test_a_foreign_file_is_one_sentence(
     with pytest.raises(CheckpointError, match=r"^No training state in .* can be used \(.*training_state") as caught:
         store.load_training()
     assert "weights_only" not in str(caught.value)
+    assert "--ckpt.overwrite" not in str(caught.value), "it would remove the models"
     assert "\n" not in str(caught.value)
     assert not Path("bomb").exists()
 
