@@ -140,7 +140,7 @@ def heartbeat_age(facts: Mapping[str, Any]) -> float:
     """
     age = (datetime.now(UTC) - datetime.fromisoformat(facts["heartbeat"])).total_seconds()
     then, now = facts.get("boot"), _boot()
-    if age < 0 and then and now and then["id"] == now["id"]:  # the clock of this machine was set back
+    if then and now and then["id"] == now["id"]:  # the clock of this machine may have been set meanwhile
         return float(now["seconds"]) - float(then["seconds"])
     return age
 

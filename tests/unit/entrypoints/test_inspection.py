@@ -60,7 +60,7 @@ def test_a_killed_run_is_told_from_a_running_one(tmp_path: Path, capsys: pytest.
         assert inspected(tmp_path, capsys)["status"] == "running"
         beating = json.loads((tmp_path / "run.json").read_text())
     old = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - 2 * SILENT_SECONDS))
-    (tmp_path / "run.json").write_text(json.dumps(beating | {"heartbeat": old}))
+    (tmp_path / "run.json").write_text(json.dumps(beating | {"heartbeat": old, "boot": None}))
     found = inspected(tmp_path, capsys)
     assert found["status"] == "died"
     assert "no heartbeat for" in found["reason"]

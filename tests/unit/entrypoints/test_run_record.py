@@ -57,11 +57,21 @@ def test_a_run_whose_heart_stopped_has_died(tmp_path: Path) -> None:
     with RunRecord(tmp_path, learning={"steps": 1}):
         pass
     facts = json.loads((tmp_path / "run.json").read_text())
+    facts["boot"] = None
     late = datetime.now(UTC) - timedelta(seconds=2 * SILENT_SECONDS)
     (tmp_path / "run.json").write_text(json.dumps(facts | {"status": "running", "heartbeat": late.isoformat()}))
     assert status(tmp_path)[0] is RunStatus.DIED
     (tmp_path / "run.json").write_text(json.dumps(facts | {"heartbeat": late.isoformat()}))
     assert status(tmp_path)[0] is RunStatus.FINISHED
+
+
+def test_a_clock_that_was_set_ahead_kills_no_run(tmp_path: Path) -> None:
+    with RunRecord(tmp_path, learning={"steps": 1}):
+        pass
+    facts = json.loads((tmp_path / "run.json").read_text())
+    yesterday = (datetime.now(UTC) - timedelta(days=1)).isoformat()
+    (tmp_path / "run.json").write_text(json.dumps(facts | {"status": "running", "heartbeat": yesterday}))
+    assert status(tmp_path)[0] is RunStatus.RUNNING
 
 
 def test_a_clock_that_was_set_back_hides_no_death(tmp_path: Path) -> None:

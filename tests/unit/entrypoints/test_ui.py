@@ -180,7 +180,7 @@ async def test_a_killed_run_is_shown_as_crashed(tmp_path: Path) -> None:
         facts = json.loads((run / "run.json").read_text())
     assert SILENT_SECONDS < 30
     old = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - SILENT_SECONDS - 1))
-    (run / "run.json").write_text(json.dumps(facts | {"status": "running", "heartbeat": old}))
+    (run / "run.json").write_text(json.dumps(facts | {"status": "running", "heartbeat": old, "boot": None}))
     (shown,) = (await asked(tmp_path, "/api/runs"))[0]["runs"]
     assert shown["status"] == "crashed"
     assert shown["heartbeat_age"] > SILENT_SECONDS
