@@ -28,7 +28,7 @@ from rollgrad.adapters.models.torch.router_replay import router_replay
 from rollgrad.adapters.models.torch.scorers import OutcomeScorer, Scorer
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, SequenceShare, sequence_group
 from rollgrad.domain.algorithms.losses.centering import SamplerHead, ScoreCentering
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch
 from rollgrad.domain.batches.teaching import as_taught
 from rollgrad.domain.ports.models import Predictions
 
@@ -198,10 +198,9 @@ class PackedLM(nn.Module):
         return *self.group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
 
     def teaches(self, batch: PackedBatch) -> bool:
-        """Returns whether the columns of a batch are those of a model with a teacher. What is scored before the teacher
-        has predicted it, as a policy before its update, has those of one without."""
-        unpredicted = batch.teacher_ids_NK is None and not torch.is_grad_enabled()
-        return self._teacher is not None and not (isinstance(self._teacher, KeptTeacher) and unpredicted)
+        """Returns whether the columns of a batch are those of a model with a teacher. A policy that is scored before
+        its update has those of one without, for nobody reads how far it is from the teacher then."""
+        return self._teacher is not None and (torch.is_grad_enabled() or not isinstance(batch, RolloutBatch))
 
     def _likely(self, rows: ActionRows, top_k: int, size: int | None) -> tuple[Tensor, ...]:
         ids_BK, logprobs_BK = self.scorer.likely(rows.hidden_BH, top_k, size)

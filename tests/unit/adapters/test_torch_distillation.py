@@ -274,7 +274,9 @@ def test_a_teacher_that_is_told_more_is_compared_at_the_same_tokens(model: Any, 
         for parameter in other.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
         reverse = DistillationSettings(beta=1.0, temperature=0.7)
-        found = PackedLM(model, teacher=Teacher(other, reverse))(batch)[3]
+        taught = PackedLM(model, teacher=Teacher(other, reverse))
+        assert len(taught(batch)) == 2, "before its update nobody compares a policy with its teacher"
+    found = taught(batch)[3].detach()
     from transformers import LlamaForCausalLM
 
     plain_model = LlamaForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
