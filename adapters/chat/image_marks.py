@@ -39,7 +39,7 @@ def placed_images(messages: Sequence[Message], images: Sequence[Any]) -> list[Me
     if marks == 0 and images:
         first = next((place for place, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
-            raise DataError("The row has images, but no message of the user that they could stand in.")
+            raise DataError("The row has images, but no message of the user that they could stand in: add one.")
         message = messages[first]
         content = message["content"]
         texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
@@ -49,7 +49,10 @@ def placed_images(messages: Sequence[Message], images: Sequence[Any]) -> list[Me
             *messages[first + 1 :],
         ]
     if marks != len(images):
-        raise DataError(f"The row has {len(images)} images, but its messages have {marks} marks for images.")
+        raise DataError(
+            f"The row has {len(images)} images, but its messages have {marks} marks for images: write one mark for "
+            "each image, or none, and they stand before the user's first text."
+        )
     left = iter(images)
     return [
         {**message, "content": [_image(next(left)) if part is None else part for part in _parts(message)]}

@@ -218,7 +218,10 @@ def load_processor(name_or_path: str, tokenizer: Any, *, flag: str) -> Any:
             absent = {VIDEO_PART: None} if VIDEO_PART in kind.get_attributes() else {}  # which SmolVLM's has to be told
             processor = without_videos(kind).from_pretrained(name_or_path, **absent)
     if getattr(processor, "image_token", None) is None:
-        raise CheckpointError(f"{flag} is {name_or_path!r}, whose {type(processor).__name__} takes no images.")
+        raise CheckpointError(
+            f"{flag} is {name_or_path!r}, whose {type(processor).__name__} takes no images: name a model that sees "
+            "images, or leave --data.image_key out."
+        )
     processor.tokenizer = tokenizer
     return processor
 

@@ -136,7 +136,9 @@ class _EngineFacade:
         self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: Any = None
     ) -> RequestOutput:
         if multi_modal_data:
-            raise ConfigurationError("The agent passed multi_modal_data, which this run cannot show to its model.")
+            raise ConfigurationError(
+                "The agent passed multi_modal_data, which this run cannot show to its model: leave it out of the call."
+            )
         work = self._generate(prompt_token_ids, sampling_params)
         if asyncio.get_running_loop() is self._loop:
             return await work

@@ -57,7 +57,7 @@ def load_python_file(path: str, *, flag: str) -> ModuleType:
     except OSError:  # such as a name that is too long
         there = False
     if not there:
-        raise ConfigurationError(f"{flag} is {path!r}, but there is no such file.")
+        raise ConfigurationError(f"{flag} is {path!r}, but there is no such file: name one that is there.")
     # Files of one name in two folders are two modules: classes find their own module by its name.
     name = f"{USER_MODULE}{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:DIGITS]}"
     spec = importlib.util.spec_from_file_location(name, file)

@@ -109,7 +109,8 @@ class ImageAttention(AttentionPlan):
         """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout, or of the queries their number."""
         if form.cap is not None:
             raise ConfigurationError(
-                "A model that caps scores, and whose images' tokens see each other, is not computed."
+                "A model that caps scores, and whose images' tokens see each other, is not computed: choose "
+                "another model, or leave --data.image_key out."
             )
         attended = self._forest.attend(layer, query, key, value, form)
         if self._windowed and form.window is None:

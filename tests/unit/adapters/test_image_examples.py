@@ -95,7 +95,11 @@ def test_both_replies_of_a_pair_have_the_images_of_their_prompt(processor: Any) 
 @pytest.mark.parametrize(
     ("row", "said", "reason"),
     [
-        ({"messages": CHAT, "images": [RED]}, "1 images, but its messages have 2 marks", Reason.BROKEN),
+        (
+            {"messages": CHAT, "images": [RED]},
+            "1 images, but its messages have 2 marks for images: write one mark for each image",
+            Reason.BROKEN,
+        ),
         ({"messages": CHAT, "images": [RED, "none.png"]}, "none.png cannot be read", Reason.IMAGE),
         ({"messages": CHAT, "images": [RED, b"no picture"]}, "An image cannot be read", Reason.IMAGE),
         ({"messages": CHAT, "images": [RED, "http://nowhere/a.png"]}, "in a network", Reason.IMAGE),

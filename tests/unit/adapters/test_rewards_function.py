@@ -172,7 +172,7 @@ async def test_a_function_is_loaded_from_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "source", "message"),
     [
-        ("missing.py", None, "no such file"),
+        ("missing.py", None, "no such file: name one that is there"),
         (
             "other.py",
             "from math import log\ndef score(): ...",
