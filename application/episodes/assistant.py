@@ -17,9 +17,9 @@ from rollgrad.application.episodes.reply import ChatReply, OnPiece
 from rollgrad.application.episodes.runtime import AgentRuntime, PlayedTurn
 from rollgrad.application.episodes.session import AgentSession
 from rollgrad.application.episodes.stop_text import StopText
-from rollgrad.application.episodes.tool_environment import RESULT_CHARACTERS, ToolEnvironment
+from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.domain.episodes.generation import SamplingParams
-from rollgrad.domain.episodes.messages import Message, ParsedReply, ReplyForm, assistant_message
+from rollgrad.domain.episodes.messages import RESULT_CHARACTERS, Message, ParsedReply, ReplyForm, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.environment import Tool

@@ -17,7 +17,7 @@ from rollgrad.application.episodes.session import check_result
 from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.algorithms.equality import reaches
 from rollgrad.domain.episodes.generation import StopReason
-from rollgrad.domain.episodes.messages import Action, Message, ToolCall, ToolResult, tool_message
+from rollgrad.domain.episodes.messages import RESULT_CHARACTERS, Action, Message, ToolCall, ToolResult, tool_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import EngineError, ForeignError, ImageError, RollgradError
@@ -26,10 +26,6 @@ from rollgrad.domain.ports.reward_source import RewardSource
 
 WRONG = "That is not right. Try again."
 """Message to the model after a wrong answer, if it may give another."""
-
-RESULT_CHARACTERS = 2**17
-"""Default of the most characters of a tool's result that the model is shown, about 32,000 tokens. Tokenising what no
-episode has room for, such as a file of a gigabyte, would hold up all others."""
 
 log = structlog.get_logger(__name__)
 

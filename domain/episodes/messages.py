@@ -86,6 +86,10 @@ LONGEST_COMPARED = 1000
 IMAGE_MARK = "[image]"
 """Text in a tool's answer that stands for an image."""
 
+RESULT_CHARACTERS = 2**17
+"""Default of the most characters of a tool's result that the model is shown, about 32,000 tokens. Tokenising what no
+episode has room for, such as a file of a gigabyte, would hold up all others."""
+
 
 @frozen(kw_only=True)
 class ToolResult:

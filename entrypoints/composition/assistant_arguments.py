@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from attrs import define
 
 from rollgrad.adapters.engines.vllm.arguments import LORA, OWN, argument_problems
-from rollgrad.application.episodes.tool_environment import RESULT_CHARACTERS
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.messages import RESULT_CHARACTERS
 from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.domain.settings import FREE
 

@@ -4,6 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
+from rollgrad.domain.episodes.messages import RESULT_CHARACTERS
 from rollgrad.domain.settings import COUNT, Condition, Range, setting
 
 
@@ -48,7 +49,7 @@ class AgentConfig:
         only_if=WITH_PYTHON,
     )
     max_result_chars: int = setting(
-        131_072,
+        RESULT_CHARACTERS,
         "Characters that the model is shown of a tool's result: of a longer one the beginning and the end, with a line "
         "between them that says how many are left out. In English and code, four are about a token.",
         RESULT,

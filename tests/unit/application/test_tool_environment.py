@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rollgrad.application.episodes.session import AgentSession
-from rollgrad.application.episodes.tool_environment import RESULT_CHARACTERS, ToolEnvironment
+from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.domain.episodes.generation import Generation, StopReason
-from rollgrad.domain.episodes.messages import Action, ToolCall, ToolResult, assistant_message
+from rollgrad.domain.episodes.messages import RESULT_CHARACTERS, Action, ToolCall, ToolResult, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, EngineError, ForeignError, ImageError
 from rollgrad.domain.ports.environment import Environment, KeepsEpisodes, StepResult
