@@ -47,3 +47,9 @@ def test_words_are_in_order() -> None:
     words = [row.split("|")[1].strip() for row in rows if row.startswith("|")]
     assert len(words) >= 40
     assert words == sorted(words, key=lambda word: word.replace("-", " "))
+
+
+def test_modules_stay_short() -> None:
+    """CONTRIBUTING.md: modules stay under 400 lines."""
+    lengths = {path: path.read_text().count("\n") for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
+    assert {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > 400} == {}
