@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rollgrad.adapters.checkpoints.hub import find_model
 from rollgrad.adapters.checkpoints.weight_files import weights_problem
-from rollgrad.adapters.data.datasets.files import data_files, file_format, is_pattern
-from rollgrad.adapters.data.datasets.loading import check_address
+from rollgrad.adapters.data.datasets.files import check_address, data_files, file_format, is_pattern
 from rollgrad.application.settings.function_path import FunctionPath, is_module_name
 from rollgrad.application.settings.rules.inputs import REASONING_GYM
 from rollgrad.application.settings.run import RLConfig

@@ -35,6 +35,46 @@ UNREADABLE = (OSError, EOFError, lzma.LZMAError)
 _MARKS = re.compile(r"[*?[]")
 
 
+def check_address(name: str) -> None:
+    """Checks that a dataset is no address.
+
+    Raises:
+        DataError: it is one.
+    """
+    if "://" in name:
+        raise DataError(
+            f"The dataset {name} is an address, but datasets are files and folders of this machine, or names on the "
+            "Hugging Face hub: download it, and name the file."
+        )
+
+
+def check_name(name: str) -> None:
+    """Checks that the file system can tell whether a dataset is a file or a folder.
+
+    Raises:
+        DataError: it cannot: the name is too long, is an address, or is of a place that may not be looked into.
+    """
+    check_address(name)
+    try:
+        data_files(name)
+        Path(name).exists()
+    except OSError as error:
+        raise DataError(f"The dataset {name} cannot be read ({error.strerror or error}): check the path.") from error
+
+
+def split_configuration(name: str) -> tuple[str, str | None]:
+    """Returns a dataset's name and its configuration, if it has one.
+
+    >>> split_configuration("openai/gsm8k:main")
+    ('openai/gsm8k', 'main')
+    >>> split_configuration("openai/gsm8k:main@data")
+    ('openai/gsm8k@data', 'main')
+    """
+    place, at, data_dir = name.partition("@")
+    hub_name, colon, configuration = place.rpartition(":")
+    return (f"{hub_name}{at}{data_dir}", configuration) if colon else (name, None)
+
+
 def file_format(path: Path) -> str | None:
     """Returns the suffix that names a file's format, None if it is none that is read.
 

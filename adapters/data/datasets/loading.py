@@ -18,11 +18,13 @@ from rollgrad.adapters.checkpoints.hub import hub_answers
 from rollgrad.adapters.data.datasets.files import (
     FILE_FORMATS,
     JSON_LINES,
+    check_name,
     data_files,
     file_format,
     formats,
     is_pattern,
     note_files,
+    split_configuration,
     stem,
 )
 from rollgrad.adapters.data.datasets.several import aligned, check_probs, distinct_names, mixed, shares
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+SAVED = ("state.json", "dataset_dict.json")
+"""Files in folders that `save_to_disk` has written."""
 _MOST_FILES = 10_000
 """Files and folders below a folder of data at most: all of them are looked at."""
 _EMPTY = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
@@ -102,46 +106,6 @@ def origin(name: str) -> str:
     return Path(place).name if Path(place).is_dir() else place.partition("@")[0]
 
 
-def check_address(name: str) -> None:
-    """Checks that a dataset is no address.
-
-    Raises:
-        DataError: it is one.
-    """
-    if "://" in name:
-        raise DataError(
-            f"The dataset {name} is an address, but datasets are files and folders of this machine, or names on the "
-            "Hugging Face hub: download it, and name the file."
-        )
-
-
-def check_name(name: str) -> None:
-    """Checks that the file system can tell whether a dataset is a file or a folder.
-
-    Raises:
-        DataError: it cannot: the name is too long, is an address, or is of a place that may not be looked into.
-    """
-    check_address(name)
-    try:
-        data_files(name)
-        Path(name).exists()
-    except OSError as error:
-        raise DataError(f"The dataset {name} cannot be read ({error.strerror or error}): check the path.") from error
-
-
-def split_configuration(name: str) -> tuple[str, str | None]:
-    """Returns a dataset's name and its configuration, if it has one.
-
-    >>> split_configuration("openai/gsm8k:main")
-    ('openai/gsm8k', 'main')
-    >>> split_configuration("openai/gsm8k:main@data")
-    ('openai/gsm8k@data', 'main')
-    """
-    place, at, data_dir = name.partition("@")
-    hub_name, colon, configuration = place.rpartition(":")
-    return (f"{hub_name}{at}{data_dir}", configuration) if colon else (name, None)
-
-
 def _with_datasource(dataset: "datasets.Dataset", origin: str) -> "datasets.Dataset":
     if "datasource" in dataset.column_names:
         return dataset
@@ -155,6 +119,9 @@ def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
     if files is not None:
         return _read_files(files, name)
     if path.is_dir():
+        listed = _listed(path)
+        if listed is not None:
+            return _read_files(_choose_split(listed, name, split, split_flag), name)
         loaded = _read_folder(path, None)
     elif Path(split_configuration(name)[0]).is_dir():
         folder, configuration = split_configuration(name)
@@ -263,10 +230,27 @@ def _no_rows(name: str | Path) -> DataError:
     return _NoRowsError(f"The dataset {name} has no rows: at least one is needed.")
 
 
+def _listed(folder: Path) -> dict[str, list[Path]] | None:
+    """Returns the files of each split of a folder; None if it is a saved dataset, has a description, or files that only
+    `datasets` reads."""
+    import datasets
+
+    if any((folder / name).is_file() for name in (*SAVED, "README.md")):
+        return None
+    _check_size(folder)
+    try:
+        with _quietly():
+            found = datasets.load_dataset_builder(str(folder)).config.data_files
+    except Exception:  # it is told when the folder is read
+        return None
+    listed = {str(split): sorted(map(Path, files)) for split, files in found.items()}
+    return listed if all(file_format(path) for files in listed.values() for path in files) else None
+
+
 def _read_folder(path: Path, configuration: str | None) -> Any:
     import datasets
 
-    saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    saved = any((path / name).is_file() for name in SAVED)
     if saved and configuration is not None:
         raise DataError(
             f"The dataset {path}:{configuration} names a configuration, which a saved dataset has not: leave "

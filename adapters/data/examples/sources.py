@@ -18,14 +18,19 @@ import numpy
 from attrs import field, frozen
 
 from rollgrad.adapters.chat.row_error import RowError
-from rollgrad.adapters.data.datasets.files import COMPRESSED, UNREADABLE, are_json_lines, data_files, note_files, opened
-from rollgrad.adapters.data.datasets.loading import (
+from rollgrad.adapters.data.datasets.files import (
+    COMPRESSED,
+    UNREADABLE,
+    are_json_lines,
     check_name,
-    load_dataset,
-    origin,
+    data_files,
+    note_files,
+    opened,
     split_configuration,
 )
+from rollgrad.adapters.data.datasets.loading import load_dataset, origin
 from rollgrad.adapters.data.datasets.several import check_probs, interleaved, shares
+from rollgrad.adapters.data.examples.content import local_hash
 from rollgrad.adapters.data.examples.joined import LABELLED, JoinedPairs, is_labelled, joined
 from rollgrad.adapters.data.examples.kept_index import kept_index
 from rollgrad.adapters.data.examples.ranked import RankedPairs, pair_ends
@@ -300,7 +305,7 @@ def _open(name: str, split: str, settings: ReadingSettings, cache_dir: Path | No
         rows, fingerprint = lines, lines.fingerprint
     else:
         dataset = load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split")
-        rows, fingerprint = Table(dataset), _local_hash(name, split) or str(dataset._fingerprint)
+        rows, fingerprint = Table(dataset), local_hash(name, split) or str(dataset._fingerprint)
     if _makes_pairs(settings):
         rows = _as_pairs(rows, name, fingerprint, settings, cache_dir)
     return _source(name, rows, fingerprint, settings)
@@ -336,44 +341,6 @@ def _source(name: str, rows: Rows, fingerprint: str, settings: ReadingSettings) 
 def _given(rows: Rows) -> Rows:
     """Returns the rows that the dataset has, of which pairs may be made."""
     return rows.rows if isinstance(rows, RankedPairs | JoinedPairs) else rows
-
-
-def _local_hash(name: str, split: str) -> str | None:
-    """Hash of the content of files, or of all files of a folder; None for a name on the hub.
-
-    `datasets` tells files by their paths and dates, so that a copied or a touched one would be another.
-    """
-    path, configuration = Path(name), None
-    files = data_files(name)
-    if files is not None:
-        hashes = [_file_hash(file) for file in files]
-        return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()
-    if not path.is_dir():
-        place, configuration = split_configuration(name)
-        path = Path(place)
-    return _folder_hash(path, f"{split} {configuration}\n") if path.is_dir() else None
-
-
-def _folder_hash(folder: Path, chosen: str) -> str | None:
-    """Hash of `chosen` and all files below a folder that `datasets` may read; None where a file cannot be reached."""
-    content = hashlib.sha256(chosen.encode())
-    for place, folders, files in os.walk(folder):
-        folders[:] = sorted(each for each in folders if not each.startswith("."))
-        if any(Path(place, each).is_symlink() for each in folders):
-            return None  # os.walk does not go there
-        for file in (Path(place, each) for each in sorted(files)):
-            if file.name.startswith(".") or not file.is_file():
-                continue
-            try:
-                content.update(f"{file.relative_to(folder)} {_file_hash(file)}\n".encode(errors="replace"))
-            except OSError:
-                return None
-    return content.hexdigest()
-
-
-def _file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _columns(rows: Rows, source: str) -> dict[str, list[Any]]:

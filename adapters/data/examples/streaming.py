@@ -16,8 +16,8 @@ from attrs import frozen
 
 from rollgrad.adapters.chat.row_error import Reason, RowError
 from rollgrad.adapters.chat.training_text import shared_prompt
-from rollgrad.adapters.data.datasets.files import are_json_lines, data_files
-from rollgrad.adapters.data.datasets.loading import check_name, load_dataset, stream_hub
+from rollgrad.adapters.data.datasets.files import are_json_lines, check_name, data_files
+from rollgrad.adapters.data.datasets.loading import load_dataset, stream_hub
 from rollgrad.adapters.data.examples.prepared import as_preference, as_steps
 from rollgrad.adapters.data.examples.preparer import PreparedRow, Preparer
 from rollgrad.adapters.data.examples.report import DataReport

@@ -15,7 +15,8 @@ from structlog.testing import capture_logs
 
 from rollgrad.adapters.data.datasets import loading
 from rollgrad.adapters.data.datasets.columns import Columns, find_columns
-from rollgrad.adapters.data.datasets.loading import load_dataset, split_configuration
+from rollgrad.adapters.data.datasets.files import split_configuration
+from rollgrad.adapters.data.datasets.loading import load_dataset
 from rollgrad.domain.errors import DataError
 
 ROWS = [{"input": "3+4?", "answer": "7"}, {"input": "2+2?", "answer": "4"}, {"input": "1+1?", "answer": "2"}]
@@ -134,6 +135,20 @@ def test_a_saved_folder_and_its_arrow_file(tmp_path: Path) -> None:
     table(ROWS).save_to_disk(str(folder))
     assert load(folder)[1] == {**ROWS[1], "datasource": "saved"}
     assert load(next(folder.glob("*.arrow")))[1]["input"] == ROWS[1]["input"]
+
+
+def test_a_folder_of_files_is_read_as_the_files_are(tmp_path: Path) -> None:
+    """By their splits; files that lack a column, and words that pandas takes for no value, are read in it, too."""
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train-1.csv").write_text("input,answer\nNA,007\n")
+    (tmp_path / "rows" / "train-2.csv.gz").write_bytes(gzip.compress(b"input,more\nb,1\n"))
+    as_csv(tmp_path / "rows" / "test.csv")
+    rows = load(tmp_path / "rows")
+    assert (rows["input"][:], rows["answer"][:]) == (["NA", "b"], ["007", None])
+    assert set(rows["datasource"]) == {"rows"}
+    assert len(load(tmp_path / "rows", split="test")) == len(ROWS)
+    with pytest.raises(DataError, match=r"no split 'dev'.*train, test"):
+        load(tmp_path / "rows", split="dev")
 
 
 def test_a_datasource_column_is_kept(tmp_path: Path) -> None:
