@@ -85,12 +85,19 @@ LONGEST_LAUNCHER = 20
 
 def unknown_flag(word: str, known: Collection[str], command: str) -> str:
     """Returns one sentence about a word that is neither a flag of the command nor a value."""
+    from rollgrad.adapters.data.datasets.files import file_format  # logs, which help does not
+
     name, equals, value = word.lstrip("-+").partition("=")
     plain = name.replace("-", "_")
     if not word.startswith("-") and (not equals or advice(plain, known) is None):
         flag = next((flag for flag, suffixes in TAKING.items() if flag in known and word.endswith(suffixes)), None)
         if flag is not None and Path(word).exists():
             return f"{word!r} belongs to no flag: did you mean --{flag} {word}?"
+        if file_format(Path(word)) and Path(word).is_file():  # as a shell writes a pattern
+            return (
+                f"{word!r} belongs to no flag: datasets stand in one word, with commas between them, and a pattern of "
+                "files in quotes."
+            )
         if command == "eval" and Path(word).exists():
             return (
                 f"{word!r} belongs to no flag: models stand before all flags, as in rollgrad eval {word} --config ..."

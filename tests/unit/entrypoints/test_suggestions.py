@@ -278,6 +278,10 @@ def test_a_path_without_a_flag_is_told_its_flag(tmp_path: Path) -> None:
     assert unknown_flag(str(tmp_path), ["model", "prompt"], "chat").endswith(f"did you mean --model {tmp_path}?")
     assert "did you mean" not in unknown_flag("missing.yaml", ["config"], "train rl")
     assert "models stand before all flags" in unknown_flag(str(tmp_path), ["config"], "eval")
+    (tmp_path / "rows.jsonl.gz").touch()
+    for command in ("eval", "train rl"):
+        told = unknown_flag(f"{tmp_path}/rows.jsonl.gz", ["config"], command)
+        assert told.endswith("datasets stand in one word, with commas between them, and a pattern of files in quotes.")
 
 
 def test_a_key_with_dots_is_told_how_a_file_nests() -> None:
