@@ -51,7 +51,11 @@ class _TextLog:
     def _texts(self, group: RolloutGroup, trajectory: Trajectory) -> dict[str, str]:
         """Returns what a sample's line says of its texts."""
         response = self._decode(trajectory.token_ids_T[trajectory.prompt_length :].tolist())
-        texts = {"prompt": group.prompt.text, "response": response, "label": str(group.prompt.label)}
+        return self._without_secrets(
+            {"prompt": group.prompt.text, "response": response, "label": str(group.prompt.label)}
+        )
+
+    def _without_secrets(self, texts: Mapping[str, str]) -> dict[str, str]:
         return {name: without_secrets(text, self._secrets) for name, text in texts.items()}
 
 
@@ -85,7 +89,8 @@ class SampleWriter(_TextLog):
 class ReplyWriter(_TextLog):
     """Appends all replies of an evaluation to the JSONL file `path`, each prompt's when it is called with them, as
     `_TextLog` does: `model`, `group_id` (the prompt's number, from 0), `sample_id`, `datasource`, `prompt`, `response`
-    (a line for each branch of an episode), `label`, `score`, `stop_reason`; of a failed episode `failure`."""
+    (a line for each branch of an episode), `label`, `score`, `stop_reason`; of a failed episode `failure` in the place
+    of `response`, `score` and `stop_reason`."""
 
     def __init__(
         self, path: Path, decode: Callable[[Sequence[int]], str], model: str, secrets: Spans = lambda text: ()
@@ -99,10 +104,11 @@ class ReplyWriter(_TextLog):
 
     def _lines(self, group: RolloutGroup) -> Iterator[dict[str, Any]]:
         of_prompt = {"model": self._model, "group_id": group.group_id}
+        source = {"datasource": group.prompt.datasource}
         for own in group.trajectories:
-            of_sample = {**of_prompt, "sample_id": own.sample_id, "datasource": group.prompt.datasource}
             end = {"score": own.score, "stop_reason": own.stop_reason.value}
-            yield {**of_sample, **self._texts(group, own), **end}
+            yield {**of_prompt, "sample_id": own.sample_id, **source, **self._texts(group, own), **end}
+        asked = {"prompt": group.prompt.text, "label": str(group.prompt.label)}
         for failed in group.failures:
-            failure = without_secrets(failed.message, self._secrets)
-            yield {**of_prompt, "sample_id": failed.sample_id, "failure": failure}
+            texts = self._without_secrets({**asked, "failure": failed.message})
+            yield {**of_prompt, "sample_id": failed.sample_id, **source, **texts}

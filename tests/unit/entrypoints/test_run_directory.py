@@ -310,6 +310,7 @@ def test_replies_of_an_evaluation_have_failures_and_no_secrets_and_end_nothing(
     *replies, failure = map(json.loads, path.read_text().splitlines())
     assert {line["response"] for line in replies} == {"the key ***."}
     assert (failure["sample_id"], failure["failure"]) == (9, "by ***")
+    assert [failure[name] for name in ("datasource", "prompt", "label")] == [replies[0]["datasource"], "a", "b"]
     for label in (Unprintable(), "b"):
         write(group(Prompt(token_ids=(1,), text="a", label=label)))
     write.close()
