@@ -201,7 +201,7 @@ def _read_file(path: Path) -> "datasets.Dataset":
         if any(words in str(_root(error)) for words in _EMPTY):
             raise _no_rows(path) from error
         place = broken_line(path) if suffix in JSON_LINES else None
-        if isinstance(_root(error), UnicodeDecodeError) or "invalid UTF8" in str(error):
+        if isinstance(_root(error), UnicodeDecodeError):
             place = f"it is no UTF-8 ({_root(error)}): save it as UTF-8"
         raise DataError(
             f"The dataset file {path} cannot be read as {suffix[1:]}: {place or _one_line(_root(error))}"

@@ -42,26 +42,54 @@ def read_csv(path: Path) -> "datasets.Dataset":
     one, too); a column is of booleans or numbers where all its values are.
 
     Raises:
-        ArrowInvalid: a row has more or fewer fields than the first line, or is no UTF-8.
-        UnicodeDecodeError: the first line is no UTF-8.
+        DataError: a row has more or fewer fields than the first line, or quotes that do not end.
+        UnicodeDecodeError: it is no UTF-8.
     """
     import datasets
     import pyarrow
     from pyarrow import csv as arrow
 
     mark = separator(path)
-    with opened(path) as file:
-        names = next(csv.reader(TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=mark), [])
+    names = _checked_names(path, mark)
     with opened(path) as file:
         table = arrow.read_csv(
             file,
-            read_options=arrow.ReadOptions(block_size=LONGEST_ROW, use_threads=False),  # threads know no row's number
+            read_options=arrow.ReadOptions(block_size=LONGEST_ROW),
             parse_options=arrow.ParseOptions(delimiter=mark, newlines_in_values=True),
             convert_options=arrow.ConvertOptions(
                 column_types=dict.fromkeys(names, pyarrow.string()), null_values=[""], strings_can_be_null=True
             ),
         )
     return datasets.Dataset(pyarrow.table([_typed(column) for column in table.columns], table.column_names))
+
+
+def _checked_names(path: Path, mark: str) -> list[str]:
+    """Returns the names of the columns of a file of CSV, whose rows are looked through: Arrow takes what follows a
+    quote that does not end for one field, and tells no lines."""
+    before = csv.field_size_limit(LONGEST_ROW)
+    begun = 0
+    try:
+        with opened(path) as file:
+            rows = csv.reader(TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=mark, strict=True)
+            names = next(rows, [])
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"The dataset file {path} has several columns {twice[0]!r}: rename all but one.")
+            begun = rows.line_num
+            for row in rows:
+                if row and len(row) != len(names):
+                    raise DataError(
+                        f"Line {begun + 1} of the dataset file {path} has {len(row)} fields, but the first line "
+                        f"{len(names)}: a text with {mark!r} in it needs quotes around it."
+                    )
+                begun = rows.line_num
+    except csv.Error as error:
+        raise DataError(
+            f"The row that begins in line {begun + 1} of the dataset file {path} is no CSV ({error}): quotes stand "
+            "around a whole field, and are doubled within it."
+        ) from error
+    finally:
+        csv.field_size_limit(before)
+    return names
 
 
 def _typed(column: Any) -> Any:

@@ -207,8 +207,18 @@ def mixed_types_and_an_empty_line(tmp_path: Path) -> Path:
 
 
 def too_many_fields(tmp_path: Path) -> Path:
-    (tmp_path / "fields.csv").write_text("question,answer\nred, blue?,7\n")
+    (tmp_path / "fields.csv").write_text('question,answer\n"two\nlines",7\nred, blue?,7\n')
     return tmp_path / "fields.csv"
+
+
+def open_quote(tmp_path: Path) -> Path:
+    (tmp_path / "quote.csv").write_text('question,answer\na,1\nb,"2\nc,3\n')
+    return tmp_path / "quote.csv"
+
+
+def column_twice(tmp_path: Path) -> Path:
+    (tmp_path / "twice.csv").write_text("question,answer,answer\na,1,2\n")
+    return tmp_path / "twice.csv"
 
 
 def latin_header(tmp_path: Path) -> Path:
@@ -289,7 +299,9 @@ def beside_a_text(tmp_path: Path) -> Path:
         (latin, r"latin\.csv cannot be read as csv: it is no UTF-8 .*: save it as UTF-8"),
         (latin_rows, r"Line 2 of the dataset file .*rows\.json is no UTF-8 \(.*\): save it as UTF-8"),
         (latin_header, r"header\.csv cannot be read as csv: it is no UTF-8 .*: save it as UTF-8"),
-        (too_many_fields, r"fields\.csv cannot be read as csv: .*Row #2: Expected 2 columns, got 3: red, blue\?,7"),
+        (too_many_fields, r"Line 4 of .*fields\.csv has 3 fields, but the first line 2: a text with ',' in it needs"),
+        (open_quote, r"The row that begins in line 3 of .*quote\.csv is no CSV \(unexpected end of data\)"),
+        (column_twice, r"twice\.csv has several columns 'answer': rename all but one"),
         (text_as_parquet, r"text\.parquet cannot be read as parquet"),
         (empty_file, r"empty\.jsonl has no rows"),
         (header_only, r"header\.csv has no rows"),
