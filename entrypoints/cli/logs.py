@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from contextlib import suppress
+from typing import Any
 
 
 def configure_logging() -> None:
@@ -23,8 +25,21 @@ def configure_logging() -> None:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         # looked up anew: while a progress bar is shown, it stands for stderr, and prints lines above itself
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+        logger_factory=lambda *_: _Lines(),
     )
+
+
+class _Lines:
+    """Prints lines to stderr. One that cannot be written, where a pipe's reader is gone, a disk is full or users' code
+    has closed the stream, is lost: it would end the run, and what saves the training then logs, too."""
+
+    def __getattr__(self, level: str) -> Any:
+        return self._print
+
+    def _print(self, line: str) -> None:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"{line}\n")  # in one piece: other threads write, too
+            sys.stderr.flush()
 
 
 def log_by_default() -> None:

@@ -1,7 +1,10 @@
-"""The log of a program that uses rollgrad as a library."""
+"""The log of a command, and of a program that uses rollgrad as a library."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import rollgrad
@@ -33,3 +36,31 @@ def test_a_program_that_configures_no_log_has_it_on_stderr_without_values_of_var
     assert "Much else" not in run.stderr
     assert run.stderr.endswith('{"event": "As the program wants it."}\n')
     assert run.stdout == ""
+
+
+@pytest.mark.parametrize("kind", ["full disk", "no reader", "closed", "closed by a program"])
+def test_a_line_that_cannot_be_written_ends_nothing(kind: str) -> None:
+    """A run logs what goes wrong, and while it saves what it has."""
+    before = {"closed": "import os; os.close(2)", "closed by a program": "sys.stderr.close()"}.get(kind, "")
+    program = f"""
+import sys
+from rollgrad.entrypoints.cli.logs import configure_logging
+from rollgrad.entrypoints.redaction import redacted_output
+import structlog
+
+with redacted_output([]):
+    configure_logging()
+    {before}
+    for _ in range(2):
+        structlog.get_logger("test").warning("The reward was 0.")
+print("saved")
+sys.stdout.flush()
+import os; os._exit(0)  # the interpreter's own flush of what is closed is not our matter
+"""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open("/dev/full" if kind == "full disk" else os.devnull, "w") as file:
+        stderr = writes if kind == "no reader" else file.fileno()
+        run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=stderr, text=True)
+    os.close(writes)
+    assert run.stdout == "saved\n"
