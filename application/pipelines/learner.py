@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import structlog
+import torch
 from attrs import evolve
 
 from rollgrad.application.foreign import harmless
@@ -25,6 +27,8 @@ from rollgrad.domain.control.kl_weight import KLController
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueObjective
 from rollgrad.domain.ports.weight_channel import WeightChannel
+
+log = structlog.get_logger(__name__)
 
 
 class ObjectiveFactory(Protocol):
@@ -87,6 +91,7 @@ class RLLearner:
         self._trajectories = trajectories
         self._progress = progress or Progress()
         self._tells_teacher = tells_teacher
+        self._default_dtype = torch.get_default_dtype()
 
     async def step(
         self,
@@ -129,6 +134,7 @@ class RLLearner:
     def learn(self, groups: Sequence[RolloutGroup], done: int) -> dict[str, float]:
         """Takes the update after `done` ones, which `groups` feed; returns its metrics and theirs. An update
         that fails before its first optimizer step changes nothing."""
+        self._set_back()
         entropy, experience = self._entropy, self._experience.state_dict()
         try:
             return self._learn(groups, done)
@@ -136,6 +142,17 @@ class RLLearner:
             self._entropy = entropy
             self._experience.load_state_dict(experience)
             raise
+
+    def _set_back(self) -> None:
+        """Undoes what a reward or an environment may have done to all of the process, as by loading a model: rewards
+        and advantages would be computed in another number format."""
+        changed = torch.get_default_dtype()
+        if changed is not self._default_dtype:
+            torch.set_default_dtype(self._default_dtype)
+            log.warning(
+                "a reward, an environment or other code has called torch.set_default_dtype: it is set back",
+                changed_to=str(changed),
+            )
 
     def _learn(self, groups: Sequence[RolloutGroup], done: int) -> dict[str, float]:
         clock = self._clock

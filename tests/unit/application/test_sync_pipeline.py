@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from rollgrad.application.pipelines.schedule import RunOutcome
 from rollgrad.domain.control.kl_weight import KLController
@@ -119,6 +120,32 @@ def test_a_failed_update_ends_the_run(build: Callable[..., Run]) -> None:
     with pytest.raises(NonFiniteUpdateError):
         run.train()
     assert run.channel.versions == [0]
+
+
+@pytest.mark.parametrize("changed", [torch.bfloat16, torch.float64])
+def test_a_reward_that_changes_torch_s_number_format_changes_nothing_learned(
+    build: Callable[..., Run], changed: torch.dtype
+) -> None:
+    """As code does that loads a model of its own."""
+
+    def value(request: RewardRequest) -> float:
+        if called[0]:
+            torch.set_default_dtype(changed)
+        return len(request.response) / 7
+
+    before, learned = torch.get_default_dtype(), []
+    try:
+        for called in ([False], [True]):
+            run = build(steps=2)
+            run.rewards._value = value
+            with capture_logs() as logs:
+                run.train()
+            learned.append([{k: v for k, v in step.items() if not k.startswith("time/")} for step in run.steps])
+            told = [log for log in logs if "torch.set_default_dtype" in log["event"]]
+            assert [log["changed_to"] for log in told] == [str(changed)] * (2 if called[0] else 0)
+    finally:
+        torch.set_default_dtype(before)
+    assert learned[0] == learned[1]
 
 
 async def test_an_interruption_saves_the_last_finished_step(build: Callable[..., Run]) -> None:
