@@ -7,6 +7,7 @@ can be read.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollgrad.adapters.chat.call_marks import CallMarks
 from rollgrad.adapters.chat.special_text import SpecialTokens
 from rollgrad.domain.episodes.messages import ToolCall
 
@@ -24,14 +25,20 @@ class FieldStream:
         parser: transformers' parser.
         special: the tokens to remove.
         read_calls: makes tool calls from the regions that the parser found and the whole reply.
+        marks: what the parser is shown of the reply; None for all of it as it is.
     """
 
     def __init__(
-        self, parser: Any, special: SpecialTokens, read_calls: Callable[[Sequence[Any], str], tuple[ToolCall, ...]]
+        self,
+        parser: Any,
+        special: SpecialTokens,
+        read_calls: Callable[[Sequence[Any], str], tuple[ToolCall, ...]],
+        marks: CallMarks | None = None,
     ) -> None:
         self._parser = parser
         self._special = special
         self._read_calls = read_calls
+        self._marks = marks
         self._said: list[str] = []
         self._tails: dict[str, str] = {}
         self._spaces: dict[str, str] = {}
@@ -44,6 +51,8 @@ class FieldStream:
     def feed(self, text: str) -> Pieces:
         """Returns the pieces of `content` and `reasoning_content` that `text` completes."""
         self._said.append(text)
+        if self._marks is not None:
+            text = self._marks.feed(text)
         return [] if self.failed else self._guarded(lambda: self._parser.feed(text))
 
     def finish(self) -> Pieces:
@@ -52,9 +61,10 @@ class FieldStream:
 
         def finalize() -> Sequence[Any]:
             nonlocal calls
+            held = [] if self._marks is None else self._parser.feed(self._marks.finish())
             message, events = self._parser.finalize()
             calls = message.get("tool_calls") or ()
-            return list(events)
+            return [*held, *events]
 
         pieces = [] if self.failed else self._guarded(finalize)
         for name, tail in list(self._tails.items()):

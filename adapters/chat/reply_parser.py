@@ -8,9 +8,9 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
+from rollgrad.adapters.chat.call_marks import CallMarks
 from rollgrad.adapters.chat.field_stream import FieldStream
 from rollgrad.adapters.chat.reply_formats import HERMES, MARKS, reply_fields
 from rollgrad.adapters.chat.special_text import SpecialTokens
@@ -19,9 +19,6 @@ from rollgrad.domain.ports.chat_codec import ToolSchema
 
 START = "\x02reply\x03"
 """Placeholder at the beginning of the reply; no reply contains it."""
-
-CALL_OPENS = re.compile(r"<tool_call>\s*")
-CALL_MARK = re.compile(r"<(/?tool_call>)")
 
 MAX_DEPTH = 64
 """Deepest nesting of arguments: no tool needs more, and templates walk them recursively."""
@@ -47,8 +44,6 @@ class ReplyParser:
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema], form: ReplyForm | None = None) -> ParsedReply:
         """Implements `ChatCodec.parse`."""
         stream, fields = self._read([text], prompt, tools)
-        if any(call.arguments is None for call in stream.tool_calls) and (escaped := self._escaped(text)) != text:
-            stream, fields = self._read([escaped], prompt, tools)
         if stream.failed:  # an unreadable region hides text in the same piece: parse again in single characters
             stream, fields = self._read(text, prompt, tools)
         message = assistant_message(
@@ -59,26 +54,10 @@ class ReplyParser:
         error = "The tool call could not be read." if stream.failed else None
         return ParsedReply(message=message, tool_calls=stream.tool_calls, error=error)
 
-    def _escaped(self, text: str) -> str:
-        """Returns a reply in Hermes' format whose arguments have no mark of calls in their texts: there `\\u003c` is as
-        good as `<`, and the parser ends a call at the first mark."""
-        if self._template.get("fields") is not HERMES:
-            return text
-        decoder, place = json.JSONDecoder(strict=False), text.find("</think>") + 1
-        parts = [text[:place]]
-        while found := CALL_OPENS.search(text, place):
-            start = stop = found.end()
-            with suppress(ValueError, RecursionError):
-                value, end = decoder.raw_decode(text, start)
-                stop = end if isinstance(value, dict) and "name" in value else start
-            parts += [text[place:start], CALL_MARK.sub(r"\\u003c\1", text[start:stop])]
-            place = stop
-        return "".join([*parts, text[place:]])
-
     def _structured(self, text: str, prompt: str) -> Message:
         """Returns the message of a reply of which everything after its thinking is text."""
         thought = ""
-        if text.startswith("<think>") or prompt.rstrip().endswith("<think>"):
+        if text.startswith("<think>") or _begins_thinking(prompt):
             thought, _, text = text.removeprefix("<think>").partition("</think>")
         return assistant_message(self._special.remove(text).strip(), reasoning=thought.strip())
 
@@ -94,7 +73,8 @@ class ReplyParser:
             return tuple(_call(function, _call_id(reply, index), known) for index, function in enumerate(functions))
 
         parser = ResponseParser(self._template, prefix=self._prefix(prompt), tools=list(tools) or None)
-        return FieldStream(parser, self._special, read_calls)
+        marks = CallMarks(thinks=_begins_thinking(prompt)) if self._template.get("fields") is HERMES else None
+        return FieldStream(parser, self._special, read_calls, marks)
 
     def _read(
         self, pieces: Iterable[str], prompt: str, tools: Sequence[ToolSchema]
@@ -109,7 +89,7 @@ class ReplyParser:
     def _prefix(self, prompt: str) -> str:
         if not self._own:
             return prompt
-        return START + ("<think>\n" if prompt.rstrip().endswith("<think>") else "")
+        return START + ("<think>\n" if _begins_thinking(prompt) else "")
 
     def _cleaned(self, value: Any) -> Any:
         """Returns a call without special tokens, because a reply may end with one in the middle of a call."""
@@ -118,6 +98,11 @@ class ReplyParser:
         if isinstance(value, dict):
             return {key: self._cleaned(item) for key, item in value.items()}
         return value
+
+
+def _begins_thinking(prompt: str) -> bool:
+    """Returns whether a reply to the prompt begins within a thought."""
+    return prompt.rstrip().endswith("<think>")
 
 
 def _call_id(reply: str, index: int) -> str:

@@ -203,6 +203,10 @@ def test_arguments_may_have_the_marks_of_calls_in_them(said: str) -> None:
     assert [(call.name, call.arguments) for call in read.tool_calls] == [("f", {"s": code}), ("g", {"s": "<b>"})]
     assert (read.message["content"], read.error) == ("Now:" if said.startswith("N") else "", None)
     assert ("reasoning_content" in read.message) == said.startswith("<")
+    stream = parser(style.mark).stream("assistant\n", TOOLS)
+    told = [*(piece for letter in said + style.join.join(calls) + style.end for piece in stream.feed(letter))]
+    assert "".join(text for name, text in [*told, *stream.finish()] if name == "content") == read.message["content"]
+    assert stream.tool_calls == read.tool_calls
 
 
 @every({name: style for name, style in JSON.items() if name not in ("python_tag", "parameters")})
@@ -317,6 +321,9 @@ FRAGMENTS = st.lists(
     st.one_of(
         st.sampled_from([*PIECES, *SPECIAL, "<|im_<|im_end|>end|>", "end|>", "</tool_call>", "<function=f>", "</s>"]),
         st.sampled_from([style.call("f", '{"a": 1}') for style in STYLES.values()]),
+        st.sampled_from(
+            [STYLES["hermes"].call("f", '{"a": "</tool_call> <tool_call>"}'), '<tool_call> {"name": "</tool_call>']
+        ),
         st.sampled_from([style.think("hm") for style in STYLES.values() if style.think]),
         st.text(max_size=6),
     ),
