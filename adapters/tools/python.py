@@ -126,7 +126,11 @@ class PythonTool(Tool, KeepsEpisodes):
         _log.warning("python_tool_without_namespaces", flag=f"{flag} none")
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs `code`. An exception, a passed deadline, too much memory or output are results with `is_error`."""
+        """Runs `code`. An exception, a passed deadline, too much memory or output are results with `is_error`.
+
+        Raises:
+            EngineError: the sandbox fails, or there is no room for the files that it keeps.
+        """
         code = read_text(self.name, "code", arguments)
         if isinstance(code, ToolResult):
             return code
@@ -140,7 +144,7 @@ class PythonTool(Tool, KeepsEpisodes):
 
     async def _run(self, code: str, files: bytes, *, keep: bool) -> code_run.Outcome:
         async with self._slots.here():
-            return await code_run.run(
+            outcome = await code_run.run(
                 code,
                 seconds=self._seconds,
                 memory_mb=self._memory_mb,
@@ -149,6 +153,11 @@ class PythonTool(Tool, KeepsEpisodes):
                 files=files,
                 keep=keep,
             )
+        if outcome.stopped == "failed" and self._namespaces:
+            # Code that is shut in has no part in it, and from a result the model would learn not to call the tool. Code
+            # that is not shut in may have killed its guard.
+            raise EngineError("The sandbox of the python tool failed: the log says why (sandbox_failed).")
+        return outcome
 
     def _result(self, outcome: code_run.Outcome, *, kept: bool) -> ToolResult:
         output = outcome.output.rstrip("\n")

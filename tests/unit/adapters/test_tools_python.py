@@ -20,7 +20,7 @@ from rollgrad.adapters.sandbox import code_run
 from rollgrad.adapters.tools.python import PythonTool
 from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.domain.episodes.messages import ToolResult
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, EngineError
 
 CONTAINED = code_run.namespaces_problem() is None
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -380,16 +380,14 @@ async def test_a_killed_guard_is_an_error_and_takes_its_namespaces_with_it() -> 
     mark = MARK + uuid.uuid4().hex
     code = f"import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 600; true', {mark!r}])"
 
-    async def scenario() -> ToolResult:
-        calling = asyncio.create_task(PythonTool(seconds=60.0).call({"code": code}))
-        async with asyncio.timeout(300.0):
-            while not with_argument(mark):
-                await asyncio.sleep(0.01)
-            (guard,) = (pid for pid in sandboxes() if _parent(pid) == os.getpid())
-            os.kill(guard, signal.SIGKILL)
-            return await calling
-
-    assert await scenario() == ToolResult(content="The tool 'python' failed.", is_error=True)
+    calling = asyncio.create_task(PythonTool(seconds=60.0).call({"code": code}))
+    async with asyncio.timeout(300.0):
+        while not with_argument(mark):
+            await asyncio.sleep(0.01)
+        (guard,) = (pid for pid in sandboxes() if _parent(pid) == os.getpid())
+        os.kill(guard, signal.SIGKILL)
+        with pytest.raises(EngineError, match="sandbox of the python tool failed"):
+            await calling
     assert with_argument(mark) == []
 
 
@@ -419,12 +417,16 @@ def _parent(pid: int) -> int:
         return 0
 
 
-def test_a_sandbox_that_breaks_is_logged_and_the_model_sees_no_details(
-    run: Callable[..., ToolResult], monkeypatch: pytest.MonkeyPatch
+def test_a_sandbox_that_breaks_is_logged_and_no_mistake_of_code_that_is_shut_in(
+    run: Callable[..., ToolResult], namespaces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_run, "command", lambda script: [sys.executable, "-c", "raise OSError('hunter2')"])
     with capture_logs() as logs:
-        assert run("1") == ToolResult(content="The tool 'python' failed.", is_error=True)
+        if namespaces:
+            with pytest.raises(EngineError, match="sandbox_failed"):
+                run("1")
+        else:
+            assert run("1") == ToolResult(content="The tool 'python' failed.", is_error=True)
     (log,) = [log for log in logs if log["event"] == "sandbox_failed"]
     assert "hunter2" in log["details"]
 
