@@ -44,9 +44,10 @@ open for longer has left the program's process group."""
 class CommandAgent(AgentProgram):
     """Runs `command` (split as by a shell, but run without one) in a process group of its own for each episode.
 
-    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ROLLGRAD_MODEL tell it the server; its
-    standard input is one line of JSON with `prompt` (text) and `messages`, never the label. The last line that it
-    prints is its answer; if it prints nothing, the last reply is.
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ROLLGRAD_MODEL tell it the server, and
+    ROLLGRAD_UNLEARNED_KEY the key of replies that nothing is learned from; its standard input is one line of JSON with
+    `prompt` (text) and `messages`, never the label. The last line that it prints is its answer; if it prints nothing,
+    the last reply is.
 
     Args:
         command: the program and its arguments.
@@ -169,4 +170,5 @@ def _environment(task: AgentTask) -> Mapping[str, str]:
         "ANTHROPIC_BASE_URL": task.root_url,
         "ANTHROPIC_API_KEY": task.api_key,
         "ROLLGRAD_MODEL": task.model,
+        "ROLLGRAD_UNLEARNED_KEY": task.unlearned_key,
     }

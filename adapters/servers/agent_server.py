@@ -75,10 +75,11 @@ def max_body_bytes(max_tokens: int | None) -> int:
 
 @frozen(kw_only=True, eq=False)
 class _Asked:
-    """A decoded request, where it came from, and its ASGI scope."""
+    """A decoded request, where it came from, whether its session learns from the reply, and its ASGI scope."""
 
     call: Call
     session: RecordedSession | None
+    unlearned: bool
     origin: Origin
     scope: Scope
 
@@ -197,7 +198,10 @@ class AgentServer:
         if session is not None and call.model not in ("", self._model):
             self._unread.note_model(call.model)
         call = evolve(call, model=call.model or self._model)
-        return _Asked(call=call, session=session, origin=_origin(request, body), scope=request.scope)
+        unlearned = session is not None and session.unlearned.key in given_keys(request.headers)
+        return _Asked(
+            call=call, session=session, unlearned=unlearned, origin=_origin(request, body), scope=request.scope
+        )
 
     def _continued(self, session: RecordedSession | None, wire: Wire, body: Mapping[str, Any]) -> Call:
         """Returns the decoded body. In a session it may continue a response by its id (`previous_response_id`)."""
@@ -302,6 +306,8 @@ class AgentServer:
 
     async def _sample(self, asked: _Asked, choice: int, on_piece: OnPiece | None) -> ChatReply:
         request = evolve(asked.call.request, choice=choice)
+        if asked.session is not None and asked.unlearned:
+            return await asked.session.unlearned.reply(request, on_piece)
         if asked.session is not None:
             origin = evolve(asked.origin, key=f"{asked.origin.key}/{choice}")
             return await asked.session.reply(request, origin=origin, on_piece=on_piece)

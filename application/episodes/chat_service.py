@@ -23,11 +23,11 @@ from rollgrad.application.episodes.chat_request import ChatRequest, Origin, Refu
 from rollgrad.application.episodes.ledger import Prepared, TokenLedger
 from rollgrad.application.episodes.reply import ChatReply, OnPiece, sample_reply, sample_text
 from rollgrad.application.episodes.stop_text import StopText
+from rollgrad.application.episodes.unlearned import UnlearnedReplies
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 from rollgrad.domain.errors import ConfigurationError, ForeignError
 from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
@@ -108,9 +108,15 @@ class ChatService:
         self._sessions.pop(session.key, None)
 
     async def reply(
-        self, request: ChatRequest, defaults: SamplingParams, *, on_piece: OnPiece | None = None
+        self,
+        request: ChatRequest,
+        defaults: SamplingParams,
+        *,
+        on_piece: OnPiece | None = None,
+        max_tokens: int | None = None,
     ) -> ChatReply:
-        """Answers outside of any session, with the client's settings over `defaults`.
+        """Answers and records nothing, with the client's settings over `defaults`. `max_tokens`: of the conversation,
+        if not the service's own.
 
         Raises:
             RefusedError: the conversation leaves no room for a reply, or too many requests are in flight.
@@ -118,9 +124,10 @@ class ChatService:
         with self.place():
             prepared = await self._prepared(request)
             params = request.params(defaults)
-            room = prepared.room(params.max_new_tokens, self.max_tokens)
+            longest = max_tokens or self.max_tokens
+            room = prepared.room(params.max_new_tokens, longest)
             if room < 1:
-                sentence = _no_room(prepared, f"the {self.max_tokens} that the model takes: shorten it")
+                sentence = _no_room(prepared, f"the {longest} that the model takes: shorten it")
                 raise RefusedError(sentence, "context_length")
             params = evolve(params, max_new_tokens=room)
             return await self.sample(prepared, params, request, on_piece=on_piece)
@@ -222,6 +229,8 @@ class RecordedSession:
         self, service: ChatService, ledger: TokenLedger, prompt: Prompt, params: SamplingParams, limits: SessionLimits
     ) -> None:
         self.key = secrets.token_urlsafe(32)
+        self.unlearned = UnlearnedReplies(service.reply, params, limits.max_turns, limits.max_tokens)
+        """Replies of the policy in the episode that nothing is learned from."""
         self.prompt = prompt
         self.ledger = ledger
         self.stopped: StopReason | None = None
@@ -282,6 +291,7 @@ class RecordedSession:
         A reply that reached no caller, and that no turn continues, is left out of the record.
         """
         self._sealed = True
+        self.unlearned.close()
         self._service.forget(self)
         running = list(self._running)
         for task in running:
@@ -332,7 +342,7 @@ class RecordedSession:
             raise
         if sum(self.refused.values()) == refused:
             self.stopped = None  # the agent has shortened its conversation, and goes on
-        return _as_asked(reply, request.changes.get("top_logprobs", 0))
+        return reply.narrowed(request.changes.get("top_logprobs", 0))
 
     def _check_length(self, request: ChatRequest) -> None:
         if self._limits.max_tokens is None:
@@ -383,12 +393,6 @@ class RecordedSession:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # marks the error as seen, because no caller may be left
-
-
-def _as_asked(reply: ChatReply, count: int) -> ChatReply:
-    """Returns a reply with as many likely tokens at each place as its client asked for: the trainer may want more."""
-    told = TopLogprobs.of(reply.generation.top_logprobs).narrowed(count) if count else ()
-    return evolve(reply, generation=evolve(reply.generation, top_logprobs=told))
 
 
 def _no_room(prepared: Prepared, limit: str) -> str:

@@ -69,6 +69,7 @@ class ServedAgentExecutor(AgentExecutor):
             root_url=f"{url}/s/{session.key}",
             api_key=session.key,
             model=self._model,
+            unlearned_key=session.unlearned.key,
         )
         stop_reason, result = StopReason.ENVIRONMENT, AgentResult(reward=0.0)
         try:
@@ -107,6 +108,7 @@ class ServedAgentExecutor(AgentExecutor):
             metrics={
                 "turns": float(ledger.turns),
                 "branches": float(ledger.branches),
+                **({"unlearned_turns": float(session.unlearned.count)} if session.unlearned.count else {}),
                 **result.metrics,
                 **reward.metrics,
             },

@@ -8,6 +8,7 @@ from attrs import evolve, frozen
 from rollgrad.application.episodes.ledger import Prepared
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.messages import ParsedReply, ReplyForm, assistant_message
+from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.chat_codec import ChatCodec, ReplyStream
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
@@ -44,6 +45,11 @@ class ChatReply:
     def sampled(self) -> int:
         """Number of tokens that the engine sampled."""
         return self.earlier[1] + len(self.generation.token_ids)
+
+    def narrowed(self, count: int) -> "ChatReply":
+        """Returns it with as many likely tokens at each place as its client asked for: the trainer may want more."""
+        told = TopLogprobs.of(self.generation.top_logprobs).narrowed(count) if count else ()
+        return evolve(self, generation=evolve(self.generation, top_logprobs=told))
 
 
 async def sample_tokens(

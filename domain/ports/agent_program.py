@@ -15,13 +15,15 @@ class AgentTask:
     Images in the messages of `prompt` are parts `{"type": "image_url", "image_url": {"url": ...}}` with data URIs, as
     OpenAI's clients send them.
     `root_url` is the session's address (what Anthropic's clients take), `base_url` the same with `/v1` (what OpenAI's
-    take); `api_key` goes with both. `model` is the name to ask for.
+    take); `api_key` goes with both. `model` is the name to ask for. With `unlearned_key` in the place of `api_key` the
+    same policy answers, and nothing is learned from it: as opponent in a game, simulated user or judge.
     """
 
     prompt: Prompt
     root_url: str
     api_key: str
     model: str
+    unlearned_key: str = ""
 
     @property
     def base_url(self) -> str:

@@ -384,6 +384,37 @@ def test_a_session_is_found_by_url_and_by_api_key(play: Play) -> None:
     play(scenario, ["seven", "yes", "really"])
 
 
+def test_the_policy_plays_a_part_of_which_nothing_is_learned(play: Play) -> None:
+    """A game of two sides: the other one has the same address and another key, and sampling settings of its own."""
+
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        import openai
+
+        learns = client(served, api_key=served.session.key).chat.completions
+        other = client(served, api_key=served.session.unlearned.key).chat.completions
+        messages: Any = list(GO)
+        for _ in range(2):
+            mine = await learns.create(model=MODEL, messages=messages, temperature=0.25)
+            heard = [{"role": "user", "content": mine.choices[0].message.content}]
+            theirs = await other.create(model=MODEL, messages=heard, temperature=0.25, max_tokens=40)
+            said = theirs.choices[0].message.content
+            messages += [mine.choices[0].message.to_dict(), {"role": "user", "content": said}]
+        assert served.session.ledger.turns == 2
+        assert served.session.unlearned.count == 2
+        served.session.unlearned.count = 1000  # what `serving` allows
+        with pytest.raises(openai.APIStatusError, match="has had its"):
+            await other.create(model=MODEL, messages=GO)
+        assert served.session.stopped is None
+        claudes = claude(served, api_key=served.session.unlearned.key)
+        await served.session.seal()
+        with pytest.raises(Exception, match="no such session"):
+            await claudes.messages.create(model=MODEL, max_tokens=50, messages=GO)
+
+    engine = play(scenario, ["mine", "theirs", "mine again", "theirs again"], recorded=False)
+    assert [request.params.temperature for request in engine.requests] == [1.0, 0.25, 1.0, 0.25]
+    assert len({request.params.seed for request in engine.requests}) == 4
+
+
 def test_without_sessions_nothing_is_recorded(play: Play) -> None:
     async def scenario(served: Served, engine: ScriptedEngine) -> None:
         chat = client(served, base_url=f"{served.url}/v1").chat.completions

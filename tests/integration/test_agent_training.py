@@ -64,7 +64,9 @@ async def run_agent(task):
         helpers = [{"role": "system", "content": f"You are sub-agent {number}."} for number in range(2)]
         advice = await asyncio.gather(*(ask(helper, question) for helper in helpers))
         await ask(*task.prompt.messages, {"role": "system", "content": "".join(advice)})
-        return float(len(advice[0]))
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.unlearned_key) as client:
+        await ask({"role": "user", "content": "You are an opponent."})
+    return float(len(advice[0]))
 """
 PROGRAM = """
 import json, os, sys
@@ -283,6 +285,7 @@ def test_branches_are_one_sample_with_one_reward(tiny_model_dir: Path, tmp_path:
     for row in rows(tmp_path):
         assert row["reward/turns"] == 3
         assert row["reward/branches"] == 3
+        assert row["reward/unlearned_turns"] == 1
         assert row["reward/score_mean"] <= 8 * 4, "characters of at most eight tokens"
 
 

@@ -23,6 +23,7 @@ from rollgrad.domain.ports.agent_program import AgentResult, AgentTask
 
 WAIT_SECONDS = 300.0
 TASK = AgentTask(
+    unlearned_key="other",
     prompt=Prompt(
         token_ids=(1,),
         text="rendered",
@@ -162,7 +163,7 @@ async def test_a_program_is_given_the_question_and_the_address_and_no_secret(
     assert environment["OPENAI_BASE_URL"] == "http://127.0.0.1:1/s/key/v1"
     assert environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/s/key"
     assert environment["OPENAI_API_KEY"] == environment["ANTHROPIC_API_KEY"] == "key"
-    assert environment["ROLLGRAD_MODEL"] == "policy"
+    assert (environment["ROLLGRAD_MODEL"], environment["ROLLGRAD_UNLEARNED_KEY"]) == ("policy", "other")
     assert json.loads(given) == {"prompt": "g\u00f6\nthere", "messages": list(TASK.prompt.messages)}
     assert given.endswith("\n")
     assert given.count("\n") == 1
