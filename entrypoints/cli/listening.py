@@ -3,24 +3,32 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from attrs import define
 
 if TYPE_CHECKING:
     from rollgrad.adapters.servers.server import App
 
 
-class Listening(Protocol):
-    """Flags that all commands have which serve."""
+@define(kw_only=True, slots=False)
+class ListeningArguments:
+    """Flags of commands that serve."""
 
-    host: str
-    port: int
-    token_file: Path | None
-    ssl_certfile: Path | None
-    ssl_keyfile: Path | None
+    host: str = "127.0.0.1"
+    """Interface to listen on. One that other machines reach needs a token."""
+    port: int = 8000
+    """Port to listen on; 0 picks a free one."""
+    token_file: Path | None = None
+    """File with the token that clients must send (default: the variable ROLLGRAD_TOKEN, else none)."""
+    ssl_certfile: Path | None = None
+    """Certificate (PEM) to serve HTTPS with; needs --ssl_keyfile."""
+    ssl_keyfile: Path | None = None
+    """Private key (PEM, without a password) of --ssl_certfile."""
 
 
 def serve(
-    load: "Callable[[], AbstractContextManager[tuple[App, int]]]", arguments: Listening, name: str, **how: Any
+    load: "Callable[[], AbstractContextManager[tuple[App, int]]]", arguments: ListeningArguments, name: str, **how: Any
 ) -> None:
     """Serves an app where the flags say, until SIGTERM; `load`, `name` and `how` are as for `run_server`.
 

@@ -9,7 +9,7 @@ from attrs import define
 
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.cli.listening import serve
+from rollgrad.entrypoints.cli.listening import ListeningArguments, serve
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @define(kw_only=True)
-class ServeAgentArguments(AssistantArguments):
+class ServeAgentArguments(ListeningArguments, AssistantArguments):
     """Serves a model with its tools: POST /v1/chat/completions, /v1/responses, /v1/completions (OpenAI), /v1/messages
     (Anthropic); GET /health and /ready (without a token), /metrics (Prometheus).
 
@@ -25,16 +25,6 @@ class ServeAgentArguments(AssistantArguments):
     its own tools. The server's address is the one line on stdout. Clients send the token as their API key.
     """
 
-    host: str = "127.0.0.1"
-    """Interface to listen on. One that other machines reach needs a token."""
-    port: int = 8000
-    """Port to listen on; 0 picks a free one."""
-    token_file: Path | None = None
-    """File with the token that clients must send (default: the variable ROLLGRAD_TOKEN, else none)."""
-    ssl_certfile: Path | None = None
-    """Certificate (PEM) to serve HTTPS with; needs --ssl_keyfile."""
-    ssl_keyfile: Path | None = None
-    """Private key (PEM, without a password) of --ssl_certfile."""
     client_requests: int | None = None
     """Requests of one client (an address) answered at the same time, more are refused; default: no limit."""
     drain_seconds: int = 30

@@ -9,14 +9,15 @@ from attrs import define
 
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.cli.listening import serve
+from rollgrad.domain.settings import own_first
+from rollgrad.entrypoints.cli.listening import ListeningArguments, serve
 
 if TYPE_CHECKING:
     from rollgrad.adapters.servers.server import App
 
 
-@define(kw_only=True)
-class ServeRewardArguments:
+@define(kw_only=True, field_transformer=own_first)
+class ServeRewardArguments(ListeningArguments):
     """Serves a reward model: POST /get_reward {query, prompts, labels} answers {rewards, scores, extra_logs}.
 
     The server's address is the one line on stdout. Clients send the token as a bearer token; a training run takes
@@ -25,16 +26,8 @@ class ServeRewardArguments:
 
     model: str = ""
     """Directory or hub name of a sequence classifier with one label; required."""
-    host: str = "127.0.0.1"
-    """Interface to listen on. One that other machines reach needs a token."""
     port: int = 5000
     """Port to listen on; 0 picks a free one."""
-    token_file: Path | None = None
-    """File with the token that clients must send (default: the variable ROLLGRAD_TOKEN, else none)."""
-    ssl_certfile: Path | None = None
-    """Certificate (PEM) to serve HTTPS with; needs --ssl_keyfile."""
-    ssl_keyfile: Path | None = None
-    """Private key (PEM, without a password) of --ssl_certfile."""
     max_length: int | None = None
     """Tokens of a text at most; longer ones lose their beginning (default: as many as the model has positions)."""
     batch_tokens: int = 16384

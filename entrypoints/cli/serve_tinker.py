@@ -11,7 +11,8 @@ from attrs import define
 
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
-from rollgrad.entrypoints.cli.listening import serve
+from rollgrad.domain.settings import own_first
+from rollgrad.entrypoints.cli.listening import ListeningArguments, serve
 
 if TYPE_CHECKING:
     from rollgrad.adapters.servers.server import App
@@ -20,8 +21,8 @@ MAX_BODY_BYTES = 64 * 2**20
 """Largest request: clients divide their data into requests of 5 MB, but a single sequence may be longer."""
 
 
-@define(kw_only=True)
-class ServeTinkerArguments:
+@define(kw_only=True, field_transformer=own_first)
+class ServeTinkerArguments(ListeningArguments):
     """Serves the Tinker API on one base model: LoRA training by forward_backward and optim_step, sampling, checkpoints.
 
     The server's address is the one line on stdout. Programs find it by TINKER_BASE_URL, and send TINKER_API_KEY, which
@@ -32,16 +33,6 @@ class ServeTinkerArguments:
     """Directory or hub name of the base model, by which programs ask for it; required."""
     output_dir: Path = Path("runs/tinker")
     """Directory of the checkpoints that programs save."""
-    host: str = "127.0.0.1"
-    """Interface to listen on. One that other machines reach needs a token."""
-    port: int = 8000
-    """Port to listen on; 0 picks a free one."""
-    token_file: Path | None = None
-    """File with the token that clients must send (default: the variable ROLLGRAD_TOKEN, else none)."""
-    ssl_certfile: Path | None = None
-    """Certificate (PEM) to serve HTTPS with; needs --ssl_keyfile."""
-    ssl_keyfile: Path | None = None
-    """Private key (PEM, without a password) of --ssl_certfile."""
     batch_tokens: int = 16384
     """Tokens of a forward pass in training."""
     dtype: DType = DType.AUTO
