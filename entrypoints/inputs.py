@@ -57,7 +57,7 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
     sampler = None if container.engine.overridden else engine_kind(container.config())
     read = [attempt(container.providers[name]) for name in prompts]
     if tuple(prompts) == TRAINING:
-        note_repeated_prompts(container.config(), *read)
+        note_repeated_prompts(container.config(), container.environment(), *read)
     if not container.executor.overridden:  # else the caller's own plays and judges as it likes
         config = container.config()
         kind = executor_kind(config, container.environment())

@@ -167,7 +167,7 @@ class _TrainingTrial(Trial):
         self._attempt(container.suits, *(f"{section}.model_name_or_path" for section in ("actor", "ref", "critic")))
         prompts = self._attempt(container.prompts, "actor.model_name_or_path", "data.prompt_dataset")
         held_out = self._attempt(container.eval_prompts, "actor.model_name_or_path", "eval.dataset")
-        note_repeated_prompts(config, prompts, held_out)
+        note_repeated_prompts(config, container.environment(), prompts, held_out)
         self._plan(prompts.survey if isinstance(prompts, Surveyed) else None, held_out or ())
         if prompts is not None:
             self._say(counts(config, len(prompts)))

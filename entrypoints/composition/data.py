@@ -112,12 +112,14 @@ def make_eval_rows(rows: Rows, config: RLConfig, codec: TemplateCodec, environme
     return _within_positions(config, environment, source, "eval").prompts()
 
 
-def note_repeated_prompts(config: RLConfig, learned: Any, held_out: Any) -> None:
+def note_repeated_prompts(config: RLConfig, environment: Any, learned: Any, held_out: Any) -> None:
     """Warns of held-out prompts that are trained on, too, unless votes judge them, which need no labels; prompts that
-    are generated, or of a caller's own source, are not compared."""
+    are generated, or of a caller's own source, are not compared. Where an environment or an agent plays, rows of one
+    text are other games if another column (a seed) differs."""
     if config.reward.majority_vote or not isinstance(learned, DatasetPromptSource) or not isinstance(held_out, list):
         return
-    repeated = sum(map(learned.survey.has, held_out))
+    whole = executor_kind(config, environment) in ("environment", "agent_file", "command")
+    repeated = sum(learned.survey.has(prompt, whole=whole) for prompt in held_out)
     if repeated:
         log.warning(
             f"{repeated} of {len(held_out)} held-out prompts of eval.dataset are in data.prompt_dataset, too, and tell "

@@ -47,7 +47,8 @@ class Survey:
     """Result of a survey. `setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: tokens of the
     longest prompt that is kept; `fingerprint`: sha256 of all rows in their order, which does not depend on the name;
     `told`: tokens that a teacher reads in the place of each row's prompt, empty if it reads the prompt; `texts`:
-    hashes, of this process, of the prompts that are texts alone; `datasources`: names of the datasets of all rows."""
+    hashes, of this process, of the prompts that are texts alone; `tasks`: of their whole rows; `datasources`: names of
+    the datasets of all rows."""
 
     setting: str
     lengths: tuple[int, ...]
@@ -55,11 +56,14 @@ class Survey:
     fingerprint: str
     told: tuple[int, ...] = ()
     texts: frozenset[int] = field(default=frozenset(), eq=False, repr=False)
+    tasks: frozenset[int] = field(default=frozenset(), eq=False, repr=False)
     datasources: frozenset[str] = frozenset()
 
-    def has(self, prompt: Prompt) -> bool:
-        """Returns whether a row has the text of a prompt; unknown, and so false, of one with images."""
-        return not prompt.images and hash(prompt.text) in self.texts
+    def has(self, prompt: Prompt, *, whole: bool = False) -> bool:
+        """Returns whether a row has the text of a prompt, or if `whole` all columns of its row; unknown, and so false,
+        of one with images."""
+        found = hash(_task(prompt.metadata)) in self.tasks if whole else hash(prompt.text) in self.texts
+        return not prompt.images and found
 
     def keeps(self, index: int) -> bool:
         """Returns whether row `index` is kept."""
@@ -105,6 +109,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     told: list[int] = []
     broken: list[str] = []
     texts: set[int] = set()
+    tasks: set[int] = set()
     datasources: set[str] = set()
     content = hashlib.sha256()
     for start in _batches(size, setting):
@@ -117,13 +122,15 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
             try:
                 with foreign_code(DataError):  # a dataset decodes its pictures when a row is read
                     row = rows[index]
-                content.update(_stable_text({key: value for key, value in row.items() if key != "datasource"}).encode())
+                task = _task(row)
+                content.update(task.encode())
                 datasources.add(datasource := datasource_of(row))
                 draft = builder.draft(row, datasource)
                 if draft.has_images:  # at once: their files are large, and the processor may refuse them
                     (measured[index],) = builder.lengths([draft])
                 else:
                     drafts[index] = draft
+                    tasks.add(hash(task))
                     texts.add(hash(draft.written if isinstance(draft.written, str) else draft.written.text))
             except DataError as error:
                 broken.append(f"Row {index + 1} of {setting} cannot be used: {error}")
@@ -133,10 +140,23 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
         others = f" ({len(broken)} of {size} rows cannot be used.)" if len(broken) > 1 else ""
         raise DataError(broken[0] + others)
     lengths = tuple(measured[index] for index in range(size))
-    limit, fingerprint = builder.data.prompt_limit, content.hexdigest()
-    found = Survey(setting, lengths, limit, fingerprint, tuple(told), frozenset(texts), frozenset(datasources))
+    found = Survey(
+        setting,
+        lengths,
+        builder.data.prompt_limit,
+        content.hexdigest(),
+        tuple(told),
+        frozenset(texts),
+        frozenset(tasks),
+        frozenset(datasources),
+    )
     _report(found, builder.data)
     return found
+
+
+def _task(row: Mapping[str, Any]) -> str:
+    """Returns a text of all that a row says, but for the dataset that it is from."""
+    return _stable_text({key: value for key, value in row.items() if key != "datasource"})
 
 
 def _stable_text(value: Any) -> str:

@@ -24,6 +24,7 @@ from rollgrad.testing import (
     FakeValue,
     FakeWeightChannel,
 )
+from rollgrad.testing.environment import FakeEnvironment
 
 ROWS = [{"question": f"What is {n} plus 1?", "answer": str(n + 1)} for n in range(4)]
 
@@ -69,6 +70,19 @@ def test_held_out_prompts_that_are_trained_on_are_told(
     with capture_logs() as logs:
         check_inputs(container, trains=config)
     assert [log["event"][:45] for log in logs if "held-out" in log["event"]] == [words[:45] for words in told]
+
+
+def test_games_of_other_seeds_are_held_out(tiny_model_dir: Path, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    games = [{"question": "Play.", "answer": "", "seed": seed} for seed in range(4)]
+    held_out.write_text("".join(json.dumps(game) + "\n" for game in games[1:]))
+    config = settings(tiny_model_dir, tmp_path)
+    config.eval.dataset = str(held_out)
+    container = container_with(config, letters, lambda: FakeEnvironment([]), {"prompts": games[:2]})
+    with capture_logs() as logs:
+        check_inputs(container, trains=config)
+    told = [log["event"] for log in logs if "held-out" in log["event"]]
+    assert [words[:45] for words in told] == ["1 of 3 held-out prompts of eval.dataset are in"[:45]]
 
 
 def test_a_run_on_rows_continues_on_the_same_rows_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
