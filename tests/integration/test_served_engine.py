@@ -297,7 +297,7 @@ async def test_a_teacher_on_the_server_teaches_as_one_in_the_run(
         found.append([step[name] for step in steps if names[0] in step for name in names])
     assert found[0] == pytest.approx(found[1], rel=0.02)
     assert len(found[0]) == 6
-    assert min(found[0][::3]) > 1, "the server has other weights than those that the run begins with"
+    assert min(found[0][::3]) > 0.5, "the server has other weights than those that the run begins with"
 
 
 def test_a_run_learns_from_replies_of_a_prescribed_form(url: str, sums_flags: dict[str, str]) -> None:

@@ -47,8 +47,6 @@ everywhere = pytest.mark.parametrize(
     indirect=["group", "model_dir"],
     scope="module",  # tests that share processes then follow each other
 )
-OWN_COLUMNS = {"taught": ["divergence_N"], "judging": ["odds_N"], "following": [], "centred": []}
-"""Columns that scores of a policy have besides log-probs and entropies."""
 in_two_pairs = pytest.mark.parametrize(
     ("group", "model_dir"),
     [(TWO_PAIRS, "Qwen2"), pytest.param(TWO_PAIRS, "Qwen3", marks=pytest.mark.wide)],
@@ -160,7 +158,7 @@ def test_other_columns_of_the_vocabulary_train_as_one_process(
     if kind == "centred":
         batch = tensor_parallel.told(batch, lone.module.config.vocab_size)
     scores, expected = policy.score(batch), lone.score(batch)
-    for column in ("logprobs_N", "entropy_N", *OWN_COLUMNS[kind]):
+    for column in ("logprobs_N", "entropy_N", *(["odds_N"] if kind == "judging" else [])):
         assert getattr(expected, column).abs().max() > 1e-4
         torch.testing.assert_close(getattr(scores, column), getattr(expected, column), rtol=0.01, atol=1e-5)
     for _ in range(2):
