@@ -26,7 +26,9 @@ from rollgrad.domain.ports.rollout_engine import tell
 
 T = TypeVar("T")
 
-DIED = "vLLM's processes have died; their log says why. Start again what was running, a training run with --ckpt.resume."
+DIED = (
+    "vLLM's processes have died; their log says why. Start again what was running, a training run with --ckpt.resume."
+)
 
 GIVES_UP_WEIGHTS = 2
 """vLLM's level of sleep that keeps nothing."""
