@@ -252,8 +252,15 @@ def test_each_datasource_has_a_teacher_of_its_own(
             server.close()
 
 
-@pytest.mark.parametrize("estimator", ["k3", "full --algo.kl.top_k 8"])
-@pytest.mark.parametrize("adapters", ["", "--actor.lora.rank 4"], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    ("adapters", "estimator"),
+    [
+        ("", "k3"),
+        ("--actor.lora.rank 4", "full --algo.kl.top_k 8"),
+        pytest.param("", "full --algo.kl.top_k 8", marks=pytest.mark.wide),
+        pytest.param("--actor.lora.rank 4", "k3", marks=pytest.mark.wide),
+    ],
+)
 def test_a_reference_moves_toward_the_policy(workspace: Path, adapters: str, estimator: str) -> None:
     """After two optimizer steps it is the policy itself, or has come nearer."""
     flags = (
