@@ -105,6 +105,12 @@ def merge_lora(
     loaded, dequantised = _base_model(factory, base, config, load_in_4bit=load_in_4bit, reward_model=reward_model)
     inputs = _inputs(base, tokenizer, sees=getattr(loaded.config, "vision_config", None) is not None)
     wrapped = _with_adapters(loaded, adapter, config)
+    known = len(wrapped.get_input_embeddings().weight)
+    if (largest := max(int(arguments["input_ids"].max()) for arguments in inputs)) >= known:
+        raise CheckpointError(
+            f"The tokenizer of {place} makes the token {largest} of a text, but {base} has {known} tokens: name with "
+            "--model the model that the adapters were trained beside."
+        )
     before = _scores(wrapped, inputs, reward_model=reward_model)
     own = dtype or loaded.dtype
     bound = max(TOLERANCES.get(form, TOLERANCES[torch.float32]) for form in (own, loaded.dtype))

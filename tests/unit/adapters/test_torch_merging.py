@@ -189,6 +189,16 @@ def test_adapters_of_embeddings_that_are_the_head_too_are_refused(
     refuse(tmp_path, "shares between input and output", str(tmp_path / "adapters"), model=str(path))
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    base: Callable[..., tuple[Any, Path]], tmp_path: Path
+) -> None:
+    model, path = base(vocab_size=64)
+    peft_adapters(model, tmp_path / "adapters")
+    refuse(
+        tmp_path, r"makes the token \d+ of a text, but .* has 64 tokens", str(tmp_path / "adapters"), model=str(path)
+    )
+
+
 def test_adapters_of_another_model_are_refused(
     base: Callable[..., tuple[Any, Path]], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
