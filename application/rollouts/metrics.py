@@ -31,17 +31,13 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [sum(t.action_length for t in sample) for sample in samples]
     scored = [group.scores for group in groups if group.trajectories]
-    metrics = {
+    metrics = _summary(groups) | {
         "reward/min": min(rewards),
         "reward/max": max(rewards),
-        "reward/mean": sum(rewards) / count,
-        "reward/score_mean": sum(sample[0].score for sample in samples) / count,
         "rollout/samples": float(count),
         "rollout/entropy": sampled_entropy(trajectories),
-        "rollout/response_length_mean": sum(lengths) / count,
         "rollout/response_length_max": float(max(lengths)),
         "rollout/truncated_share": sum(any(t.stop_reason.truncated for t in s) for s in samples) / count,
-        "rollout/zero_spread_share": sum(not differ(s) for s in scored) / len(scored),
         "rollout/group_std_mean": sum(statistics.pstdev(s) for s in scored) / len(scored),
         "rollout/all_passed_share": sum(reaches(min(s), pass_threshold) for s in scored) / len(scored),
         "rollout/all_failed_share": sum(not reaches(max(s), pass_threshold) for s in scored) / len(scored),
@@ -59,25 +55,29 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
     return metrics | own_metrics("reward", samples, metrics)
 
 
+def _summary(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Returns the mean reward, score and length of the samples of groups, and the share of the groups that teach
+    nothing."""
+    samples = [sample for group in groups for sample in group.samples]
+    scored = [group.scores for group in groups if group.trajectories]
+    return {
+        "reward/mean": sum(reward for group in groups for reward in group.rewards) / len(samples),
+        "reward/score_mean": sum(sample[0].score for sample in samples) / len(samples),
+        "rollout/response_length_mean": sum(t.action_length for sample in samples for t in sample) / len(samples),
+        "rollout/zero_spread_share": sum(not differ(scores) for scores in scored) / len(scored),
+    }
+
+
 def _of_datasources(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Returns the mean reward, score and length of each datasource's samples, and the share of its groups that teach
-    nothing; nothing if there is one datasource, or so many that each would have a prompt or two."""
+    """Returns the summary of each datasource's groups; nothing if there is one datasource, or so many that each would
+    have a prompt or two."""
     of_names = defaultdict[str, list[RolloutGroup]](list)
     for group in groups:
         if group.trajectories:
             of_names[group.prompt.datasource].append(group)
-    metrics: dict[str, float] = {}
     if not 1 < len(of_names) <= MOST_SETS:
-        return metrics
-    for name, own in sorted(of_names.items()):
-        samples = [sample for group in own for sample in group.samples]
-        metrics[f"reward/mean/{name}"] = statistics.fmean(reward for group in own for reward in group.rewards)
-        metrics[f"reward/score_mean/{name}"] = statistics.fmean(sample[0].score for sample in samples)
-        metrics[f"rollout/response_length_mean/{name}"] = statistics.fmean(
-            sum(t.action_length for t in sample) for sample in samples
-        )
-        metrics[f"rollout/zero_spread_share/{name}"] = statistics.fmean(not differ(group.scores) for group in own)
-    return metrics
+        return {}
+    return {f"{key}/{name}": value for name, own in sorted(of_names.items()) for key, value in _summary(own).items()}
 
 
 def own_metrics(prefix: str, samples: Sequence[Sequence[Trajectory]], taken: Collection[str]) -> dict[str, float]:

@@ -124,18 +124,17 @@ def check_served(served: ServedModel, name: str | None, tokenizer: Any) -> Mappi
         ConfigurationError: it has other models, or other tokens.
         EngineError: it does not answer.
     """
-    model: Mapping[str, Any] = run_to_end(served.model())
-    if name is not None and name not in (model["id"], model.get("root")):
-        log.warning(
-            f"the server of {served.asked.url} has {model['id']!r}, which is taken for {name!r}: check that they are "
-            "the same model"
-        )
 
     def tokenize(text: str) -> list[int]:
         tokens: list[int] = tokenizer(text, add_special_tokens=False).input_ids
         return tokens
 
-    run_to_end(served.check_tokens(PROBES, tokenize))
+    model: Mapping[str, Any] = run_to_end(served.checked(PROBES, tokenize))
+    if name is not None and name not in (model["id"], model.get("root")):
+        log.warning(
+            f"the server of {served.asked.url} has {model['id']!r}, which is taken for {name!r}: check that they are "
+            "the same model"
+        )
     return model
 
 

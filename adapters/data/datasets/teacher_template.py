@@ -44,8 +44,9 @@ class TeacherTemplate:
     def teaches(self, known: Judged) -> bool:
         """Returns whether a reply is taught of which this is known: everything outside of parts that may be left out,
         and, of what the template tells of judged replies, anything."""
-        always = places(_PART.sub(lambda part: "" if places(part[1]) else part[0], self.text)) & UNJUDGED.keys()
-        return all(known[name] for name in always) and any(known[name] for name in self.judged)
+        return all(known[name] for name in _always(self.text) & UNJUDGED.keys()) and any(
+            known[name] for name in self.judged
+        )
 
     @classmethod
     def read(cls, given: str) -> "TeacherTemplate":
@@ -63,7 +64,7 @@ class TeacherTemplate:
                     f"{SETTING} is {given!r}, which has no place for anything ({{prompt}} is one), and cannot be read "
                     f"as a file either ({error}): write a text with {{prompt}}, or name a file with one."
                 ) from error
-        if "prompt" not in places(_PART.sub("", text)):
+        if "prompt" not in _always(text):
             raise ConfigurationError(
                 f"{SETTING} is {given!r}, which has no {{prompt}}, so that the teacher would not see the question: "
                 "write {prompt} where it belongs."
@@ -125,6 +126,11 @@ class TeacherTemplate:
         text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         told = {**messages[last], "content": self.about(text, label, row, datasource, known)}
         return [*messages[:last], told, *messages[last + 1 :]]
+
+
+def _always(text: str) -> set[str]:
+    """Returns the names of the places that are in no part that may be left out."""
+    return places(_PART.sub("", text))
 
 
 @frozen

@@ -74,9 +74,15 @@ class ServedModel:
         self.asked = asked
         """Flags that errors name."""
 
-    async def model(self) -> Mapping[str, Any]:
-        """Returns what the server says of the model that is asked: its `id` and, from vLLM, its `root`."""
-        return await self._closing(self._model())
+    async def checked(self, texts: Sequence[str], tokenize: Callable[[str], list[int]]) -> Mapping[str, Any]:
+        """Returns what the server says of the model that is asked: its `id` and, from vLLM, its `root`. It must
+        tokenise texts as `tokenize` does, if it tells its tokens, as vLLM does.
+
+        Raises:
+            ConfigurationError: it has other models, or other tokens, so that its log-probs are of other words.
+            EngineError: it does not answer.
+        """
+        return await self._closing(self._checked(texts, tokenize))
 
     async def places(self, batch: PackedBatch, top_k: int) -> list[Place]:
         """Returns what it says of the action tokens of a batch, with `top_k` likely tokens of each.
@@ -87,19 +93,10 @@ class ServedModel:
         """
         return await self._closing(self._places(batch, top_k))
 
-    async def check_tokens(self, texts: Sequence[str], tokenize: Callable[[str], list[int]]) -> None:
-        """Checks that the server tokenises texts as `tokenize` does, if it tells its tokens, as vLLM does.
-
-        Raises:
-            ConfigurationError: it does otherwise, so that its log-probs are of other words.
-            EngineError: it does not answer.
-        """
-        await self._closing(self._check_tokens(texts, tokenize))
-
-    async def _check_tokens(self, texts: Sequence[str], tokenize: Callable[[str], list[int]]) -> None:
-        model = (await self._model())["id"]
+    async def _checked(self, texts: Sequence[str], tokenize: Callable[[str], list[int]]) -> Mapping[str, Any]:
+        model = await self._model()
         for text in texts:
-            body = {"model": model, "prompt": text, "add_special_tokens": False}
+            body = {"model": model["id"], "prompt": text, "add_special_tokens": False}
             status, answer = await self._client.ask(TOKENIZE, body, repeat=True)
             theirs = answer.get("tokens") if status == 200 and isinstance(answer, Mapping) else None
             if isinstance(theirs, list) and theirs != (own := tokenize(text)):
@@ -107,6 +104,7 @@ class ServedModel:
                     f"The server {self._client.url} reads {text!r} as the tokens {theirs[:QUOTED]}, the actor as "
                     f"{own[:QUOTED]}: set {self.asked.url} to a model with the actor's tokenizer."
                 )
+        return model
 
     async def _closing(self, work: Coroutine[Any, Any, Result]) -> Result:
         try:
