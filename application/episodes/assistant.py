@@ -19,7 +19,14 @@ from rollgrad.application.episodes.session import AgentSession
 from rollgrad.application.episodes.stop_text import StopText
 from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.domain.episodes.generation import SamplingParams
-from rollgrad.domain.episodes.messages import RESULT_CHARACTERS, Message, ParsedReply, ReplyForm, assistant_message
+from rollgrad.domain.episodes.messages import (
+    RESULT_CHARACTERS,
+    Message,
+    ParsedReply,
+    ReplyForm,
+    assistant_message,
+    with_system,
+)
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.environment import Tool
@@ -92,7 +99,7 @@ class Assistant:
         if request.prompt is not None:
             return await self.service.reply(request, defaults, on_piece=on_piece)
         if request.tools or not await self._tools():
-            messages = self._with_system(request.messages)
+            messages = with_system(request.messages, self._system_prompt)
             return await self.service.reply(evolve(request, messages=messages), defaults, on_piece=on_piece)
         params = request.params(defaults)
         if self.service.max_tokens is not None:
@@ -168,11 +175,6 @@ class Assistant:
     def _defaults(self) -> SamplingParams:
         """Returns the sampling settings of one answer."""
         return evolve(self._params, seed=secrets.randbits(SEED_BITS)) if self._draws_seeds else self._params
-
-    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
-        if self._system_prompt is None or (messages and messages[0]["role"] == "system"):
-            return messages
-        return [{"role": "system", "content": self._system_prompt}, *messages]
 
 
 class Conversation:

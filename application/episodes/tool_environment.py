@@ -17,7 +17,15 @@ from rollgrad.application.episodes.session import check_result
 from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.algorithms.equality import reaches
 from rollgrad.domain.episodes.generation import StopReason
-from rollgrad.domain.episodes.messages import RESULT_CHARACTERS, Action, Message, ToolCall, ToolResult, tool_message
+from rollgrad.domain.episodes.messages import (
+    RESULT_CHARACTERS,
+    Action,
+    Message,
+    ToolCall,
+    ToolResult,
+    tool_message,
+    with_system,
+)
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import EngineError, ForeignError, ImageError, RollgradError
@@ -84,10 +92,7 @@ class ToolEnvironment(Environment):
         self._prompt = prompt
         self._calls = self._errors = self._cut = self._attempts = 0
         self.spoken = []
-        system = self._system_prompt
-        if system is None or not prompt.messages or prompt.messages[0]["role"] == "system":
-            return prompt.messages
-        return [{"role": "system", "content": system}, *prompt.messages]
+        return with_system(prompt.messages, self._system_prompt) if prompt.messages else ()
 
     async def step(self, action: Action) -> StepResult:
         """Runs the calls of a reply, all at once, or accepts the reply as answer. If it raises or is cancelled, none of

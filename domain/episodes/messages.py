@@ -114,6 +114,13 @@ def assistant_message(content: str, *, reasoning: str = "", tool_calls: Sequence
     return message
 
 
+def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
+    """Returns a conversation behind the system message `system`, if that is given and it has none of its own."""
+    if system is None or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
 def call_entry(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """Returns a tool call in the form that messages hold."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -19,7 +19,7 @@ from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.fetched_images import FetchedImages
 from rollgrad.application.foreign import shown
 from rollgrad.application.settings.sections.data import DataConfig
-from rollgrad.domain.episodes.messages import Message
+from rollgrad.domain.episodes.messages import Message, with_system
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.domain.ports.chat_codec import RenderedPrompt
@@ -230,11 +230,9 @@ class PromptBuilder:
                 "is a text or a list of messages with role and content."
             )
         system = row.get("system") or self.data.system_prompt
-        if system is not None and messages[0]["role"] != "system":
-            if not isinstance(system, str):
-                raise DataError(f"Column 'system' of {datasource!r} holds {system!r}, which is no text.")
-            messages.insert(0, {"role": "system", "content": system})
-        return self._with_suffix(messages, datasource)
+        if not isinstance(system, str | None) and messages[0]["role"] != "system":
+            raise DataError(f"Column 'system' of {datasource!r} holds {system!r}, which is no text.")
+        return self._with_suffix([*with_system(messages, system)], datasource)
 
     def _with_images(self, messages: list[Message], row: Mapping[str, Any], datasource: str) -> list[Message]:
         """Puts the images of data.image_key in the place of the marks in messages."""

@@ -35,7 +35,7 @@ from rollgrad.adapters.data.examples.rows import (
 from rollgrad.adapters.data.examples.steps import read_steps
 from rollgrad.application.foreign import shown
 from rollgrad.application.settings.sections.examples import ExampleFormat, TrainOn
-from rollgrad.domain.episodes.messages import Message
+from rollgrad.domain.episodes.messages import Message, with_system
 
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 """Columns that say which of `input_ids` are trained."""
@@ -297,10 +297,9 @@ def _conversation(
 ) -> Conversation:
     """The conversation and what of it is trained; the first `context` messages are a prompt. One without a system
     message has that of the row's column `system`, or else of the settings."""
-    system = _optional_text(row, "system") or settings.system_prompt
-    if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-        context = None if context is None else context + 1
+    own, messages = len(messages), with_system(messages, _optional_text(row, "system") or settings.system_prompt)
+    if context is not None:
+        context += len(messages) - own
     whole = settings.train_on is TrainOn.ALL
     weights = _weights(messages, settings.train_on, context)
     if whole and any(m.get("weight", 1) != 1 or m.get("train", True) in (False, 0) for m in messages):
