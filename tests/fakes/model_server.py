@@ -43,6 +43,7 @@ class ModelServer(JsonServer):
         renderer: ImageRenderer | None = None,
         forms: str = "auto",
         quantization: str | None = None,
+        guesses: dict[str, Any] | None = None,
         port: int = 0,
     ) -> None:
         self.fails: list[int] = []
@@ -57,7 +58,7 @@ class ModelServer(JsonServer):
         self._tokens, self._token_ids, self._processed = tokens, token_ids, processed
         self.renderer = renderer
         self._develops, self._backend, self._token, self._forms = develops, backend, token, forms
-        self._quantization = quantization
+        self._quantization, self._guesses = quantization, guesses
         super().__init__(self._answer, port=port)
 
     def _answer(self, path: str, body: Any) -> tuple[int, Any]:
@@ -81,6 +82,7 @@ class ModelServer(JsonServer):
                 "model_config": {"dtype": "torch.float32", "quantization": self._quantization},
                 "cache_config": {"cache_dtype": "auto"},
                 "structured_outputs_config": {"backend": self._forms},
+                "speculative_config": self._guesses,
             }
             return 200, {"vllm_config": config}
         if self._develops and path in CONTROLS:

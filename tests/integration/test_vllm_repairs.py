@@ -14,7 +14,11 @@ def repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
 
+    monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", cpu_triton_utils._expand_kernel_impl)
+    monkeypatch.setattr(rejection_sampler, "apply_top_k_top_p", rejection_sampler.apply_top_k_top_p)
     monkeypatch.setattr(gdn_attention, "_causal_conv1d_fwd_cpu", lambda *, x: x)  # not all processors have the kernel
     monkeypatch.setattr(CPURouter, "__init__", CPURouter.__init__)
     monkeypatch.setattr(_CPUSHMDistributed, "_init_cpu_shm", _CPUSHMDistributed._init_cpu_shm)
@@ -75,6 +79,24 @@ def test_a_convolution_gets_tokens_one_after_the_other(tokens: int) -> None:
     given_HN = _causal_conv1d_fwd_cpu(x=rows_NH.transpose(0, 1))
     assert given_HN.stride() == (1, 4)
     assert torch.equal(given_HN, rows_NH.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_guesses_have_the_settings_of_their_requests(dtype: torch.dtype) -> None:
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+    settings_B, ends_B = torch.tensor([2, 0, 5, 3]).to(dtype), torch.tensor([2, 3, 3, 6], dtype=torch.int32)
+    found_N = torch.full((6,), -1, dtype=dtype)
+    _expand_kernel_impl(found_N, settings_B, ends_B, 0, 1, 128)
+    assert found_N.tolist() == [2, 2, 1, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("tokens", "left"), [(0, []), (1, [[0.0, float("-inf"), 2.0]])])
+def test_among_the_likeliest_of_no_guesses_there_are_none(tokens: int, left: list[list[float]]) -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    logits_NV, likeliest_N = torch.tensor([[0.0, -1.0, 2.0]])[:tokens], torch.full((tokens,), 2, dtype=torch.int32)
+    assert rejection_sampler.apply_top_k_top_p(logits_NV, likeliest_N, None).tolist() == left
 
 
 def test_models_that_load_experts_one_by_one_are_vllm_s() -> None:

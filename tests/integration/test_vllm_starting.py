@@ -24,11 +24,22 @@ from rollgrad.entrypoints.cli.main import main
 from tests.caught_requests import begun, caught
 from tests.fakes import cluster
 from tests.integration.test_vllm_engine import HALF_TOLERANCE, PROMPT, TOLERANCE, ask, learn, policy, scores
-from tests.tiny_models import SHARE, tiny_llama
+from tests.tiny_architectures import tiny_model
+from tests.tiny_models import SHARE, saved, tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_host")]
 
 __all__ = ["policy"]  # a fixture
+
+AHEAD: dict[str, Any] = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+}
+"""Engine arguments by which vLLM takes what followed the last tokens before for what follows them now."""
 
 ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="is about vLLM on a CPU")
 
@@ -74,11 +85,22 @@ def test_vllm_holds_what_a_run_can_ask_for_and_no_more_than_the_model_has_positi
     assert seen[0].max_model_len == held
 
 
+def test_guessing_ahead_is_refused_with_a_record_of_experts(wide_headed_model_dir: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"leave --vllm\.extra\.speculative_config or --actor\.router_replay"):
+        start(
+            SyncBackend.SHARED_MEMORY,
+            model=str(wide_headed_model_dir),
+            max_num_seqs=8,
+            extra=AHEAD,
+            records_experts=True,
+        )
+
+
 @ON_A_CPU
-def test_guessing_ahead_is_refused_where_its_log_probs_are_wrong(wide_headed_model_dir: Path) -> None:
-    ahead = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
-    with pytest.raises(ConfigurationError, match=r"on a CPU the log-probs .* leave --vllm\.extra\.speculative_config"):
-        start(SyncBackend.SHARED_MEMORY, model=str(wide_headed_model_dir), max_num_seqs=8, extra=ahead)
+def test_guessing_ahead_is_refused_on_a_cpu_with_layers_that_remember(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    path = saved(tiny_model("falcon_h1"), tiny_tokenizer, tmp_path / "model")
+    with pytest.raises(ConfigurationError, match=r"cannot take back .* leave --vllm\.extra\.speculative_config"):
+        start(SyncBackend.SHARED_MEMORY, model=str(path), max_num_seqs=8, extra=AHEAD)
 
 
 @pytest.mark.parametrize(("dtype", "products"), [("float32", "ieee"), ("bfloat16", None)])
@@ -166,11 +188,17 @@ async def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_i
     engine.close()
 
 
-def test_a_run_in_float16_trains_on_what_vllm_samples(sums_flags: dict[str, str]) -> None:
+def test_a_run_in_float16_trains_on_what_vllm_samples_and_guesses_ahead(
+    sums_flags: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
     flags = sums_flags | {"rollout.engine": "vllm", "vllm.sync_backend": "disk", "train.max_steps": "2"}
     flags["actor.dtype"] = "float16"
+    flags |= {
+        f"vllm.extra.speculative_config.{name}": str(value) for name, value in AHEAD["speculative_config"].items()
+    }
     before = set(psutil.Process().children(recursive=True))
     assert main(["train", "rl", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]) == 0
+    assert "tokens that vLLM guessed ahead" in capfd.readouterr().err
     started = set(psutil.Process().children(recursive=True)) - before
     _, alive = psutil.wait_procs(
         [child for child in started if cluster.title_of(child).startswith("VLLM")], timeout=120

@@ -10,11 +10,12 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
+import structlog
 import torch
 
 from rollgrad.adapters.engines.vllm.core import LIVENESS_SECONDS, Core
 from rollgrad.adapters.engines.vllm.images import engine_input
-from rollgrad.adapters.engines.vllm.sampling_params import parameters
+from rollgrad.adapters.engines.vllm.sampling_params import ALL, parameters
 from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.application.settings.quantized import quantized_by
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
@@ -23,6 +24,8 @@ from rollgrad.domain.episodes.routed import RoutedTokens, experts_type
 from rollgrad.domain.episodes.top_logprobs import TopLogprobs, end_to_end
 from rollgrad.domain.errors import EngineError, RollgradError
 from rollgrad.domain.ports.rollout_engine import tell
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -57,6 +60,9 @@ class LocalCore(Core):
     _version = 0
     """Version that was announced last, of tokens that are told as they come; when a reply ends, vLLM says it itself."""
 
+    _guesses = _guessed_right = 0
+    """Numbers of tokens that were guessed ahead since the version before, and of those that stood."""
+
     _at_work = 0
     """Number of calls in which vLLM answers nothing else."""
 
@@ -65,6 +71,7 @@ class LocalCore(Core):
         self._sleep_level = sleep_level
         self.keeps_weights = sleep_level < GIVES_UP_WEIGHTS
         config = llm.model_config
+        self._guesses_ahead = llm.vllm_config.speculative_config is not None
         self._keeps = bool(llm.vllm_config.cache_config.enable_prefix_caching)
         self.max_tokens = config.max_model_len
         quantized = quantized_by(config.quantization, llm.vllm_config.cache_config.cache_dtype)
@@ -101,6 +108,9 @@ class LocalCore(Core):
         last = output.outputs[0]
         if last.finish_reason not in STOP_REASONS:
             raise EngineError(f"Generation failed: vLLM ended the request with {last.finish_reason!r}.")
+        if last.spec_decode_metrics is not None:
+            self._guesses += last.spec_decode_metrics.num_draft_tokens
+            self._guessed_right += sum(n * steps for n, steps in enumerate(last.spec_decode_metrics.histogram))
         versions = [int(span.version) for span in last.weight_versions or () for _ in range(span.start, span.end)]
         return Generation(
             token_ids=tokens,
@@ -122,13 +132,10 @@ class LocalCore(Core):
         """Implements `Core.next_logprob`."""
         from vllm import SamplingParams as Params
 
+        # Where other requests guess ahead, vLLM's core would end with a request for the log-probs of given tokens.
+        asked = {"logprobs": ALL} if self._guesses_ahead else {"logprobs": 1, "logprob_token_ids": [token]}
         params = Params(
-            temperature=temperature,
-            max_tokens=1,
-            logprobs=1,
-            logprob_token_ids=[token],
-            skip_reading_prefix_cache=True,
-            detokenize=False,
+            temperature=temperature, max_tokens=1, skip_reading_prefix_cache=True, detokenize=False, **asked
         )
         output = await self._last_output(name, prompt, params)
         return float(output.outputs[0].logprobs[0][token].logprob)
@@ -147,6 +154,10 @@ class LocalCore(Core):
 
     async def announce(self, version: int) -> None:
         """Implements `Core.announce`."""
+        if self._guesses:
+            share = f"{self._guessed_right / self._guesses:.0%}"
+            log.info("tokens that vLLM guessed ahead", version=self._version, tokens=self._guesses, right=share)
+            self._guesses = self._guessed_right = 0
         await self._call(self._llm.update_weight_version(str(version)))
         self._version = version
 

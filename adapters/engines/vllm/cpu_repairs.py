@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 SHM = Path("/dev/shm")
 
 
@@ -12,6 +14,7 @@ def repair() -> None:
     _rotate_heads_apart()
     _convolve_single_tokens()
     _unlink_joined_memory()
+    _guess_ahead()
 
 
 def _route_as_one_group() -> None:
@@ -72,3 +75,23 @@ def _unlink_joined_memory() -> None:
         return handle
 
     _CPUSHMDistributed._init_cpu_shm = joined
+
+
+def _guess_ahead() -> None:
+    """Lets each token that is guessed ahead be drawn with the settings of its request: temperature, top-k, top-p. The
+    kernel of a CPU writes them into a copy in another number format, so that tokens get what was in memory; and where
+    no token was guessed, looking for the largest top-k would end vLLM."""
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+
+    def repeated(output_N: Tensor, given_B: Tensor, ends_B: Tensor, replaced: int, by: int, *_: Any) -> None:
+        counts_B = ends_B.diff(prepend=ends_B.new_zeros(1))
+        output_N.copy_(given_B.masked_fill(given_B == replaced, by).repeat_interleave(counts_B.long()))
+
+    among = rejection_sampler.apply_top_k_top_p
+
+    def kept(logits_NV: Tensor, k_N: Tensor | None, p_N: Tensor | None) -> Tensor:
+        return among(logits_NV, k_N, p_N) if len(logits_NV) else logits_NV
+
+    cpu_triton_utils._expand_kernel_impl = repeated
+    rejection_sampler.apply_top_k_top_p = kept

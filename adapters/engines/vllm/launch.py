@@ -11,6 +11,7 @@ import torch
 from rollgrad.adapters.engines.vllm.arguments import argument_problems
 from rollgrad.adapters.engines.vllm.plugin import VLLM_BACKENDS, register
 from rollgrad.adapters.engines.vllm.profile import WORKER
+from rollgrad.adapters.engines.vllm.sampling_params import ALL
 from rollgrad.adapters.system.printing import printing_to_stderr
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.channel import PROBE_TOKENS
@@ -69,20 +70,32 @@ def start(
         raise MissingExtraError(NO_VLLM) from error
     raise_together([ConfigurationError(problem) for problem in argument_problems(extra)])
     register()
-    cpu = current_platform.is_cpu()
-    if cpu and "speculative_config" in extra:
+    cpu, guesses = current_platform.is_cpu(), "speculative_config" in extra
+    if guesses and records_experts:
         raise ConfigurationError(
-            "vLLM is to guess tokens ahead (speculative_config), but on a CPU the log-probs of its tokens are then not "
-            "the model's: leave --vllm.extra.speculative_config (of chat and serve: --vllm_extra.) out."
+            "vLLM is to guess tokens ahead (speculative_config) and to say to which experts it sent tokens, but it has "
+            "no record of those that it guessed: leave --vllm.extra.speculative_config or --actor.router_replay out."
         )
     try:
-        chosen = _arguments(sync_backend, sleeps=sleeps, records_experts=records_experts, top_logprobs=top_logprobs)
+        chosen = _arguments(
+            sync_backend,
+            sleeps=sleeps,
+            records_experts=records_experts,
+            top_logprobs=top_logprobs,
+            guesses=guesses,
+        )
         arguments = AsyncEngineArgs(**{**settings, **chosen, **extra})
         model = arguments.create_model_config()
         if cpu and arguments.enable_lora and model.is_moe:
             raise ConfigurationError(
                 f"actor.lora.sync is adapter and the model is {arguments.model!r}, a mixture of experts, beside which "
                 "vLLM computes adapters on GPUs alone: leave --actor.lora.sync out."
+            )
+        if cpu and guesses and (model.has_inner_state or model.is_hybrid):
+            raise ConfigurationError(
+                f"vLLM is to guess tokens ahead (speculative_config), but on a CPU it cannot take back what layers of "
+                f"{arguments.model!r} remember of them: leave --vllm.extra.speculative_config (of chat and serve: "
+                "--vllm_extra.) out."
             )
         if longest is not None:
             held = min(model.max_model_len, max(longest, PROBE_TOKENS))  # so far as many as the model has positions
@@ -110,7 +123,9 @@ def start(
         raise EngineError(f"vLLM did not start with {given}: {type(error).__name__}: {error}{hint}") from error
 
 
-def _arguments(sync_backend: SyncBackend, *, sleeps: bool, records_experts: bool, top_logprobs: int) -> dict[str, Any]:
+def _arguments(
+    sync_backend: SyncBackend, *, sleeps: bool, records_experts: bool, top_logprobs: int, guesses: bool
+) -> dict[str, Any]:
     """Returns the arguments of `AsyncEngineArgs` that are the same on every machine."""
     from vllm.config import StructuredOutputsConfig, WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -124,7 +139,8 @@ def _arguments(sync_backend: SyncBackend, *, sleeps: bool, records_experts: bool
         "generation_config": "vllm",
         "limit_mm_per_prompt": {"video": 0},  # no prompt has one, for which it would set memory aside
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": max(top_logprobs, AsyncEngineArgs.max_logprobs),
+        "max_logprobs": ALL if guesses else max(top_logprobs, AsyncEngineArgs.max_logprobs),
+        "per_request_spec_decode_metrics": "summary" if guesses else "none",
         "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),  # whose grammars ours are
         "weight_transfer_config": WeightTransferConfig(backend=VLLM_BACKENDS[sync_backend]),
         "worker_extension_cls": WORKER,

@@ -7,6 +7,9 @@ from rollgrad.domain.episodes.generation import GenerationRequest
 SEEDS = 2**63
 """vLLM's seeds are 63 bits."""
 
+ALL = -1
+"""vLLM's number of log-probs that are those of all tokens."""
+
 BEGUN_STRIDE = 2**31
 """Distance between the seeds of one reply's parts: vLLM cannot continue the random numbers of another request."""
 

@@ -199,6 +199,12 @@ class ServedCore(Core):
                 f"rollout.server_urls names {self.http.url}, which cannot be trained with, for it lacks "
                 f"{' and '.join(lacking)}: start it as docs/cluster.md says, or only evaluate (`rollgrad eval`)."
             )
+        if info["vllm_config"].get("speculative_config"):
+            raise ConfigurationError(
+                f"rollout.server_urls names {self.http.url}, which guesses tokens ahead: what is asked of it after a "
+                "push, the log-probs of given tokens, would end it meanwhile. Start it without --speculative-config, or "
+                "let the run start engines that do so (--vllm.extra.speculative_config)."
+            )
         _, self.model, self._follows = self._configured(info)
         if self.model.quantized:
             log.info(

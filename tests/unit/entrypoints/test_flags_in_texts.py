@@ -60,6 +60,7 @@ FOREIGN = {
         "max-num-seqs",
         "max-logprobs",
         "structured-outputs-config",
+        "speculative-config",
     ),  # vLLM
     *("no-enable-chunked-prefill", "max-num-batched-tokens", "kv-cache-memory-bytes"),
     *("query-gpu", "format"),  # nvidia-smi
