@@ -4,9 +4,11 @@ It is in `config.yaml` and in every training state, without secrets. On `ckpt.re
 continue (`application.settings.rules.resume`).
 """
 
+import hashlib
 from collections.abc import Mapping
 from functools import reduce
 from operator import getitem
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -14,7 +16,9 @@ from attrs import AttrsInstance
 
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.data.datasets.survey import Surveyed
+from rollgrad.adapters.system.python_file import load_python
 from rollgrad.application.settings.brought import with_brought
+from rollgrad.application.settings.function_path import FunctionPath, is_module_name
 from rollgrad.application.settings.rules.resume import MODELS, changes, refusals
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, raise_together
@@ -86,6 +90,13 @@ def check_continues(begun: Mapping[str, Any] | None, now: Description, run: type
         )
     if changed:
         log.info("the run continues with changes", **{name.replace(".", "_"): text for name, text in changed.items()})
+
+
+def code_fingerprint(path: str, *, flag: str) -> str:
+    """Returns the sha256 of the file of a user's function, which `flag` names and which may be a module's."""
+    place = FunctionPath.parse(path).file
+    module = load_python(place, flag=flag) if is_module_name(place) else None
+    return hashlib.sha256(Path(place if module is None else str(module.__file__)).read_bytes()).hexdigest()
 
 
 def public_settings(config: AttrsInstance) -> Any:

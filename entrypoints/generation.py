@@ -18,10 +18,8 @@ from rollgrad.adapters.data.replies import Row, chosen_rows, read_rows, reply_ro
 from rollgrad.adapters.data.reply_log import RowLog, read_description, row_log
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.rewards.none import NoReward
-from rollgrad.adapters.system.python_file import load_python
 from rollgrad.application.rollouts.generation import GenerationService
 from rollgrad.application.rollouts.groups import FailureBudget
-from rollgrad.application.settings.function_path import FunctionPath, is_module_name
 from rollgrad.application.settings.rules.generation import generation_errors, scoring_errors
 from rollgrad.application.settings.rules.resume import may_differ
 from rollgrad.application.settings.run import RLConfig
@@ -34,7 +32,7 @@ from rollgrad.domain.errors import ConfigurationError, DataError, RollgradError,
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.cluster import keep_roles
 from rollgrad.entrypoints.composition.lifetimes import closing, gives_memory_back, shut_down
-from rollgrad.entrypoints.description import flat_settings
+from rollgrad.entrypoints.description import code_fingerprint, flat_settings
 from rollgrad.entrypoints.dry_run import scoring_file_problems
 from rollgrad.entrypoints.judged_rows import Made, check_sight, judged_rows
 from rollgrad.entrypoints.library import container_with
@@ -321,16 +319,10 @@ def _judged_by(config: RLConfig, source: Path) -> Mapping[str, Any]:
         "command": "score",
         **{name: value for name, value in settings.items() if name.startswith("reward.") and not may_differ(name)},
         "data.prompt_dataset": config.data.prompt_dataset,
-        "function": function and hashlib.sha256(_code(FunctionPath.parse(function).file)).hexdigest(),
+        "function": function and code_fingerprint(function, flag="--reward.function_path"),
         "weights": model and model_fingerprint(model),
         "replies": read_description(source) or hashlib.sha256(source.read_bytes()).hexdigest(),
     }
-
-
-def _code(place: str) -> bytes:
-    """Returns what stands in the file of a reward function, which may be a module's."""
-    module = load_python(place, flag="--reward.function_path") if is_module_name(place) else None
-    return Path(place if module is None else str(module.__file__)).read_bytes()
 
 
 def _only(models: set[str]) -> str:

@@ -1,13 +1,13 @@
 """The library face: the same runs as the command line, with any adapter replaced by keyword."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 from attrs import evolve
 
 from rollgrad.adapters.rewards.function import FunctionReward
-from rollgrad.adapters.tracking.samples import ReplyWriter
 from rollgrad.application.rollouts.evaluation import EvaluationService, PromptScores
 from rollgrad.application.settings.correction import log_correction
 from rollgrad.application.settings.rules import validate, validate_evaluation
@@ -23,9 +23,9 @@ from rollgrad.entrypoints.composition.data import make_eval_rows, make_row_sourc
 from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import closing, give, given, gives_memory_back, shut_down
-from rollgrad.entrypoints.composition.outputs import make_reply_log
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
 from rollgrad.entrypoints.config_io import load_config as load_config
+from rollgrad.entrypoints.evaluated_replies import evaluated_replies
 from rollgrad.entrypoints.inputs import check_inputs
 from rollgrad.entrypoints.run_directory import alone, check_output
 from rollgrad.entrypoints.training import TrainResult as TrainResult
@@ -103,8 +103,9 @@ def evaluate(
     **adapters: Any,
 ) -> dict[str, float]:
     """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`; arguments as for `train`, but that
-    `prompts` are rows, in the place of that dataset, and that replies and scores are appended to the file `output`
-    (`ReplyWriter`) when each prompt has been played."""
+    `prompts` are rows, in the place of that dataset, and that replies and scores are appended to the file `output` when
+    each prompt has been played; one that ended early is continued by the same call. A file that was begun by other
+    settings, prompts or weights is refused; what is brought as `reward`, `environment` or adapter is not compared."""
     return _evaluate(config, output, reward=reward, environment=environment, **adapters)[0]
 
 
@@ -141,18 +142,20 @@ def _evaluate(
     container = container_with(config, reward, environment, adapters, "evaluate")
     container.reward_spec.override(providers.Object(config.eval.dataset))
     keep_roles(container, "engines", "reward")
-    replies: ReplyWriter | None = None
     try:
         check_inputs(container, ["eval_prompts"])
-        replies = None if output is None else make_reply_log(config, container.codec(), Path(output))
-        evaluation: EvaluationService = container.evaluation()
-        playing = evaluation.run() if replies is None else evaluation.run(on_group=replies)
-        metrics = run_interruptibly(closing(playing, container), "the evaluation ends")
+        with ExitStack() as files:
+            known: dict[str, Any] = {}
+            if output is not None:
+                writer, kept = files.enter_context(evaluated_replies(container, config, Path(output)))
+                known = {"on_group": writer, "kept": kept}
+                if len(kept) == len(container.eval_prompts()):
+                    container.rollout.override(providers.Object(None))  # nothing is played: no model is loaded
+            evaluation: EvaluationService = container.evaluation()
+            metrics = run_interruptibly(closing(evaluation.run(**known), container), "the evaluation ends")
         assert evaluation.latest is not None  # of the run above
         return metrics, evaluation.latest
     finally:
-        if replies is not None:
-            replies.close()
         shut_down(container)
 
 

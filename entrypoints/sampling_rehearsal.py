@@ -36,8 +36,8 @@ from rollgrad.entrypoints.run_directory import check_output
 UNTRAINED = "What it trains on is sampled first: its updates, their memory and its examples are not checked here."
 
 
-def rehearse_evaluation(runs: Sequence[RLConfig], errors: Sequence[RollgradError]) -> None:
-    """Prints what `rollgrad eval` of the models of `runs` would do, and a prompt and its reward.
+def rehearse_evaluation(runs: Sequence[RLConfig], out: Path | None, errors: Sequence[RollgradError]) -> None:
+    """Prints what `rollgrad eval` of the models of `runs` would do, with the file `out`, and a prompt and its reward.
 
     Raises:
         RollgradError: `errors`, and all other problems that would stop it.
@@ -47,6 +47,7 @@ def rehearse_evaluation(runs: Sequence[RLConfig], errors: Sequence[RollgradError
     def play(trial: _SamplingTrial, config: RLConfig) -> None:
         trial.container.reward_spec.override(providers.Object(config.eval.dataset))
         trial.sample("eval_prompts", "eval.dataset", config.eval.n_samples_per_prompt, models=len(runs))
+        trial.output(out)
 
     _rehearse(runs[0], runs[0], errors, files, play)
 

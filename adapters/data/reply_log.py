@@ -132,30 +132,58 @@ def row_log(
             cannot be written.
         DataError: one of its lines is broken.
     """
+    with continued(path, description, defaults=defaults, retry_failed=retry_failed, mendable=mendable):
+        with writing(path):
+            done, failed = _repaired(path, retry_failed=retry_failed) if path.exists() else (set[Key](), 0)
+            rows = RowLog(path, done, failed)
+        try:
+            yield rows
+        finally:
+            rows.close()
+
+
+@contextmanager
+def continued(
+    path: Path,
+    description: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any],
+    retry_failed: bool = False,
+    mendable: Collection[str] = (),
+) -> Iterator[None]:
+    """Keeps other processes out of a file of rows, and describes it; arguments and errors are those of `row_log`."""
     if path.is_dir():
         raise CheckpointError(f"--output is {str(path)!r}, a directory: name a file in it.")
     if path.exists() and not path.is_file():  # a device, which would take all and keep nothing
         raise CheckpointError(f"--output is {str(path)!r}, which is no file: name one that may be written.")
     with locked(path.parent, "--output", file=f".{path.name}.lock"):
-        try:
-            holds = path.exists() and path.stat().st_size > 0
-            if holds:
+        with writing(path):
+            if has_rows(path):
                 _check_same(path, description, defaults, retry_failed=retry_failed, mendable=mendable)
-                done, failed = _repaired(path, retry_failed=retry_failed)
-            else:
-                done, failed = set(), 0
             replace_file(description_path(path), (json.dumps(description, indent=2) + "\n").encode())
-            rows = RowLog(path, done, failed)
-        except CheckpointError:  # an OSError too
-            raise
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be written ({error.strerror or error}): choose another --output."
-            ) from error
-        try:
-            yield rows
-        finally:
-            rows.close()
+        yield
+
+
+def has_rows(path: Path) -> bool:
+    """Returns whether a file of rows is there, and not empty, as a start that failed leaves it."""
+    return path.exists() and path.stat().st_size > 0
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns errors of the file system into errors that name the file.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        yield
+    except CheckpointError:  # an OSError too
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error.strerror or error}): choose another --output."
+        ) from error
 
 
 def _check_same(

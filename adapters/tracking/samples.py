@@ -88,9 +88,8 @@ class SampleWriter(_TextLog):
 
 class ReplyWriter(_TextLog):
     """Appends all replies of an evaluation to the JSONL file `path`, each prompt's when it is called with them, as
-    `_TextLog` does: `model`, `group_id` (the prompt's number, from 0), `sample_id`, `datasource`, `prompt`, `response`
-    (a line for each branch of an episode), `label`, `score`, `stop_reason`; of a failed episode `failure` in the place
-    of `response`, `score` and `stop_reason`."""
+    `_TextLog` does: a line for each branch of an episode, and for each failed episode. `kept_replies.py` reads them;
+    docs/metrics.md says what they have."""
 
     def __init__(
         self, path: Path, decode: Callable[[Sequence[int]], str], model: str, secrets: Spans = lambda text: ()
@@ -105,10 +104,26 @@ class ReplyWriter(_TextLog):
     def _lines(self, group: RolloutGroup) -> Iterator[dict[str, Any]]:
         of_prompt = {"model": self._model, "group_id": group.group_id}
         source = {"datasource": group.prompt.datasource}
-        for own in group.trajectories:
-            end = {"score": own.score, "stop_reason": own.stop_reason.value}
-            yield {**of_prompt, "sample_id": own.sample_id, **source, **self._texts(group, own), **end}
+        for sample in group.samples:
+            for number, own in enumerate(sample):
+                place = {"sample_id": own.sample_id, "branch": number, "branches": len(sample)}
+                yield {**of_prompt, **place, **source, **self._texts(group, own), **self._judged(own)}
         asked = {"prompt": group.prompt.text, "label": str(group.prompt.label)}
         for failed in group.failures:
             texts = self._without_secrets({**asked, "failure": failed.message})
-            yield {**of_prompt, "sample_id": failed.sample_id, **source, **texts}
+            yield {**of_prompt, "sample_id": failed.sample_id, **source, **texts, "failure_kind": failed.kind.value}
+
+    def _judged(self, own: Trajectory) -> dict[str, Any]:
+        said = {"answer": own.answer, "feedback": own.feedback}
+        return {
+            "score": own.score,
+            "stop_reason": own.stop_reason.value,
+            "sampled_tokens": own.action_length,
+            **{name: None if text is None else without_secrets(text, self._secrets) for name, text in said.items()},
+            **{name: {key: float(value) for key, value in told.items()} for name, told in _numbers(own).items()},
+        }
+
+
+def _numbers(own: Trajectory) -> dict[str, Mapping[str, float]]:
+    """Returns the numbers of a branch that have names."""
+    return {"reward_parts": own.reward_parts, "metrics": own.metrics}

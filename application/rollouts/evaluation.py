@@ -10,6 +10,7 @@ from attrs import frozen
 
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
 from rollgrad.application.rollouts.metrics import own_metrics
+from rollgrad.application.rollouts.results import PromptResult
 from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
 from rollgrad.domain.algorithms.equality import reaches
 from rollgrad.domain.algorithms.evaluation import paired_difference, standard_error, summarise, too_many_sets
@@ -97,52 +98,66 @@ class EvaluationService:
         self._one_by_one = too_many is None
 
     async def run(
-        self, step: int | None = None, *, on_group: Callable[[RolloutGroup], object] = lambda group: None
+        self,
+        step: int | None = None,
+        *,
+        on_group: Callable[[RolloutGroup], object] = lambda group: None,
+        kept: Sequence[PromptResult] = (),
     ) -> dict[str, float]:
         """Returns `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, `eval/best@k`, `eval/maj@n`, standard errors,
         lengths, truncation, `eval/failed`, the number of failed episodes, what these tell of themselves
         (`eval/turns`), and what the named parts of the reward contribute to its mean (`eval/part/NAME`). With several
         data sources, up to `MOST_SETS`, there are also scores and parts as `eval/<source>/...`. Prompts without any
         rewarded reply are left out. `step`: updates of the run before it, None outside a run. `on_group` is told the
-        replies to each prompt when they are there. One that ends early logs the scores until then, and keeps the
-        replies.
+        replies to each prompt when they are there. `kept` has what an evaluation that ended early has found of some
+        prompts, which are not played again. One that ends early logs the scores until then, and keeps the replies.
 
         Raises:
             RewardError, EngineError: too many episodes failed, or no reply has a reward.
         """
-        groups = await self._play(step, on_group)
+        results = await self._play(step, on_group, kept)
         asked = [prompt.messages or prompt.text for prompt in self._prompts]
-        self.latest = PromptScores(asked, [list(group.scores) for group in groups], self._threshold)
-        failures = [failure for group in groups for failure in group.failures]
-        sources: dict[str, list[RolloutGroup]] = defaultdict(list)
-        for group in groups:
-            if group.scores:
-                sources[group.prompt.datasource].append(group)
+        self.latest = PromptScores(asked, [result.scores for result in results], self._threshold)
+        failures = [failure for result in results for failure in result.failures]
+        sources: dict[str, list[PromptResult]] = defaultdict(list)
+        for result in results:
+            if result.scores:
+                sources[result.datasource].append(result)
         if not sources:
             why = failures[-1].message if failures else "there are none"
-            raise RewardError(f"No reply to the {len(groups)} held-out prompts has a reward: {why}")
-        metrics = self._summary("eval", [group for source in sources.values() for group in source])
+            raise RewardError(f"No reply to the {len(results)} held-out prompts has a reward: {why}")
+        metrics = self._summary("eval", [result for source in sources.values() for result in source])
         if len(sources) > 1 and self._one_by_one:
             for name, source in sources.items():
                 metrics |= self._summary(f"eval/{name}", source)
-        samples = [sample for group in groups for sample in group.samples]
+        episodes = [episode for result in results for episode in result.episodes]
         metrics["eval/failed"] = float(len(failures))
-        metrics["eval/response_length_mean"] = sum(t.action_length for s in samples for t in s) / len(samples)
-        metrics["eval/truncated_share"] = sum(any(t.stop_reason.truncated for t in s) for s in samples) / len(samples)
-        return metrics | own_metrics("eval", samples, metrics)
+        metrics["eval/response_length_mean"] = fmean(episode.sampled_tokens for episode in episodes)
+        metrics["eval/truncated_share"] = fmean(episode.truncated for episode in episodes)
+        return metrics | own_metrics("eval", [episode.metrics for episode in episodes], metrics)
 
-    async def _play(self, step: int | None, on_group: Callable[[RolloutGroup], object]) -> list[RolloutGroup]:
-        """Returns all groups in the order of the prompts, and keeps those that were played, however it ends."""
+    async def _play(
+        self, step: int | None, on_group: Callable[[RolloutGroup], object], kept: Sequence[PromptResult]
+    ) -> list[PromptResult]:
+        """Returns all results in the order of the prompts, and keeps the groups that were played, however it ends."""
         groups: list[RolloutGroup] = []
 
         def played(group: RolloutGroup) -> None:
             groups.append(group)
             on_group(group)
 
+        def results() -> list[PromptResult]:
+            return sorted([*kept, *map(PromptResult.of, groups)], key=lambda result: result.group_id)
+
+        done = {result.group_id for result in kept}
         try:
-            return await self._rollout.collect(self._prompts, self._params, samples=self._samples, on_group=played)
+            if len(done) < len(self._prompts):
+                await self._rollout.collect(
+                    self._prompts, self._params, samples=self._samples, done=done, on_group=played
+                )
+            return results()
         except BaseException:  # an interruption, too: what was scored may have taken hours
-            if scored := [group for group in groups if group.scores]:
+            if scored := [result for result in results() if result.scores]:
                 so_far = self._summary("eval", scored)
                 log.warning("the evaluation ended early", scored=len(scored), of=len(self._prompts), **so_far)
             raise
@@ -150,12 +165,13 @@ class EvaluationService:
             if self._trajectories is not None and step is not None and groups:
                 self._trajectories.evaluation(step, sorted(groups, key=lambda group: group.group_id))
 
-    def _summary(self, prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
-        scores, answers = [group.scores for group in groups], [group.answers for group in groups]
+    def _summary(self, prefix: str, results: Sequence[PromptResult]) -> dict[str, float]:
+        scores = [result.scores for result in results]
+        answers = [[episode.answer for episode in result.episodes] for result in results]
         metrics = summarise(scores, self._threshold, answers)
         metrics |= PromptScores((), scores, self._threshold).errors
-        samples = [sample for group in groups for sample in group.samples]
-        for name in sorted({name for sample in samples for branch in sample for name in branch.reward_parts}):
-            told = fsum(branch.reward_parts.get(name, 0.0) for sample in samples for branch in sample)
-            metrics[f"part/{name}"] = self._part_weights.get(name, 1.0) * told / len(samples)
+        episodes = [episode for result in results for episode in result.episodes]
+        for name in sorted({name for episode in episodes for name in episode.reward_parts}):
+            told = fsum(episode.reward_parts.get(name, 0.0) for episode in episodes)
+            metrics[f"part/{name}"] = self._part_weights.get(name, 1.0) * told / len(episodes)
         return {f"{prefix}/{name}": value for name, value in metrics.items()}

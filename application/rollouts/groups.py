@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -149,10 +149,11 @@ class RolloutService:
         samples: int,
         groups: int,
         refill: Callable[[RolloutGroup], bool] = lambda group: False,
-        first_group_id: int = 0,
+        group_ids: Iterator[int] | None = None,
         greedy_baseline: bool = False,
         judge: Callable[[RolloutGroup], RolloutGroup] = lambda group: group,
         doing: str = "sampling",
+        of: int | None = None,
     ) -> AsyncIterator[RolloutGroup]:
         """Yields groups in the order in which they finish, until all that were started have.
 
@@ -162,17 +163,18 @@ class RolloutService:
             samples: samples of each prompt.
             groups: number of groups started at once.
             refill: whether another group is started after this finished one.
-            first_group_id: id of the first group; ids of the others follow in the order of their prompts.
+            group_ids: ids of the groups in the order of their prompts; by default from 0.
             greedy_baseline: also play each prompt greedily, for `RolloutGroup.baseline`.
             judge: returns a group with what its samples are worth together.
             doing: what it is for, for people who wait.
+            of: groups of the whole, of whose episodes failures are tolerated; by default `groups`.
 
         Raises:
             RewardError, EngineError: more than `max_failures` episodes failed; the message ends with the last one's.
         """
         slots = self.slots()
-        budget = self.failure_budget(groups * samples)
-        numbers = itertools.count(first_group_id)
+        budget = self.failure_budget((of or groups) * samples)
+        numbers = itertools.count() if group_ids is None else group_ids
         begun = ended = 0
 
         def tell() -> None:
@@ -218,17 +220,20 @@ class RolloutService:
         params: SamplingParams,
         *,
         samples: int,
-        first_group_id: int = 0,
+        done: Collection[int] = (),
         on_group: Callable[[RolloutGroup], object] = lambda group: None,
     ) -> list[RolloutGroup]:
-        """Returns all groups of an evaluation, in the order of `prompts`; `on_group` is told of each that ends."""
+        """Returns the groups of an evaluation, in the order of `prompts`, but for those whose ids are `done`;
+        `on_group` is told of each that ends."""
+        missing = [number for number in range(len(prompts)) if number not in done]
         stream = self.stream(
-            iter(prompts),
+            (prompts[number] for number in missing),
             params,
             samples=samples,
-            groups=len(prompts),
-            first_group_id=first_group_id,
+            groups=len(missing),
+            group_ids=iter(missing),
             doing="evaluating",
+            of=len(prompts),
         )
         groups = []
         async for group in stream:

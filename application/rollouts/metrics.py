@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -52,7 +52,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         if chosen:
             metrics[f"rollout/response_length_{name}"] = sum(chosen) / len(chosen)
     metrics |= _of_datasources(groups)
-    return metrics | own_metrics("reward", samples, metrics)
+    return metrics | own_metrics("reward", [sample[0].metrics for sample in samples], metrics)
 
 
 def _summary(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -80,12 +80,12 @@ def _of_datasources(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return {f"{key}/{name}": value for name, own in sorted(of_names.items()) for key, value in _summary(own).items()}
 
 
-def own_metrics(prefix: str, samples: Sequence[Sequence[Trajectory]], taken: Collection[str]) -> dict[str, float]:
-    """Returns the means of what environments, agents and rewards tell of samples (turns, ...), as `PREFIX/NAME`, each
-    over those that have it; names that are `taken` are left out."""
+def own_metrics(prefix: str, told: Sequence[Mapping[str, float]], taken: Collection[str]) -> dict[str, float]:
+    """Returns the means of what environments, agents and rewards have `told` of samples (turns, ...), as `PREFIX/NAME`,
+    each over those that have it; names that are `taken` are left out."""
     return {
-        f"{prefix}/{key}": statistics.fmean(sample[0].metrics[key] for sample in samples if key in sample[0].metrics)
-        for key in dict.fromkeys(key for sample in samples for key in sample[0].metrics)
+        f"{prefix}/{key}": statistics.fmean(own[key] for own in told if key in own)
+        for key in dict.fromkeys(key for own in told for key in own)
         if f"{prefix}/{key}" not in taken
     }
 

@@ -139,7 +139,7 @@ class GroupSampler:
                 samples=plan.samples,
                 groups=wanted,
                 refill=refill,
-                first_group_id=self._dealer.next_group,
+                group_ids=itertools.count(self._dealer.next_group),
                 greedy_baseline=plan.greedy_baseline,
                 judge=plan.judge,
             )

@@ -11,7 +11,7 @@ from attrs import define, evolve
 
 from rollgrad.application.settings.rules import evaluation_errors
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.domain.errors import ConfigurationError, RollgradError, raise_together
+from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.domain.settings import setting
 from rollgrad.entrypoints.cli.help import asks_for_help, show_help
 from rollgrad.entrypoints.cli.logs import configure_logging
@@ -28,7 +28,9 @@ class EvalFlags(RunFlags):
     dry_run: bool = dry_run_setting("evaluation", "held-out prompts, the reward")
     json: bool = setting(False, "Print JSON instead of a table.")
     output: Path | None = setting(
-        None, "New file of the replies with their scores, JSON lines, each written when its prompt has been played."
+        None,
+        "File of the replies with their scores, JSON lines, each written when its prompt has been played. Prompts that "
+        "it has already are not played again.",
     )
 
 
@@ -47,7 +49,6 @@ def evaluate(arguments: Sequence[str]) -> int:
     named = models or [config.actor.model_name_or_path]
     runs = [evolve(config, actor=evolve(config.actor, model_name_or_path=model)) for model in named]
     errors = [*unread, *spelling_errors(config), *evaluation_errors(runs[0])]
-    errors += _taken(parsed.output)
     if twice := [model for model, count in Counter(named).items() if count > 1]:
         errors.append(ConfigurationError(f"Models are named twice: {', '.join(twice)}. Name each of them once."))
     if parsed.print_config:
@@ -56,7 +57,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         with few_collections():
             from rollgrad.entrypoints.sampling_rehearsal import rehearse_evaluation
 
-            rehearse_evaluation(runs, errors)
+            rehearse_evaluation(runs, parsed.output, errors)
         return 0
     from rollgrad.entrypoints.dry_run import eval_file_problems
 
@@ -91,10 +92,3 @@ def _may_be_model(word: str) -> bool:
     """Returns whether a word before the first flag may name a model: it is no file of settings, and no override as
     other tools have them."""
     return not word.startswith("-") and "=" not in word and not word.endswith((".yaml", ".yml"))
-
-
-def _taken(output: Path | None) -> list[RollgradError]:
-    """Returns the error of a file that has replies already; one that a failed start has left has none."""
-    if output is None or not output.exists() or not output.stat().st_size:
-        return []
-    return [ConfigurationError(f"--output {output} is there already: name another file, or remove this one.")]

@@ -161,17 +161,7 @@ def make_sample_log(config: RLConfig, codec: TemplateCodec, sink: MetricSink) ->
 
 
 def make_reply_log(config: RLConfig, codec: TemplateCodec, path: Path) -> ReplyWriter:
-    """Returns the writer of an evaluation's replies, which hides what `make_trajectories` does.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-    except OSError as error:
-        why = f"Replies cannot be written to {path} ({error.strerror}): name another file."
-        raise ConfigurationError(why) from error
+    """Returns the writer of an evaluation's replies, which hides what `make_trajectories` does."""
     return ReplyWriter(path, codec.decode, config.actor.model_name_or_path, secrets=_secrets(config))
 
 

@@ -459,6 +459,28 @@ def test_the_command_line_as_a_process(workspace: Path, rollgrad_command: list[s
     assert 0 < found["eval/mean@1"] < 1
 
 
+def continued_evaluation(written: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    """Returns the results of an evaluation of two models that ends within the second's first prompt, and continues;
+    after it has refused to continue by other settings."""
+    path = Path("kept/replies.jsonl")
+    whole = path.read_text()
+    lines = whole.splitlines(keepends=True)
+    path.write_text("".join([*lines[:9], lines[9][:40]]))
+    for flags, changed in (
+        (["--eval.top_p", "0.5"], "eval.top_p"),
+        (["--eval.max_samples", "1"], "prompts"),
+        (["--reward.pass_threshold", "0.7"], "reward.pass_threshold"),
+    ):
+        assert main([*written, *flags]) == 2
+        assert f"differ in {changed} (" in capsys.readouterr().err
+    assert path.read_text().count("\n") == 9, "what was refused changes nothing"
+    assert main(written) == 0
+    told = capsys.readouterr()
+    assert "done=2" in told.err.replace("=2 ", "=2"), "of the first model all prompts are there"
+    assert sorted(path.read_text().splitlines()) == sorted(whole.splitlines())
+    return json.loads(told.out)
+
+
 @pytest.mark.slow
 def test_evaluation_with_several_samples(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--eval.dataset", "prompts.jsonl", "--eval.n_samples_per_prompt", "4", "--eval.temperature", "1.0")
@@ -485,8 +507,7 @@ def test_evaluation_with_several_samples(workspace: Path, capsys: pytest.Capture
     assert (models, groups) == ((["./copied"] * 8 + ["copied"] * 8), [0] * 8 + [1] * 8)
     assert fmean(row["score"] for row in kept) == pytest.approx(both["copied"]["eval/mean@4"])
     assert all(row["prompt"] and row["response"] and row["label"] and row["stop_reason"] for row in kept)
-    assert main(written) == 2
-    assert "replies.jsonl is there already" in capsys.readouterr().err
+    assert continued_evaluation(written, capsys) == both
     assert {name: value for name, value in both["./copied"].items() if "difference" not in name} == both["copied"]
     assert both["./copied"]["eval/pass@1_difference"] == both["./copied"]["eval/mean_difference_stderr"] == 0
     assert main(["eval", "copied", "./copied", "--config", "run.yaml", *few]) == 0

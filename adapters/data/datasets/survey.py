@@ -7,7 +7,7 @@ prompts (`PromptBuilder`).
 import hashlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
@@ -152,6 +152,14 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     )
     _report(found, builder.data)
     return found
+
+
+def rows_fingerprint(prompts: Iterable[Prompt]) -> str:
+    """Returns the sha256 of the rows that prompts are made of, in their order, and of the datasets they are from."""
+    content = hashlib.sha256()
+    for prompt in prompts:
+        content.update(_stable_text({"datasource": prompt.datasource, **prompt.metadata}).encode(errors="replace"))
+    return content.hexdigest()
 
 
 def _task(row: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
+from rollgrad.application.rollouts.results import PromptResult
 from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
 from rollgrad.domain.algorithms.evaluation import MOST_SETS, summarise, summary_names
 from rollgrad.domain.algorithms.filtering import GroupFilter
@@ -123,6 +124,25 @@ async def test_an_evaluation_that_ends_early_tells_what_was_scored() -> None:
         told = logs[-1]
         assert (told["event"], told["scored"], told["of"]) == ("the evaluation ended early", 2, 3)
         assert (told["eval/pass@1"], told["eval/mean@2"]) == (0.75, 0.75)
+
+
+async def test_an_evaluation_that_continues_plays_what_is_missing_and_finds_the_same() -> None:
+    """It plays nothing that it knows, and tolerates failures as one that plays all."""
+
+    def some(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        if request.sample_id in (1, 4):
+            return request.failure(FailureKind.ENVIRONMENT, "the board is gone")
+        (played,) = cast("list[Trajectory]", play(request))
+        return [evolve(played, metrics={"turns": 1.0 + request.sample_id}, answer="7", reward_parts={"right": 0.5})]
+
+    groups: list[RolloutGroup] = []
+    sources = {"a": "x", "b": "x", "c": "y"}
+    whole = await evaluating(sources, FakeAgentExecutor(some), max_failures=2).run(on_group=groups.append)
+    for missing in ({0}, {1, 2}, set[int]()):
+        executor = FakeAgentExecutor(some)
+        kept = [PromptResult.of(group) for group in groups if group.group_id not in missing]
+        assert await evaluating(sources, executor, max_failures=1).run(kept=kept) == whole
+        assert {request.group_id for request in executor.requests} == missing
 
 
 async def test_named_parts_of_the_reward_are_measured_as_in_training() -> None:

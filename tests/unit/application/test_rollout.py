@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Collection
 
 import pytest
 import structlog
@@ -40,8 +41,8 @@ def failing(*sample_ids: int, kind: FailureKind = FailureKind.REWARD) -> FakeAge
     return FakeAgentExecutor(play)
 
 
-async def collect(service: RolloutService, count: int, samples: int, first: int = 0) -> list[RolloutGroup]:
-    return await service.collect(prompts(count), PARAMS, samples=samples, first_group_id=first)
+async def collect(service: RolloutService, count: int, samples: int, done: Collection[int] = ()) -> list[RolloutGroup]:
+    return await service.collect(prompts(count), PARAMS, samples=samples, done=done)
 
 
 @settings(max_examples=30, deadline=None)
@@ -50,9 +51,11 @@ async def test_groups_come_in_order_of_prompts_whatever_finishes_first(
     count: int, samples: int, limit: int, chance: "object"
 ) -> None:
     executor = FakeAgentExecutor(delay=lambda request: chance.randint(0, 9))  # type: ignore[attr-defined]
-    groups = await collect(RolloutService(executor, max_concurrent=limit), count, samples, first=10)
-    assert [g.group_id for g in groups] == list(range(10, 10 + count))
-    assert [g.prompt.text for g in groups] == [str(index) for index in range(count)]
+    done = chance.sample(range(count), chance.randint(0, count))  # type: ignore[attr-defined]
+    groups = await collect(RolloutService(executor, max_concurrent=limit), count, samples, done)
+    missing = [index for index in range(count) if index not in done]
+    assert [g.group_id for g in groups] == missing
+    assert [g.prompt.text for g in groups] == [str(index) for index in missing]
     for group in groups:
         ids = [t.sample_id for t in group.trajectories]
         assert ids == [group.group_id * samples + index for index in range(samples)]
@@ -110,7 +113,7 @@ async def test_the_sink_is_told_of_every_episode_that_ends_also_of_groups_that_t
 @given(st.integers(0, 5), st.integers(1, 8), st.randoms(use_true_random=False))
 async def test_seeds_depend_on_the_place_in_the_run_alone(run_seed: int, limit: int, chance: "object") -> None:
     executor = FakeAgentExecutor(delay=lambda request: chance.randint(0, 5))  # type: ignore[attr-defined]
-    await collect(RolloutService(executor, max_concurrent=limit, seed=run_seed), 3, 4, first=7)
+    await collect(RolloutService(executor, max_concurrent=limit, seed=run_seed), 10, 4, done=range(7))
     seeds = {request.sample_id: request.params.seed for request in executor.requests}
     assert seeds == {sample: sample_seed(run_seed, sample) for sample in range(28, 40)}
 

@@ -28,10 +28,12 @@ PROMPTS = ["--data.prompt_dataset", "rows.jsonl", *SHORT]
 
 def test_eval_says_what_it_would_sample(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = ["--eval.dataset", "rows.jsonl", "--eval.n_samples_per_prompt", "2", "--eval.temperature", "1"]
-    assert main(["eval", "model", "./model", *MODEL, *REWARDED, *SHORT, *samples]) == 0
+    (here / "replies.jsonl").write_text("as an evaluation that ended early leaves it")
+    assert main(["eval", "model", "./model", *MODEL, *REWARDED, *SHORT, *samples, "--output", "replies.jsonl"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("Nothing that a dry run checks would stop this run.")
     assert "eval.dataset: 3 prompts; 6 replies of each of 2 models, 2 to each." in told
+    assert "replies.jsonl is there: what it has already is left alone." in told
     assert "A prompt, as the model sees it" in told
     assert "The reward of the reply '1' (the label alone) is 0.25." in told
 
