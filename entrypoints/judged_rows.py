@@ -101,4 +101,5 @@ def _with_reward(row: Row, reward: Reward | RewardError | None) -> Row:
     score = reward.value if reward.score is None else reward.score
     steps = {"steps": list(reward.steps)} if reward.steps else {}
     metrics = {**reward.parts, **reward.metrics}
-    return {**row, "reward": reward.value, "scores": score, "metrics": metrics, **steps}
+    said = {} if reward.feedback is None else {"feedback": reward.feedback}
+    return {**row, "reward": reward.value, "scores": score, "metrics": metrics, **steps, **said}

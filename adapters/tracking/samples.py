@@ -55,13 +55,16 @@ class _TextLog:
             {"prompt": group.prompt.text, "response": response, "label": str(group.prompt.label)}
         )
 
+    def _said(self, text: str | None) -> str | None:
+        return None if text is None else without_secrets(str(text), self._secrets)
+
     def _without_secrets(self, texts: Mapping[str, str]) -> dict[str, str]:
         return {name: without_secrets(text, self._secrets) for name, text in texts.items()}
 
 
 class SampleWriter(_TextLog):
-    """Appends the first `count` samples of each step to the JSONL file `path`: prompt, response, label, reward, as
-    `_TextLog` does; and tells them to `tell`."""
+    """Appends the first `count` samples of each step to the JSONL file `path`: prompt, response, label, reward,
+    feedback, stop reason, as `_TextLog` does; and tells them to `tell`."""
 
     def __init__(
         self,
@@ -79,7 +82,13 @@ class SampleWriter(_TextLog):
         """Writes `count` samples of `groups`."""
         samples = [(group, t) for group in groups for t in group.trajectories][: self._count]
         lines = self._append(
-            {"step": step, **self._texts(group, own), "reward": own.reward, "stop_reason": own.stop_reason.value}
+            {
+                "step": step,
+                **self._texts(group, own),
+                "reward": own.reward,
+                "feedback": self._said(own.feedback),
+                "stop_reason": own.stop_reason.value,
+            }
             for group, own in samples
         )
         if lines and self._tell is not None:
@@ -114,12 +123,12 @@ class ReplyWriter(_TextLog):
             yield {**of_prompt, "sample_id": failed.sample_id, **source, **texts, "failure_kind": failed.kind.value}
 
     def _judged(self, own: Trajectory) -> dict[str, Any]:
-        said = {"answer": own.answer, "feedback": own.feedback}
         return {
             "score": own.score,
+            "answer": self._said(own.answer),
+            "feedback": self._said(own.feedback),
             "stop_reason": own.stop_reason.value,
             "sampled_tokens": own.action_length,
-            **{name: None if text is None else without_secrets(text, self._secrets) for name, text in said.items()},
             **{name: {key: float(value) for key, value in told.items()} for name, told in _numbers(own).items()},
         }
 

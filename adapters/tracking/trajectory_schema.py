@@ -37,6 +37,8 @@ def schema() -> "pyarrow.Schema":
         "score": number,
         "reward_parts": named,
         "metrics": named,
+        "answer": text,
+        "feedback": text,
         "baseline": number,
         "advantage": number,
         "stop_reason": text,

@@ -141,6 +141,8 @@ def _row(
         "score": trajectory.score,
         "reward_parts": _numbers(trajectory.reward_parts),
         "metrics": _numbers(trajectory.metrics),
+        "answer": _said(trajectory.answer, secrets),
+        "feedback": _said(trajectory.feedback, secrets),
         "stop_reason": trajectory.stop_reason.value,
         "grammars": _grammars(trajectory, secrets),
         "seconds": group.seconds.get(trajectory.sample_id),
@@ -214,6 +216,10 @@ def without_secrets(text: str, secrets: Spans) -> str:
 def _text(text: str, secrets: Spans) -> str:
     """Returns a text without its secrets; UTF-8 has no lone halves of surrogate pairs, which become escapes."""
     return as_utf8(without_secrets(text, secrets))
+
+
+def _said(text: str | None, secrets: Spans) -> str | None:
+    return None if text is None else _text(str(text), secrets)
 
 
 def _numbers(named: Mapping[str, float]) -> list[tuple[str, float]]:

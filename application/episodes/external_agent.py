@@ -114,6 +114,7 @@ class ServedAgentExecutor(AgentExecutor):
             },
             reward_parts=reward.parts,
             answer=reward.answer,
+            feedback=reward.feedback,
         )
 
     def _why_none(self, session: RecordedSession, stop_reason: StopReason) -> str:

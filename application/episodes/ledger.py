@@ -260,6 +260,7 @@ class TokenLedger:
         metrics: Mapping[str, float] | None = None,
         reward_parts: Mapping[str, float] | None = None,
         answer: str | None = None,
+        feedback: str | None = None,
     ) -> list[Trajectory]:
         """Returns one trajectory for each branch, all of the same sample; `score` defaults to the sum of all rewards.
 
@@ -279,7 +280,12 @@ class TokenLedger:
             builder = self._branch(leaf, trained, group_id, sample_id)
             parts = reward_parts if leaf == leaves[-1] else None
             built = builder.build(
-                stop_reason=stop_reason, score=outcome, metrics=metrics, reward_parts=parts, answer=answer
+                stop_reason=stop_reason,
+                score=outcome,
+                metrics=metrics,
+                reward_parts=parts,
+                answer=answer,
+                feedback=feedback,
             )
             result.append(built)
         return result

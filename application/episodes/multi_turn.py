@@ -107,13 +107,15 @@ class MultiTurnExecutor(AgentExecutor):
             )
             return request.failure(FailureKind.DATA, full)
         ended = stop_reason or StopReason.LENGTH
-        last, parts, answer = session.last, session.last.reward_parts, session.last.answer
+        last = session.last
+        parts, answer, feedback = last.reward_parts, last.answer, last.feedback
         score, metrics = last.score, {"turns": float(ledger.turns), "branches": float(ledger.branches), **last.metrics}
         if last.reward is None:
             reward = await self._judge(session, ledger, request, response, ended)
             ledger.reward_last(reward.value)
             score = reward.value if reward.score is None else reward.score
-            metrics, parts, answer = {**metrics, **reward.metrics}, reward.parts, reward.answer
+            metrics, parts = {**metrics, **reward.metrics}, reward.parts
+            answer, feedback = reward.answer, reward.feedback
         elif not self._said:
             self._said = True
             log.info("the environment rewards its episodes: the run's reward judges only those whose reward is None")
@@ -125,6 +127,7 @@ class MultiTurnExecutor(AgentExecutor):
             metrics=metrics,
             reward_parts=parts,
             answer=answer,
+            feedback=feedback,
         )
 
     async def _judge(

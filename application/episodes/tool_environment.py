@@ -147,6 +147,7 @@ class ToolEnvironment(Environment):
             metrics=reward.metrics,
             reward_parts=reward.parts,
             answer=reward.answer,
+            feedback=reward.feedback,
         )
 
     def hint(self, text: str) -> Message:

@@ -28,10 +28,10 @@ class StepResult:
     `score`: defaults to the sum of rewards so far. `sampling`: replaces the sampling settings of later turns, except
     their seed. `images`: those of a text, whose places are the model's own marks in it; messages have theirs as parts
     `{"type": "image", "image": ...}`. `metrics`: those of the last step are logged. `reward_parts`: of the last step,
-    named rewards whose weighted sum is the episode's reward. `answer`: of the last step, what the episode answered, as
-    that of a `Reward`. `state`: a text that names the state in which the next
-    action is chosen, for estimators that compare actions of a group that were chosen in the same one; default: what the
-    model is told before it, that is the observation."""
+    named rewards whose weighted sum is the episode's reward. `answer` and `feedback`: of the last step, what the
+    episode answered, and what there is to say of it, as those of a `Reward`. `state`: a text that names the state in
+    which the next action is chosen, for estimators that compare actions of a group that were chosen in the same one;
+    default: what the model is told before it, that is the observation."""
 
     observation: Observation = ""
     images: Sequence[Any] = ()
@@ -44,6 +44,7 @@ class StepResult:
     metrics: Mapping[str, float] = field(factory=dict)
     reward_parts: Mapping[str, float] = field(factory=dict)
     answer: str | None = None
+    feedback: str | None = None
     state: str | None = None
 
 

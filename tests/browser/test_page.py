@@ -120,6 +120,14 @@ def test_failed_episodes_say_why(page: Page) -> None:
     assert HOSTILE[1] in page.page.inner_text(".message.failure")
 
 
+def test_what_the_reward_says_of_a_reply_stands_below_it(page: Page) -> None:
+    page.open(f"#/r/other/t/{STEPS}/900/0")
+    assert f"answer {HOSTILE[0]}" in page.page.inner_text("h1")
+    *_, said = page.page.locator(".message").all_inner_texts()
+    assert said.split("\n", 1)[0] == "reward feedback"
+    assert HOSTILE[1] in said
+
+
 def test_a_link_to_a_token_shows_its_numbers(page: Page) -> None:
     page.open(f"{LEARNED}?tab=tokens&token=20")
     tokens = page.run_code("async () => (await (await fetch('api/run/sums/trajectory/step/2/201/1/0')).json()).tokens")

@@ -31,7 +31,8 @@ PROMPTS, SAMPLES = 5, 3
 REWARD = """
 def reward_func(queries, prompts, labels, completions):
     rewards = [None if label == "2" else len(query) + int(label) for query, label in zip(queries, labels)]
-    return {"rewards": rewards, "scores": [0.5] * len(labels), "extra_logs": {"long": [len(c) for c in completions]}}
+    logs = {"long": [len(c) for c in completions]}
+    return {"rewards": rewards, "scores": [0.5] * len(labels), "extra_logs": logs, "feedback": ["so so"] * len(labels)}
 """
 
 
@@ -384,6 +385,7 @@ def test_replies_are_judged_as_in_training(
             text = row["completion"] + ("<|im_end|>" if row["stop_reason"] == "stop" else "")
             assert row["reward"] == len(row["prompt"]) + len(text) + int(row["label"])
             assert (row["scores"], row["metrics"]) == (0.5, {"long": len(row["completion"])})
+            assert row["feedback"] == "so so"
 
 
 def test_scoring_is_continued(tiny_model_dir: Path, prompts: Path, tmp_path: Path, function: Path) -> None:

@@ -223,6 +223,7 @@ def hostile_rows(step: int = STEPS) -> list[dict[str, Any]]:
     rows = [
         row(
             vocabulary, step=step, group=900 + index, sample=0, label=text, datasource="hostile",
+            answer=text[:200], feedback=HOSTILE[1],
             parts=[(PROMPT, [text, "\n"]), (SAMPLED, [text, " ", text])],
         )
         for index, text in enumerate((*HOSTILE, LONG_LINE))

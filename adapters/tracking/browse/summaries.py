@@ -26,6 +26,8 @@ TEXTS: Mapping[str, str] = {
     "prompt": "prompt as the model saw it",
     "label": "what the reward compares with",
     "response": "all after the prompt",
+    "answer": "what the reply answered, by which evaluations vote",
+    "feedback": "what the reward says of the reply in words",
     "stop_reason": "why the reply ended: stop, length, environment, turn_limit, timeout or aborted",
     "failure": "kind of a failed episode: infrastructure, environment, reward, not_applicable or data",
     "failure_message": "why an episode failed",
@@ -62,7 +64,7 @@ STORED = [
 ]
 IDS = ("kind", "step", "group_id", "sample_id")
 """Columns that a rollout is known by; all but the last one are its group's."""
-CUT = ("prompt", "response", "label")
+CUT = ("prompt", "response", "label", "answer", "feedback")
 """Texts of which a summary row has the beginning."""
 KEY_KINDS = {kind: prefix.removesuffix("-") for kind, prefix in PREFIXES.items()}
 """First word of a key, by the kind of the rollout."""

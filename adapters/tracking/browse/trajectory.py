@@ -21,7 +21,7 @@ from rollgrad.domain.errors import DataError
 if TYPE_CHECKING:
     import pyarrow
 
-WHOLE = ("prompt", "messages", "label", "response")
+WHOLE = ("prompt", "messages", "label", "response", "answer", "feedback")
 """Texts of which summary rows have the beginning only, or nothing."""
 TOKENS = ("token", "token_text", "token_kind", "token_turn", "token_version", *TOKEN_NUMBERS, "token_clipped")
 LARGEST = 2**63 - 1

@@ -5,7 +5,7 @@ import { GroupTree } from "./groupview.js";
 import { Answer, beginning, Copy, Tabs, Text } from "./parts.js";
 import { policyLoss, SAMPLED, PROMPT } from "./quantities.js";
 import { go, keyOf, link, trajectoryLink, useAnswer, useKeys } from "./state.js";
-import { duration, number, signed } from "./text.js";
+import { duration, number, oneLine, signed } from "./text.js";
 import { Tokens } from "./tokenview.js";
 
 const TABS = [["conversation", "Conversation"], ["tokens", "Tokens"], ["tree", "Group tree"], ["numbers", "Numbers"], ["raw", "Raw"]];
@@ -65,6 +65,7 @@ function Headline({ row }) {
     ? [html`<span class="failure">failed: ${row.failure}</span>`]
     : [
         html`reward <b>${number(row.reward)}</b>`, row.score !== row.reward && row.score !== null && `score ${number(row.score)}`,
+        row.answer && html`answer <b dir="auto">${oneLine(row.answer, 80)}</b>`,
         row.advantage !== null && `advantage ${signed(row.advantage)}`, `${number(row.action_tokens)} tokens`, row.turns > 1 && `${row.turns} turns`,
         row.stop_reason === "length" ? html`<b class="cut">cut off</b>` : row.stop_reason, row.seconds !== null && duration(row.seconds),
         row.kind === "update" && row.zero_spread && html`<span class="idle">its group taught nothing</span>`,
@@ -106,7 +107,7 @@ function Conversation({ row }) {
   const [whole, setWhole] = useState(false);
   const lines = whole ? Infinity : LINES;
   const asked = (row.messages ?? [{ role: "prompt", content: row.prompt ?? "" }]).map((message) => [message.role ?? "message", contentOf(message)]);
-  const foldable = [...asked.map(([, text]) => text), ...parts.filter((part) => part.kind !== SAMPLED && part.kind !== PROMPT).map((part) => part.text)];
+  const foldable = [...asked.map(([, text]) => text), row.feedback ?? "", ...parts.filter((part) => part.kind !== SAMPLED && part.kind !== PROMPT).map((part) => part.text)];
   const turn = (part) => (row.turns > 1 ? `turn ${part.turn ?? "–"}, ` : "");
   return html`<div class="conversation">
     ${!whole && foldable.some((text) => beginning(text, LINES).length < text.length) && html`<button class="more" onClick=${() => setWhole(true)}>Show all lines of every message</button>`}
@@ -116,6 +117,7 @@ function Conversation({ row }) {
       ? html`<${Message} role="assistant" text=${part.text} note=${`${turn(part)}${number(part.count)} tokens${row.turns > 1 && row.tokens.reward ? `, reward ${number(part.reward)}` : ""}`} />`
       : html`<${Message} role="environment" text=${part.text} lines=${lines} note=${`${number(part.count)} tokens, without loss`} />`)}
     ${!row.tokens && row.response && html`<${Message} role="assistant" text=${row.response} />`}
+    ${row.feedback && html`<${Message} role="reward" note="feedback" text=${row.feedback} lines=${lines} />`}
   </div>`;
 }
 

@@ -285,7 +285,7 @@ def test_files_without_later_columns_are_read(tmp_path: Path) -> None:
     path = trajectory_files(usual_run(tmp_path))[1]
     table = read_trajectories(path)
     later = ["messages", "baseline", "response_start", "reward_parts", "token_value", "token_entropy"]
-    later.append("token_clipped")
+    later += ["token_clipped", "answer", "feedback"]
     path.write_bytes(_parquet(table.drop_columns(later)))
     rollouts = RunIndex(tmp_path).rollouts()
     assert (rollouts.problems, len(rollouts)) == ((), 12)
@@ -293,6 +293,7 @@ def test_files_without_later_columns_are_read(tmp_path: Path) -> None:
     shown = whole(rollouts, rollouts.keys[1])
     assert (shown["tokens"]["value"], shown["messages"], shown["reward_parts"]) == (None, None, {})
     assert (shown["tokens"]["entropy"], shown["tokens"]["clipped"]) == (None, None)
+    assert (shown["answer"], shown["feedback"]) == (None, None)
 
 
 def test_all_texts_of_a_filter_are_looked_for_in_one_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ def test_a_row_has_the_rollout_and_each_of_its_tokens(tmp_path: Path) -> None:
         1.5,
     )
     assert (second["reward"], dict(second["reward_parts"]), second["stop_reason"]) == (1.0, {"format": 1.0}, "stop")
+    assert (second["answer"], second["feedback"]) == (None, None)
     assert (second["advantage"], second["version_first"], second["action_tokens"]) == (0.5, 3, 4)
     assert second["token"] == [*PROMPT, *"né".encode(), EOS]
     assert "".join(second["token_text"]) == "Is é in café? né<eos>"
@@ -170,10 +171,13 @@ def test_a_secret_is_in_no_column(tmp_path: Path) -> None:
         group(0, f"So {secret} it is.", f"Authorization: Bearer abc{secret}", prompt=prompt, label={"key": [secret]}),
         failures=(RolloutFailure(kind=FailureKind.REWARD, message=f"{secret} refused", group_id=0, sample_id=9),),
     )
+    said = {"answer": secret, "feedback": f"It tells {secret}."}
+    hidden = evolve(hidden, trajectories=tuple(evolve(own, **said) for own in hidden.trajectories))
     first, second, failed = written(tmp_path, hidden, secrets=[secret])
     for row in (first, second, failed):
         assert secret not in json.dumps(row, ensure_ascii=False, default=str)
     assert first["response"] == "So *** it is."
+    assert (second["answer"], second["feedback"]) == ("***", "It tells ***.")
     assert first["label"] == '{"key": ["***"]}'
     assert "".join(first["token_text"]) == "My key is ***, and ***!So *** it is.<eos>"
     assert [token for token in first["token"] if token >= 0] == [

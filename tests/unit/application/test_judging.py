@@ -1,6 +1,7 @@
 """Judges get the text that the model saw and wrote, its tokens, and the version of the policy that wrote it."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError, NotApplicableError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.fakes.chat_templates import tokenizer_with
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -159,6 +161,27 @@ async def test_an_environment_that_rewards_is_not_judged(tiny_tokenizer: Any) ->
     assert isinstance(result, list)
     assert result[0].reward == 0.25
     assert not rewards.requests
+
+
+class Speaking(RewardSource):
+    """Says of each reply what it answered, and what there is to say of it."""
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
+        return [Reward(value=0.5, answer="7", feedback="It is too long.") for _ in requests]
+
+
+class Told(Silent):
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(reward=0.5, terminated=True, answer="7", feedback="It is too long.")
+
+
+async def test_what_a_reward_says_of_an_episode_is_kept_in_each_branch(tiny_tokenizer: Any) -> None:
+    for environment in (None, Silent, Told):
+        result, prompt = await play(tiny_tokenizer, tiny_tokenizer.eos_token, Speaking(), environment=environment)
+        assert isinstance(result, list)
+        assert {(branch.answer, branch.feedback) for branch in result} == {("7", "It is too long.")}
+    judged = await ToolEnvironment([], rewards=Speaking()).reward_hook("x", prompt)
+    assert (judged.answer, judged.feedback) == ("7", "It is too long.")
 
 
 @pytest.mark.parametrize(

@@ -287,11 +287,13 @@ def test_samples_have_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     codec: Any = SimpleNamespace(decode=lambda tokens: told)
     config = RLConfig(ckpt=CheckpointConfig(output_dir=str(tmp_path)), logger=LoggerConfig(log_samples=1))
     tracker = FakeRunTracker()
-    make_sample_log(config, codec, tracker)(1, [group(Prompt(token_ids=(1,), text=told, label=told))])
+    judged = group(Prompt(token_ids=(1,), text=told, label=told))
+    judged = evolve(judged, trajectories=tuple(evolve(own, feedback=told) for own in judged.trajectories))
+    make_sample_log(config, codec, tracker)(1, [judged])
     assert "12345678" not in str(tracker.sampled)
     assert tracker.sampled
     (line,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
-    assert {line[name] for name in ("prompt", "response", "label")} == {"the key ***."}
+    assert {line[name] for name in ("prompt", "response", "label", "feedback")} == {"the key ***."}
 
 
 def test_replies_of_an_evaluation_have_failures_and_no_secrets_and_end_nothing(
