@@ -41,6 +41,8 @@ log = structlog.get_logger(__name__)
 
 SAVED = ("state.json", "dataset_dict.json")
 """Files in folders that `save_to_disk` has written."""
+_NO_OPTIONS = ("name", "version", "description", "data_dir", "data_files", "features", "sep", "delimiter")
+"""Parts of what `datasets` knows of a folder that do not change how a row is read here, where separators are found."""
 _MOST_FILES = 10_000
 """Files and folders below a folder of data at most: all of them are looked at."""
 _EMPTY = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
@@ -115,16 +117,15 @@ def _with_datasource(dataset: "datasets.Dataset", origin: str) -> "datasets.Data
 
 def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
     """Reads one split of one dataset."""
-    path, files = Path(name), data_files(name)
+    files = data_files(name)
     if files is not None:
         return _read_files(files, name)
-    if path.is_dir():
-        listed = _listed(path)
+    folder, configuration = (name, None) if Path(name).is_dir() else split_configuration(name)
+    if Path(folder).is_dir():
+        listed, features = _listed(Path(folder), configuration)
         if listed is not None:
-            return _read_files(_choose_split(listed, name, split, split_flag), name)
-        loaded = _read_folder(path, None)
-    elif Path(split_configuration(name)[0]).is_dir():
-        folder, configuration = split_configuration(name)
+            read = _read_files(_choose_split(listed, name, split, split_flag), name)
+            return read if features is None else read.cast(features)
         loaded = _read_folder(Path(folder), configuration)
     elif name.startswith((".", "/", "~")):
         _refuse_other_file(name)
@@ -230,21 +231,25 @@ def _no_rows(name: str | Path) -> DataError:
     return _NoRowsError(f"The dataset {name} has no rows: at least one is needed.")
 
 
-def _listed(folder: Path) -> dict[str, list[Path]] | None:
-    """Returns the files of each split of a folder; None if it is a saved dataset, has a description, or files that only
-    `datasets` reads."""
+def _listed(folder: Path, configuration: str | None) -> "tuple[dict[str, list[Path]] | None, datasets.Features | None]":
+    """Returns the files of each split of a folder, and the types of columns that its README.md sets; None for files if
+    it is a saved dataset, has files that only `datasets` reads, or a README.md that says how."""
     import datasets
 
-    if any((folder / name).is_file() for name in (*SAVED, "README.md")):
-        return None
+    if any((folder / name).is_file() for name in SAVED):
+        return None, None
     _check_size(folder)
     try:
         with _quietly():
-            found = datasets.load_dataset_builder(str(folder)).config.data_files
+            builder = datasets.load_dataset_builder(str(folder), configuration)
+        options = {**vars(builder.config), **dict.fromkeys(_NO_OPTIONS)}
+        asked = options != {**vars(type(builder.config)()), **dict.fromkeys(_NO_OPTIONS)}
+        listed = {str(split): sorted(map(Path, files)) for split, files in builder.config.data_files.items()}
     except Exception:  # it is told when the folder is read
-        return None
-    listed = {str(split): sorted(map(Path, files)) for split, files in found.items()}
-    return listed if all(file_format(path) for files in listed.values() for path in files) else None
+        return None, None
+    if asked or not all(file_format(path) for files in listed.values() for path in files):
+        return None, None
+    return listed, builder.info.features
 
 
 def _read_folder(path: Path, configuration: str | None) -> Any:

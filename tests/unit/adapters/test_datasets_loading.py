@@ -321,6 +321,9 @@ def test_what_cannot_be_read_is_one_sentence(make: Callable[[Path], Any], messag
     assert "\n" not in str(caught.value)
 
 
+TYPES = {"input": "string", "answer": "int64", "other": "string"}
+
+
 @pytest.fixture
 def configured(tmp_path: Path) -> Path:
     """A folder as the hub has them: two configurations, each in a directory, named in the README's metadata."""
@@ -332,6 +335,34 @@ def configured(tmp_path: Path) -> Path:
         entries += f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train.jsonl\n"
     (folder / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
     return folder
+
+
+def test_a_described_folder_is_read_as_the_files_are(tmp_path: Path) -> None:
+    """A README.md may name configurations, types of columns and separators; only what else it says is pandas'."""
+    folder = tmp_path / "described"
+    folder.mkdir()
+    (folder / "plain.csv").write_text("input,answer,other\nNA,007,1\nnull,7,\n")
+    (folder / "bars.csv").write_text("input|answer\nNA, then|007\n")
+    (folder / "shifted.csv").write_text("a line before\ninput,answer\nx,7\n")
+    more = {
+        "plain": "",
+        "bars": "  sep: '|'\n",
+        "shifted": "  skiprows: 1\n",
+    }
+    entries = "".join(f"- config_name: {name}\n  data_files: {name}.csv\n{own}" for name, own in more.items())
+    entries += "- config_name: typed\n  data_files: plain.csv\n"
+    types = "".join(f"  - name: {name}\n    dtype: {kind}\n" for name, kind in TYPES.items())
+    info = f"dataset_info:\n- config_name: typed\n  features:\n{types}"
+    (folder / "README.md").write_text(f"---\nconfigs:\n{entries}{info}---\n")
+    expected = {
+        "plain": {"input": ["NA", "null"], "answer": ["007", "7"], "other": [1, None]},
+        "bars": {"input": ["NA, then"], "answer": ["007"]},
+        "shifted": {"input": ["x"], "answer": [7]},
+        "typed": {"input": ["NA", "null"], "answer": [7, 7], "other": ["1", None]},
+    }
+    for name, columns in expected.items():
+        rows = load(f"{folder}:{name}")
+        assert {column: rows[column][:] for column in columns} == columns
 
 
 @pytest.mark.parametrize("name", ["main", "socratic"])
