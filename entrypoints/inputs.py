@@ -55,9 +55,8 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
         if not (container.reference.overridden or container.critic.overridden):
             attempt(container.suits)
     sampler = None if container.engine.overridden else engine_kind(container.config())
-    read = [attempt(container.providers[name]) for name in prompts]
-    if tuple(prompts) == TRAINING:
-        note_repeated_prompts(container.config(), container.environment(), *read)
+    read = {name: attempt(container.providers[name]) for name in prompts}
+    note_repeated_prompts(container.config(), container.environment(), *(read.get(name) for name in TRAINING))
     if not container.executor.overridden:  # else the caller's own plays and judges as it likes
         config = container.config()
         kind = executor_kind(config, container.environment())
@@ -66,7 +65,7 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
         is_model = reward_kind(config, container.reward_spec()) == "model" and not container.reward.overridden
         reward = attempt(check_reward_model, config) if is_model else attempt(container.reward)
         if isinstance(reward, FunctionReward):
-            for source in read:
+            for source in read.values():
                 for prompt in _first(source):
                     attempt(reward.check, prompt)
     if sampler == Engine.VLLM:

@@ -10,7 +10,7 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.loading import load_dataset
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
-from rollgrad.adapters.data.datasets.survey import Rows, Survey
+from rollgrad.adapters.data.datasets.survey import Rows, Survey, repeated
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.engines.vllm_server.teacher import without_teacher
@@ -113,16 +113,25 @@ def make_eval_rows(rows: Rows, config: RLConfig, codec: TemplateCodec, environme
 
 
 def note_repeated_prompts(config: RLConfig, environment: Any, learned: Any, held_out: Any) -> None:
-    """Warns of held-out prompts that are trained on, too, unless votes judge them, which need no labels; prompts that
-    are generated, or of a caller's own source, are not compared. Where an environment or an agent plays, rows of one
-    text are other games if another column (a seed) differs."""
-    if config.reward.majority_vote or not isinstance(learned, DatasetPromptSource) or not isinstance(held_out, list):
-        return
+    """Says how many prompts stand twice in a dataset, and warns of held-out prompts that are trained on, too, unless
+    votes judge them, which need no labels; prompts that are generated, or of a caller's own source, are not compared.
+    Where an environment or an agent plays, rows of one text are other games if another column (a seed) differs."""
     whole = executor_kind(config, environment) in ("environment", "agent_file", "command")
-    repeated = sum(learned.survey.has(prompt, whole=whole) for prompt in held_out)
-    if repeated:
+    if isinstance(held_out, list) and (twice := repeated(held_out, whole=whole)):
+        log.info(
+            f"{twice} of {len(held_out)} held-out prompts of eval.dataset repeat an earlier one, which counts again"
+        )
+    if not isinstance(learned, DatasetPromptSource):
+        return
+    if config.data.prompt_probs is None and (twice := learned.survey.repeated(whole=whole)):
+        size, setting = len(learned.survey.lengths), learned.survey.setting
+        log.info(f"{twice} of {size} rows of {setting} repeat an earlier prompt, which is trained on more often")
+    if config.reward.majority_vote or not isinstance(held_out, list):
+        return
+    shared = sum(learned.survey.has(prompt, whole=whole) for prompt in held_out)
+    if shared:
         log.warning(
-            f"{repeated} of {len(held_out)} held-out prompts of eval.dataset are in data.prompt_dataset, too, and tell "
+            f"{shared} of {len(held_out)} held-out prompts of eval.dataset are in data.prompt_dataset, too, and tell "
             "nothing of new ones: leave them out of one of the two"
         )
 

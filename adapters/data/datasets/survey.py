@@ -7,7 +7,7 @@ prompts (`PromptBuilder`).
 import hashlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
@@ -47,8 +47,8 @@ class Survey:
     """Result of a survey. `setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: tokens of the
     longest prompt that is kept; `fingerprint`: sha256 of all rows in their order, which does not depend on the name;
     `told`: tokens that a teacher reads in the place of each row's prompt, empty if it reads the prompt; `texts`:
-    hashes, of this process, of the prompts that are texts alone; `tasks`: of their whole rows; `datasources`: names of
-    the datasets of all rows."""
+    hashes, of this process, of the prompts that are texts alone, of which there are `plain`; `tasks`: of their whole
+    rows; `datasources`: names of the datasets of all rows."""
 
     setting: str
     lengths: tuple[int, ...]
@@ -58,6 +58,12 @@ class Survey:
     texts: frozenset[int] = field(default=frozenset(), eq=False, repr=False)
     tasks: frozenset[int] = field(default=frozenset(), eq=False, repr=False)
     datasources: frozenset[str] = frozenset()
+    plain: int = 0
+
+    def repeated(self, *, whole: bool = False) -> int:
+        """Returns how many rows have the text of an earlier one, or if `whole` all columns; those with images are not
+        compared."""
+        return self.plain - len(self.tasks if whole else self.texts)
 
     def has(self, prompt: Prompt, *, whole: bool = False) -> bool:
         """Returns whether a row has the text of a prompt, or if `whole` all columns of its row; unknown, and so false,
@@ -111,6 +117,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     texts: set[int] = set()
     tasks: set[int] = set()
     datasources: set[str] = set()
+    plain = 0
     content = hashlib.sha256()
     for start in _batches(size, setting):
         drafts: dict[int, Draft] = {}
@@ -130,6 +137,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
                     (measured[index],) = builder.lengths([draft])
                 else:
                     drafts[index] = draft
+                    plain += 1
                     tasks.add(hash(task))
                     texts.add(hash(draft.written if isinstance(draft.written, str) else draft.written.text))
             except DataError as error:
@@ -149,9 +157,16 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
         frozenset(texts),
         frozenset(tasks),
         frozenset(datasources),
+        plain,
     )
     _report(found, builder.data)
     return found
+
+
+def repeated(prompts: Sequence[Prompt], *, whole: bool = False) -> int:
+    """Returns how many of `prompts` repeat an earlier one, as `Survey.repeated` counts them."""
+    plain = [prompt for prompt in prompts if not prompt.images]
+    return len(plain) - len({hash(_task(prompt.metadata) if whole else prompt.text) for prompt in plain})
 
 
 def rows_fingerprint(prompts: Iterable[Prompt]) -> str:

@@ -85,6 +85,26 @@ def test_games_of_other_seeds_are_held_out(tiny_model_dir: Path, tmp_path: Path)
     assert [words[:45] for words in told] == ["1 of 3 held-out prompts of eval.dataset are in"[:45]]
 
 
+@pytest.mark.parametrize("plays", [False, True])
+def test_rows_that_stand_twice_are_counted(plays: bool, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """In the prompts that are trained on and in those that are held out; of games whole rows are compared."""
+    held_out = tmp_path / "held_out.jsonl"
+    games = [{"question": f"Game {number // 2}", "answer": "2", "seed": number // 4} for number in range(8)]
+    held_out.write_text("".join(json.dumps(game) + "\n" for game in games))
+    config = settings(tiny_model_dir, tmp_path)
+    config.eval.dataset = str(held_out)
+    rows = [*ROWS, {**ROWS[0], "answer": "9"}, ROWS[1]]
+    environment = (lambda: FakeEnvironment([])) if plays else None
+    container = container_with(config, letters, environment, {"prompts": rows})
+    with capture_logs() as logs:
+        check_inputs(container, trains=config)
+    told = [log["event"] for log in logs if "repeat" in log["event"]]
+    assert told == [
+        "4 of 8 held-out prompts of eval.dataset repeat an earlier one, which counts again",
+        f"{1 if plays else 2} of 6 rows of prompts repeat an earlier prompt, which is trained on more often",
+    ]
+
+
 def test_a_run_on_rows_continues_on_the_same_rows_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
     config = settings(tiny_model_dir, tmp_path)
     assert rollgrad.train(config, reward=letters, prompts=ROWS).steps == 1
