@@ -4,6 +4,7 @@ Does not own: reading a dataset (`loading`), nor which columns hold prompts and 
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,15 +38,41 @@ def check_probs(probs: Sequence[float], names: Sequence[str], *, flag: str = "--
 
 
 def distinct_names(places: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the `names` of datasets in metrics; those that are called alike have that of their directory before.
+    """Returns the `names` of datasets in metrics. Those that are called alike have the directories before that make
+    them differ, or else the ends of their files or their configurations behind; one that is listed twice has one name.
 
     >>> distinct_names(["math/test.jsonl", "code/test.jsonl", "chat.jsonl"], ["test", "test", "chat"])
     ['math-test', 'code-test', 'chat']
+    >>> distinct_names(["math/a/*", "code/a/*"], ["a", "a"]), distinct_names(["a.csv", "a.jsonl"], ["a", "a"])
+    (['math-a', 'code-a'], ['a.csv', 'a.jsonl'])
+    >>> distinct_names(["me/sums:easy", "me/sums:hard"], ["me/sums", "me/sums"])
+    ['sums:easy', 'sums:hard']
+
+    Raises:
+        DataError: two would have one name.
     """
-    return [
-        f"{Path(place).absolute().parent.name}-{name}" if names.count(name) > 1 else name
-        for place, name in zip(places, names, strict=True)
-    ]
+    paths = [Path(os.path.normpath(Path(place).absolute())) for place in places]
+    found = dict[Path, str]()
+    for name in dict.fromkeys(names):
+        alike = [path for path in dict.fromkeys(paths) if names[paths.index(path)] == name]
+        most = max(len(path.parts) for path in alike)
+        forms = ([_longer(path, name, by, own=own) for path in alike] for own in (False, True) for by in range(most))
+        taken = {*names} - {name} | {*found.values()}
+        called = next((form for form in forms if len({*form}) == len(form) and not taken & {*form}), None)
+        if called is None:
+            raise DataError(
+                f"The datasets {', '.join(map(str, alike))} would be called alike in metrics ({name}): rename one of "
+                "them, or give its rows a column datasource."
+            )
+        found |= zip(alike, called, strict=True)
+    return [found[path] for path in paths]
+
+
+def _longer(path: Path, name: str, directories: int, *, own: bool) -> str:
+    """Returns the name of a dataset, or if `own` that of its file, with those of its last `directories` before."""
+    place = path if own else next((each for each in (path, *path.parents) if name in each.name), path)
+    before = place.parent.parts[1:][-directories:] if directories else ()
+    return "-".join((*before, path.name if own else name))
 
 
 def shares(sizes: Sequence[int], most: int | None) -> list[int]:

@@ -16,7 +16,8 @@ from structlog.testing import capture_logs
 from rollgrad.adapters.data.datasets import loading
 from rollgrad.adapters.data.datasets.columns import Columns, find_columns
 from rollgrad.adapters.data.datasets.files import split_configuration
-from rollgrad.adapters.data.datasets.loading import load_dataset
+from rollgrad.adapters.data.datasets.loading import load_dataset, origin
+from rollgrad.adapters.data.datasets.several import distinct_names
 from rollgrad.domain.errors import DataError
 
 ROWS = [{"input": "3+4?", "answer": "7"}, {"input": "2+2?", "answer": "4"}, {"input": "1+1?", "answer": "2"}]
@@ -410,6 +411,30 @@ def test_data_sets_of_one_name_are_told_apart_by_their_directories(tmp_path: Pat
         jsonl(tmp_path / folder / "test.jsonl")
     rows = load(f"{tmp_path}/math/test.jsonl,{tmp_path}/code/test.jsonl")
     assert [*dict.fromkeys(rows["datasource"])] == ["math-test", "code-test"]
+    assert set(load(f"{tmp_path}/math/*,{tmp_path}/code/*")["datasource"]) == {"math", "code"}
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        (["a/c/*", "b/c/*"], ["a-c", "b-c"]),
+        (["a/c/test.jsonl", "b/c/test.jsonl", "b/test.csv"], ["a-c-test", "b-c-test", "x-b-test"]),
+        (["a/test.jsonl", "a/test.csv", "b/test.jsonl"], ["a-test.jsonl", "a-test.csv", "b-test.jsonl"]),
+        (["a/test.jsonl", "./a/test.jsonl"], ["test", "test"]),
+        (["a/test.jsonl", "b/test.jsonl", "a-test.jsonl"], ["x-a-test", "x-b-test", "a-test"]),
+    ],
+)
+def test_different_data_sets_never_share_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: list[str], expected: list[str]
+) -> None:
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    assert distinct_names(places, [origin(place) for place in places]) == expected
+
+
+def test_data_sets_that_can_only_share_a_name_are_refused() -> None:
+    with pytest.raises(DataError, match=r"/b/x\.jsonl would be called alike in metrics \(x\): rename one"):
+        distinct_names(["/x.jsonl", "/b/x.jsonl", "c", "d"], ["x", "x", "x.jsonl", "b-x"])
 
 
 def test_as_many_rows_are_taken_of_each_data_set(tmp_path: Path) -> None:
