@@ -36,7 +36,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def summary_names(n: int) -> tuple[str, ...]:
-    """Returns the names of what `summarise` gives where the fewest samples of a prompt are `n`, with that of the vote.
+    """Returns the names of what `summarise` gives where the most samples of a prompt are `n`, with that of the vote.
 
     >>> summary_names(3)
     ('pass@1', 'pass@2', 'pass@3', 'mean@3', 'best@2', 'best@3', 'maj@3')
@@ -95,9 +95,10 @@ def summarise(
     threshold: float,
     answers_by_prompt: Sequence[Sequence[str | None]] | None = None,
 ) -> dict[str, float]:
-    """Means over prompts of `pass@1`, `pass@k` for powers of two up to the smallest sample count n, `pass@n`
+    """Means over prompts of `pass@1`, `pass@k` for powers of two up to the greatest sample count n, `pass@n`
     and `mean@n` (mean score). Of several samples also `best@k` (best score) for these k above 1, and `maj@n`, whether
-    what most of a prompt's samples answered passes, if any answer is known. Prompts without a sample are left out.
+    what most of a prompt's samples answered passes, if any answer is known. Prompts without a sample are left out, and
+    of `pass@k` and `best@k` those with fewer than k: an episode that failed changes no metric's name.
 
     Args:
         scores_by_prompt: scores of each prompt's samples.
@@ -110,13 +111,13 @@ def summarise(
     counted = [scores for scores in scores_by_prompt if scores]
     if not counted:
         raise ValueError("There are no scores to summarise.")
-    n = min(len(scores) for scores in counted)
+    n = max(len(scores) for scores in counted)
     passes = [(len(scores), sum(reaches(score, threshold) for score in scores)) for scores in counted]
     sizes = _sizes(n)
-    metrics = {f"pass@{k}": math.fsum(pass_at_k(m, c, k) for m, c in passes) / len(counted) for k in sizes}
+    metrics = {f"pass@{k}": fmean(pass_at_k(m, c, k) for m, c in passes if m >= k) for k in sizes}
     metrics[f"mean@{n}"] = math.fsum(math.fsum(scores) / len(scores) for scores in counted) / len(counted)
     metrics |= {
-        f"best@{k}": math.fsum(best_at_k(scores, k) for scores in counted) / len(counted) for k in sizes if k > 1
+        f"best@{k}": fmean(best_at_k(scores, k) for scores in counted if len(scores) >= k) for k in sizes if k > 1
     }
     voting = [answers for answers in answers_by_prompt or () if answers]
     if n > 1 and any(answer is not None for answers in voting for answer in answers):

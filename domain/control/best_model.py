@@ -58,7 +58,7 @@ class BestModel:
 
     def after(self, step: int, metrics: Mapping[str, float]) -> "BestModel":
         """Returns the best one after the evaluation of `step`. The model that training begins with is not compared,
-        nor one whose evaluation lacks the metric: `eval/mean@4` is not there where one of four samples failed.
+        nor one whose evaluation lacks the metric: `eval/mean@4` is not there where of each four samples one failed.
 
         Raises:
             ConfigurationError: neither this evaluation nor one before it has such a metric.

@@ -27,7 +27,7 @@ def test_the_best_value_is_the_one_that_was_asked_for() -> None:
 
 
 def test_an_evaluation_without_the_metric_is_not_compared_once_one_had_it() -> None:
-    """A sample that failed makes eval/mean@3 of eval/mean@4, which is no reason to end a run."""
+    """One of each four samples may fail, so that there is no eval/mean@4, which is no reason to end a run."""
     metric = "eval/mean@4"
     best = BestModel(metric).after(0, {metric: 0.5}).after(10, {"eval/mean@3": 0.9})
     assert best.step == 0

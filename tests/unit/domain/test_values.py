@@ -264,7 +264,7 @@ def test_pass_at_k_refuses_what_cannot_be(n: int, c: int, k: int) -> None:
 @given(st.integers(1, 40))
 def test_a_summary_has_the_names_that_are_told_before(n: int) -> None:
     """Powers of two below n, and n."""
-    found = summarise([[1.0] * n, [0.0] * (n + 1)], 1.0, [["7"] * n, ["5"] * (n + 1)])
+    found = summarise([[1.0] * n, [0.0] * (n - 1)], 1.0, [["7"] * n, ["5"] * (n - 1)])
     assert {*found} == {*summary_names(n)}
     sizes = [k for k in range(1, n + 1) if k == n or k.bit_count() == 1]
     assert [name for name in summary_names(n) if name.startswith("pass@")] == [f"pass@{k}" for k in sizes]
@@ -275,7 +275,9 @@ def test_summary_over_prompts() -> None:
     passes = {"pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0, "mean@4": 0.625}
     assert found == passes | {"best@2": 0.75, "best@4": 1.0}
     votes = summarise([[1.0, 0.0, 0.0], [1.0, 1.0]], 1.0, [["7", "5", None], ["2", "2"]])
-    assert votes["maj@2"] == (0.5 + 1) / 2
+    assert votes["maj@3"] == (0.5 + 1) / 2
+    assert (votes["mean@3"], votes["pass@2"], votes["pass@3"]) == (pytest.approx(2 / 3), pytest.approx(5 / 6), 1.0)
+    assert votes["best@3"] == 1.0, "of the one prompt that has three samples"
     assert "maj@1" not in summarise([[1.0]], 1.0, [["7"]])
     assert "maj@2" not in summarise([[1.0, 0.0]], 1.0, [[None, None]])
     with pytest.raises(ValueError, match="no scores"):
