@@ -206,7 +206,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         )
         builder.add_action(generation, turn=turn)
         builder.set_reward(math.fsum(row["token_reward"][tokens]))
-    return builder.build(stop_reason=StopReason(row["stop_reason"]), score=row["score"])
+    return builder.build(stop_reason=StopReason(row["stop_reason"]), score=row["score"], role=row.get("role") or "")
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> torch.Tensor | None:

@@ -16,9 +16,9 @@ class FunctionAgent(AgentProgram):
     """Calls `function(task)`; a blocking one runs in a thread of its own, asynchronous ones share an event loop of
     their own, so that one that blocks all the same holds up the others, but not the server that it asks.
 
-    It returns its answer (a text), its reward (a number), a mapping with `answer`, `reward` and `metrics`, or None:
-    then the last reply is the answer. A function that blocks keeps its thread until it returns, also when it is
-    cancelled, but its session refuses further calls.
+    It returns its answer (a text), its reward (a number), a mapping with `answer`, `reward`, `rewards` (of each role)
+    and `metrics`, or None: then the last reply is the answer. A function that blocks keeps its thread until it returns,
+    also when it is cancelled, but its session refuses further calls.
     """
 
     def __init__(self, function: Callable[[AgentTask], Any]) -> None:
@@ -46,11 +46,22 @@ def agent_result(value: Any) -> AgentResult:
             keys.
     """
     if isinstance(value, Mapping):
-        unknown = value.keys() - {"answer", "reward", "metrics"}
+        unknown = value.keys() - {"answer", "reward", "rewards", "metrics"}
         if unknown:
             names = ", ".join(sorted(map(str, unknown)))
-            raise ForeignError(f"The agent returned a mapping with {names}, but it has answer, reward and metrics.")
-        answer, reward = value.get("answer"), value.get("reward")
+            raise ForeignError(
+                f"The agent returned a mapping with {names}, but it has answer, reward, rewards and metrics."
+            )
+        answer, reward, rewards = value.get("answer"), value.get("reward"), value.get("rewards") or {}
+        if not isinstance(rewards, Mapping):
+            raise ForeignError(
+                f"The agent returned rewards {shown(rewards)}, but they are a mapping of roles to numbers."
+            )
+        if rewards and not answer is reward is None:
+            raise ForeignError(
+                "The agent returned rewards of roles beside an answer or a reward: leave these out, because each role "
+                "learns from its own reward."
+            )
         if not isinstance(answer, str | None):
             raise ForeignError(f"The agent returned the answer {shown(answer)}, but answers are texts.")
         return AgentResult(
@@ -59,6 +70,10 @@ def agent_result(value: Any) -> AgentResult:
             metrics={
                 str(name): returned_number("The agent", f"metric {name}", number)
                 for name, number in (value.get("metrics") or {}).items()
+            },
+            rewards={
+                str(role): returned_number("The agent", f"reward of the role {role}", number)
+                for role, number in rewards.items()
             },
         )
     if value is None or isinstance(value, str):

@@ -44,6 +44,7 @@ from rollgrad.application.episodes.reply import ChatReply, OnPiece
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.errors import ForeignError
+from rollgrad.domain.ports.agent_program import ROLE
 from rollgrad.domain.ports.chat_codec import ChatCodec
 
 BYTES_PER_TOKEN = 64
@@ -197,11 +198,12 @@ class AgentServer:
             self._unread.note(["strict"])
         if session is not None and call.model not in ("", self._model):
             self._unread.note_model(call.model)
-        call = evolve(call, model=call.model or self._model)
-        unlearned = session is not None and session.unlearned.key in given_keys(request.headers)
-        return _Asked(
-            call=call, session=session, unlearned=unlearned, origin=_origin(request, body), scope=request.scope
-        )
+        keys = given_keys(request.headers)
+        unlearned = session is not None and session.unlearned.key in keys
+        role = "" if session is None else _role(session, keys)
+        call = evolve(call, model=call.model or self._model, request=evolve(call.request, role=role))
+        origin = _origin(request, body, role)
+        return _Asked(call=call, session=session, unlearned=unlearned, origin=origin, scope=request.scope)
 
     def _continued(self, session: RecordedSession | None, wire: Wire, body: Mapping[str, Any]) -> Call:
         """Returns the decoded body. In a session it may continue a response by its id (`previous_response_id`)."""
@@ -257,7 +259,8 @@ class AgentServer:
             if session is None:
                 raise HttpError(410, "There is no such session, or its episode has ended.", code="sealed")
             return session
-        session = next(filter(None, map(self._service.session, given_keys(request.headers))), None)
+        keys = (key.partition(":")[0] for key in given_keys(request.headers))
+        session = next(filter(None, map(self._service.session, keys)), None)
         if session is None and self._answer is None:
             raise HttpError(401, "Send the session's key as API key, or use its URL.", code="invalid_api_key")
         return session
@@ -361,13 +364,29 @@ def _is_strict(tool: Any) -> bool:
     )
 
 
-def _origin(request: Request, body: Mapping[str, Any]) -> Origin:
+def _role(session: RecordedSession, keys: Sequence[str]) -> str:
+    """Returns the role that a client names behind its session's key; empty without one."""
+    for key in keys:
+        own, colon, role = key.partition(":")
+        if colon and own == session.key:
+            if not ROLE.fullmatch(role):
+                raise HttpError(
+                    401,
+                    "The API key names a role that is no word of at most 64 letters, digits, '-', '_' and '.': send "
+                    "what task.role_key(ROLE) returns.",
+                    code="invalid_api_key",
+                )
+            return role
+    return ""
+
+
+def _origin(request: Request, body: Mapping[str, Any], role: str) -> Origin:
     """Returns what identifies a request and its retries: an idempotency key, or else path and body.
 
     The SDKs count retries in a header. An identical request without that header is a new one, because agents ask
     several times to choose among replies.
     """
-    digest = hashlib.sha256(json.dumps([request.url.path, body], sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([request.url.path, role, body], sort_keys=True).encode()).hexdigest()
     key = request.headers.get("idempotency-key")
     retried = request.headers.get("x-stainless-retry-count", "0") != "0"
     return Origin(key=key or digest, digest=digest, is_retry=retried or key is not None)

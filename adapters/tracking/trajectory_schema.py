@@ -26,6 +26,7 @@ def schema() -> "pyarrow.Schema":
         "group_id": pa.int64(),
         "sample_id": pa.int64(),
         "branch": count,
+        "role": text,
         "datasource": text,
         "prompt": text,
         "messages": text,

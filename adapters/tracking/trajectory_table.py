@@ -135,6 +135,7 @@ def _row(
     response = _text(plain(trajectory.token_ids_T[trajectory.prompt_length :].tolist()), secrets)
     return {
         "sample_id": trajectory.sample_id,
+        "role": trajectory.role or None,
         "response": response,
         "response_start": response[:SHOWN],
         "reward": trajectory.reward,

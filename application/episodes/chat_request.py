@@ -26,7 +26,7 @@ class ChatRequest:
     `changes` are the sampling settings that the client names (fields of `SamplingParams`). `form` is what the reply
     must look like, None for any. `prompt` is a text, or token ids, to be continued without a chat template, instead
     of messages. `choice` is the number of the reply among several to one request, which differ in their
-    seeds.
+    seeds. `role` is who replies, of several in an episode (`Trajectory.role`).
     """
 
     messages: Sequence[Message]
@@ -35,6 +35,7 @@ class ChatRequest:
     form: ReplyForm | None = None
     prompt: str | tuple[int, ...] | None = None
     choice: int = 0
+    role: str = ""
 
     @property
     def stops(self) -> tuple[str, ...]:

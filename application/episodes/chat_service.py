@@ -331,7 +331,7 @@ class RecordedSession:
                 foreign_code(ForeignError),
             ):  # a template, a tokenizer or an engine's library may raise anything
                 self._check_length(request)
-                prepared = await self._service.rendered(request, self.ledger.prepare)
+                prepared = await self._service.rendered(request, partial(self.ledger.prepare, role=request.role))
                 params = self._settings(request, prepared, number)
                 reply = await self._sampled(prepared, params, request, on_piece)
                 if self._sealed:

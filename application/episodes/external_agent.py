@@ -1,11 +1,11 @@
 """Plays episodes of unchanged agents, which are clients of the run's own server.
 
 The session's ledger has the exact tokens of every call. The agent's conversation may branch (sub-agents, rewritten
-histories); its outcome is one reward, on the last reply.
+histories); its outcome is one reward, on the last reply, or one for each of its roles, on the last reply of each.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -89,6 +89,8 @@ class ServedAgentExecutor(AgentExecutor):
         if session.ledger.is_empty:
             message = f"The agent ended its episode without a reply{self._why_none(session, stop_reason)}"
             return request.failure(FailureKind.ENVIRONMENT, message)
+        if wrong := _unrewarded(session.ledger.roles, result):
+            return request.failure(FailureKind.ENVIRONMENT, wrong)
         try:
             reward = await self._judge(session, request, result)
         except RewardError as error:
@@ -96,8 +98,9 @@ class ServedAgentExecutor(AgentExecutor):
         except (EngineError, DataError) as error:
             return request.failure(FailureKind.INFRASTRUCTURE, str(error))
         ledger = session.ledger
-        ledger.reward_last(reward.value)
-        answered = result.answer is not None or result.reward is not None
+        for role in ledger.roles:
+            ledger.reward_last(result.rewards.get(role, reward.value), role)
+        answered = result.answer is not None or result.reward is not None or bool(result.rewards)
         if not answered and ledger.latest().stop_reason.truncated:  # the last reply is the answer, and was cut off
             stop_reason = ledger.latest().stop_reason
         return ledger.trajectories(
@@ -127,8 +130,8 @@ class ServedAgentExecutor(AgentExecutor):
         return " (it did not ask for one)."
 
     async def _judge(self, session: RecordedSession, request: EpisodeRequest, result: AgentResult) -> Reward:
-        if result.reward is not None:
-            return Reward(value=result.reward)
+        if result.reward is not None or result.rewards:
+            return Reward(value=result.reward or 0.0)
         latest = session.ledger.latest()
         if result.answer is not None:
             question = answer_request(self._codec, request.prompt, result.answer, step=latest.version)
@@ -158,7 +161,26 @@ def _checked(result: Any) -> AgentResult:
         returned_number("The agent", "reward", result.reward)
     for name, value in result.metrics.items():
         returned_number("The agent", f"metric {name}", value)
+    for role, value in result.rewards.items():
+        returned_number("The agent", f"reward of the role {role}", value)
     return result
+
+
+def _unrewarded(roles: Sequence[str], result: AgentResult) -> str | None:
+    """Returns what is wrong with rewards of roles, of which some have replied that none is for; None if nothing is."""
+    lacking = [role for role in roles if role not in result.rewards]
+    if not result.rewards or not lacking:
+        return None
+    given = ", ".join(sorted(result.rewards))
+    if "" in lacking:
+        return (
+            f"The agent returned rewards of the roles {given}, but also asked for replies with task.api_key, which are "
+            "no role's: give each client the key of its role (task.role_key)."
+        )
+    return (
+        f"The agent returned rewards of the roles {given}, but {', '.join(lacking)} replied, too: return a reward for "
+        "each role."
+    )
 
 
 def _for_clients(prompt: Prompt) -> Prompt:

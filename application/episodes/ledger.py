@@ -2,7 +2,8 @@
 
 Invariants: a prompt that follows a recorded reply begins with exactly the tokens that the engine was given and sampled;
 a history that cannot continue in this way (the template rewrites it, the agent forked or changed it) opens another
-branch; every sampled token is an action in exactly one trajectory. Does not own: sampling and judging replies.
+branch; every sampled token is an action in exactly one trajectory; a role continues its own replies alone, so that what
+another role said is context to it. Does not own: sampling and judging replies.
 """
 
 import json
@@ -25,14 +26,15 @@ from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, SeesImag
 @frozen(kw_only=True, eq=False)
 class Prepared:
     """A prompt for the engine, with the images that some of its tokens stand for. `parent` is the turn whose tokens it
-    continues; None opens a branch. `continues`, `continues_version`, `known_experts`: as in
-    `GenerationRequest`."""
+    continues; None opens a branch. `role` is who replies (`Trajectory.role`). `continues`, `continues_version`,
+    `known_experts`: as in `GenerationRequest`."""
 
     token_ids: tuple[int, ...]
     images: PlacedImages = ()
     messages: tuple[Message, ...] = ()
     tools: tuple[ToolSchema, ...] = ()
     parent: int | None = None
+    role: str = ""
     continues: int = 0
     continues_version: int | None = None
     known_experts: int = 0
@@ -127,8 +129,13 @@ class TokenLedger:
             images=latest.prepared.images,
         )
 
-    def prepare(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Prepared:
-        """Returns the prompt for a reply to `messages`.
+    @property
+    def roles(self) -> list[str]:
+        """The roles that have replied."""
+        return [*dict.fromkeys(turn.prepared.role for turn in self._turns if not turn.dropped)]
+
+    def prepare(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, role: str = "") -> Prepared:
+        """Returns the prompt for a reply of `role` to `messages`.
 
         The longest recorded conversation that `messages` continue is found by its content (`same_message`), and its
         recorded tokens are used. So it has no effect if clients drop or reorder parts of the history.
@@ -139,7 +146,8 @@ class TokenLedger:
         keys, written = tuple(map(same_message, messages)), _written(tools)
         best: int | None = None
         for index, turn in enumerate(self._turns):
-            continues = turn.tools == written and len(turn.keys) < len(keys) and keys[: len(turn.keys)] == turn.keys
+            same = turn.tools == written and turn.prepared.role == role
+            continues = same and len(turn.keys) < len(keys) and keys[: len(turn.keys)] == turn.keys
             if continues and not turn.dropped and (best is None or len(turn.keys) >= len(self._turns[best].keys)):
                 best = index
         if best is not None:
@@ -155,6 +163,7 @@ class TokenLedger:
                         messages=messages,
                         tools=tuple(tools),
                         parent=best,
+                        role=role,
                     )
                 )
         rendered = self._codec.render(messages, tools)
@@ -164,7 +173,8 @@ class TokenLedger:
                 images=rendered.images,
                 messages=tuple(messages),
                 tools=tuple(tools),
-                parent=self._longest_prefix(rendered),
+                parent=self._longest_prefix(rendered, role),
+                role=role,
             )
         )
 
@@ -212,6 +222,7 @@ class TokenLedger:
                 messages=(*latest.messages, {"role": "user", "content": text}),
                 tools=latest.prepared.tools,
                 parent=len(self._turns) - 1,
+                role=latest.prepared.role,
             )
         )
 
@@ -242,9 +253,11 @@ class TokenLedger:
         """Whether nothing has been sampled."""
         return all(turn.dropped for turn in self._turns)
 
-    def reward_last(self, reward: float) -> None:
-        """Sets the episode's reward, on the latest reply."""
-        self.set_reward(max(index for index, turn in enumerate(self._turns) if not turn.dropped), reward)
+    def reward_last(self, reward: float, role: str | None = None) -> None:
+        """Sets the episode's reward of a role, on its latest reply; without `role`, of each."""
+        latest = {turn.prepared.role: index for index, turn in enumerate(self._turns) if not turn.dropped}
+        for index in latest.values() if role is None else [latest[role]]:
+            self.set_reward(index, reward)
 
     def drop_leaf(self, turn: int) -> None:
         """Leaves a turn out, unless another turn continues it."""
@@ -262,10 +275,11 @@ class TokenLedger:
         answer: str | None = None,
         feedback: str | None = None,
     ) -> list[Trajectory]:
-        """Returns one trajectory for each branch, all of the same sample; `score` defaults to the sum of all rewards.
+        """Returns one trajectory for each branch, all of the same sample; `score` defaults to the sum of all rewards of
+        the branch's role.
 
         A turn that several branches share is an action in the first of them and context in the others.
-        `reward_parts` belong to the whole rollout, so that only the last branch has them.
+        `reward_parts` belong to all that a role did, so that only the last branch of each has them.
 
         Raises:
             TrajectoryError: nothing was sampled.
@@ -273,19 +287,23 @@ class TokenLedger:
         leaves = self._leaves()
         if not leaves:
             raise TrajectoryError("The episode has no sampled token: there is nothing to learn from.")
-        outcome = math.fsum(turn.reward for turn in self._turns if not turn.dropped) if score is None else score
+        earned: dict[str, list[float]] = {role: [] for role in self.roles}
+        for turn in self._turns:
+            if not turn.dropped:
+                earned[turn.prepared.role].append(turn.reward)
+        last = {self._turns[leaf].prepared.role: leaf for leaf in leaves}
         trained: set[int] = set()
         result = []
         for leaf in leaves:
-            builder = self._branch(leaf, trained, group_id, sample_id)
-            parts = reward_parts if leaf == leaves[-1] else None
-            built = builder.build(
+            role = self._turns[leaf].prepared.role
+            built = self._branch(leaf, trained, group_id, sample_id).build(
                 stop_reason=stop_reason,
-                score=outcome,
+                score=math.fsum(earned[role]) if score is None else score,
                 metrics=metrics,
-                reward_parts=parts,
+                reward_parts=reward_parts if leaf == last[role] else None,
                 answer=answer,
                 feedback=feedback,
+                role=role,
             )
             result.append(built)
         return result
@@ -318,12 +336,12 @@ class TokenLedger:
             builder.set_reward(turn.reward)
         return builder
 
-    def _longest_prefix(self, prompt: RenderedPrompt) -> int | None:
+    def _longest_prefix(self, prompt: RenderedPrompt, role: str) -> int | None:
         token_ids, best = prompt.token_ids, None
         for index, turn in enumerate(self._turns):
             longer = best is None or len(turn.token_ids) > len(self._turns[best].token_ids)
             begins = token_ids[: len(turn.token_ids)] == turn.token_ids
-            if longer and begins and not turn.dropped and turn.shows(prompt.images):
+            if longer and begins and turn.prepared.role == role and not turn.dropped and turn.shows(prompt.images):
                 best = index
         return best
 

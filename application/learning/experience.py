@@ -112,7 +112,7 @@ class ExperienceService:
         metrics: dict[str, float] = {}
         batch = self._shaped(pack(trajectories), metrics)
         if teacher_prompts is not None:
-            batch = _told(batch, teacher_prompts)
+            batch = _told(batch, trajectories, teacher_prompts)
             if batch.taught_S is not None:
                 metrics["policy/taught_share"] = float(batch.taught_S.float().mean())
         elif self._algo.kl.teacher_template is not None:
@@ -127,13 +127,13 @@ class ExperienceService:
             )
             self._replays = False
         batch = self._with_sampler(batch)
-        batch = evolve(batch, baselines_S=self._baselines(batch, baselines or {}))
+        batch = evolve(batch, baselines_S=self._baselines(trajectories, baselines or {}))
         batch = self._with_own_scores(batch)
         reference_kl: float | None = None
         token_rewards_N = torch.zeros(1).expand(batch.token_count)  # no memory
         if self._reference is not None:
             if datasources is not None:
-                batch = evolve(batch, datasources_S=tuple(datasources[group] for group in batch.group_ids_S.tolist()))
+                batch = evolve(batch, datasources_S=tuple(datasources[t.group_id] for t in trajectories))
             batch = self._with_reference(batch, self._reference)
             if not self._algo.kl.use_loss:
                 token_rewards_N, found = self._kl_penalty(batch, kl_coef)
@@ -230,10 +230,10 @@ class ExperienceService:
             )
         return batch if top_k else batch.without_sampler()
 
-    def _baselines(self, batch: RolloutBatch, baselines: Mapping[int, float]) -> Tensor | None:
+    def _baselines(self, trajectories: Sequence[Trajectory], baselines: Mapping[int, float]) -> Tensor | None:
         if not baselines:
             return None
-        baselines_S = torch.tensor([baselines[int(group)] for group in batch.group_ids_S])
+        baselines_S = torch.tensor([baselines[t.group_id] for t in trajectories])
         reward = self._reward
         moments = {Normalise.RUNNING: (self._moments.mean, self._moments.std)}
         mean, std = moments.get(reward.normalize, reward.normalize_mean_std or (0.0, 1.0))
@@ -309,6 +309,7 @@ class ExperienceService:
                 reward_parts_SK=parts_SK,
                 part_weights_K=weights_K,
                 state_ids_N=None if states is None else states.ids_N,
+                roles_S=batch.roles_S or None,
             ),
             advantage,
             whiten=advantage.whiten,
@@ -342,9 +343,9 @@ def _moved(column: Tensor, taught: PackedBatch, batch: PackedBatch) -> Tensor:
     return batch.placed(column[taught.action_mask_N])
 
 
-def _told(batch: RolloutBatch, prompts: TeacherPrompts) -> RolloutBatch:
+def _told(batch: RolloutBatch, trajectories: Sequence[Trajectory], prompts: TeacherPrompts) -> RolloutBatch:
     """Returns the batch with what the teacher reads; of a rollout that it does not teach, what the policy reads."""
-    rollouts = [*zip(batch.group_ids_S.tolist(), batch.sample_ids_S.tolist(), strict=True)]
+    rollouts = [(t.group_id, t.sample_id) for t in trajectories]
     taught_S = torch.tensor([rollout in prompts for rollout in rollouts])
     places = zip(rollouts, batch.starts_S.tolist(), batch.prompt_lengths_S.tolist(), strict=True)
     told_S = tuple(

@@ -17,12 +17,13 @@ from attrs import evolve, field, frozen
 
 from rollgrad.application.rollouts.progress import Progress
 from rollgrad.application.rollouts.slots import EpisodeSlots
+from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.control.admission import Admission
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import EngineError, RewardError, RollgradError
+from rollgrad.domain.errors import ConfigurationError, EngineError, RewardError, RollgradError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 
 log = structlog.get_logger(__name__)
@@ -67,9 +68,19 @@ class RolloutGroup:
         return [tuple(sample) for sample in branches.values()]
 
     @property
+    def of_roles(self) -> list["RolloutGroup"]:
+        """The group of each role, whose samples are compared with each other alone; without roles this group."""
+        roles = [*dict.fromkeys(trajectory.role for trajectory in self.trajectories)]
+        if len(roles) < 2:
+            return [self]
+        return [evolve(self, trajectories=tuple(t for t in self.trajectories if t.role == role)) for role in roles]
+
+    @property
     def scores(self) -> list[float]:
-        """Score of each sample, for filtering and evaluation."""
-        return [sample[0].score for sample in self.samples]
+        """Score of each sample, for evaluation; the mean of its roles'."""
+        return [
+            math.fsum(scores := {t.role: t.score for t in sample}.values()) / len(scores) for sample in self.samples
+        ]
 
     @property
     def answers(self) -> list[str | None]:
@@ -78,8 +89,13 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """Reward of each sample, summed over its branches."""
-        return [math.fsum(trajectory.reward for trajectory in sample) for sample in self.samples]
+        """Reward of each sample, summed over its branches; the mean of its roles'."""
+        return [math.fsum(t.reward for t in sample) / len({t.role for t in sample}) for sample in self.samples]
+
+    def rejection(self, group_filter: GroupFilter) -> str | None:
+        """Returns the reason why no role of the group is to be trained on, or None."""
+        reasons = [group_filter.rejection(group.scores, group.rewards) for group in self.of_roles]
+        return None if None in reasons else reasons[0]
 
 
 class FailureBudget:
@@ -291,6 +307,11 @@ class RolloutService:
         failures = tuple(result for result in results if isinstance(result, RolloutFailure))
         played = [result for result in results[:samples] if isinstance(result, list)]
         baselines = [math.fsum(t.reward for t in result) for result in results[samples:] if isinstance(result, list)]
+        if greedy and any(t.role for result in results if isinstance(result, list) for t in result):
+            raise ConfigurationError(
+                "The episodes have several roles, but one greedy episode is the baseline of them all: set "
+                "--algo.advantage.estimator to group_norm or rloo, which compare each role with itself."
+            )
         if len(baselines) < len(greedy):
             played = []  # nothing to compare the samples with
         group = RolloutGroup(

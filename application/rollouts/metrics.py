@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -23,8 +23,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
     `rollout/entropy` is `sampled_entropy`, `rollout/duplicate_share` the share of samples that repeat the tokens of an
     earlier one of their group, `rollout/reward_length_correlation` Pearson's of reward and length over all samples,
     missing if one of them is constant. Of prompts from several datasources some metrics are each one's, too, as
-    `reward/mean/NAME`.
+    `reward/mean/NAME`; and so of several roles, each of whose plays counts as a sample.
     """
+    groups = [part for group in groups for part in group.of_roles]
     samples = [sample for group in groups for sample in group.samples]
     trajectories = [trajectory for sample in samples for trajectory in sample]
     count = len(samples)
@@ -51,7 +52,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         chosen = [length for sample, length in pairs if reaches(sample[0].score, pass_threshold) is passed]
         if chosen:
             metrics[f"rollout/response_length_{name}"] = sum(chosen) / len(chosen)
-    metrics |= _of_datasources(groups)
+    metrics |= _apart(groups, lambda group: group.prompt.datasource)
+    metrics |= _apart(groups, lambda group: group.trajectories[0].role)
     return metrics | own_metrics("reward", [sample[0].metrics for sample in samples], metrics)
 
 
@@ -68,13 +70,13 @@ def _summary(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     }
 
 
-def _of_datasources(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Returns the summary of each datasource's groups; nothing if there is one datasource, or so many that each would
-    have a prompt or two."""
+def _apart(groups: Sequence[RolloutGroup], name_of: Callable[[RolloutGroup], str]) -> dict[str, float]:
+    """Returns the summary of the groups of each name; nothing if there is one name, or so many that each would have a
+    group or two."""
     of_names = defaultdict[str, list[RolloutGroup]](list)
     for group in groups:
         if group.trajectories:
-            of_names[group.prompt.datasource].append(group)
+            of_names[name_of(group)].append(group)
     if not 1 < len(of_names) <= MOST_SETS:
         return {}
     return {f"{key}/{name}": value for name, own in sorted(of_names.items()) for key, value in _summary(own).items()}

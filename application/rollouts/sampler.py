@@ -102,7 +102,7 @@ class GroupSampler:
         self._again = []
 
     def _kept(self, group: RolloutGroup) -> bool:
-        return self._plan.group_filter.rejection(group.scores, group.rewards) is None
+        return group.rejection(self._plan.group_filter) is None
 
     def _deal(self) -> Prompt:
         deal = self._dealer.deal()
@@ -122,7 +122,7 @@ class GroupSampler:
             def refill(group: RolloutGroup) -> bool:
                 nonlocal started
                 played.append(group)
-                reason = plan.group_filter.rejection(group.scores, group.rewards)
+                reason = group.rejection(plan.group_filter)
                 if reason is not None:
                     rejected[reason] += 1
                 # A group whose episodes all failed counts against the failure budget; no other takes its place.

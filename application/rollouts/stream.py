@@ -200,7 +200,7 @@ class GroupStream:
         plan = self._plan
         self._played.append(group)
         self._failures.charge(group.failures)
-        reason = plan.group_filter.rejection(group.scores, group.rewards)
+        reason = group.rejection(plan.group_filter)
         if reason is None:
             self.gate.finish(group.group_id, oldest_version(group))
             self._ready[group.group_id] = group

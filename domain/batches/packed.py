@@ -202,13 +202,14 @@ class PackedBatch:
 
 @frozen(kw_only=True, eq=False)
 class RolloutBatch(PackedBatch):
-    """Trajectories with the columns of reinforcement learning; a unit is a rollout with its branches.
+    """Trajectories with the columns of reinforcement learning; a unit is an episode with its branches. What each of its
+    roles sampled is a rollout of its own, in a group (`group_ids_S`) of the same role alone.
 
     From the rollout: `turn_ids_N` int64 (turn of each action token within its rollout, over all branches in the order
     in which they were sampled; -1 elsewhere), `rewards_N` float32 (each turn's reward on the last token of its action
     segment), `rollout_logprobs_N` float32 (under the sampling distribution), `versions_N` int32, `sample_ids_S` int64,
-    `scores_S` float32, `truncated_S` bool, `reward_parts_SK` float32 (named rewards in the order of `part_names`; None
-    if rewards have no parts).
+    `scores_S` float32, `truncated_S` bool, `roles_S` (empty where no sequence has a role), `reward_parts_SK` float32
+    (named rewards in the order of `part_names`; None if rewards have no parts).
 
     Filled in on the way (None until then): `old_logprobs_N` (policy before the update; None means "equal to the current
     policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
@@ -230,6 +231,7 @@ class RolloutBatch(PackedBatch):
     sample_ids_S: Tensor
     scores_S: Tensor
     truncated_S: Tensor
+    roles_S: tuple[str, ...] = ()
     old_logprobs_N: Tensor | None = None
     ref_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
@@ -336,7 +338,7 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
         start += len(trajectory)
     part_names = _part_names(trajectories)
     sampler_ids_NK, sampler_logprobs_NK = _top_logprobs(trajectories, action_mask_N)
-    group_ids_S = torch.tensor([t.group_id for t in trajectories])
+    group_ids_S = torch.tensor(_groups(trajectories))
     sample_ids_S = torch.tensor([t.sample_id for t in trajectories])
     return RolloutBatch(
         tokens_N=torch.cat([t.token_ids_T for t in trajectories]),
@@ -348,7 +350,7 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
         lengths_S=lengths_S,
         prompt_lengths_S=torch.tensor([t.prompt_length for t in trajectories]),
         group_ids_S=group_ids_S,
-        unit_ids_S=rollout_ids(group_ids_S, sample_ids_S),
+        unit_ids_S=rollout_ids(torch.tensor([t.group_id for t in trajectories]), sample_ids_S),
         sample_ids_S=sample_ids_S,
         images_S=tuple(t.images for t in trajectories) if any(t.images for t in trajectories) else (),
         prescribed_S=tuple(t.prescribed for t in trajectories) if any(t.prescribed for t in trajectories) else (),
@@ -357,11 +359,18 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
         sampler_logprobs_NK=sampler_logprobs_NK,
         scores_S=torch.tensor([t.score for t in trajectories], dtype=torch.float32),
         truncated_S=torch.tensor([t.stop_reason.truncated for t in trajectories]),
+        roles_S=tuple(t.role for t in trajectories) if any(t.role for t in trajectories) else (),
         part_names=part_names,
         reward_parts_SK=torch.tensor([[t.reward_parts.get(name, 0.0) for name in part_names] for t in trajectories])
         if part_names
         else None,
     )
+
+
+def _groups(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Returns the group of each trajectory: its prompt's id, or a number below 0 for a role's share of it."""
+    shares: dict[tuple[int, str], int] = {}
+    return [shares.setdefault((t.group_id, t.role), -1 - len(shares)) if t.role else t.group_id for t in trajectories]
 
 
 def _top_logprobs(trajectories: Sequence[Trajectory], action_mask_N: Tensor) -> tuple[Tensor | None, Tensor | None]:

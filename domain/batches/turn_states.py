@@ -24,7 +24,7 @@ class TurnStates:
         """Returns the states of trajectories, laid end to end as `pack` does."""
         ids_N = torch.full((sum(map(len, trajectories)),), -1, dtype=torch.int64)
         numbers: dict[int, int] = {}
-        turns: list[tuple[int, int]] = []
+        turns: list[tuple[int, str, int]] = []
         unknown = start = 0
         for trajectory in trajectories:
             for segment in trajectory.segments:
@@ -36,7 +36,7 @@ class TurnStates:
                     number = numbers.get(segment.state, len(numbers) + unknown)
                     numbers.setdefault(segment.state, number)
                 ids_N[start + segment.start : start + segment.stop] = number
-                turns.append((trajectory.group_id, number))
+                turns.append((trajectory.group_id, trajectory.role, number))
             start += len(trajectory)
         played = Counter(turns)
         return cls(ids_N=ids_N, shared_share=sum(played[turn] > 1 for turn in turns) / max(1, len(turns)))

@@ -58,7 +58,9 @@ class Trajectory:
 
     `token_ids_T` int64; `logprobs_T` float32, log-prob under the sampling distribution, 0 outside actions;
     `versions_T` int32, `NO_VERSION` outside actions. `score` is the outcome used for filtering and evaluation.
-    `group_id` ties the samples of one prompt, `sample_id` the branches of one rollout.
+    `group_id` ties the samples of one prompt, `sample_id` the branches of one rollout. `role` names who of several
+    players of the episode sampled its actions, such as a side of a game: each is compared with the same role of other
+    episodes alone; empty where an episode has one player.
     `reward_parts`: the named rewards that its reward is the weighted sum of, if it is one. `images` are those that some
     of its tokens stand for, none of which was sampled. `experts_TLK` are the experts of a mixture that the engine
     sent its tokens to (`routed.py`); None where it did not say. `top_logprobs` has the most likely tokens at the place
@@ -81,6 +83,7 @@ class Trajectory:
     top_logprobs: TopLogprobs | None = None
     answer: str | None = None
     feedback: str | None = None
+    role: str = ""
 
     @property
     def reward(self) -> float:
@@ -214,6 +217,7 @@ class TrajectoryBuilder:
         reward_parts: Mapping[str, float] | None = None,
         answer: str | None = None,
         feedback: str | None = None,
+        role: str = "",
     ) -> Trajectory:
         """Returns the finished trajectory; `score` defaults to the sum of rewards.
 
@@ -243,6 +247,7 @@ class TrajectoryBuilder:
             top_logprobs=told if told.ids_RK.shape[1] else None,
             answer=answer,
             feedback=feedback,
+            role=role,
         )
 
     def _append(

@@ -1,11 +1,15 @@
 """Port: an agent that plays an episode by itself, as a client of the run's agent server."""
 
+import re
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from attrs import field, frozen
 
 from rollgrad.domain.episodes.prompts import Prompt
+
+ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+"""Names of roles, which are part of API keys and of metrics."""
 
 
 @frozen(kw_only=True)
@@ -16,7 +20,8 @@ class AgentTask:
     OpenAI's clients send them.
     `root_url` is the session's address (what Anthropic's clients take), `base_url` the same with `/v1` (what OpenAI's
     take); `api_key` goes with both. `model` is the name to ask for. With `unlearned_key` in the place of `api_key` the
-    same policy answers, and nothing is learned from it: as opponent in a game, simulated user or judge.
+    same policy answers, and nothing is learned from it: as opponent in a game, simulated user or judge. With
+    `role_key(ROLE)` it answers as one of several roles, each of which learns from a reward of its own.
     """
 
     prompt: Prompt
@@ -30,14 +35,26 @@ class AgentTask:
         """Address for OpenAI's clients."""
         return f"{self.root_url}/v1"
 
+    def role_key(self, role: str) -> str:
+        """Returns the API key with which `role` asks for replies: the episode's, a colon and the name.
+
+        Raises:
+            ValueError: the name is no word of at most 64 letters, digits, `-`, `_` and `.`.
+        """
+        if not ROLE.fullmatch(role):
+            raise ValueError(f"The role {role[:80]!r} must be a word of at most 64 letters, digits, '-', '_' and '.'.")
+        return f"{self.api_key}:{role}"
+
 
 @frozen(kw_only=True)
 class AgentResult:
-    """Result of an episode: its `answer` (None: the last reply) and its `reward` (None: the run's reward judges it)."""
+    """Result of an episode: its `answer` (None: the last reply) and its `reward` (None: the run's reward judges it).
+    `rewards` has one for each role that replied, and excludes the other two."""
 
     answer: str | None = None
     reward: float | None = None
     metrics: Mapping[str, float] = field(factory=dict)
+    rewards: Mapping[str, float] = field(factory=dict)
 
 
 @runtime_checkable

@@ -415,6 +415,26 @@ def test_the_policy_plays_a_part_of_which_nothing_is_learned(play: Play) -> None
     assert len({request.params.seed for request in engine.requests}) == 4
 
 
+def test_a_role_is_told_by_its_key(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        import openai
+
+        for how in ({}, {"base_url": f"{served.url}/v1"}):
+            for role in ("first", "second"):
+                chat = client(served, api_key=f"{served.session.key}:{role}", **how).chat.completions
+                await chat.create(model=MODEL, messages=GO)
+        await claude(served, api_key=f"{served.session.key}:third").messages.create(
+            model=MODEL, max_tokens=50, messages=GO[1:]
+        )
+        recorded = served.session.ledger.trajectories(group_id=0, sample_id=0, stop_reason=StopReason.STOP)
+        assert [t.role for t in recorded] == ["first", "second", "first", "second", "third"]
+        wrong = client(served, api_key=f"{served.session.key}:a:b").chat.completions
+        with pytest.raises(openai.AuthenticationError, match="names a role that is no word"):
+            await wrong.create(model=MODEL, messages=GO)
+
+    play(scenario, lambda prompt: "mine", branches=5)
+
+
 def test_without_sessions_nothing_is_recorded(play: Play) -> None:
     async def scenario(served: Served, engine: ScriptedEngine) -> None:
         chat = client(served, base_url=f"{served.url}/v1").chat.completions

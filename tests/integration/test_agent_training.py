@@ -68,6 +68,18 @@ async def run_agent(task):
         await ask({"role": "user", "content": "You are an opponent."})
     return float(len(advice[0]))
 """
+SIDES = """
+import openai
+
+games = {}
+
+def run_agent(task):
+    number = games[task.prompt.text] = games.get(task.prompt.text, 0) + 1
+    for role in ("first", "second"):
+        with openai.OpenAI(base_url=task.base_url, api_key=task.role_key(role)) as client:
+            client.chat.completions.create(model=task.model, messages=list(task.prompt.messages))
+    return {"rewards": {"first": float(number), "second": -float(number)}, "metrics": {"calls": 3}}
+"""
 PROGRAM = """
 import json, os, sys
 
@@ -247,13 +259,29 @@ async def test_an_agent_that_cannot_be_closed_leaves_no_server() -> None:
         urllib.request.urlopen(url)
 
 
-def test_a_function_returns_a_mapping(tiny_model_dir: Path, tmp_path: Path) -> None:
-    source = OPENAI.replace("{RETURN}", "{'reward': True, 'metrics': {'calls': 3}, 'answer': 'x'}")
-    made = with_file(tiny_model_dir, tmp_path, source)
-    made.train.max_steps = 1
+def test_each_role_learns_from_a_reward_of_its_own(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Both sides of a game are trained, each with the advantage that it has among its like."""
+    made = with_file(tiny_model_dir, tmp_path, SIDES)
+    made.algo.advantage.estimator, made.train.max_steps = "dr_grpo", 1
     rollgrad.train(made)
     (row,) = rows(tmp_path)
-    assert (row["reward/mean"], row["reward/calls"]) == (1.0, 3.0)
+    assert (row["reward/mean"], row["reward/mean/first"], row["reward/mean/second"]) == (0.0, 1.5, -1.5)
+    assert row["reward/calls"] == 3.0
+    (path,) = trajectory_files(tmp_path / "out")
+    kept = read_trajectories(path).to_pylist()
+    assert len(kept) == 8
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for each in kept:
+        groups.setdefault((each["group_id"], each["role"]), []).append(each)
+    assert sorted(role for _, role in groups) == ["first", "first", "second", "second"]
+    for (_, role), members in groups.items():
+        mean = sum(each["reward"] for each in members) / 2
+        assert mean == (1.5 if role == "first" else -1.5)
+        for each in members:
+            assert each["reward"] != mean
+            assert {x for x, kind in zip(each["token_advantage"], each["token_kind"], strict=True) if kind == 1} == {
+                each["reward"] - mean
+            }
 
 
 @pytest.mark.parametrize(("answer", "judged"), [("None", None), ("'the ' + 'answer'", "the answer")])

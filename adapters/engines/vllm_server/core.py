@@ -202,8 +202,8 @@ class ServedCore(Core):
         if info["vllm_config"].get("speculative_config"):
             raise ConfigurationError(
                 f"rollout.server_urls names {self.http.url}, which guesses tokens ahead: what is asked of it after a "
-                "push, the log-probs of given tokens, would end it meanwhile. Start it without --speculative-config, or "
-                "let the run start engines that do so (--vllm.extra.speculative_config)."
+                "push, the log-probs of given tokens, would end it meanwhile. Start it without --speculative-config, "
+                "or let the run start engines that do so (--vllm.extra.speculative_config)."
             )
         _, self.model, self._follows = self._configured(info)
         if self.model.quantized:

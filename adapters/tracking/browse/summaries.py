@@ -35,6 +35,7 @@ TEXTS: Mapping[str, str] = {
     "group_id": "the rollouts of one prompt share it",
     "sample_id": "the branches of one rollout share it",
     "branch": "number of the branch within the rollout",
+    "role": "who of several players of an episode sampled the branch",
     "reward": "sum of the branch's rewards",
     "score": "outcome for filters and evaluation",
     "baseline": "reward of the prompt's greedy rollout",
@@ -62,7 +63,7 @@ STORED = [
     for name in (*TEXTS, *MAPS.values())
     if name not in {"group_size", "group_spread", "zero_spread", "new_reward", "star", "tag", "note"}
 ]
-IDS = ("kind", "step", "group_id", "sample_id")
+IDS = ("kind", "step", "group_id", "role", "sample_id")
 """Columns that a rollout is known by; all but the last one are its group's."""
 CUT = ("prompt", "response", "label", "answer", "feedback")
 """Texts of which a summary row has the beginning."""
@@ -180,7 +181,8 @@ def _groups(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     import pyarrow.compute as pc
 
     # Numbers in the place of texts: a file may have none, and texts cannot be ordered among none.
-    coded = {**columns, "kind": pc.dictionary_encode(columns["kind"], null_encoding="encode").indices}
+    texts = {name: pc.dictionary_encode(columns[name], null_encoding="encode").indices for name in ("kind", "role")}
+    coded = {**columns, **texts}
     numbers = {name: coded[name].to_numpy(zero_copy_only=False) for name in (*IDS, "reward", "advantage")}
     group_N = _numbered(*(numbers[name] for name in IDS[:-1]))
     rollout_N = _numbered(group_N, numbers[IDS[-1]])

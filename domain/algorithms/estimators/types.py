@@ -7,6 +7,7 @@ Contract of every estimator `f(inputs, params) -> Advantages`:
   value at a masked position, even NaN, has no effect.
 - The result does not depend on the order or packing of the sequences, as long as branches of one rollout keep their
   order among themselves.
+- Roles are estimated apart (`estimate`): no estimator sees two of them in one call.
 - An episode is a rollout with all its branches, whose turns follow each other in the order in which they were sampled:
   the last action token of a branch is followed by the first of the next. So the result does not depend on whether a
   template rewrote the history and thereby opened a branch.
@@ -15,7 +16,7 @@ Contract of every estimator `f(inputs, params) -> Advantages`:
 from collections.abc import Callable, Mapping
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, fields, frozen
 from attrs.converters import optional
 from torch import Tensor
 
@@ -36,7 +37,8 @@ class EstimatorInput:
     `group_ids_S`, `sample_ids_S`: int64; sequences of one group answer one prompt, sequences of one sample are branches
     of one rollout. `values_N`: from the critic. `baselines_S`: reward of the prompt's greedy rollout.
     `state_ids_N`: int64, state in which the turn of each action token was played, equal for the same.
-    `reward_parts_SK`, `part_weights_K`: named rewards, which add up over a rollout's branches, and their weights."""
+    `reward_parts_SK`, `part_weights_K`: named rewards, which add up over a rollout's branches, and their weights.
+    `roles_S`: the role of each sequence; None without any."""
 
     rewards_N: Tensor = field(converter=_at_least_float32)
     token_rewards_N: Tensor = field(converter=_at_least_float32)
@@ -50,6 +52,19 @@ class EstimatorInput:
     reward_parts_SK: Tensor | None = None
     part_weights_K: Tensor | None = None
     state_ids_N: Tensor | None = None
+    roles_S: tuple[str, ...] | None = None
+
+    def of_role(self, role: str) -> tuple["EstimatorInput", Tensor]:
+        """Returns the input of the sequences of one role, without roles, and the places of their tokens."""
+        mine_S = torch.tensor([own == role for own in self.roles_S or ()], device=self.lengths_S.device)
+        mine_N = torch.repeat_interleave(mine_S, self.lengths_S)
+        chosen = {"N": mine_N, "S": mine_S}
+        columns = {
+            column.name: getattr(self, column.name)[chosen[axis]]
+            for column in fields(type(self))
+            if isinstance(getattr(self, column.name), Tensor) and (axis := column.name.rpartition("_")[2][0]) in chosen
+        }
+        return evolve(self, roles_S=None, **columns), mine_N
 
 
 EstimatorParams = AdvantageSettings

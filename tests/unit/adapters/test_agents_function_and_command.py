@@ -52,6 +52,7 @@ async def call(function: Any) -> AgentResult:
         ({}, AgentResult()),
         ({"reward": 0, "metrics": {"calls": 2}}, AgentResult(reward=0.0, metrics={"calls": 2.0})),
         ({"answer": "x", "metrics": None}, AgentResult(answer="x")),
+        ({"rewards": {"first": 1, "second": -0.5}}, AgentResult(rewards={"first": 1.0, "second": -0.5})),
     ],
 )
 async def test_what_a_function_may_return(returned: Any, result: AgentResult) -> None:
@@ -63,12 +64,33 @@ async def test_what_a_function_may_return(returned: Any, result: AgentResult) ->
     assert await call(lambda task: later(task)) == result, "a function that returns an awaitable"
 
 
-@pytest.mark.parametrize("returned", [[1.0], float("nan"), {"rewards": 1}, {"reward": "much"}, object(), {"answer": 3}])
+WRONG = [
+    [1.0],
+    float("nan"),
+    {"rewards": 1},
+    {"rewards": {"first": "much"}},
+    {"rewards": {"first": 1.0}, "reward": 1.0},
+    {"reward": "much"},
+    {"points": 1},
+    object(),
+    {"answer": 3},
+]
+
+
+@pytest.mark.parametrize("returned", WRONG)
 async def test_what_a_function_may_not_return(returned: Any) -> None:
     with pytest.raises(
-        ForeignError, match=r"^The agent returned .*(, but .*(texts|metrics|None)|: it must be a finite number)\.$"
+        ForeignError,
+        match=r"^The agent returned .*(, but .*(texts|metrics|None|numbers)|: (it must be a finite|leave) .*)\.$",
     ):
         await call(lambda task: returned)
+
+
+def test_a_role_is_named_in_its_key() -> None:
+    assert TASK.role_key("black-1") == "key:black-1"
+    for name in ("", "a b", "a:b", "\u00e9", "x" * 65):
+        with pytest.raises(ValueError, match=r"must be a word of at most 64 letters"):
+            TASK.role_key(name)
 
 
 async def test_a_function_that_exits_ends_its_episode_only() -> None:

@@ -346,6 +346,74 @@ async def test_branches_share_a_sample_and_one_reward() -> None:
     assert not rewards.requests
 
 
+async def sides(session: RecordedSession) -> None:
+    """Two sides of a game ask the same; the second is then shown its own history, the first that of the second."""
+    first, second = (evolve(ask("go"), role=role) for role in ("first", "second"))
+    await session.reply(first)
+    await session.reply(second)
+    await session.reply(evolve(ask("go", "two", "more"), role="first"))
+
+
+async def test_each_role_has_branches_and_a_reward_of_its_own() -> None:
+    async def playing(session: RecordedSession) -> AgentResult:
+        await sides(session)
+        return AgentResult(rewards={"first": 1.0, "second": -1.0, "never asked": 5.0})
+
+    result, rewards = await episode(playing)
+    assert isinstance(result, list)
+    assert [(t.role, t.reward, t.score, t.sample_id) for t in result] == [
+        ("first", 0.0, 1.0, 9),
+        ("second", -1.0, -1.0, 9),
+        ("first", 1.0, 1.0, 9),
+    ]
+    assert [sum(s.kind == "action" for s in t.segments) for t in result] == [1, 1, 1], "what the other said is context"
+    assert not rewards.requests
+
+
+async def test_roles_may_share_the_episodes_reward() -> None:
+    async def playing(session: RecordedSession) -> AgentResult:
+        await sides(session)
+        return AgentResult(reward=0.5)
+
+    result, _ = await episode(playing)
+    assert isinstance(result, list)
+    assert [(t.role, t.reward, t.score) for t in result] == [
+        ("first", 0.0, 0.5),
+        ("second", 0.5, 0.5),
+        ("first", 0.5, 0.5),
+    ]
+
+
+async def test_a_role_continues_its_own_tokens() -> None:
+    async def playing(session: RecordedSession) -> AgentResult:
+        for text in (("go",), ("go", "one", "more")):
+            await session.reply(evolve(ask(*text), role="first"))
+        return AgentResult(rewards={"first": 1.0})
+
+    result, _ = await episode(playing)
+    assert isinstance(result, list)
+    (trajectory,) = result
+    assert [s.reward for s in trajectory.segments if s.kind == "action"] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("roles", "sentence"),
+    [
+        (("first", "second"), "rewards of the roles first, but second replied, too: return a reward for each role"),
+        (("first", ""), "but also asked for replies with task.api_key, which are no role's"),
+    ],
+)
+async def test_a_reply_that_no_reward_is_for_fails_the_episode(roles: tuple[str, ...], sentence: str) -> None:
+    async def playing(session: RecordedSession) -> AgentResult:
+        for role in roles:
+            await session.reply(evolve(ask("go"), role=role))
+        return AgentResult(rewards={"first": 1.0})
+
+    result, _ = await episode(playing)
+    assert isinstance(result, RolloutFailure)
+    assert sentence in result.message
+
+
 async def test_a_limit_truncates_the_episode_also_when_the_agent_fails_of_it() -> None:
     async def greedy(session: RecordedSession) -> None:
         for _ in range(4):

@@ -69,6 +69,27 @@ def test_leave_one_out_advantages_of_a_group() -> None:
         torch.testing.assert_close(values, torch.full_like(values, expected))
 
 
+def test_each_role_is_compared_with_itself_and_counts_as_a_rollout() -> None:
+    """Two games of two sides: were they compared together, the losers' advantage would hide who moves first."""
+
+    def side(sample: int, role: str, tokens: int, reward: float) -> Trajectory:
+        made = make_trajectory([1], [2] * tokens, group_id=5, sample_id=sample, rewards=[reward])
+        return evolve(made, role=role)
+
+    games = [side(0, "first", 1, 1.0), side(0, "second", 2, -1.0), side(1, "first", 3, 1.0), side(1, "second", 4, 1.0)]
+    experience = make(algo("dr_grpo"), trajectories=games)
+    batch = experience.batch
+    first, second = (make(algo("dr_grpo"), trajectories=games[place::2]).batch for place in (0, 1))
+    for place, alone in ((0, first), (1, second)):
+        own = [by_sequence(batch)[0][place], by_sequence(batch)[0][place + 2]]
+        torch.testing.assert_close(torch.cat(own), alone.advantages_N, rtol=0, atol=0)
+    assert [float(values[-1]) for values in by_sequence(batch)[0]] == [0.0, -1.0, 0.0, 1.0]
+    assert batch.rollouts == 4
+    assert batch.unit_count == 2, "an optimizer step has both sides of a game"
+    assert batch.roles_S == ("first", "second") * 2
+    assert len(set(batch.group_ids_S.tolist())) == 2
+
+
 def by_sequence(batch: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     lengths = batch.lengths_S.tolist()  # type: ignore[attr-defined]
     return (

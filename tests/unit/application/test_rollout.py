@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from rollgrad.application.rollouts import groups as groups_module
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService, sample_seed
+from rollgrad.application.rollouts.kept import group_of_state, group_state
 from rollgrad.application.rollouts.metrics import rollout_metrics
 from rollgrad.application.rollouts.progress import Progress
+from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.episodes.generation import Generation, SamplingParams, StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
@@ -171,6 +173,18 @@ async def test_each_stream_has_its_own_budget() -> None:
         assert len(await collect(service, 2, 2)) == 2
 
 
+async def test_several_roles_have_no_greedy_episode_for_a_baseline() -> None:
+    class Sides(FakeAgentExecutor):
+        async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+            played = await super().run(request)
+            assert isinstance(played, list)
+            return [evolve(trajectory, role=role) for trajectory in played for role in ("first", "second")]
+
+    service = RolloutService(Sides(), max_concurrent=2)
+    with pytest.raises(ConfigurationError, match=r"several roles.* set --algo.advantage.estimator"):
+        await service.play(prompts(1)[0], PARAMS, samples=1, group_id=0, slots=service.slots(), greedy_baseline=True)
+
+
 async def test_a_misconfiguration_ends_the_run_and_leaves_nothing_behind() -> None:
     def play(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         if request.sample_id == 3:
@@ -286,6 +300,29 @@ def test_the_branches_of_a_sample_count_once() -> None:
     assert metrics["rollout/response_length_mean"] == 6.0
     assert metrics["rollout/response_length_passed"] == 9.0
     assert metrics["reward/branches"] == 2.5
+
+
+def test_roles_are_compared_with_themselves_alone() -> None:
+    """The sides' rewards differ in each game, which says nothing of whether one of them can learn from it."""
+
+    def group(*games: tuple[float, float]) -> RolloutGroup:
+        played = tuple(
+            evolve(make_trajectory([1], [2], group_id=0, sample_id=i, rewards=[reward]), role=role)
+            for i, rewards in enumerate(games)
+            for role, reward in zip(("first", "second"), rewards, strict=True)
+        )
+        return RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1,), text="a"), trajectories=played)
+
+    spread = GroupFilter(need_spread=True, score_spread=True)
+    always, split, one_side = group((1, -1), (1, -1)), group((1, -1), (-1, 1)), group((1, -1), (1, 0))
+    assert always.rejection(spread) == "too_easy"
+    assert split.rejection(spread) is one_side.rejection(spread) is None
+    assert (always.scores, one_side.rewards) == ([0.0, 0.0], [0.0, 0.5])
+    metrics = rollout_metrics([one_side], pass_threshold=1.0)
+    assert metrics["rollout/zero_spread_share"] == 0.5
+    assert (metrics["reward/mean/first"], metrics["reward/mean/second"]) == (1.0, -0.5)
+    assert group_of_state(group_state(split), split.prompt).rewards == split.rewards
+    assert [len(part.trajectories) for part in group_of_state(group_state(split), split.prompt).of_roles] == [2, 2]
 
 
 def test_a_metric_of_ones_own_does_not_take_the_place_of_the_rewards_mean() -> None:

@@ -173,6 +173,34 @@ def test_whitening_equals_the_reference(
     torch.testing.assert_close(single.advantages_N.double(), want, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@FEWER
+@given(seed=SEEDS, over=WHITENINGS, options=SETTINGS)
+def test_each_role_has_the_advantages_that_it_has_alone(
+    name: str, seed: int, over: str | None, options: Settings
+) -> None:
+    batch = batch_for(name, seed)
+    rng = random.Random(seed)
+    drawn: dict[tuple[int, int], str] = {}
+    roles = tuple(drawn.setdefault((s.group, s.sample), rng.choice(["first", "second"])) for s in batch)
+    chosen = over or {"gae": "batch", "turn_gae": "batch", "reinforce": "batch", "reinforce_baseline": "batch"}.get(
+        name, "none"
+    )
+    advantages: list[Tensor] = [torch.empty(0)] * len(batch)
+    returns = list(advantages)
+    for role in set(roles):
+        places = [place for place, own in enumerate(roles) if own == role]
+        alone = [batch[place] for place in places]
+        rows, targets = references.raw(name, alone, options)
+        for place, row, target in zip(
+            places, references.whitened_over(alone, rows, chosen, True), targets, strict=True
+        ):
+            advantages[place], returns[place] = expected([row]), expected([target])
+    found = estimate(name, attrs.evolve(inputs(batch), roles_S=roles), params_of(options), whiten=over)
+    torch.testing.assert_close(found.advantages_N, torch.cat(advantages), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.returns_N, torch.cat(returns), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["turn_gae", "turn_group_norm", "process_group_norm", "gigpo"])
 @EXAMPLES
 @given(seed=SEEDS, options=SETTINGS)
