@@ -64,7 +64,11 @@ def evaluated_replies(
         if kept:
             log.info("the evaluation continues", model=model, done=len(kept), of=len(prompts), file=str(path))
         with closing(make_reply_log(config, container.codec(), path)) as writer:
-            yield writer, kept
+            try:
+                yield writer, kept
+            except BaseException:  # an interruption, too
+                log.warning("what has been played is kept: the same command continues the evaluation", file=str(path))
+                raise
 
 
 def _evaluated_by(config: RLConfig, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
