@@ -235,6 +235,7 @@ def sample_rows(path: Path) -> "pyarrow.Table":
                     "label": str(row.get("label")),
                     "reward": float(row["reward"]),
                     "score": float(row["reward"]),
+                    "feedback": None if row.get("feedback") is None else str(row["feedback"]),
                     "stop_reason": str(row.get("stop_reason")),
                 }
             )

@@ -324,11 +324,16 @@ def test_a_list_needs_the_beginnings_of_responses_alone(tmp_path: Path) -> None:
 
 def test_a_run_without_files_of_rollouts_shows_its_samples(tmp_path: Path) -> None:
     sample = {"step": 1, "prompt": "How?", "response": "So \ud800", "label": "7", "reward": 0.5, "stop_reason": "stop"}
-    lines = [json.dumps(sample), json.dumps(sample | {"step": 2, "response": "Thus"}), '{"step": 3, "pro']
+    lines = [
+        json.dumps(sample),
+        json.dumps(sample | {"step": 2, "response": "Thus", "feedback": "Why?"}),
+        '{"step": 3, "pro',
+    ]
     (tmp_path / "samples.jsonl").write_text("\n".join(lines))
     rollouts = RunIndex(tmp_path).rollouts()
     rows = rollouts.rows(rollouts.find("reward > 0", "step"))
     assert [row["response"] for row in rows] == ["So \\ud800", "Thus"]
+    assert [row["feedback"] for row in rows] == [None, "Why?"]
     assert whole(rollouts, rows[1]["key"])["tokens"] is None
     assert len(rollouts.rows(rollouts.find('"thus"'))) == 1
     assert len(RunIndex(tmp_path / "elsewhere").rollouts()) == 0
