@@ -25,6 +25,13 @@ from starlette.types import ASGIApp, Scope
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
 from rollgrad.adapters.servers.completions_wire import CompletionsWire
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError, given_keys, read_json
+from rollgrad.adapters.servers.kept_responses import (
+    KEPT_CHARACTERS,
+    KEPT_RESPONSES,
+    KEPT_SECONDS,
+    PREVIOUS,
+    KeptResponses,
+)
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
 from rollgrad.adapters.servers.operation import CLIENT_LEFT, Operation
 from rollgrad.adapters.servers.responses_wire import ResponsesWire
@@ -42,7 +49,6 @@ from rollgrad.application.episodes.chat_request import ChatRequest, Origin
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.reply import ChatReply, OnPiece
 from rollgrad.application.foreign import foreign_code
-from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.errors import ForeignError
 from rollgrad.domain.ports.agent_program import ROLE
 from rollgrad.domain.ports.chat_codec import ChatCodec
@@ -56,8 +62,8 @@ SMALLEST_BODY = 256 * 2**10
 KEPT_TEXTS = 2**16
 """Largest number of tokens whose texts are kept: all of most vocabularies that are likely somewhere."""
 
-PREVIOUS = "previous_response_id"
-"""Field of OpenAI's responses that names the response which a request continues."""
+UNKEPT = ("include", "top_logprobs", "return_token_ids")
+"""Fields of a response whose answers (a line a token) are told once, and not kept."""
 
 EFFORT = "reasoning_effort"
 """Variable of chat templates, and field of chat completions, that says how long a model is to think."""
@@ -112,8 +118,8 @@ class AgentServer:
         self._model = model
         self._answer = answer
         self._operation = operation
-        self._said: WeakKeyDictionary[RecordedSession, dict[str, Sequence[Message]]] = WeakKeyDictionary()
-        """Conversations up to each response of a session, by its id, which a client may continue by that id alone."""
+        self._responses = KeptResponses(most=KEPT_RESPONSES, characters=KEPT_CHARACTERS, seconds=KEPT_SECONDS)
+        self._of_sessions: WeakKeyDictionary[RecordedSession, KeptResponses] = WeakKeyDictionary()
         # A reply's log-probs name the same tokens again and again.
         self._texts = lru_cache(KEPT_TEXTS)(partial(codec.decode, special_tokens=True))
 
@@ -131,6 +137,7 @@ class AgentServer:
                 self._route(f"{prefix}/v1/messages/count_tokens", AnthropicWire(counts=True), self._count),
                 Route(f"{prefix}/v1/models", self._models, methods=["GET"]),
                 Route(f"{prefix}/v1/models/{{name}}", self._model_called, methods=["GET"]),
+                Route(f"{prefix}/v1/responses/{{name}}", self._response_called, methods=["GET", "DELETE"]),
             ]
 
         both = [health_route(self._facts), *routes(""), *routes("/s/{key}")]
@@ -159,7 +166,7 @@ class AgentServer:
         if asked.call.stream:
             return await self._streaming(wire, asked, request)
         replies, call_id = await self._replies(asked, request), secrets.token_hex(12)
-        self._keep(asked, call_id, replies)
+        self._keep(asked, wire, call_id, replies)
         # In a thread: many replies with log-probs take seconds to write, for which the event loop must not block.
         return await asyncio.to_thread(lambda: JSONResponse(wire.encode(asked.call, replies, call_id, self._decode)))
 
@@ -189,7 +196,7 @@ class AgentServer:
     async def _read_call(self, wire: Wire, request: Request) -> _Asked:
         session = self._session(request)
         body = await read_json(request)
-        call = self._continued(session, wire, body)
+        call = self._kept(session).call(wire, body)
         self._check_template({**read(body, "chat_template_kwargs", dict, {}), **_thinking(body)})
         if "messages" in wire.fields or "input" in wire.fields:
             self._check_effort(body)
@@ -205,31 +212,23 @@ class AgentServer:
         origin = _origin(request, body, role)
         return _Asked(call=call, session=session, unlearned=unlearned, origin=origin, scope=request.scope)
 
-    def _continued(self, session: RecordedSession | None, wire: Wire, body: Mapping[str, Any]) -> Call:
-        """Returns the decoded body. In a session it may continue a response by its id (`previous_response_id`)."""
-        name = body.get(PREVIOUS)
-        if session is None or name is None or PREVIOUS not in wire.fields:
-            return wire.decode(body)
-        known = self._said.get(session, {})
-        if not isinstance(name, str) or name not in known:
-            raise bad(f"{PREVIOUS} is {json.dumps(name)[:60]}, which is none of this episode's: send the id of one.")
-        call = wire.decode({**body, PREVIOUS: None})
-        said = call.request.messages
-        first = 1 if body.get("instructions") else 0  # those of an earlier response do not last
-        names = {one["id"]: one["function"]["name"] for m in known[name] for one in m.get("tool_calls") or ()}
-        new = [
-            {**m, "name": m["name"] or names.get(m["tool_call_id"], "")} if m["role"] == "tool" else m
-            for m in said[first:]
-        ]
-        return evolve(call, body=body, request=evolve(call.request, messages=[*said[:first], *known[name], *new]))
+    def _kept(self, session: RecordedSession | None) -> KeptResponses:
+        """Returns the responses that a request may continue: those of its episode, or those outside of any."""
+        return self._responses if session is None else self._of_sessions.setdefault(session, KeptResponses())
 
-    def _keep(self, asked: _Asked, call_id: str, replies: Sequence[ChatReply]) -> None:
-        """Keeps the conversation up to a response of a session."""
-        body = asked.call.body
-        if asked.session is None or "input" not in body:
-            return
-        said = asked.call.request.messages[1 if body.get("instructions") else 0 :]
-        self._said.setdefault(asked.session, {})[f"resp_{call_id}"] = (*said, replies[0].parsed.message)
+    def _keep(self, asked: _Asked, wire: Wire, call_id: str, replies: Sequence[ChatReply]) -> None:
+        """Keeps what a later request may continue."""
+        if PREVIOUS in wire.fields:
+            body = {name: value for name, value in asked.call.body.items() if name not in UNKEPT}
+            answer = wire.encode(evolve(asked.call, body=body), replies, call_id, self._decode)
+            self._kept(asked.session).keep(asked.call, replies[0].parsed.message, answer)
+
+    async def _response_called(self, request: Request) -> Response:
+        kept, name = self._kept(self._session(request)), request.path_params["name"]
+        if request.method == "DELETE":
+            kept.drop(name)
+            return JSONResponse({"id": name, "object": "response", "deleted": True})
+        return JSONResponse(kept.answer(name))
 
     def _check_template(self, given: Mapping[str, Any]) -> None:
         """Refuses variables of the chat template, as clients of vLLM send them, that are not the server's own: the
@@ -343,7 +342,7 @@ class AgentServer:
 
         def keep(done: "asyncio.Task[Sequence[ChatReply]]") -> None:
             if not done.cancelled() and done.exception() is None:
-                self._keep(asked, call_id, done.result())
+                self._keep(asked, wire, call_id, done.result())
 
         task.add_done_callback(keep)
         return StreamedAnswer(wire.events(asked.call, call_id), task, pieces, self._decode)

@@ -1,7 +1,7 @@
 """OpenAI's `POST /v1/responses`: items in, items and their events out.
 
-Nothing is stored here: a request brings its whole conversation, and one that names an earlier response is refused,
-unless the server has put that one's conversation before it, as it does in a session. Items of one reply (reasoning,
+Nothing is stored here: the server puts the conversation of an earlier response before a request that names it
+(`kept_responses.py`). Items of one reply (reasoning,
 message, calls) are one assistant message, as on the other wires, so that all play the same sessions.
 """
 
@@ -40,8 +40,8 @@ LOGPROBS = "message.output_text.logprobs"
 """Name in `include` by which a client asks for log-probs."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {"background": (False,), "truncation": ("disabled",)}
 """Settings with the values that change nothing; any other is refused."""
-STORED = ("previous_response_id", "conversation", "prompt")
-"""Settings that name what a server keeps."""
+STORED = ("conversation", "prompt")
+"""Settings that name what no server of rollgrad keeps."""
 COMPLETED = "completed"
 TEXTS = ("input_text", "output_text", "text")
 ROLES = ("system", "developer", "user", "assistant")
@@ -51,7 +51,9 @@ class ResponsesWire(Wire):
     """The `Wire` of OpenAI's responses."""
 
     fields = OPENAI_FIELDS.union(
-        NEUTRAL, STORED, ("input", "instructions", "max_output_tokens", "text", "include", "reasoning")
+        NEUTRAL,
+        STORED,
+        ("input", "instructions", "max_output_tokens", "text", "include", "reasoning", "store", "previous_response_id"),
     )
 
     def decode(self, body: Mapping[str, Any]) -> Call:
@@ -60,6 +62,7 @@ class ResponsesWire(Wire):
             lambda: refuse_others(body, NEUTRAL),
             *(partial(_refuse_stored, body, name) for name in STORED),
             lambda: read(body, "include", list),
+            lambda: read(body, "store", bool),
             **sampling_of(body, "max_output_tokens"),
             top_logprobs=lambda: count(body, "top_logprobs", 0, MOST_LIKELY),
         )
@@ -206,7 +209,7 @@ def _response(call: Call, call_id: str, output: Sequence[Mapping[str, Any]], rep
         "model": call.model,
         "output": list(output),
         "usage": usage,
-        "store": False,
+        "store": body.get("store") is not False,
         "previous_response_id": body.get("previous_response_id"),
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "tool_choice": body.get("tool_choice") or "auto",
@@ -310,7 +313,10 @@ def _messages(items: Sequence[Any]) -> list[Message]:
 
 def _refuse_stored(body: Mapping[str, Any], name: str) -> None:
     if body.get(name) is not None:
-        raise bad(f"{name} is set, but this server keeps nothing: send the whole conversation as input.")
+        raise bad(
+            f"{name} is set, but no server of rollgrad keeps any: send the whole conversation as input, or a "
+            "previous_response_id."
+        )
 
 
 def _tool(tool: Any, index: int) -> Mapping[str, Any]:

@@ -63,6 +63,49 @@ def claude(served: Served, **settings: Any) -> Any:
     )
 
 
+def test_a_server_keeps_responses_that_clients_continue_read_and_delete(play: Play) -> None:
+    """Also the OpenAI Agents SDK, where it is told to send ids in the place of conversations."""
+    import agents
+    import openai
+
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        sdk = client(served, base_url=f"{served.url}/v1", api_key="any")
+        create = functools.partial(sdk.responses.create, model=MODEL)
+        first = await create(input="What is 3 plus 4?", include=["message.output_text.logprobs"])
+        second = await create(input="Sure?", previous_response_id=first.id, store=False)
+        assert engine.prompt(1).startswith(engine.prompt(0)), "the conversation went on"
+        assert "It is 7." in engine.prompt(1)
+        assert (first.store, second.store) == (True, False)  # type: ignore[attr-defined]
+        kept = await sdk.responses.retrieve(first.id)
+        assert (kept.output_text, kept.created_at, kept.usage) == ("It is 7.", first.created_at, first.usage)
+        assert kept.output[0].content[0].logprobs == []  # type: ignore[union-attr, index]
+        assert await sdk.responses.delete(first.id) is None
+        for gone in (first.id, second.id):
+            with pytest.raises(openai.NotFoundError, match="No response with the id"):
+                await sdk.responses.retrieve(gone)
+            with pytest.raises(openai.BadRequestError, match="no such response is kept here") as refused:
+                await create(input="And?", previous_response_id=gone)
+            assert refused.value.code == "previous_response_not_found"
+        within = await client(served).responses.create(model=MODEL, input="What is 3 plus 4?")
+        with pytest.raises(openai.NotFoundError):
+            await sdk.responses.retrieve(within.id)  # an episode's are its own
+        tool = agents.function_tool(lambda a, b: str(a + b), name_override="add", strict_mode=False)
+        player = agents.Agent(name="a", model=agents.OpenAIResponsesModel(model=MODEL, openai_client=sdk), tools=[tool])
+        done = await agents.Runner.run(
+            player, "Add.", auto_previous_response_id=True, run_config=agents.RunConfig(tracing_disabled=True)
+        )
+        assert done.final_output == "It is 7 again."
+        assert "Add." in engine.prompt(-1), "which the client sent with its first request alone"
+        assert [request["type"] for request in done.to_input_list()[1:]] == [  # type: ignore[typeddict-item]
+            "function_call",
+            "function_call_output",
+            "message",
+        ]
+
+    script = ["It is 7.", "Yes.", "In a session.", CALL, "It is 7 again."]
+    play(scenario, script, stateless=True, recorded=False)
+
+
 def test_openai_with_tools_thinking_and_a_second_turn(play: Play) -> None:
     async def scenario(served: Served, engine: ScriptedEngine) -> None:
         chat = client(served).chat.completions
@@ -110,10 +153,10 @@ def test_a_response_continues_another_of_its_episode_by_its_id(play: Play) -> No
         third = await create(input="Sure?", previous_response_id=second.id)
         assert third.output_text == "Yes."
         for wrong in ("resp_none", first.id.upper()):
-            with pytest.raises(openai.BadRequestError, match=r"none of this episode's"):
+            with pytest.raises(openai.BadRequestError, match=r"no such response is kept here"):
                 await create(input="Sure?", previous_response_id=wrong)
         other = client(served, base_url=f"{served.url}/s/{served.open().key}/v1")
-        with pytest.raises(openai.BadRequestError, match=r"none of this episode's"):
+        with pytest.raises(openai.BadRequestError, match=r"no such response is kept here"):
             await other.responses.create(model=MODEL, input="Sure?", previous_response_id=first.id)
         prompts = [request.prompt_token_ids for request in engine.requests]
         whole: Any = [

@@ -71,7 +71,7 @@ def test_the_form_that_is_asked_for() -> None:
         ({"input": [3]}, r"input\[0\]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "an image without its content"),
-        ({"previous_response_id": "x"}, "previous_response_id is set, but this server keeps nothing"),
+        ({"conversation": "x"}, "conversation is set, but no server of rollgrad keeps any"),
         ({"background": True}, "background is true"),
         ({"top_logprobs": 21}, "top_logprobs is 21"),
         ({"include": "x"}, "include is"),

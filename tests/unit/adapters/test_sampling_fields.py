@@ -27,8 +27,8 @@ OPENAI = {**WRONG, "seed": "x", "top_k": -2}
         (AnthropicWire(), {**SAID, **WRONG, "top_k": -1, "max_tokens": 0}, ["top_k is", "max_tokens is"]),
         (
             ResponsesWire(),
-            {"input": "go", **OPENAI, "conversation": "a", "previous_response_id": "b", "max_output_tokens": 0},
-            ["conversation is", "previous_response_id is", "max_output_tokens is"],
+            {"input": "go", **OPENAI, "conversation": "a", "prompt": "b", "max_output_tokens": 0},
+            ["conversation is", "prompt is", "max_output_tokens is"],
         ),
         (
             CompletionsWire(),
