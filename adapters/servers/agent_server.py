@@ -49,6 +49,7 @@ from rollgrad.application.episodes.chat_request import ChatRequest, Origin
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.reply import ChatReply, OnPiece
 from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.episodes.messages import in_order_of_calls
 from rollgrad.domain.errors import ForeignError
 from rollgrad.domain.ports.agent_program import ROLE
 from rollgrad.domain.ports.chat_codec import ChatCodec
@@ -208,7 +209,11 @@ class AgentServer:
         keys = given_keys(request.headers)
         unlearned = session is not None and session.unlearned.key in keys
         role = "" if session is None else _role(session, keys)
-        call = evolve(call, model=call.model or self._model, request=evolve(call.request, role=role))
+        call = evolve(
+            call,
+            model=call.model or self._model,
+            request=evolve(call.request, role=role, messages=in_order_of_calls(call.request.messages)),
+        )
         origin = _origin(request, body, role)
         return _Asked(call=call, session=session, unlearned=unlearned, origin=origin, scope=request.scope)
 

@@ -109,7 +109,8 @@ class ServedAgentExecutor(AgentExecutor):
             stop_reason=session.stopped or stop_reason,
             score=reward.score,
             metrics={
-                "turns": float(ledger.turns),
+                "turns": float(ledger.turns - ledger.dropped),
+                **({"dropped_turns": float(ledger.dropped)} if ledger.dropped else {}),
                 "branches": float(ledger.branches),
                 **({"unlearned_turns": float(session.unlearned.count)} if session.unlearned.count else {}),
                 **result.metrics,

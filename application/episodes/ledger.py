@@ -104,6 +104,11 @@ class TokenLedger:
         return len(self._turns)
 
     @property
+    def dropped(self) -> int:
+        """Number of these that are left out."""
+        return sum(turn.dropped for turn in self._turns)
+
+    @property
     def branches(self) -> int:
         """Number of trajectories that `trajectories` returns: 1 for a rollout without branches."""
         return len(self._leaves())

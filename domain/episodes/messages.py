@@ -8,7 +8,7 @@ only, and is not shown to users.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any
 
 from attrs import frozen
@@ -150,6 +150,22 @@ def _with_images(content: str, images: Sequence[Any]) -> list[dict[str, Any]]:
         if image is not None:
             parts.append({"type": "image", "image": image})
     return parts
+
+
+def in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
+    """Returns a conversation in which answers to the calls of one message are in the order of these calls.
+
+    Clients add them as tools end, and tell them apart by the calls' ids, which most chat templates do not write: the
+    model would take one answer for another's.
+    """
+    ordered: list[Message] = []
+    for answering, part in groupby(messages, lambda message: message["role"] == "tool"):
+        told = [*part]
+        if answering and ordered:
+            places = {call.get("id"): place for place, call in enumerate(ordered[-1].get("tool_calls") or ()) if call}
+            told.sort(key=lambda message: places.get(message.get("tool_call_id"), len(places)))
+        ordered += told
+    return ordered
 
 
 def same_message(message: Message) -> str:

@@ -126,9 +126,10 @@ def test_openai_with_tools_thinking_and_a_second_turn(play: Play) -> None:
         assert choice.logprobs is not None
         assert [each.logprob for each in choice.logprobs.content or ()] == list(reply.logprobs)
         results: Any = [{"role": "tool", "tool_call_id": i, "content": text} for i, text in zip(ids, "79", strict=True)]
-        second = await chat.create(
-            model=MODEL, messages=[*GO, choice.message.to_dict(), *results], tools=[TOOL], temperature=0.3
+        second = await chat.create(  # the second tool ended first
+            model=MODEL, messages=[*GO, choice.message.to_dict(), *reversed(results)], tools=[TOOL], temperature=0.3
         )
+        assert engine.prompt(1).index("\n7\n") < engine.prompt(1).index("\n9\n"), "as the calls"
         assert second.choices[0].message.content == "The answer is 7."
         assert second.choices[0].finish_reason == "stop"
 

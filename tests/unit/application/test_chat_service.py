@@ -461,6 +461,22 @@ async def test_the_wall_clock_truncates_too() -> None:
     assert result[0].stop_reason is StopReason.TIMEOUT
 
 
+async def test_a_reply_that_the_agent_left_is_no_turn_and_counted() -> None:
+    async def leaving(session: RecordedSession) -> AgentResult:
+        left = asyncio.create_task(session.reply(ask("other")))
+        await asyncio.sleep(0)  # it has begun
+        left.cancel()
+        while session.ledger.turns == 0:
+            await asyncio.sleep(0)
+        await session.reply(ask("go"))
+        return AgentResult(reward=1.0)
+
+    result, _ = await episode(leaving)
+    assert isinstance(result, list)
+    (trajectory,) = result
+    assert trajectory.metrics == {"turns": 1.0, "dropped_turns": 1.0, "branches": 1.0}
+
+
 async def test_an_agents_own_timeout_is_its_failure() -> None:
     async def impatient(session: RecordedSession) -> None:
         await session.reply(ask("go"))

@@ -18,7 +18,7 @@ from rollgrad.domain.batches.partition import Piece, micro_batches, minibatches
 from rollgrad.domain.control.kl_weight import KLController
 from rollgrad.domain.control.learning_rate import lr_factor
 from rollgrad.domain.episodes.generation import Generation, StopReason
-from rollgrad.domain.episodes.messages import same_message
+from rollgrad.domain.episodes.messages import call_entry, in_order_of_calls, same_message
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.episodes.trajectory import NO_VERSION, Segment, SegmentKind, Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import TrajectoryError
@@ -359,6 +359,23 @@ def test_a_late_decay_is_that_of_transformers() -> None:
         for step in range(3, 40)
     ]
     assert ours == pytest.approx([theirs(step) for step in range(3, 40)])
+
+
+def test_answers_to_calls_are_in_the_order_of_their_calls() -> None:
+    def calls(*ids: str) -> dict[str, object]:
+        return {"role": "assistant", "content": "", "tool_calls": [call_entry(each, "f", {}) for each in ids]}
+
+    def answer(name: str, content: str = "") -> dict[str, object]:
+        return {"role": "tool", "tool_call_id": name, "content": content}
+
+    user, first, second = {"role": "user", "content": "go"}, calls("a", "b"), calls("b", "a", "c")
+    said = [user, first, answer("b"), answer("a"), second, answer("c"), answer("other"), answer("a"), user]
+    wanted = [user, first, answer("a"), answer("b"), second, answer("a"), answer("c"), answer("other"), user]
+    assert in_order_of_calls(said) == wanted
+    assert in_order_of_calls(wanted) == wanted
+    nameless = [calls("", ""), answer("", "1"), answer("", "2")]
+    assert in_order_of_calls(nameless) == nameless
+    assert in_order_of_calls([answer("b"), answer("a"), user]) == [answer("b"), answer("a"), user]
 
 
 def test_a_late_decay_does_not_begin_before_warm_up_has_ended() -> None:
