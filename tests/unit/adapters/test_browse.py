@@ -220,6 +220,21 @@ def test_a_group_without_spread_that_has_advantages_taught_something(tmp_path: P
     assert rollouts.table["zero_spread"].to_pylist() == [True, True, False, False, True, True]
 
 
+def test_each_role_of_a_group_has_a_spread_of_its_own(tmp_path: Path) -> None:
+    """The sides of a game have opposite rewards, which says nothing of whether one of them learns."""
+    rows = [
+        kept_run.row(kept_run.Vocabulary(), sample=sample, parts=[(0, ["a"]), (1, ["b"])], reward=reward)
+        | {"role": role}
+        for sample, second in enumerate((-1.0, 0.0))
+        for role, reward in (("first", 1.0), ("second", second))
+    ]
+    kept_run.write_rows(tmp_path / "trajectories" / "step-000001.parquet", rows)
+    rollouts = RunIndex(tmp_path).rollouts()
+    assert rollouts.table["group_spread"].to_pylist() == [0.0, 1.0] * 2
+    assert rollouts.table["group_size"].to_pylist() == [2] * 4
+    assert [row["reward"] for row in rollouts.rows(rollouts.find("role = second", "reward"))] == [-1.0, 0.0]
+
+
 def test_groups_of_other_steps_with_the_same_number_are_others(tmp_path: Path) -> None:
     for step, rewards in ((1, (0.0, 1.0)), (2, (3.0, 3.0, 3.5))):
         rows = [
