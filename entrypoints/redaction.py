@@ -169,7 +169,7 @@ def secret_spans(text: str, secrets: Iterable[str]) -> list[tuple[int, int]]:
     return merged
 
 
-class OutputClosedError(BrokenPipeError):
+class OutputClosedError(OSError):  # no BrokenPipeError, at which rich would end the process with status 1
     """The reader of the command's output has closed it (`rollgrad ... | head`)."""
 
 
@@ -222,14 +222,17 @@ class RedactedStream:
 
 @contextlib.contextmanager
 def redacted_output(arguments: Sequence[str]) -> Iterator[None]:
-    """Hides the secrets of a command line and of the environment in all that is printed within."""
+    """Hides the secrets of a command line and of the environment in all that is printed within. What is printed to a
+    stream that was closed before (`rollgrad ... >&-`) is lost."""
     secrets = secrets_of_arguments(arguments) | secrets_of_environment(os.environ)
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast(TextIO, RedactedStream(stream, secrets)) for stream in before)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+    with contextlib.ExitStack() as opened:  # in the place of a closed stream, whose number is the lowest that is free
+        streams = [stream or opened.enter_context(open(os.devnull, "w")) for stream in before]
+        sys.stdout, sys.stderr = (cast(TextIO, RedactedStream(stream, secrets)) for stream in streams)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
 
 
 def hide(secrets: Iterable[str]) -> None:

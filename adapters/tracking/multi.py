@@ -64,6 +64,6 @@ class MultiSink(RunTracker, ShowsProgress):
         for sink in list(self._sinks):
             try:
                 act(sink)
-            except Exception as error:  # of any kind: the run goes on without this backend
+            except (Exception, SystemExit) as error:  # of any kind (rich exits): the run goes on without this backend
                 self._sinks.remove(sink)
                 _log.warning("metric_sink_disabled", sink=type(sink).__name__, error=repr(error))

@@ -47,26 +47,28 @@ def test_a_missing_tensorboard_names_the_extra(monkeypatch: pytest.MonkeyPatch, 
 
 
 class BrokenSink(MetricSink):
-    def __init__(self) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.calls = 0
+        self.error = error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.calls += 1
-        raise OSError("disk full")
+        raise self.error
 
     def close(self) -> None:
         self.calls += 1
 
 
-def test_a_broken_sink_is_reported_once_and_the_others_go_on() -> None:
-    broken, before, after = BrokenSink(), FakeMetricSink(), FakeMetricSink()
+@pytest.mark.parametrize("error", [OSError("disk full"), SystemExit("rich has no terminal any more")])
+def test_a_broken_sink_is_reported_once_and_the_others_go_on(error: BaseException) -> None:
+    broken, before, after = BrokenSink(error), FakeMetricSink(), FakeMetricSink()
     sink = MultiSink([before, broken, after])
     with structlog.testing.capture_logs() as events:
         sink.log(1, {"a": 1.0})
         sink.log(2, {"a": 2.0})
         sink.close()
     assert [(event["event"], event["sink"]) for event in events] == [("metric_sink_disabled", "BrokenSink")]
-    assert "disk full" in events[0]["error"]
+    assert str(error) in events[0]["error"]
     assert broken.calls == 1
     assert len(before.records) == len(after.records) == 2
     assert before.closed

@@ -20,8 +20,10 @@ from rollgrad.entrypoints.cli.evaluation import EvalArguments
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.offline import SFTArguments
+from rollgrad.entrypoints.cli.output import show_metrics
 from rollgrad.entrypoints.cli.parsing import TrainArguments, flag_kinds, parse_run
 from rollgrad.entrypoints.config_io import setting_names
+from rollgrad.entrypoints.redaction import OutputClosedError, redacted_output
 
 SECTIONS = sorted({name.rpartition(".")[0] for name in setting_names()})
 KINDS = {"train rl": TrainArguments, "eval": EvalArguments, "generate": GenerateArguments, "score": ScoreArguments}
@@ -200,6 +202,22 @@ def test_nobody_reads_the_errors() -> None:
     finally:
         os.close(writer)
     assert (result.stdout, result.returncode) == (b"", 141)
+
+
+def test_tables_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich would end the process with status 1."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with redacted_output([]), pytest.raises(OutputClosedError):
+            show_metrics("Evaluation", {"before": {"eval/pass@1": 0.5}})
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = f"{sys.executable} -m rollgrad --version >&-"
+    result = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (result.stderr, result.returncode) == ("", 0)
 
 
 def test_help_of_commands_over_examples_speaks_of_no_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
