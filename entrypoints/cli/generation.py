@@ -1,6 +1,5 @@
 """`rollgrad generate` and `rollgrad score`."""
 
-import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.domain.errors import ConfigurationError, RollgradError, raise_together
 from rollgrad.domain.settings import setting
+from rollgrad.entrypoints.cli.output import results_only_on_stdout
 from rollgrad.entrypoints.cli.parsing import RunFlags, dry_run_setting, parse_run
 from rollgrad.entrypoints.composition.extensions import spelling_errors
 from rollgrad.entrypoints.config_io import dump_config
@@ -82,7 +82,7 @@ def generate(arguments: Sequence[str]) -> None:
         return
     raise_together([*errors, *generation_file_problems(config)])
     assert parsed.output is not None
-    with contextlib.redirect_stdout(sys.stderr):
+    with results_only_on_stdout():
         from rollgrad.entrypoints import generation
 
         replies = generation.generate(config, parsed.output, logprobs=parsed.logprobs, retry_failed=parsed.retry_failed)
@@ -112,7 +112,7 @@ def score(arguments: Sequence[str]) -> None:
     raise_together([*errors, *scoring_file_problems(config)])
     assert parsed.input is not None
     assert parsed.output is not None
-    with contextlib.redirect_stdout(sys.stderr):
+    with results_only_on_stdout():
         from rollgrad.entrypoints import generation
 
         replies = generation.score(config, parsed.input, parsed.output, retry_failed=parsed.retry_failed)

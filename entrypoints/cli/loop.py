@@ -1,6 +1,5 @@
 """`rollgrad loop rs`, `loop iter_dpo` and `loop csft`."""
 
-import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +8,7 @@ from attrs import define, frozen
 from rollgrad.application.settings.loop import CSFTRun, IterDPORun, LoopRun, RSRun, sampling_run
 from rollgrad.application.settings.loop_rules import loop_errors
 from rollgrad.domain.errors import raise_together
+from rollgrad.entrypoints.cli.output import results_only_on_stdout
 from rollgrad.entrypoints.cli.parsing import RunFlags, dry_run_setting, parse_run
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.redaction import print_settings
@@ -78,7 +78,7 @@ def run_loop(name: str, arguments: Sequence[str]) -> int | None:
 
     files = sampling_run(run)
     raise_together([*errors, *generation_file_problems(files), *eval_file_problems(files).values()])
-    with contextlib.redirect_stdout(sys.stderr):
+    with results_only_on_stdout():
         from rollgrad.entrypoints.loop import loop
 
         result = loop(run)

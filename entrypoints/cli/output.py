@@ -2,17 +2,21 @@
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rollgrad.adapters.system.printing import printing_to_stderr
 
 if TYPE_CHECKING:
     from rollgrad.entrypoints.library import TrainResult
 
 
-def results_only_on_stdout() -> contextlib.AbstractContextManager[object]:
-    """Sends to stderr what libraries (DeepSpeed, on import) and reward functions print."""
-    return contextlib.redirect_stdout(sys.stderr)
+@contextlib.contextmanager
+def results_only_on_stdout() -> Iterator[None]:
+    """Sends to stderr what libraries (DeepSpeed, on import), reward functions, and processes of both print."""
+    with printing_to_stderr(), contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 def show_result(output_dir: str, result: "TrainResult", *, console: bool) -> None:

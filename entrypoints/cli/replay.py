@@ -1,6 +1,5 @@
 """`rollgrad replay`: one update of a run again."""
 
-import contextlib
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from attrs import define
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.domain.settings import setting
+from rollgrad.entrypoints.cli.output import results_only_on_stdout
 from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
 from rollgrad.entrypoints.cli.rescore import own_settings
 from rollgrad.entrypoints.composition.extensions import spelling_errors
@@ -50,7 +50,7 @@ def replay_run(arguments: Sequence[str]) -> None:
         errors.append(ConfigurationError("No update is named: set --step to its number, from 1."))
     raise_together(errors)
     assert parsed.step is not None
-    with contextlib.redirect_stdout(sys.stderr):
+    with results_only_on_stdout():
         from rollgrad.entrypoints.replay import replay
 
         found = replay(run, config, parsed.step)

@@ -1,6 +1,5 @@
 """`rollgrad rescore`: the rewards of a run's rollouts anew."""
 
-import contextlib
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from rollgrad.application.settings.rules.generation import scoring_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.domain.errors import ConfigurationError, DataError, raise_together
+from rollgrad.entrypoints.cli.output import results_only_on_stdout
 from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
 from rollgrad.entrypoints.composition.extensions import spelling_errors
 from rollgrad.entrypoints.run_directory import OTHER_CONFIG_FILE
@@ -44,7 +44,7 @@ def rescore_run(arguments: Sequence[str]) -> None:
         _, config, unread = parse_run(RescoreArguments, RLConfig, "rescore", words)
     errors = [*unread, *spelling_errors(config), *scoring_errors(evolve(config, algo=AlgoConfig()))]
     raise_together(errors)
-    with contextlib.redirect_stdout(sys.stderr):
+    with results_only_on_stdout():
         from rollgrad.entrypoints.rescoring import rescore
 
         found = rescore(run, config)
