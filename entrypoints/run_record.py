@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
@@ -25,6 +26,7 @@ import rollgrad
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.checkpoints.lock import keep_locked
 from rollgrad.adapters.checkpoints.names import RUN_FILE
+from rollgrad.adapters.system.exits import telling_exits
 from rollgrad.application.foreign import first_line
 from rollgrad.entrypoints.redaction import known_secrets, redact
 
@@ -74,11 +76,13 @@ class RunRecord:
         }
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._exits = ExitStack()
         self._warned = False
 
     def __enter__(self) -> Self:
         self._write()
         self._beating.start()
+        self._exits.enter_context(telling_exits(self._exited))
         return self
 
     def __exit__(
@@ -87,9 +91,20 @@ class RunRecord:
         if isinstance(error, KeyboardInterrupt):
             self.interrupted("SIGINT")
         elif error is not None:
-            self._facts |= {"status": RunStatus.FAILED, "reason": redact(first_line(error), known_secrets())}
+            self._failed(first_line(error))
         elif self._facts["status"] is RunStatus.RUNNING:
             self._facts["status"] = RunStatus.FINISHED
+        self._exits.close()
+        self._end()
+
+    def _failed(self, reason: str) -> None:
+        self._facts |= {"status": RunStatus.FAILED, "reason": redact(reason, known_secrets())}
+
+    def _exited(self, reason: str) -> None:
+        self._failed(reason)
+        self._end()
+
+    def _end(self) -> None:
         self._facts["ended"] = _now()
         self._over.set()
         self._beating.join()

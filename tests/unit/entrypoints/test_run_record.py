@@ -1,6 +1,8 @@
 """`run.json`: how a run goes on, and how it ended."""
 
 import json
+import os
+import signal
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -45,6 +47,20 @@ def test_a_signal_interrupts(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), RunRecord(tmp_path, learning={"steps": 1}):
         raise KeyboardInterrupt
     assert status(tmp_path) == (RunStatus.INTERRUPTED, "SIGINT")
+
+
+def test_a_process_that_ends_at_once_leaves_why(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            with RunRecord(tmp_path, learning={"steps": 1}):
+                os._exit(0)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    found, reason = status(tmp_path)
+    assert found is RunStatus.FAILED
+    assert "os._exit in test_run_record.py" in str(reason)
 
 
 def test_a_run_that_ends_before_its_schedule_says_why(tmp_path: Path) -> None:
