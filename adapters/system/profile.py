@@ -26,12 +26,21 @@ class StepProfiler:
         directory: where the traces are.
         steps: number of steps, after the first `UNPROFILED` that this process takes; 0 profiles none.
         others: the processes of models and engines that are not in this one.
+        keep: is called before something is written, and raises an error if another run has the directory by now.
     """
 
-    def __init__(self, directory: Path, steps: int, others: Sequence[Profiled] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        steps: int,
+        others: Sequence[Profiled] = (),
+        *,
+        keep: Callable[[], object] = lambda: None,
+    ) -> None:
         self._directory = directory
         self._profiled = range(UNPROFILED, UNPROFILED + steps)
         self._others = others
+        self._keep = keep
         self._taken = 0
 
     @asynccontextmanager
@@ -54,6 +63,7 @@ class StepProfiler:
             with _reported(step):
                 folder = self._directory / f"step-{step:06d}"
                 traces = await processes.end_profile()
+                self._keep()
                 folder.mkdir(parents=True, exist_ok=True)
                 for name, content in traces.items():
                     (folder / f"{name}.json.gz").write_bytes(content)

@@ -11,6 +11,7 @@ from attrs import asdict
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
+from rollgrad.adapters.checkpoints.lock import keep_locked
 from rollgrad.adapters.checkpoints.names import METRICS_FILE, PROFILE, SAMPLES_FILE, TRAJECTORIES
 from rollgrad.adapters.system.profile import StepProfiler
 from rollgrad.adapters.system.python_file import load_python
@@ -86,7 +87,8 @@ def load_on_step(path: str | None) -> Callable[..., Any] | None:
 def make_profiler(config: Any, *others: object) -> StepProfiler:
     """Returns what profiles some steps of a run, in this process and in those of `others` that can be profiled."""
     profiled = [each for each in others if isinstance(each, Profiled)]
-    return StepProfiler(Path(config.ckpt.output_dir) / PROFILE, config.train.profile_steps, profiled)
+    output = Path(config.ckpt.output_dir)
+    return StepProfiler(output / PROFILE, config.train.profile_steps, profiled, keep=partial(keep_locked, output))
 
 
 def make_sinks(config: Any, steps: int, trackers: Mapping[str, Tracker]) -> MultiSink:

@@ -1,5 +1,6 @@
 """A run's directory: one run at a time, logs that are continued whatever they hold, and its settings."""
 
+import asyncio
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from attrs import evolve
 from structlog.testing import capture_logs
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
+from rollgrad.adapters.system.profile import StepProfiler
 from rollgrad.adapters.tracking.jsonl import JsonlSink
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.tracking.tracked_run import TrackedRun
@@ -25,11 +27,12 @@ from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.models import PolicyModel
-from rollgrad.entrypoints.composition.outputs import make_reply_log, make_sample_log
+from rollgrad.entrypoints.composition.outputs import make_profiler, make_reply_log, make_sample_log
 from rollgrad.entrypoints.config_io import load_config
 from rollgrad.entrypoints.description import settings_file
 from rollgrad.entrypoints.reporting import report_aside, report_run
@@ -115,6 +118,12 @@ def test_a_directory_that_was_removed_is_locked_again_but_not_if_another_run_has
         pass
 
 
+async def profiled(profile: StepProfiler) -> None:
+    for step in (1, 2):
+        async with profile(step):
+            pass
+
+
 def test_nothing_of_a_run_whose_directory_another_one_has_taken_reaches_the_files_of_that(tmp_path: Path) -> None:
     """Its metrics wait in memory and are lost with its end; it makes no room for itself by removing the other's."""
     out = tmp_path / "out"
@@ -139,6 +148,8 @@ def test_nothing_of_a_run_whose_directory_another_one_has_taken_reaches_the_file
                 sink.log(3, {"reward/mean": 3.0})
                 rollouts.evaluation(2, [kept_rollouts.group(0, {"yes": 1.0})])
                 rollouts.close()
+                config = RLConfig(ckpt=CheckpointConfig(output_dir=str(out)), train=TrainConfig(profile_steps=1))
+                asyncio.run(profiled(make_profiler(config)))
                 assert report_run(out, "mine") is None
                 report_aside(out, "mine")
                 for write in (
@@ -151,7 +162,7 @@ def test_nothing_of_a_run_whose_directory_another_one_has_taken_reaches_the_file
                 sink.close()
             found = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
             assert {name: path.read_bytes() for name, path in found.items()} == theirs
-            assert sum("another run writes there now" in str(event) for event in events) == 4
+            assert sum("another run writes there now" in str(event) for event in events) == 5
             assert events[-1]["event"] == "metrics.jsonl lacks the last lines of the run"
         finally:
             process.kill()
