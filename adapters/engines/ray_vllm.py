@@ -31,6 +31,10 @@ CLOSE_SECONDS = 20.0
 """Longest that an actor may take to end vLLM's processes before it is killed, and that killing it may take."""
 
 
+CANCEL_SECONDS = 5.0
+"""Longest that a request which is given up is waited for: a process that stands still does not answer."""
+
+
 class EngineHost:
     """The object in the actor; its methods are those of `VLLMEngine`."""
 
@@ -172,10 +176,10 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
         """Implements `RolloutEngine.generate`."""
         request = _with_files_alone(request)
         if on_token is None:
-            generation: Generation = await self._call("generating", "generate", request)
+            generation: Generation = await self._generated(self._actor.handle.call.remote("generate", request))
             return generation
         return await self._streams.generate(
-            lambda number: self._await("generating", self._actor.handle.stream.remote(number, request)), on_token
+            lambda number: self._generated(self._actor.handle.stream.remote(number, request)), on_token
         )
 
     async def pause(self, mode: PauseMode) -> None:
@@ -280,6 +284,18 @@ class RayVLLMEngine(FleetMember, WeightReceiver):
     async def _fetched(self) -> News:
         news: News = await self._await("streaming", self._actor.handle.fetched.remote())
         return news
+
+    async def _generated(self, reference: Any) -> Any:
+        """Waits for a generation; one that is cancelled has left the actor's engine before this raises."""
+        from ray.exceptions import RayError
+
+        try:
+            return await self._await("generating", reference)
+        except asyncio.CancelledError:
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(CANCEL_SECONDS):
+                    await reference
+            raise
 
     async def _call(self, doing: str, method: str, *arguments: Any) -> Any:
         return await self._await(doing, self._actor.handle.call.remote(method, *arguments))

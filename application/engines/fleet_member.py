@@ -128,7 +128,11 @@ class MemberCalls:
         self._waiting[answer] = None
         life = self._lives
         try:
-            return await answer
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait([answer])  # so that a member that is to sleep next has nothing of the call any more
+            raise
         except EngineError as error:
             if life != self._lives:  # the error came first, but had not been seen when the member was given up
                 raise GaveUpError from error

@@ -239,6 +239,8 @@ async def test_a_cancelled_call_frees_its_place(make: Callable[[], Any]) -> None
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await engine.sleep()  # as a run does where it has given up what it no longer needs
+    await engine.wake()
     assert len((await engine.generate(ask())).token_ids) == 8
     await engine.pause(PauseMode.WAIT)
     await engine.sleep()

@@ -276,10 +276,8 @@ def test_a_cancelled_call_frees_its_place_in_the_other_process(world: World) -> 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await world.fleet.pause(PauseMode.WAIT)
         await world.fleet.sleep()
         await world.fleet.wake()
-        await world.fleet.resume()
         agrees(world, await world.fleet.generate(ask()))
 
     world.run(scenario())

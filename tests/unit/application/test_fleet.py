@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.application.engines.fleet import EngineFleet
-from rollgrad.application.engines.fleet_member import Taker
+from rollgrad.application.engines.fleet_member import MemberCalls, Taker
 from rollgrad.domain.control.engine_health import NEAR_REQUESTS, Death, EngineState, FleetBounds
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import EngineError
@@ -581,3 +581,30 @@ async def test_under_random_deaths_pauses_and_pushes_every_request_is_answered_o
     assert not fleet._flow.in_flight
     await until(lambda: fleet.health.states[EngineState.HEALTHY] == size)
     await fleet.aclose()
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_a_cancelled_call_has_left_its_member_unless_that_is_given_up(given_up: bool) -> None:
+    begun, cancelled, leaves, left = (asyncio.Event() for _ in range(4))
+
+    async def work() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+            await leaves.wait()
+            left.set()
+
+    calls = MemberCalls()
+    asked = asyncio.create_task(calls.ask(work()))
+    await begun.wait()
+    asked.cancel()
+    await cancelled.wait()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not asked.done()
+    (calls.give_up if given_up else leaves.set)()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert left.is_set() is not given_up
