@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 import rollgrad
+from rollgrad.adapters.system.exits import telling_exits
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines
 from rollgrad.entrypoints.cli.chat import ChatArguments, chat
@@ -51,7 +52,7 @@ from rollgrad.entrypoints.translation.draft import TranslatedCommand, Translated
 
 def run_command(words: list[str]) -> int:
     """Runs the command of these words; returns the exit status."""
-    with redacted_output(words):
+    with redacted_output(words), telling_exits(_tell_exit):
         try:
             try:
                 return _status(words)
@@ -59,6 +60,11 @@ def run_command(words: list[str]) -> int:
                 sys.stdout.flush()
         except OutputClosedError:
             return EXIT_CLOSED
+
+
+def _tell_exit(words: str) -> None:
+    sys.stderr.write(f"error: {words}\n")
+    sys.stderr.flush()
 
 
 def _status(words: list[str]) -> int:

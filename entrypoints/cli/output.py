@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollgrad.adapters.system.exits import telling_exits
 from rollgrad.adapters.system.printing import printing_to_stderr
 
 if TYPE_CHECKING:
@@ -15,15 +14,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def results_only_on_stdout() -> Iterator[None]:
-    """Sends to stderr what libraries (DeepSpeed, on import), reward functions, and processes of both print, and an
-    error if one of them ends this process."""
-    with printing_to_stderr(), contextlib.redirect_stdout(sys.stderr), telling_exits(_tell_error):
+    """Sends to stderr what libraries (DeepSpeed, on import), reward functions, and processes of both print."""
+    with printing_to_stderr(), contextlib.redirect_stdout(sys.stderr):
         yield
-
-
-def _tell_error(words: str) -> None:
-    sys.stderr.write(f"error: {words}\n")
-    sys.stderr.flush()
 
 
 def show_result(output_dir: str, result: "TrainResult", *, console: bool) -> None:

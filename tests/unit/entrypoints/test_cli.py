@@ -1,4 +1,7 @@
+import os
 import re
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.application.settings.validation import leaves
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
+from rollgrad.entrypoints.cli import commands
 from rollgrad.entrypoints.cli.commands import COMMANDS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import dump_config, setting_names, structure_config
@@ -304,3 +308,19 @@ def test_mistakes_of_every_kind_are_one_answer(tmp_path: Path, capsys: pytest.Ca
     assert len(errors) == 10
     assert all(error.startswith("error: ") for error in errors)
     assert not any(re.search(r"--\w+-", error) for error in errors), "flags are spelt with underscores"
+
+
+def test_a_command_that_code_of_its_user_ends_has_not_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_dispatch", lambda words: os._exit(0))
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            sys.stderr = open(writes, "w")  # noqa: SIM115
+            main(["score"])
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writes)
+    with open(reads) as stderr:
+        assert stderr.read().startswith("error: os._exit in test_cli.py, line ")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
