@@ -117,3 +117,15 @@ def test_a_part_of_a_block_is_not_lost(kept: int) -> None:
     admission = Admission(50)
     admission.answered(BLOCK + kept, kept)
     assert admission.metrics()["rollout/recomputed_share"] == 0.0
+
+
+def test_a_limit_rises_only_after_rounds_in_which_an_episode_has_waited() -> None:
+    admission = Admission(100, adapts=True)
+    limits = [admission.limit]
+    for waits in (True, False, True):
+        if waits:
+            admission.waited()
+        for _ in range(LEAST):
+            admission.answered(1000, 1000)
+        limits.append(admission.limit)
+    assert limits == [64, 72, 72, 81]

@@ -109,3 +109,27 @@ def test_what_datums_begin_with_alike_is_computed_once() -> None:
 def test_nothing_cannot_be_packed() -> None:
     with pytest.raises(ValueError, match="at least one datum"):
         pack_datums([])
+
+
+@pytest.mark.parametrize(
+    ("loss", "ratio", "wanted"),
+    [("ppo", 1.25, -1.2), ("ppo", 0.7, -0.7), ("cispo", 0.01, 0.01), ("cispo", 4.5, 4.0)],
+)
+def test_bounds_that_a_client_leaves_out_are_those_of_the_documents(loss: str, ratio: float, wanted: float) -> None:
+    """With an advantage of 1, and for cispo, whose loss is the bounded ratio times -log p, a log-prob of -1."""
+    one = torch.ones(1)
+    batch = pack_datums(
+        [
+            Datum(
+                tokens_T=one.long(),
+                targets_T=one.long(),
+                weights_T=one,
+                sampled_logprobs_T=-one - math.log(ratio),
+                advantages_T=one,
+            )
+        ]
+    )
+    constants = {name: value for name, value in CONSTANTS[loss].items() if value is not None}
+    scores = TokenScores(logprobs_N=torch.tensor([0.0, -1.0]), entropy_N=torch.zeros(2))
+    found = DatumObjective(loss=loss, constants=constants)(scores, batch).loss
+    assert float(found) == pytest.approx(wanted)

@@ -79,3 +79,18 @@ def test_any_division_reads_the_same(groups: list[tuple[int, int, list[int]]], b
 def test_a_teacher_that_is_told_nothing_reads_the_batch_itself() -> None:
     batch = evolve(told_batch([(2, 3, [1, 2])]), teacher_prompts_S=())
     assert as_taught(batch) is batch
+
+
+def test_a_pass_of_the_teacher_is_divided_and_placed_as_that_of_the_policy() -> None:
+    batch = evolve(
+        told_batch([(2, 3, [1, 2]), (1, 4, [3])]),
+        unit_ids_S=torch.tensor([4, 4, 9]),
+        shares_S=torch.tensor([1, 0, 1]),
+        shares=2,
+        datasources_S=("sums", "sums", "words"),
+    )
+    taught = as_taught(batch)
+    assert taught.unit_ids_S.tolist() == [4, 4, 9]
+    assert taught.shares_S is not None
+    assert (taught.shares_S.tolist(), taught.shares) == ([1, 0, 1], 2)
+    assert taught.datasources_S == ("sums", "sums", "words")
