@@ -149,7 +149,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "algo.kl.init_coef": 1.0,
         "algo.kl.ref_sync_steps": 1,
         "algo.kl.ref_mixup": 0.05,
-        "algo.kl.teacher_template": "{prompt}[[\nCorrect solution:\n\n{passed_reply}\n\n]][[\nThe following is "
+        "algo.kl.teacher_template": "{prompt}[[\nCorrect solution:\n\n{passed_answer}\n\n]][[\nThe following is "
         "feedback from your unsuccessful earlier attempt:\n\n{reward_feedback}\n\n]]\n\nCorrectly solve the original "
         "question.\n",
     },

@@ -89,9 +89,9 @@ class KLSettings:
         None,
         "What the reference reads in the place of a prompt's last user message, so that it teaches what it knows from "
         "more: {prompt} is the text of that message, {label} the label, {passed_reply} another reply to the prompt "
-        "that passed and {reward_feedback} what the reward says of a reply that did not (SDPO; without either a reply "
-        "is not taught), {NAME} a column of the row; a part in [[ ]] is left out where a place in it has nothing. The "
-        "template itself, or a text file.",
+        "that passed, {passed_answer} the same without its <think>...</think>, and {reward_feedback} what the reward "
+        "says of a reply that did not (SDPO; without any of them a reply is not taught), {NAME} a column of the row; a "
+        "part in [[ ]] is left out where a place in it has nothing. The template itself, or a text file.",
         only_if=WITH_KL,
     )
     ref_sync_steps: int | None = setting(

@@ -7,7 +7,7 @@ import structlog
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.data.datasets.teacher_template import PASSED_REPLY, TeacherTemplate, Telling
+from rollgrad.adapters.data.datasets.teacher_template import PASSED_ANSWER, PASSED_REPLY, TeacherTemplate, Telling
 from rollgrad.adapters.engines.vllm_server.teacher import (
     OF_DATASOURCE,
     OF_REFERENCE,
@@ -155,10 +155,12 @@ def make_tells_teacher(config: RLConfig, codec: TemplateCodec, judged: bool) -> 
             f"{tells}, which a reward finds, but there is none: set --reward.verifier, --reward.function_path, "
             "--reward.model_name_or_path, --reward.remote_url or --reward.judge_url."
         )
-    if samples < 2 and PASSED_REPLY in template.judged:
+    passed = sorted({PASSED_REPLY, PASSED_ANSWER} & template.judged)
+    if samples < 2 and passed:
         raise ConfigurationError(
             f"{tells}, but rollout.n_samples_per_prompt is {samples}, so that no other reply to a prompt can have "
-            f"passed: set --rollout.n_samples_per_prompt to 2 or more, or leave {{{PASSED_REPLY}}} out."
+            f"passed: set --rollout.n_samples_per_prompt to 2 or more, or leave "
+            f"{' and '.join(f'{{{name}}}' for name in passed)} out."
         )
     return ToldOfReplies(
         tell=Telling(template, codec, longest=config.rollout.max_new_tokens),

@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, fields_dict, frozen
 from torch import Tensor
 
-from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
+from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate, without_thinking
 from rollgrad.application.learning.teacher_prompts import ToldOfReplies
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.presets import PRESETS
@@ -533,9 +533,11 @@ def test_masked_truncated_replies_are_left_out(case: Case) -> None:
     agree(trl, run_ours(finished, "token_mean", objective_of(), advantages_N=our_advantages(case)))
 
 
+@pytest.mark.parametrize("answers", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_sdpo_tells_teachers_of_the_same_replies(seed: int) -> None:
-    """Which rollouts are taught, by which other one of their group, by what is said of them, and in which words."""
+def test_sdpo_tells_teachers_of_the_same_replies(seed: int, answers: bool) -> None:
+    """Which rollouts are taught, by which other one of their group, with or without its thinking, by what is said of
+    them, and in which words."""
     from trl.experimental.sdpo import SDPOConfig
     from trl.experimental.sdpo.sdpo_trainer import SuccessfulRolloutTeacherContextBuilder
 
@@ -546,6 +548,9 @@ def test_sdpo_tells_teachers_of_the_same_replies(seed: int) -> None:
         for group in range(GROUPS)
     ]
     wanted: list[Any] = []
+
+    def written(ids: Any) -> str:
+        return f"<think>\nof {int(ids[0])}\n</think>\n\nreply <think></think>{int(ids[0])} "
 
     def tokenized(messages: list[Any]) -> list[list[int]]:
         wanted.extend(messages)
@@ -560,10 +565,13 @@ def test_sdpo_tells_teachers_of_the_same_replies(seed: int) -> None:
     words = [f"{{{i}}} fails" if has else None for i, has in enumerate(said.tolist())]
     stand_in = SimpleNamespace(
         accelerator=OneProcess(),
-        args=SimpleNamespace(**{name: fields[name].default for name in names} | {"include_environment_feedback": True}),
+        args=SimpleNamespace(
+            **{name: fields[name].default for name in names}
+            | {"include_environment_feedback": True, "remove_thinking_from_demonstration": answers}
+        ),
         model=StandIn(),
         num_generations=SAMPLES,
-        processing_class=SimpleNamespace(decode=lambda ids, **_: f"reply {int(ids[0])}"),
+        processing_class=SimpleNamespace(decode=lambda ids, **_: written(ids)),
         _tokenizer=SimpleNamespace(pad_token_id=0),
         _tokenize_prompts_untruncated=tokenized,
     )
@@ -589,17 +597,19 @@ def test_sdpo_tells_teachers_of_the_same_replies(seed: int) -> None:
         )
         for group in range(GROUPS)
     ]
-    template = TeacherTemplate(PRESETS["sdpo"]["algo.kl.teacher_template"])
+    text = PRESETS["sdpo"]["algo.kl.teacher_template"]
+    template = TeacherTemplate(text if answers else text.replace("{passed_answer}", "{passed_reply}"))
     told: list[Any] = []
 
     def tell(prompt: Prompt, passed: str | None, feedback: str | None) -> tuple[int, ...] | None:
-        known = {"passed_reply": passed, "reward_feedback": feedback}
+        answer = None if passed is None else without_thinking(passed)
+        known = {"passed_reply": passed, "passed_answer": answer, "reward_feedback": feedback}
         if not template.teaches(known):
             return None
         told.append(template.messages(prompt.messages, None, {}, "", known))
         return (len(told) - 1,)
 
-    found = ToldOfReplies(tell=tell, decode=lambda ids: f"reply {ids[0]}", pass_threshold=1.0)(groups)
+    found = ToldOfReplies(tell=tell, decode=written, pass_threshold=1.0)(groups)
     taught = [i for i, each in enumerate(made["self_distillation_mask"].tolist()) if each]
     assert sorted(sample for _, sample in found) == taught
     assert 0 < len(taught) < GROUPS * SAMPLES or seed

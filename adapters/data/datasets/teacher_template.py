@@ -17,22 +17,24 @@ from rollgrad.domain.ports.chat_codec import ChatCodec
 
 SETTING = "algo.kl.teacher_template"
 
-PASSED_REPLY, FEEDBACK = "passed_reply", "reward_feedback"
-"""Names of the places of what is known when a rollout has been judged: a reply to the same prompt that passed, and what
-the reward says of the reply that is taught."""
+PASSED_REPLY, PASSED_ANSWER, FEEDBACK = "passed_reply", "passed_answer", "reward_feedback"
+"""Names of the places of what is known when a rollout has been judged: a reply to the same prompt that passed, the same
+without its thinking, and what the reward says of the reply that is taught."""
 
 Judged = Mapping[str, str | None]
 """Texts that are known of a reply, by these names; None where one is not."""
-UNJUDGED: Judged = {name: f"{{{name}}}" for name in (PASSED_REPLY, FEEDBACK)}
+UNJUDGED: Judged = {name: f"{{{name}}}" for name in (PASSED_REPLY, PASSED_ANSWER, FEEDBACK)}
 """Leaves these places as they are written."""
 
 _PART = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
+_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 @frozen
 class TeacherTemplate:
-    """A text with `{prompt}`, `{label}`, `{passed_reply}`, `{reward_feedback}` and `{column}` of the row; `{{name}}` is
-    the text {name}. A part in double square brackets that has such places is left out where one of them has nothing."""
+    """A text with `{prompt}`, `{label}`, `{passed_reply}`, `{passed_answer}`, `{reward_feedback}` and `{column}` of the
+    row; `{{name}}` is the text {name}. A part in double square brackets that has such places is left out where one of
+    them has nothing."""
 
     text: str
 
@@ -128,6 +130,15 @@ class TeacherTemplate:
         return [*messages[:last], told, *messages[last + 1 :]]
 
 
+def without_thinking(reply: str) -> str:
+    """Returns a reply without what stands between <think> and </think>, also where its prompt ends with the first.
+
+    >>> without_thinking("<think>2 + 2</think>\\n4"), without_thinking("2 + 2</think> 4"), without_thinking("4 ")
+    ('4', '4', '4')
+    """
+    return _THOUGHT.sub("", reply).rpartition("</think>")[2].strip()
+
+
 def _always(text: str) -> set[str]:
     """Returns the names of the places that are in no part that may be left out."""
     return places(_PART.sub("", text))
@@ -145,7 +156,11 @@ class Telling:
     def __call__(self, prompt: Prompt, passed_reply: str | None, feedback: str | None) -> tuple[int, ...] | None:
         """Returns the tokens that the teacher reads in the place of `prompt`; None where a reply of which this is known
         is not taught."""
-        known = {PASSED_REPLY: passed_reply, FEEDBACK: self._end(feedback) if feedback else None}
+        known = {
+            PASSED_REPLY: passed_reply,
+            PASSED_ANSWER: without_thinking(passed_reply) if passed_reply else None,
+            FEEDBACK: self._end(feedback) if feedback else None,
+        }
         if not self.template.teaches(known):
             return None
         about = prompt.label, prompt.metadata, prompt.datasource, known

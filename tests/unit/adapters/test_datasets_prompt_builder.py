@@ -162,6 +162,27 @@ def test_a_teacher_is_told_a_reply_that_passed(codec: TemplateCodec, chat: bool)
 
 
 @pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("<think>3 and\n4</think>\n\nIt is 7. ", "3+4? It is 7."),
+        ("3 and 4</think>It is 7.", "3+4? It is 7."),
+        ("It is 7.", "3+4? It is 7."),
+        ("<think>It is 7.</think>", None),
+        (None, None),
+    ],
+)
+def test_a_teacher_is_told_an_answer_without_its_thinking(
+    codec: TemplateCodec, reply: str | None, expected: str | None
+) -> None:
+    """A reply that is thinking alone tells nothing, so that nothing is taught."""
+    template = TeacherTemplate("{prompt} {passed_answer}")
+    assert template.judged == {"passed_answer"}
+    prompt = PromptBuilder(codec, DataConfig(apply_chat_template=False), teacher=template).build({"input": "3+4?"}, "d")
+    told = Telling(template, codec, longest=100)(prompt, reply, "wrong")
+    assert (None if told is None else codec.decode(told)) == expected
+
+
+@pytest.mark.parametrize(
     ("known", "expected"),
     [
         ((None, None), None),
