@@ -19,7 +19,7 @@ from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError, RollgradError
 from rollgrad.entrypoints.composition.examples import make_budget, make_total_steps
-from rollgrad.entrypoints.composition.kd import check_teacher
+from rollgrad.entrypoints.composition.kd import check_teacher, datasources_of
 from rollgrad.entrypoints.composition.kto import check_labels, make_labels
 from rollgrad.entrypoints.composition.outputs import load_on_step, load_trackers
 from rollgrad.entrypoints.composition.own_optimizer import check_own_optimizers
@@ -99,6 +99,7 @@ def _checks(run: OfflineRun, examples: PreparedExamples, tokenizer: Any) -> Iter
         yield partial(check_labels, run, examples)
     if isinstance(run, KDRun):
         yield partial(check_teacher, run, tokenizer)
+        yield partial(datasources_of, run, examples, "data.dataset")
     if isinstance(run, RMRun):
         yield partial(make_compared, run, examples, "data.dataset")
     if isinstance(run, PRMRun):

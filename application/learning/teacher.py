@@ -3,7 +3,7 @@
 Kept are, for each token, the k ids as int32 and k + 1 log-probs as float16: 386 bytes with k = 64.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from attrs import evolve
@@ -11,11 +11,14 @@ from torch import Tensor
 
 from rollgrad.application.learning.microbatch import split
 from rollgrad.application.learning.scores import ScoredExamples, kept_scores
-from rollgrad.domain.batches.examples import pack_demonstrations
+from rollgrad.domain.batches.examples import DemonstrationBatch, pack_demonstrations
 from rollgrad.domain.episodes.examples import Demonstration
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import Predictions, TeacherModel
 from rollgrad.domain.ports.score_store import ScoreStore
+
+Datasources = Mapping[int, str]
+"""Datasource of each example, by its `row`, in the order of examples."""
 
 
 def packed_predictions(predictions: Predictions) -> Tensor:
@@ -31,6 +34,14 @@ def unpacked_predictions(packed: Tensor) -> Predictions:
     return Predictions(ids_AK=ids.view(torch.int32), logprobs_AB=logprobs.view(torch.float16))
 
 
+def asked(examples: Sequence[Demonstration], datasources: Datasources | None) -> DemonstrationBatch:
+    """Returns the batch of examples that a teacher is asked about; `datasources` as in `with_teacher`."""
+    batch = pack_demonstrations([evolve(example, weight=1.0) for example in examples])
+    if datasources is None:
+        return batch
+    return evolve(batch, datasources_S=tuple(datasources[examples[place].row] for place in batch.group_ids_S.tolist()))
+
+
 def with_teacher(
     examples: ExampleSource[Demonstration],
     make_teacher: Callable[[], TeacherModel],
@@ -39,6 +50,7 @@ def with_teacher(
     key: str,
     max_tokens: int,
     name: str = "the examples",
+    datasources: Datasources | None = None,
 ) -> ScoredExamples[Demonstration]:
     """Returns the examples with a teacher's predictions.
 
@@ -49,10 +61,11 @@ def with_teacher(
         key: of the teacher, its settings and the examples.
         max_tokens: token budget of one forward pass.
         name: says in the log which examples they are.
+        datasources: of the examples, by which a teacher is found; None where there is one teacher.
     """
 
     def predict(teacher: TeacherModel, chunk: list[Demonstration]) -> Sequence[Tensor]:
-        batch = pack_demonstrations([evolve(example, weight=1.0) for example in chunk])
+        batch = asked(chunk, datasources)
         rows = torch.cat([packed_predictions(teacher.predict(part)) for part in split(batch, max_tokens)])
         sizes = [sum(branch.trained_length for branch in example.branches) for example in chunk]
         found: tuple[Tensor, ...] = rows.split_with_sizes(sizes)

@@ -16,7 +16,7 @@ from rollgrad.application.settings.sections.examples import (
     ExampleTrainConfig,
     with_default_lrs,
 )
-from rollgrad.domain.addresses import address_problem
+from rollgrad.application.settings.sections.ref import served_problems
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.settings import COUNT, POSITIVE, SHARE, SOME_SHARE, own_first, section, setting
 
@@ -25,13 +25,24 @@ from rollgrad.domain.settings import COUNT, POSITIVE, SHARE, SOME_SHARE, own_fir
 class TeacherConfig:
     """The frozen model that the student learns from."""
 
-    model_name_or_path: str = setting("", "Model of the teacher, which has the actor's tokens. Required.")
+    model_name_or_path: str = setting("", "Model of the teacher, which has the actor's tokens. Required without urls.")
     url: str | None = setting(
         None,
         "Address of a server that has this model, http://host:8000, such as `vllm serve`: its predictions are asked "
         "for once, with kd.cache; of the model's files only tokenizer and configuration are read. The environment "
         "variable ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
     )
+    urls: dict[str, str] | None = setting(
+        None,
+        "Addresses of servers with a teacher each for the examples of one datasource, asked as url is: --teacher.urls "
+        "math http://one:8000 code http://two:8000. Those of other datasources have url's. Of several models on a "
+        "server one is asked for as MODEL@http://two:8000.",
+    )
+
+    @property
+    def served(self) -> bool:
+        """Whether servers have it."""
+        return self.url is not None or self.urls is not None
 
 
 @define(kw_only=True)
@@ -98,7 +109,7 @@ def kd_errors(run: KDRun) -> list[ConfigurationError]:
 
 def teacher_problems(run: KDRun) -> Iterator[str]:
     """Yields what is wrong with the teacher and its processes."""
-    if not run.teacher.model_name_or_path:
+    if not run.teacher.model_name_or_path and (run.teacher.urls is None or run.teacher.url is not None):
         yield "No teacher is set: name a model with --teacher.model_name_or_path."
     if run.kd.cache and run.kd.top_k is None:
         yield "kd.cache keeps the teacher's most likely tokens, but not how many: set --kd.top_k, such as 64."
@@ -107,8 +118,8 @@ def teacher_problems(run: KDRun) -> Iterator[str]:
             "kd.cache keeps predictions of all examples, but data.stream has no end of them: leave --kd.cache or "
             "--data.stream out."
         )
-    if run.teacher.url is not None:
-        yield from _served_teacher_problems(run, run.teacher.url)
+    if run.teacher.served:
+        yield from _served_teacher_problems(run)
     elif run.kd.cache and run.cluster.enable:
         yield (
             "kd.cache is set, but in a cluster the teacher is in the actor's processes: leave --kd.cache or "
@@ -116,21 +127,21 @@ def teacher_problems(run: KDRun) -> Iterator[str]:
         )
 
 
-def _served_teacher_problems(run: KDRun, url: str) -> Iterator[str]:
-    if (problem := address_problem(url, "teacher.url")) is not None:
-        yield problem
+def _served_teacher_problems(run: KDRun) -> Iterator[str]:
+    flag = "teacher.url" if run.teacher.urls is None else "teacher.urls"
+    yield from served_problems("teacher", run.teacher.url, run.teacher.urls)
     if not run.kd.cache:
         yield (
-            "teacher.url is set, but a server tells its most likely tokens once, before the first step: add --kd.cache "
-            "and --kd.top_k, or leave --teacher.url out."
+            f"{flag} is set, but a server tells its most likely tokens once, before the first step: add --kd.cache "
+            f"and --kd.top_k, or leave --{flag} out."
         )
     if run.data.image_key is not None:
         yield (
-            f"teacher.url is set and data.image_key is {run.data.image_key!r}, but a server is sent no images: leave "
-            "--teacher.url out, so that the teacher is in this process."
+            f"{flag} is set and data.image_key is {run.data.image_key!r}, but a server is sent no images: leave "
+            f"--{flag} out, so that the teacher is in this process."
         )
     if run.kd.temperature != 1:
         yield (
             f"kd.temperature is {run.kd.temperature:g}, but of a server's most likely tokens only the probabilities at "
-            "temperature 1 are known: leave --kd.temperature or --teacher.url out."
+            f"temperature 1 are known: leave --kd.temperature or --{flag} out."
         )

@@ -13,7 +13,6 @@ from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.datasets.survey import Rows, Survey, repeated
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
-from rollgrad.adapters.engines.vllm_server.teacher import without_teacher
 from rollgrad.adapters.models.torch.loading import load_positions
 from rollgrad.adapters.rewards.rubric import criteria
 from rollgrad.adapters.rewards.verifiers import label_problem
@@ -26,12 +25,10 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.prompt_source import PromptSource
 from rollgrad.entrypoints.composition.executors import executor_kind
 from rollgrad.entrypoints.composition.fetching import make_fetched_images
+from rollgrad.entrypoints.composition.served import check_datasources
 
 log = structlog.get_logger(__name__)
 Source = TypeVar("Source", DatasetPromptSource, ReasoningGymPromptSource)
-
-MOST_NAMED = 12
-"""Datasources that an error names."""
 
 
 def dataset_kind(spec: str | None) -> str:
@@ -184,16 +181,7 @@ def _taught(config: RLConfig, source: Source) -> Source:
     Raises:
         ConfigurationError: this is not so, or a teacher has too few positions.
     """
-    ref, datasources = config.ref, source.survey.datasources
-    if ref.urls is not None:
-        if ref.url is None and (alone := sorted(datasources - ref.urls.keys())):
-            raise ConfigurationError(without_teacher(alone, ref.urls))
-        if idle := sorted(ref.urls.keys() - datasources):
-            raise ConfigurationError(
-                f"ref.urls names {', '.join(map(repr, idle))}, but the prompts of {source.survey.setting} are of "
-                f"{', '.join(map(repr, sorted(datasources)[:MOST_NAMED]))}: correct --ref.urls, or the column "
-                "datasource of the rows."
-            )
+    check_datasources(config.ref, source.survey.datasources, source.survey.setting)
     return _taught_within_positions(config, source)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sized
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -140,8 +140,7 @@ def make_eval_examples(preparation: Preparation, evaluation: ExampleEvalConfig) 
     )
     examples = _prepared(preparation, mixture, "eval.dataset")
     examples.report.check(preparation.data.max_dropped, "eval.dataset")
-    places = [part.name for part in mixture.parts]
-    names = mixture.datasources(distinct_names(places, [origin(place) for place in places]))
+    names = examples.datasources()
     sets = set(names)
     if too_many := too_many_sets(sets):
         log.warning(too_many)
@@ -166,7 +165,9 @@ def note_repeated(held_out: object, learned: object) -> None:
 
 def _prepared(preparation: Preparation, mixture: Mixture, setting: str) -> PreparedExamples:
     """Returns the examples of `mixture`, prepared or found in the cache; `setting` names the data in errors."""
-    return prepare_examples(
+    places = [part.name for part in mixture.parts]
+    names = distinct_names(places, [origin(place) for place in places])
+    examples = prepare_examples(
         mixture,
         preparation.tokenizer,
         preparation.settings,
@@ -175,6 +176,7 @@ def _prepared(preparation: Preparation, mixture: Mixture, setting: str) -> Prepa
         setting=setting,
         images=preparation.images,
     )
+    return evolve(examples, datasources=partial(mixture.datasources, names))
 
 
 def make_budget(train: SupervisedTrainConfig, examples: ExampleSource[Any]) -> TokenBudget | None:

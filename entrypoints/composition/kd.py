@@ -1,6 +1,9 @@
 """The composition root of `rollgrad train kd`."""
 
+import hashlib
+import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import structlog
@@ -10,7 +13,7 @@ from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerp
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.streaming import StreamedExamples, demonstration
-from rollgrad.adapters.engines.vllm_server.teacher import OF_TEACHER, ServedModel, ServedTeacher
+from rollgrad.adapters.engines.vllm_server.teacher import ServedTeacher
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.loading import (
     default_device,
@@ -19,10 +22,9 @@ from rollgrad.adapters.models.torch.loading import (
     resolve_dtype,
 )
 from rollgrad.adapters.models.torch.references import TorchTeacher
-from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.application.learning.examples import together
 from rollgrad.application.learning.microbatch import split
-from rollgrad.application.learning.teacher import unpacked_predictions, with_teacher
+from rollgrad.application.learning.teacher import Datasources, asked, unpacked_predictions, with_teacher
 from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass
 from rollgrad.application.settings.kd import DistillationConfig, KDRun
 from rollgrad.domain.algorithms.losses.distillation import DistillationObjective
@@ -37,7 +39,8 @@ from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import make_actor_model
 from rollgrad.entrypoints.composition.offline import OfflineContainer, complete
 from rollgrad.entrypoints.composition.reference import START_TOLERANCE, reference_key
-from rollgrad.entrypoints.composition.teacher import check_served, check_vocabulary
+from rollgrad.entrypoints.composition.served import Served, check_datasources, make_served
+from rollgrad.entrypoints.composition.teacher import check_vocabulary
 from rollgrad.entrypoints.run_directory import continues
 
 log = structlog.get_logger(__name__)
@@ -45,6 +48,7 @@ log = structlog.get_logger(__name__)
 TEACHER_FLAG = "--teacher.model_name_or_path"
 SERVED_TOLERANCE = 0.05
 """Mean difference in nats of the most likely token's log-prob that rounding makes between two answers of a server."""
+HELD_OUT = "eval.dataset"
 CHECKED = 4
 """Examples by which a model is compared with itself."""
 
@@ -62,6 +66,8 @@ def check_teacher(run: KDRun, tokenizer: Any) -> None:
         ConfigurationError: it has another vocabulary, or fewer positions.
     """
     name = run.teacher.model_name_or_path
+    if not name:
+        return  # servers name their models, and are asked for some tokens
     check_vocabulary(load_tokenizer(name, flag=TEACHER_FLAG), tokenizer, name, flag=TEACHER_FLAG)
     check_positions("teacher", name, run)
 
@@ -95,27 +101,6 @@ def check_sight(name: str, tokenizer: Any, images: ImageRenderer) -> None:
         )
 
 
-def make_predicting_teacher(run: KDRun, tokenizer: Any, size: int, images: ImageRenderer | None) -> TeacherModel:
-    """Returns the teacher whose predictions are kept, in this process or on a server; `size` is the vocabulary's,
-    `images` renders the images that it sees.
-
-    Raises:
-        ConfigurationError: as `make_teacher`.
-    """
-    if run.teacher.url is None:
-        return TorchTeacher(make_teacher(run, tokenizer, images), size)
-    check_teacher(run, tokenizer)
-    warn_of_bias(run)
-    return make_served_teacher(run, run.teacher.url, size)
-
-
-def make_served_teacher(run: KDRun, url: str, size: int) -> ServedTeacher:
-    """Returns the teacher on the server `url`."""
-    assert run.kd.top_k is not None
-    served = ServedModel(url, name=run.teacher.model_name_or_path, size=size, asked=OF_TEACHER)
-    return ServedTeacher(served, top_k=run.kd.top_k, complete=run_to_end)
-
-
 def warn_of_bias(run: KDRun) -> None:
     """Warns of a divergence that the teacher's most likely tokens do not show."""
     if run.kd.beta > 0 and run.kd.top_k is not None:
@@ -132,56 +117,106 @@ def make_taught(
     images: ImageRenderer | None,
     setting: str,
 ) -> ExampleSource[Demonstration]:
-    """Returns the examples, with the teacher's predictions if those are kept; `setting` names the data."""
+    """Returns the examples, with the teacher's predictions if those are kept; `setting` names the data.
+
+    Raises:
+        ConfigurationError: as `make_teacher`, `make_served`, `datasources_of` and `check_kept`.
+    """
     if not run.kd.cache:
         return examples
     data = examples.fingerprint if isinstance(examples, PreparedExamples) else None
     size = load_vocabulary_size(run.actor.model_name_or_path)
-    url = run.teacher.url
-    its = (
-        model_fingerprint(run.teacher.model_name_or_path, whole=True)
-        if url is None
-        else served_fingerprint(run, url, tokenizer)
-    )
-    key = reference_key(run, its, data, teacher=run.kd.top_k, temperature=run.kd.temperature, vocabulary=size)
+    depends: dict[str, Any] = {"teacher": run.kd.top_k, "temperature": run.kd.temperature, "vocabulary": size}
+    budget = tokens_per_pass(run)
+    if not run.teacher.served:
+        its = model_fingerprint(run.teacher.model_name_or_path, whole=True)
+        key = reference_key(run, its, data, **depends)
+        store = ScoreFiles(None if key is None else reference_directory(run.data))
+        local = partial(make_predicting_teacher, run, tokenizer, size, images)
+        return with_teacher(examples, local, store, key=str(key), max_tokens=budget, name=setting)
+    datasources = datasources_of(run, examples, setting)
+    if datasources is not None:
+        depends["datasources"] = hashlib.sha256(json.dumps([*datasources.values()]).encode()).hexdigest()
+    served = make_served(run.teacher, run.actor.model_name_or_path, tokenizer)
+    key = reference_key(run, served_fingerprint(served), data, **depends)
     store = ScoreFiles(None if key is None else reference_directory(run.data))
-    if url is not None:
-        check_kept(store, str(key), examples, make_served_teacher(run, url, size))
+    assert run.kd.top_k is not None
+    teacher = ServedTeacher(served.reference, top_k=run.kd.top_k)
+    check_kept(store, str(key), examples, teacher, datasources)
+
+    def checked_teacher() -> TeacherModel:
+        check_teacher(run, tokenizer)
+        warn_of_bias(run)
+        return teacher
+
     return with_teacher(
-        examples,
-        lambda: make_predicting_teacher(run, tokenizer, size, images),
-        store,
-        key=str(key),
-        max_tokens=tokens_per_pass(run),
-        name=setting,
+        examples, checked_teacher, store, key=str(key), max_tokens=budget, name=setting, datasources=datasources
     )
 
 
-def served_fingerprint(run: KDRun, url: str, tokenizer: Any) -> Fingerprint:
-    """Returns what a server says of its model, in the place of a fingerprint: whether its weights are still the same,
-    `check_kept` finds out. Raises what `check_served` does."""
-    name = run.teacher.model_name_or_path
-    model = check_served(ServedModel(url, name=name, size=1, asked=OF_TEACHER), name, tokenizer)
-    return {"config": str(model.get("root")), "weights": str(model["id"])}
+def make_predicting_teacher(run: KDRun, tokenizer: Any, size: int, images: ImageRenderer | None) -> TeacherModel:
+    """Returns the teacher in this process whose predictions are kept; `size` is the vocabulary's. Else as
+    `make_teacher`."""
+    return TorchTeacher(make_teacher(run, tokenizer, images), size)
 
 
-def check_kept(store: ScoreStore, key: str, examples: ExampleSource[Demonstration], teacher: TeacherModel) -> None:
-    """Compares what was kept of a server's predictions with what it predicts now, by the first example.
+def datasources_of(
+    run: KDRun, examples: PreparedExamples | ExampleSource[Demonstration], setting: str
+) -> Datasources | None:
+    """Returns the datasources of examples, by which their teachers are found; None where one teaches all.
+
+    Raises:
+        ConfigurationError: one has no teacher, a teacher has none, or they are not known.
+    """
+    if run.teacher.urls is None:
+        return None
+    if not isinstance(examples, PreparedExamples) or not (names := examples.datasources()):
+        raise ConfigurationError(
+            f"--teacher.urls finds teachers by the datasource of rows, but the examples of {setting} are the caller's "
+            "own, which have none: set --teacher.url to one server instead."
+        )
+    found = {row: names[row] for row in examples.rows.tolist()}
+    check_datasources(run.teacher, {*found.values()}, setting, held_out=setting == HELD_OUT)
+    return found
+
+
+def served_fingerprint(served: Served) -> Fingerprint:
+    """Returns what servers say of their models, in the place of a fingerprint: whether weights are still the same,
+    `check_kept` finds out."""
+    told = [("" if name is None else f"{name}=", model) for name, model in served.models.items()]
+    return {
+        "config": " ".join(f"{name}{model.get('root')}" for name, model in told),
+        "weights": " ".join(f"{name}{model['id']}" for name, model in told),
+    }
+
+
+def check_kept(
+    store: ScoreStore,
+    key: str,
+    examples: ExampleSource[Demonstration],
+    teacher: TeacherModel,
+    datasources: Datasources | None = None,
+) -> None:
+    """Compares what was kept of servers' predictions with what they predict now, by the first example, of `datasources`
+    of which each has a teacher by the first one of each.
 
     Raises:
         ConfigurationError: they differ by more than rounding.
     """
-    kept = store.load(key)[:1]
-    if not kept:
-        return
-    before = unpacked_predictions(kept[0]).logprobs_AB[:, 0].float()
-    now = teacher.predict(pack_demonstrations([examples[0]])).logprobs_AB[:, 0].float()
-    differ = float((now - before).abs().mean()) if len(now) == len(before) else float("inf")
-    if differ > SERVED_TOLERANCE:
-        raise ConfigurationError(
-            f"The server of --teacher.url has other weights than before under the same name: its predictions differ by "
-            f"{differ:.3g} nats from those that are kept in --data.cache_dir. Set another --data.cache_dir."
-        )
+    kept = store.load(key)
+    firsts = dict[str, int]()
+    for index, name in zip(range(len(kept)), [""] if datasources is None else datasources.values(), strict=False):
+        firsts.setdefault(name, index)
+    for name, index in firsts.items():
+        before = unpacked_predictions(kept[index]).logprobs_AB[:, 0].float()
+        now = teacher.predict(asked([examples[index]], datasources)).logprobs_AB[:, 0].float()
+        differ = float((now - before).abs().mean()) if len(now) == len(before) else float("inf")
+        if differ > SERVED_TOLERANCE:
+            flag = f"--teacher.urls for {name!r}" if name else "--teacher.url"
+            raise ConfigurationError(
+                f"The server of {flag} has other weights than before under the same name: its predictions differ by "
+                f"{differ:.3g} nats from those that are kept in --data.cache_dir. Set another --data.cache_dir."
+            )
 
 
 def make_policy_teacher(run: KDRun, tokenizer: Any, images: ImageRenderer | None) -> Teacher | KeptTeacher:
@@ -242,6 +277,6 @@ def kd_container(config: KDRun) -> OfflineContainer:
         teacher=providers.Singleton(make_policy_teacher, config, *renders),
         first=providers.Callable(check_teacher, config, container.tokenizer),
         learned=learned,
-        held_out=providers.Singleton(make_taught, config, container.eval_examples, *renders, "eval.dataset"),
+        held_out=providers.Singleton(make_taught, config, container.eval_examples, *renders, HELD_OUT),
     )
     return container

@@ -1,38 +1,21 @@
 """Models whose distributions a policy is compared with, in the process of the policy; and what a teacher is told."""
 
-from collections.abc import Mapping
 from typing import Any
-
-import structlog
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.teacher_template import PASSED_ANSWER, PASSED_REPLY, TeacherTemplate, Telling
-from rollgrad.adapters.engines.vllm_server.teacher import (
-    OF_DATASOURCE,
-    OF_REFERENCE,
-    ServedModel,
-    ServedReference,
-)
+from rollgrad.adapters.engines.vllm_server.teacher import ServedReference
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
-from rollgrad.adapters.models.torch.loading import load_tokenizer, load_vocabulary_size
-from rollgrad.adapters.system.event_loop import run_to_end
+from rollgrad.adapters.models.torch.loading import load_tokenizer
 from rollgrad.application.learning.teacher_prompts import TellsTeacher, ToldOfReplies, told_by_rows
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.ref import model_and_url
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.algorithm import teacher_kind
 from rollgrad.entrypoints.composition.models import make_reference_model
-
-log = structlog.get_logger(__name__)
+from rollgrad.entrypoints.composition.served import make_served
 
 REFERENCE_FLAG = "--ref.model_name_or_path"
-PROBES = (
-    "The 12 quick brown foxes' sum: 3.14 + 2,000 = ?\n\n",
-    "def f(x):\n    return x ** 2",
-    "Ελλάδα, 你好, मित्र 🙂",
-)
-"""Texts by which two tokenizers are compared; none with marks of turns, which some servers read as plain text."""
 
 
 def check_vocabulary(teacher: Any, student: Any, name: str, *, flag: str) -> None:
@@ -94,48 +77,8 @@ def _divergence(config: RLConfig) -> DistillationSettings:
 
 
 def make_served_reference(config: RLConfig, tokenizer: Any) -> ServedReference:
-    """Returns the references on the servers of `ref.url` and `ref.urls`, which must answer now.
-
-    Raises:
-        ConfigurationError: a server has other models, or one with other tokens than `tokenizer`.
-        EngineError: it does not answer.
-    """
-    ref, size = config.ref, load_vocabulary_size(config.actor.model_name_or_path)
-    name = ref.model_name_or_path or config.actor.model_name_or_path
-    default: ServedModel | None = None
-    if ref.url is not None:
-        default = ServedModel(ref.url, name=name, size=size, asked=OF_REFERENCE)
-        check_served(default, name, tokenizer)
-    of_datasource = dict[str, ServedModel]()
-    for datasource, given in (ref.urls or {}).items():
-        model, url = model_and_url(given)
-        served = ServedModel(url, name=model or name, size=size, asked=OF_DATASOURCE)
-        found = check_served(served, model, tokenizer)
-        log.info("a teacher was found", datasource=datasource, model=found["id"], url=url)
-        of_datasource[datasource] = served
-    return ServedReference(default, of_datasource, complete=run_to_end)
-
-
-def check_served(served: ServedModel, name: str | None, tokenizer: Any) -> Mapping[str, Any]:
-    """Returns what a server says of its model, whose tokens must be those of `tokenizer`, as far as it tells. Warns
-    where it has the model by another name than `name`, if that is given.
-
-    Raises:
-        ConfigurationError: it has other models, or other tokens.
-        EngineError: it does not answer.
-    """
-
-    def tokenize(text: str) -> list[int]:
-        tokens: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-        return tokens
-
-    model: Mapping[str, Any] = run_to_end(served.checked(PROBES, tokenize))
-    if name is not None and name not in (model["id"], model.get("root")):
-        log.warning(
-            f"the server of {served.asked.url} has {model['id']!r}, which is taken for {name!r}: check that they are "
-            "the same model"
-        )
-    return model
+    """Returns the references on the servers of `ref.url` and `ref.urls`; raises what `make_served` does."""
+    return make_served(config.ref, config.actor.model_name_or_path, tokenizer).reference
 
 
 def make_tells_teacher(config: RLConfig, codec: TemplateCodec, judged: bool) -> TellsTeacher:

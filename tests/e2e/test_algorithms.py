@@ -241,7 +241,7 @@ def test_each_datasource_has_a_teacher_of_its_own(
         assert apart["policy/ref_kl"] == pytest.approx(whole["policy/ref_kl"])
         for server in teachers.values():
             server.bodies.clear()
-        assert "Prompts of 'code' have no teacher" in refused(f"--ref.urls math teacher@{one}")
+        assert "Rows of 'code' have no teacher" in refused(f"--ref.urls math teacher@{one}")
         assert "ref.urls names 'maths'" in refused(f"--ref.urls maths {one} --ref.url {two}")
         assert "none is 'no'" in refused(f"--ref.urls math no@{one} code teacher@{two}")
         teachers["two"].tokenize = lambda text, **_: BatchEncoding({"input_ids": [*map(ord, text)]})

@@ -282,6 +282,67 @@ def test_a_served_teacher_teaches_as_one_in_the_process(
         rollgrad.train_kd(kept)
 
 
+def test_each_datasource_has_a_teacher_of_its_own(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two datasources together are learned as each from its own teacher alone; rows without a
+    teacher, teachers without rows, and weights that have changed are refused before a step."""
+    rows = [{"prompt": f"What is {a} plus {a}?", "completion": f"The answer is {2 * a}."} for a in range(ROWS)]
+    named = [row | {("datasource", "data_source")[n % 3 > 0]: ("math", "code")[n % 2]} for n, row in enumerate(rows)]
+    data = written(tmp_path / "named.jsonl", named)
+    parts = {name: written(tmp_path / f"{name}.jsonl", named[n::2]) for n, name in enumerate(("math", "code"))}
+    servers = {
+        name: TeacherServer(moved_copy(tiny_model_dir, tmp_path / name, seed))
+        for seed, name in enumerate(("math_teacher", "code_teacher"))
+    }
+    one, two = servers.values()
+    urls = {"math": f"teacher@{one.url}", "code": f"teacher@{two.url}"}
+
+    def run(output: str, rows: Path, urls: dict[str, str] | None, url: str | None = None) -> KDRun:
+        run = settings(tiny_model_dir, Path("no_such_model"), rows, tmp_path / output, top_k=8, cache=True, weight=1.0)
+        run.teacher.model_name_or_path, run.teacher.urls, run.teacher.url = "", urls, url
+        run.train.batch_size, run.train.num_epochs, run.train.max_steps = len(rows.read_text().splitlines()), 1, 1
+        return run
+
+    try:
+        both = run("both", data, urls)
+        both.eval = ExampleEvalConfig(dataset=str(parts["math"]))
+        rollgrad.train_kd(both)
+        assert [len(server.asked) for server in servers.values()] == [ROWS // 2 * 2, ROWS // 2]
+        (together,) = divergences(tmp_path / "both")
+        alone, tokens = [], []
+        for name, rows_of in parts.items():
+            rollgrad.train_kd(run(name, rows_of, {name: urls[name]}))
+            (row,) = [row for row in logged(tmp_path / name) if "train/loss" in row]
+            alone.append(row["train/divergence"])
+            tokens.append(row["train/trained_tokens"])
+        assert together == pytest.approx(sum(a * n for a, n in zip(alone, tokens, strict=True)) / sum(tokens), rel=1e-4)
+        assert alone[0] != pytest.approx(alone[1], rel=0.02)
+
+        def refused(rows: Path, urls: dict[str, str], url: str | None = None) -> str:
+            with pytest.raises(ConfigurationError) as error:
+                rollgrad.train_kd(run("refused", rows, urls, url))
+            return str(error.value)
+
+        assert "Rows of 'code' have no teacher: --teacher.urls has" in refused(data, {"math": urls["math"]})
+        assert "--teacher.urls names 'math', but the rows of data.dataset are of 'code'" in refused(parts["code"], urls)
+        assert "No teacher is set" in refused(data, {"math": urls["math"]}, two.url)
+        assert "Of 'math': teacher.urls is 'nowhere'" in refused(data, {"math": "nowhere"})
+        assert "none is 'no'" in refused(data, {"math": f"no@{one.url}", "code": two.url})
+        words = ["train", "kd", "--actor.model_name_or_path", str(tiny_model_dir), "--data.dataset", str(data)]
+        words += ["--kd.cache", "--kd.top_k", "8", "--ckpt.output_dir", str(tmp_path / "dry"), "--dry_run"]
+        assert main([*words, "--teacher.urls", "math", one.url, "maths", two.url]) == 2
+        assert "Rows of 'code' have no teacher" in " ".join(capsys.readouterr().err.split())
+        with torch.no_grad():
+            two.model.get_input_embeddings().weight.mul_(1.5)
+        both.ckpt.overwrite = True
+        with pytest.raises(ConfigurationError, match=r"--teacher\.urls for 'code' has other weights than before"):
+            rollgrad.train_kd(both)
+    finally:
+        for server in servers.values():
+            server.close()
+
+
 @pytest.mark.parametrize(
     ("top_k", "wrong", "sentence"),
     [

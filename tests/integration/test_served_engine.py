@@ -231,14 +231,15 @@ async def test_the_server_teaches_what_the_model_itself_teaches(
     live = Teacher(policy.module, DistillationSettings(top_k=top_k))
     expected = TorchTeacher(live, size).predict(batch)
     served = ServedModel(url, name="the only one", size=size, asked=OF_REFERENCE)
-    teacher = partial(ServedTeacher, served, complete=asyncio.run)  # not in this loop
+    reference = ServedReference(served, complete=asyncio.run)  # not in this loop
+    teacher = partial(ServedTeacher, reference)
     found = await asyncio.to_thread(teacher(top_k=top_k).predict, batch)
     assert found.ids_AK.shape == (2 + 21 + 6, top_k)
     assert torch.equal(found.ids_AK, expected.ids_AK)
     torch.testing.assert_close(found.logprobs_AB, expected.logprobs_AB, rtol=2e-3, atol=2e-3)  # float16
     with pytest.raises(ConfigurationError, match="--max-logprobs 64"):
         await asyncio.to_thread(teacher(top_k=64).predict, batch)
-    scores = await asyncio.to_thread(ServedReference(served, complete=asyncio.run).score, batch)
+    scores = await asyncio.to_thread(reference.score, batch)
     torch.testing.assert_close(scores.logprobs_N, policy.score(batch).logprobs_N, rtol=0, atol=TOLERANCE)
 
 

@@ -49,6 +49,9 @@ class PreparedExamples:
     names: Sequence[str] = field(default=(), repr=False)
     """Name of the dataset that each row of the data is of, whether it became an example or not; empty where there is
     one dataset."""
+    datasources: Callable[[], Sequence[str]] = field(default=tuple, repr=False)
+    """Returns the datasource of each row of the data, whether it became an example or not; nothing where it is not
+    known."""
 
     def __len__(self) -> int:
         return len(self.branch_counts)

@@ -83,7 +83,8 @@ class Mixture:
         return self.parts[int(self.of[index])], int(self.rows[index])
 
     def datasources(self, names: Sequence[str]) -> list[str]:
-        """Returns the origin of each row: what its column `datasource` says, else the name in `names` of its part."""
+        """Returns the origin of each row: what its column `datasource` or `data_source` says, else the name in `names`
+        of its part."""
         bases = [_given(part.rows) for part in self.parts]
         # Of a table the column alone is read: its rows may have pictures.
         columns = [rows.column("datasource") if isinstance(rows, Table) else None for rows in bases]
@@ -94,7 +95,7 @@ class Mixture:
                 number = source.rows.row(number)
             column = columns[part]
             try:
-                given = bases[part][number].get("datasource") if column is None else column[number]
+                given = _datasource(bases[part][number]) if column is None else column[number]
             except RowError:  # it is counted when all rows are read
                 given = None
             found.append(names[part] if given in (None, origin(source.name)) else str(given))
@@ -336,6 +337,10 @@ def _source(name: str, rows: Rows, fingerprint: str, settings: ReadingSettings) 
     kind = find_format(list(columns), name, settings, columns.get("label", ()))
     unread = unread_columns(columns.keys() - (LABELLED if isinstance(rows, JoinedPairs) else ()), rows, kind, settings)
     return Source(name, rows, kind, fingerprint, unread)
+
+
+def _datasource(row: Mapping[str, Any]) -> Any:
+    return row["datasource"] if "datasource" in row else row.get("data_source")
 
 
 def _given(rows: Rows) -> Rows:

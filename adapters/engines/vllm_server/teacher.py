@@ -53,7 +53,8 @@ class Asked:
 
 OF_TEACHER = Asked(url="--teacher.url", model="set --teacher.model_name_or_path to one of them", top_k="--kd.top_k")
 OF_REFERENCE = Asked(url="--ref.url", model="set --ref.model_name_or_path to one of them", top_k="--algo.kl.top_k")
-OF_DATASOURCE = Asked(url="--ref.urls", model="write MODEL@URL in --ref.urls", top_k="--algo.kl.top_k")
+OF_TEACHERS = Asked(url="--teacher.urls", model="write MODEL@URL in --teacher.urls", top_k="--kd.top_k")
+OF_REFERENCES = Asked(url="--ref.urls", model="write MODEL@URL in --ref.urls", top_k="--algo.kl.top_k")
 
 
 class ServedModel:
@@ -195,20 +196,6 @@ def _predictions(found: Sequence[Place], top_k: int) -> Predictions:
     return Predictions(ids_AK=ids_AK, logprobs_AB=with_rest(logprobs_AK))
 
 
-class ServedTeacher(TeacherModel):
-    """A teacher on a server, whose `top_k` most likely tokens are kept. `complete` runs a coroutine to its end."""
-
-    def __init__(self, served: ServedModel, *, top_k: int, complete: RunsToEnd) -> None:
-        self._served = served
-        self._top_k = min(top_k, served.size)
-        self._complete = complete
-
-    def predict(self, batch: PackedBatch) -> Predictions:
-        """Implements `TeacherModel.predict`; raises what `ServedModel.places` does."""
-        found = _predictions(self._complete(self._served.places(batch, self._top_k)), self._top_k)
-        return Predictions(ids_AK=found.ids_AK, logprobs_AB=found.logprobs_AB.half())
-
-
 class ServedReference(ReferenceModel, PredictingModel):
     """References on servers. What they are asked of a batch is one run of requests, however many passes divide it.
     Methods raise what `ServedModel.places` does, and a `DataError` for a datasource that has no reference.
@@ -267,15 +254,30 @@ class ServedReference(ReferenceModel, PredictingModel):
     def _model_of(self, datasource: str | None) -> ServedModel:
         model = self._default if datasource is None else self._of_datasource.get(datasource, self._default)
         if model is None:
-            raise DataError(without_teacher([str(datasource)], self._of_datasource))
+            flag = next(iter(self._of_datasource.values())).asked.url
+            raise DataError(without_teacher([str(datasource)], self._of_datasource, flag))
         return model
 
 
-def without_teacher(datasources: Sequence[str], known: Collection[str]) -> str:
-    """Returns a sentence about datasources that have no teacher, beside those that are `known` to have one."""
+class ServedTeacher(TeacherModel):
+    """Teachers on servers, whose `top_k` most likely tokens are kept."""
+
+    def __init__(self, served: ServedReference, *, top_k: int) -> None:
+        self._served = served
+        self._top_k = top_k
+
+    def predict(self, batch: PackedBatch) -> Predictions:
+        """Implements `TeacherModel.predict`; raises what `ServedReference` does."""
+        found = self._served.predict(batch, self._top_k)
+        return Predictions(ids_AK=found.ids_AK, logprobs_AB=found.logprobs_AB.half())
+
+
+def without_teacher(datasources: Sequence[str], known: Collection[str], flag: str) -> str:
+    """Returns a sentence about datasources that have no teacher, beside those that are `known` to have one by `flag`,
+    such as --ref.urls."""
     return (
-        f"Prompts of {', '.join(map(repr, datasources))} have no teacher: --ref.urls has one for "
-        f"{', '.join(map(repr, known))} alone. Name a server for these prompts there, or set --ref.url, which has all "
+        f"Rows of {', '.join(map(repr, datasources))} have no teacher: {flag} has one for "
+        f"{', '.join(map(repr, known))} alone. Name a server for these rows there, or set {flag[:-1]}, which has all "
         "others."
     )
 

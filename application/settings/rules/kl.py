@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from rollgrad.application.settings.moving_reference import moving_problems
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.ref import model_and_url
-from rollgrad.domain.addresses import address_problem
+from rollgrad.application.settings.sections.ref import served_problems
 from rollgrad.domain.algorithms.catalogue import check_kl_estimator
 from rollgrad.domain.algorithms.settings import KLAgainst, KLEstimator, KLSettings
 
@@ -89,13 +88,7 @@ def _served_problems(config: RLConfig) -> Iterator[str]:
     kl, ref = config.algo.kl, config.ref
     flag = "ref.url" if ref.urls is None else "ref.urls"
     known = f"{flag} is {getattr(ref, flag.removeprefix('ref.'))!r}, but "
-    if ref.url is not None and (problem := address_problem(ref.url, "ref.url")) is not None:
-        yield problem
-    for datasource, given in (ref.urls or {}).items():
-        if (problem := address_problem(model_and_url(given)[1], "ref.urls")) is not None:
-            yield f"Of {datasource!r}: {problem}"
-    if ref.urls == {}:
-        yield "ref.urls names no server: write --ref.urls DATASOURCE http://HOST:PORT, or leave it out."
+    yield from served_problems("ref", ref.url, ref.urls)
     if kl.init_coef == 0 or kl.against is KLAgainst.ROLLOUT:
         yield (
             f"{known}with algo.kl.init_coef {kl.init_coef:g} and algo.kl.against {kl.against} there is no reference: "

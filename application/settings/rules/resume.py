@@ -65,9 +65,12 @@ MAY_DIFFER = (
 )
 """Settings that may change between a run's beginning and its continuation; .* stands for a whole section."""
 
-OF_EXAMPLES = ("train.num_epochs", "data.num_workers", "data.cache_dir", "data.max_dropped", "teacher.url")
-"""Further settings of runs over examples that may change: their length, the preparation of data, and the address of a
-teacher."""
+OF_EXAMPLES = (
+    *("train.num_epochs", "data.num_workers", "data.cache_dir", "data.max_dropped"),
+    *("teacher.url", "teacher.urls"),
+)
+"""Further settings of runs over examples that may change: their length, the preparation of data, and the addresses of
+teachers."""
 
 MODELS = (
     "actor.model_name_or_path",

@@ -1,8 +1,11 @@
 """The section `ref`: the frozen reference, which in reinforcement learning a server may have."""
 
+from collections.abc import Iterator, Mapping
+
 from attrs import define
 
 from rollgrad.application.settings.sections.cluster import IN_CLUSTER
+from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.settings import COUNT, setting
 
 
@@ -55,3 +58,14 @@ def model_and_url(given: str) -> tuple[str | None, str]:
     """Returns what an entry of `urls` says: a model of the server, or None, and the server's address."""
     model, at, scheme = given.partition("@http")
     return (model, f"http{scheme}") if at else (None, given)
+
+
+def served_problems(section: str, url: str | None, urls: Mapping[str, str] | None) -> Iterator[str]:
+    """Yields what is wrong with the addresses of servers in a section that has `url` and `urls`."""
+    if url is not None and (problem := address_problem(url, f"{section}.url")) is not None:
+        yield problem
+    for datasource, given in (urls or {}).items():
+        if (problem := address_problem(model_and_url(given)[1], f"{section}.urls")) is not None:
+            yield f"Of {datasource!r}: {problem}"
+    if urls == {}:
+        yield f"{section}.urls names no server: write --{section}.urls DATASOURCE http://HOST:PORT, or leave it out."

@@ -8,7 +8,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollgrad.adapters.engines.vllm_server.teacher import OF_DATASOURCE, Place, ServedModel, ServedReference
+from rollgrad.adapters.engines.vllm_server.teacher import OF_REFERENCES, Place, ServedModel, ServedReference
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import DataError
 from rollgrad.testing.agent_executor import make_trajectory
@@ -18,7 +18,7 @@ class Numbers(ServedModel):
     """A model whose log-prob of a token is the token's number, and that of a server more."""
 
     def __init__(self, number: int) -> None:
-        super().__init__("http://nowhere:1", name="", size=10, asked=OF_DATASOURCE)
+        super().__init__("http://nowhere:1", name="", size=10, asked=OF_REFERENCES)
         self.number = number
 
     async def places(self, batch: PackedBatch, top_k: int) -> list[Place]:
@@ -52,5 +52,5 @@ def test_each_token_has_the_answer_of_its_own_server(datasources: list[str]) -> 
 
 def test_a_datasource_without_a_reference_is_named() -> None:
     reference = ServedReference(None, MODELS, complete=asyncio.run)
-    with pytest.raises(DataError, match=r"Prompts of 'poems' have no teacher: --ref.urls has one for 'math', 'code'"):
+    with pytest.raises(DataError, match=r"Rows of 'poems' have no teacher: --ref.urls has one for 'math', 'code'"):
         reference.score(batch_of(["math", "poems"]))
