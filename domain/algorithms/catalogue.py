@@ -69,10 +69,12 @@ class PolicyLossTraits(_AlgorithmTraits):
 
 @frozen(kw_only=True)
 class PairLossTraits:
-    """`reference`: compares with a reference. `beta`: its own, where none is set. `sorts`: compares a pair with others
-    of its optimizer step, by their rank. `uses`: the other settings that change it."""
+    """`reference`: compares with a reference; a loss without one is of means over tokens, or with `sums` of sums.
+    `beta`: its own, where none is set. `sorts`: compares a pair with others of its optimizer step, by their rank.
+    `uses`: the other settings that change it."""
 
     reference: bool = True
+    sums: bool = False
     beta: float = 0.1
     sorts: bool = False
     uses: tuple[str, ...] = ()
@@ -137,6 +139,7 @@ PAIR_LOSSES: dict[str, PairLossTraits] = {
     "hinge": PairLossTraits(uses=("f_divergence",)),
     "sigmoid_norm": PairLossTraits(beta=5.0, uses=("label_smoothing",)),
     "simpo": PairLossTraits(reference=False, beta=2.0, uses=("simpo_gamma", "label_smoothing")),
+    "cpo": PairLossTraits(reference=False, sums=True, uses=("label_smoothing",)),
     "orpo": PairLossTraits(reference=False),
     "apo_zero": PairLossTraits(),
     "apo_down": PairLossTraits(),

@@ -24,7 +24,7 @@ class PreferenceSettings:
     loss: tuple[str, ...] = setting(
         ("sigmoid",),
         "Losses that are added up: sigmoid (DPO; with label_smoothing cDPO), robust, ipo, ipo_sum, hinge, "
-        "sigmoid_norm, simpo, orpo, apo_zero, apo_down, nca_pair, bco_pair, exo_pair, sppo_hard, discopop, aot, "
+        "sigmoid_norm, simpo, cpo, orpo, apo_zero, apo_down, nca_pair, bco_pair, exo_pair, sppo_hard, discopop, aot, "
         "aot_unpaired, or sft, the negative log-likelihood of the chosen replies.",
         Range(lambda names: bool(names) and len(set(names)) == len(names), "at least one name, and each once"),
     )

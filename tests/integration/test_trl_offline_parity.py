@@ -310,15 +310,20 @@ def on_log_probs(name: str, beta: float, **more: Any) -> tuple[Tensor, tuple[Ten
     return loss, torch.autograd.grad(loss, (chosen_P, rejected_P))
 
 
-def test_simpo_is_cpo_without_likelihood() -> None:
+@pytest.mark.parametrize(
+    ("name", "theirs", "more"),
+    [("simpo", "simpo", {"simpo_gamma": 0.6}), ("cpo", "sigmoid", {"label_smoothing": SMOOTHING})],
+)
+def test_losses_without_a_reference_are_those_of_cpo(name: str, theirs: str, more: dict[str, float]) -> None:
     from trl.experimental.cpo import CPOTrainer
 
-    loss, gradient = on_log_probs("simpo", 2.0, simpo_gamma=0.6)
+    loss, gradient = on_log_probs(name, 2.0, **more)
     chosen_P, rejected_P = leaves(2)
-    made = trainer(CPOTrainer, alpha=0.0, beta=2.0, loss_type="simpo", simpo_gamma=0.6, label_smoothing=0.0)
-    theirs = made.cpo_loss(chosen_P, rejected_P)[0].mean()
-    torch.testing.assert_close(loss, theirs, rtol=LOSS, atol=LOSS)
-    for own, other in zip(gradient, torch.autograd.grad(theirs, (chosen_P, rejected_P)), strict=True):
+    settings = {"alpha": 0.0, "simpo_gamma": 0.0, "label_smoothing": 0.0, **more}
+    made = trainer(CPOTrainer, beta=2.0, loss_type=theirs, **settings)
+    wanted = made.cpo_loss(chosen_P, rejected_P)[0].mean()
+    torch.testing.assert_close(loss, wanted, rtol=LOSS, atol=LOSS)
+    for own, other in zip(gradient, torch.autograd.grad(wanted, (chosen_P, rejected_P)), strict=True):
         torch.testing.assert_close(own, other, rtol=GRADIENT, atol=GRADIENT)
 
 

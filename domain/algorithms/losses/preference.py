@@ -107,6 +107,14 @@ def simpo(pairs: Pairs, params: PairLossParams) -> Tensor:
     return _smoothed(params.beta * gap(pairs.mean_logprobs_P2) - params.simpo_gamma, params.label_smoothing)
 
 
+@pair_loss("cpo")
+def cpo(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """-log sigmoid(beta (s_chosen - s_rejected)), without a reference (Xu et al. 2024, "Contrastive Preference
+    Optimization", arXiv:2401.08417, eq. 3, to which the paper adds the likelihood of the chosen replies, the loss
+    `sft`); `label_smoothing` as in `sigmoid`."""
+    return _smoothed(params.beta * gap(pairs.logprobs_P2), params.label_smoothing)
+
+
 @pair_loss("orpo")
 def orpo(pairs: Pairs, params: PairLossParams) -> Tensor:
     """-s_bar_chosen - beta log sigmoid(log odds_chosen - log odds_rejected), with log odds = s_bar - log(1 - e^s_bar),
@@ -229,10 +237,10 @@ class PreferenceObjective:
 
     def __call__(self, scores: TokenScores, batch: ExampleBatch) -> LossOutput:
         """Returns the micro-batch's share; metrics are means over pairs: `chosen_reward` and `rejected_reward` (beta r,
-        without a reference beta s_bar), their `reward_margin`, `accuracy` (the share of margins above 0),
-        `chosen_logprob`, `rejected_logprob`, `chosen_fell_share` (chosen replies less likely than under the reference)
-        and with `wpo` `wpo_weight`. Means over tokens are `entropy`, of both replies, and `chosen_token_accuracy`, the
-        share of chosen tokens that are the most likely ones, where the scores have it.
+        without a reference beta s_bar, in `cpo` beta s), their `reward_margin`, `accuracy` (the share of margins above
+        0), `chosen_logprob`, `rejected_logprob`, `chosen_fell_share` (chosen replies less likely than under the
+        reference) and with `wpo` `wpo_weight`. Means over tokens are `entropy`, of both replies, and
+        `chosen_token_accuracy`, the share of chosen tokens that are the most likely ones, where the scores have it.
 
         Raises:
             ValueError: the batch lacks weights, or a loss needs something that it or the scores lack.
@@ -272,7 +280,8 @@ class PreferenceObjective:
         first = next((name for name in self.settings.loss if name != IMITATION), "sigmoid")
         scale = self.beta(first)
         with_reference = pairs.ref_logprobs_P2 is not None
-        chosen_P, rejected_P = (pairs.log_ratios_P2 if with_reference else pairs.mean_logprobs_P2).detach().unbind(1)
+        own_P2 = pairs.logprobs_P2 if PAIR_LOSSES[first].sums else pairs.mean_logprobs_P2
+        chosen_P, rejected_P = (pairs.log_ratios_P2 if with_reference else own_P2).detach().unbind(1)
         chosen_logprob_P, rejected_logprob_P = pairs.logprobs_P2.detach().unbind(1)
         columns = {
             "chosen_reward": scale * chosen_P,

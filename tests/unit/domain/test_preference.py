@@ -77,6 +77,7 @@ ORACLES: dict[str, Oracle] = {
     "hinge": lambda c, r, fc, fr, n, m: max(0.0, 1 - BETA * (c - fc - r + fr)),
     "sigmoid_norm": lambda c, r, fc, fr, n, m: smoothed(BETA * ((c - fc) / n - (r - fr) / m)),
     "simpo": lambda c, r, fc, fr, n, m: smoothed(BETA * (c / n - r / m) - GAMMA),
+    "cpo": lambda c, r, fc, fr, n, m: smoothed(BETA * (c - r)),
     "orpo": lambda c, r, fc, fr, n, m: -c / n - BETA * log_sigmoid(log_odds(c / n) - log_odds(r / m)),
     "apo_zero": lambda c, r, fc, fr, n, m: 1 - logistic(BETA * (c - fc)) + logistic(BETA * (r - fr)),
     "apo_down": lambda c, r, fc, fr, n, m: logistic(BETA * (c - fc)) + 1 - logistic(BETA * (c - fc - r + fr)),
@@ -240,6 +241,20 @@ def test_metrics_by_hand() -> None:
             "chosen_token_accuracy": 3 / 4,
         }
     )
+
+
+@pytest.mark.parametrize(("name", "rewards"), [("cpo", (-3.0, -2.0)), ("simpo", (-1.0, -2.0))])
+def test_rewards_without_a_reference_are_what_the_loss_compares(name: str, rewards: tuple[float, float]) -> None:
+    """The longer reply is the likelier one by its mean alone."""
+    chosen, rejected = (
+        WeightedTokens(token_ids_T=torch.arange(n + 1), weights_T=torch.tensor([0.0] + [1.0] * n), prompt_length=1)
+        for n in (3, 1)
+    )
+    batch = pack_preferences([Preference(chosen=chosen, rejected=rejected, row=0)])
+    theta_N = torch.tensor([0, -1, -1, -1, 0, -2], dtype=torch.float64)
+    _, _, metrics = output(objective_of(name), theta_N, batch)
+    assert (metrics["chosen_reward"], metrics["rejected_reward"]) == pytest.approx([BETA * each for each in rewards])
+    assert metrics["accuracy"] == float(rewards[0] > rewards[1])
 
 
 def test_ld_dpo_weighs_the_tokens_beyond_the_shorter_reply() -> None:
