@@ -6,15 +6,13 @@ Its log-probs are those of the step alone, and are never kept.
 from collections.abc import Sequence
 from typing import Any
 
-from attrs import evolve
+from attrs import frozen
 from torch import Tensor
 
-from rollgrad.application.learning.examples import Pack
-from rollgrad.application.learning.reference import trained_logprobs
-from rollgrad.domain.batches.examples import ExampleBatch, pack_preferences
+from rollgrad.application.learning.reference import LiveReference, trained_logprobs
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.passes import Passes
-from rollgrad.domain.episodes.examples import Preference
+from rollgrad.domain.episodes.examples import WeightedTokens
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import (
     AveragedPolicy,
@@ -26,6 +24,21 @@ from rollgrad.domain.ports.models import (
 )
 
 
+def averaged_policy(policy: object, section: str) -> AveragedPolicy:
+    """Returns a policy that keeps averages, by which a reference moves as `section` of the settings says.
+
+    Raises:
+        ConfigurationError: the policy, which the caller brought, keeps none.
+    """
+    if isinstance(policy, AveragedPolicy):
+        return policy
+    raise ConfigurationError(
+        f"{section}.ref_sync_steps is set, but the policy that was given, a {type(policy).__name__}, is no "
+        f"AveragedPolicy (rollgrad.domain.ports.models): leave --{section}.ref_sync_steps out, or give it the methods "
+        "`averaged`, `predict` and `predictions`."
+    )
+
+
 class AveragedReference(ReferenceModel, PredictingModel):
     """The policy with the averages in the place of its weights, with which nothing else may compute meanwhile.
 
@@ -34,13 +47,7 @@ class AveragedReference(ReferenceModel, PredictingModel):
     """
 
     def __init__(self, policy: PolicyModel) -> None:
-        if not isinstance(policy, AveragedPolicy):
-            raise ConfigurationError(
-                f"algo.kl.ref_sync_steps is set, but the policy that was given, a {type(policy).__name__}, is no "
-                "AveragedPolicy (rollgrad.domain.ports.models): leave --algo.kl.ref_sync_steps out, or give it the "
-                "methods `averaged`, `predict` and `predictions`."
-            )
-        self._policy = policy
+        self._policy = averaged_policy(policy, "algo.kl")
 
     def padded(self) -> bool:
         """Implements `ReferenceModel.padded`."""
@@ -67,20 +74,19 @@ class AveragedReference(ReferenceModel, PredictingModel):
             return self._policy.logprobs(passes)
 
 
-def against_average(policy: AveragedPolicy, *, max_tokens: int, shares: int = 1) -> Pack[Preference]:
-    """Returns what packs the pairs of a step with their log-probs under the average of the policy's weights (TR-DPO).
+@frozen(kw_only=True)
+class MovingReference(LiveReference):
+    """The average of the weights of the policy that `model` gives, by which the examples of each step are scored;
+    `section` of the settings says how it moves.
 
-    Args:
-        policy: the model as it is before the step.
-        max_tokens: token budget of one forward pass.
-        shares: number of equal shares of it, as in `split`.
+    Raises:
+        ConfigurationError: as `averaged_policy`.
     """
 
-    def packed(pairs: Sequence[Preference]) -> ExampleBatch:
-        with policy.averaged():
-            found = trained_logprobs(policy, [pair.replies for pair in pairs], max_tokens, shares)
-        return pack_preferences(
-            [evolve(pair, ref_logprobs_A=logprobs_A) for pair, logprobs_A in zip(pairs, found, strict=True)]
-        )
+    section: str
 
-    return packed
+    def logprobs(self, examples: Sequence[Sequence[WeightedTokens]]) -> list[Tensor]:
+        """Implements `LiveReference.logprobs`: the weights change places once for all passes."""
+        policy = averaged_policy(self.model(), self.section)
+        with policy.averaged():
+            return trained_logprobs(policy, examples, self.max_tokens, self.shares)

@@ -60,7 +60,7 @@ class LiveReference:
         shares: number of equal shares of it, as in `split`.
     """
 
-    model: Callable[[], ReferenceModel]
+    model: Callable[[], ReferenceModel | PolicyModel]
     max_tokens: int
     shares: int = 1
 

@@ -35,7 +35,7 @@ def as_sampling_nothing(run: OfflineRun, *, longest: int) -> RLConfig:
         train=TrainConfig(
             max_tokens_per_micro_batch=run.train.max_tokens_per_micro_batch,
             # A reference that moves is kept as an average of the weights is.
-            enable_ema=run.train.enable_ema or (isinstance(run, DPORun) and run.dpo.ref_sync_steps is not None),
+            enable_ema=run.train.enable_ema or moves(run),
         ),
         data=DataConfig(max_len=longest, image_key=run.data.image_key),
         rollout=RolloutConfig(
@@ -58,13 +58,19 @@ def as_sampling_nothing(run: OfflineRun, *, longest: int) -> RLConfig:
     return config
 
 
+def moves(run: OfflineRun) -> bool:
+    """Returns whether the reference follows the policy."""
+    following = run.dpo if isinstance(run, DPORun) else run.kto if isinstance(run, KTORun) else None
+    return following is not None and following.ref_sync_steps is not None
+
+
 def frozen_model(run: OfflineRun) -> str | None:
     """Returns the model that stays in memory beside the one that is trained; None where none does, or where it is the
     same without its adapters. A reference of data that are not streamed is gone before the first step."""
     if isinstance(run, KDRun):
         return None if run.kd.cache else run.teacher.model_name_or_path
     compares = isinstance(run, KTORun) or (isinstance(run, DPORun) and has_reference(run.dpo))
-    if not compares or not run.data.stream:
+    if not compares or not run.data.stream or moves(run):
         return None
     assert isinstance(run, ReferencedRun)
     return run.ref.model_name_or_path or (None if run.actor.lora.rank else run.actor.model_name_or_path)

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from attrs import define
 
+from rollgrad.application.settings.moving_reference import moving_problems
 from rollgrad.application.settings.offline import ReferencedRun, reference_problems
 from rollgrad.application.settings.rules.examples import example_errors
 from rollgrad.application.settings.sections.examples import (
@@ -18,6 +19,7 @@ from rollgrad.application.settings.sections.examples import (
     RankedReplies,
     with_default_lrs,
 )
+from rollgrad.domain.algorithms.preference_settings import FollowingSettings
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.settings import NOT_NEGATIVE, POSITIVE, Condition, own_first, section, setting
 
@@ -33,8 +35,8 @@ class UnpairedLoss(StrEnum):
     """Compared with 0."""
 
 
-@define(kw_only=True)
-class KTOSettings:
+@define(kw_only=True, field_transformer=own_first)
+class KTOSettings(FollowingSettings):
     """The loss of labelled replies."""
 
     loss: UnpairedLoss = setting(
@@ -105,6 +107,14 @@ def loss_problems(run: KTORun) -> Iterator[str]:
             f"train.batch_size is {run.train.batch_size}, but kto puts each reply of a step behind another's prompt: "
             "set --train.batch_size to 2 or more, or --kto.loss apo_zero_unpaired."
         )
+    if kto.ref_sync_steps is not None:
+        yield from moving_problems(run, "kto", kto.ref_sync_steps)
+        if run.ckpt.best_metric is not None:
+            yield (
+                f"kto.ref_sync_steps is {kto.ref_sync_steps}, but ckpt.best_metric is {run.ckpt.best_metric!r}, which "
+                "compares with the reference, and that is another one at each evaluation: leave --kto.ref_sync_steps "
+                "or --ckpt.best_metric out."
+            )
     if not kto.desirable_weight and not kto.undesirable_weight:
         yield (
             "kto.desirable_weight and kto.undesirable_weight are both 0, so that nothing is learned: raise "

@@ -5,7 +5,7 @@ from enum import StrEnum
 from attrs import define
 
 from rollgrad.domain.algorithms.settings import MOVING
-from rollgrad.domain.settings import COUNT, POSITIVE, SHARE, SOME_SHARE, Range, setting
+from rollgrad.domain.settings import COUNT, POSITIVE, SHARE, SOME_SHARE, Range, own_first, setting
 
 
 class FDivergence(StrEnum):
@@ -18,7 +18,25 @@ class FDivergence(StrEnum):
 
 
 @define(kw_only=True)
-class PreferenceSettings:
+class FollowingSettings:
+    """A reference that follows the policy."""
+
+    ref_sync_steps: int | None = setting(
+        None,
+        "Optimizer steps after each of which the reference moves toward the policy (TR-DPO, Gorbatovski et al. 2024, "
+        "arXiv:2404.09656; there 256 to 1024); its log-probs are then computed in each step. None: it never moves.",
+        COUNT,
+    )
+    ref_mixup: float = setting(
+        0.6,
+        "Share of the policy in the weights of the reference that has moved; the rest is the reference before.",
+        SOME_SHARE,
+        only_if=MOVING,
+    )
+
+
+@define(kw_only=True, field_transformer=own_first)
+class PreferenceSettings(FollowingSettings):
     """The loss of preference pairs."""
 
     loss: tuple[str, ...] = setting(
@@ -64,18 +82,6 @@ class PreferenceSettings:
         False,
         "Weigh the losses of each pair by how likely the policy is to write both replies itself, token by token (WPO, "
         "Zhou et al. 2024, arXiv:2406.11827); sft, which is no loss of pairs, is not weighed.",
-    )
-    ref_sync_steps: int | None = setting(
-        None,
-        "Optimizer steps after each of which the reference moves toward the policy (TR-DPO, Gorbatovski et al. 2024, "
-        "arXiv:2404.09656; there 256 to 1024); its log-probs are then computed in each step. None: it never moves.",
-        COUNT,
-    )
-    ref_mixup: float = setting(
-        0.6,
-        "Share of the policy in the weights of the reference that has moved; the rest is the reference before.",
-        SOME_SHARE,
-        only_if=MOVING,
     )
 
     @property

@@ -6,7 +6,6 @@ from typing import Any
 from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedPairs
 from rollgrad.adapters.data.examples.streaming import preference
 from rollgrad.application.learning.examples import Pack
-from rollgrad.application.learning.moving import against_average
 from rollgrad.application.learning.ranked import ranked
 from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass
 from rollgrad.application.settings.dpo import DPORun, has_reference, sorts_pairs
@@ -16,13 +15,18 @@ from rollgrad.domain.batches.examples import ExampleBatch, pack_preferences
 from rollgrad.domain.episodes.examples import Preference
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.example_source import ExampleSource
-from rollgrad.domain.ports.models import AveragedPolicy, PolicyModel
+from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.examples import make_stream
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import following
 from rollgrad.entrypoints.composition.offline import complete
-from rollgrad.entrypoints.composition.reference import ReferencedContainer, References, make_referenced_roles
+from rollgrad.entrypoints.composition.reference import (
+    ReferencedContainer,
+    References,
+    make_moving_reference,
+    make_referenced_roles,
+)
 
 NOT_LOG_2 = "the loss would not begin at log 2"
 
@@ -79,9 +83,10 @@ def make_ranked_pack(run: DPORun, policy: PolicyModel, pack: Pack[Preference]) -
     return ranked(pack, policy, run.dpo, max_tokens=tokens_per_pass(run), shares=shares_of_pass(run))
 
 
-def make_moving_pack(run: DPORun, policy: AveragedPolicy) -> Pack[Preference]:
+def make_moving_pack(run: DPORun, policy: Callable[[], PolicyModel]) -> Pack[Preference]:
     """Returns what packs pairs with the log-probs of a reference that moves toward the policy."""
-    return against_average(policy, max_tokens=tokens_per_pass(run), shares=shares_of_pass(run))
+    reference = make_moving_reference(run, policy, "dpo")
+    return lambda pairs: pack_preferences(reference.of(pairs))
 
 
 class DPOContainer(ReferencedContainer):
@@ -112,7 +117,7 @@ def dpo_container(config: DPORun) -> DPOContainer:
         pack = providers.Singleton(make_streamed_pack, config, container.examples, container.references)
         learned = providers.Singleton(make_stream, container.preparation, config.train, preference)
     if config.dpo.ref_sync_steps is not None:
-        pack = providers.Singleton(make_moving_pack, config, container.policy)
+        pack = providers.Singleton(make_moving_pack, config, container.policy.provider)
         container.average.override(providers.Object(following(config.dpo.ref_sync_steps, config.dpo.ref_mixup)))
     if sorts_pairs(config.dpo):
         pack = providers.Singleton(make_ranked_pack, config, container.policy, pack)

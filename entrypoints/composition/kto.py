@@ -1,6 +1,6 @@
 """The composition root of `rollgrad train kto`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -28,6 +28,7 @@ from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.domain.ports.example_source import ExampleSource, ExampleStream
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.score_store import ScoreStore
+from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.examples import (
     Preparation,
     make_stream,
@@ -36,8 +37,14 @@ from rollgrad.entrypoints.composition.examples import (
     starting_position,
 )
 from rollgrad.entrypoints.composition.injection import providers
+from rollgrad.entrypoints.composition.models import following
 from rollgrad.entrypoints.composition.offline import complete, if_evaluated
-from rollgrad.entrypoints.composition.reference import ReferencedContainer, References, make_referenced_roles
+from rollgrad.entrypoints.composition.reference import (
+    ReferencedContainer,
+    References,
+    make_moving_reference,
+    make_referenced_roles,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -50,11 +57,17 @@ NOT_0 = "the divergence from it would not begin at 0"
 @frozen(kw_only=True, eq=False)
 class JudgedLabels:
     """Labels with the reference's log-probs, of their own replies and of mismatched ones; `mismatched` is None if the
-    loss needs none, and the reference itself for labels that are streamed. `pack` makes a batch of them."""
+    loss needs none, and the reference itself for labels that are streamed, and where it moves. `pack` makes a batch of
+    them."""
 
     labels: ExampleSource[Label] | ExampleStream[Label]
     mismatched: dict[Places, float] | LiveReference | None
     pack: Pack[Label] = pack_labels
+
+
+def make_kto_roles(run: KTORun) -> dict[str, Role]:
+    """Returns the processes of the models in a cluster."""
+    return make_referenced_roles(run, compared=run.kto.ref_sync_steps is None)
 
 
 def make_labels(examples: PreparedExamples | ExampleSource[Label]) -> PromptedLabels:
@@ -174,6 +187,18 @@ def make_streamed_labels(
     )
 
 
+def make_labels_of_moving(
+    run: KTORun, labels: ExampleSource[Label] | ExampleStream[Label], policy: Callable[[], PolicyModel]
+) -> JudgedLabels:
+    """Returns labels that are compared, step by step, with a reference that moves toward the policy."""
+    reference = make_moving_reference(run, policy, "kto")
+    return JudgedLabels(
+        labels=labels,
+        mismatched=reference if run.kto.loss is UnpairedLoss.KTO else None,
+        pack=lambda labels: pack_labels(reference.of(labels)),
+    )
+
+
 def make_held_out_labels(run: KTORun, labels: PromptedLabels, examples: Any, references: References) -> JudgedLabels:
     """Returns the held-out labels, which are measured as one batch."""
     return _judged(run, labels, examples, references, [range(len(labels))], "eval.dataset")
@@ -231,7 +256,15 @@ def kto_container(config: KTORun) -> KTOContainer:
     container = KTOContainer(config=config, make=providers.Object(kto_container))
     steps = providers.Callable(_check_streamed, container.examples) if config.data.stream else container.coming
     held_out = providers.Callable(_check_mismatch, config, container.eval_labels, "eval")
-    if config.data.stream:
+    if config.kto.ref_sync_steps is not None:
+        labels: providers.Provider[Any] = container.labels
+        if config.data.stream:
+            labels = providers.Singleton(make_stream, container.preparation, config.train, labelled)
+        policy = container.policy.provider
+        container.training.override(providers.Singleton(make_labels_of_moving, config, labels, policy))
+        container.measured.override(providers.Singleton(make_labels_of_moving, config, container.eval_labels, policy))
+        container.average.override(providers.Object(following(config.kto.ref_sync_steps, config.kto.ref_mixup)))
+    elif config.data.stream:
         container.training.override(
             providers.Singleton(
                 make_streamed_labels,
@@ -257,8 +290,8 @@ def kto_container(config: KTORun) -> KTOContainer:
             providers.Singleton(ExampleEvaluation, container.eval_learner, container.held_out, container.eval_names),
         ),
         total_steps=providers.Singleton(make_total_steps, config.train, container.labels, config.ckpt),
-        roles=providers.Callable(make_referenced_roles, config),
-        colocated=providers.Object([set(make_referenced_roles(config))]),  # it mostly rests while the actor trains
+        roles=providers.Callable(make_kto_roles, config),
+        colocated=providers.Object([set(make_kto_roles(config))]),  # it mostly rests while the actor trains
     )
     return container
 

@@ -12,6 +12,7 @@ from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerp
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
+from rollgrad.application.learning.moving import MovingReference
 from rollgrad.application.learning.reference import Judged, LiveReference, check_start, with_reference
 from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass
 from rollgrad.application.settings.offline import OfflineRun, ReferencedRun
@@ -75,6 +76,11 @@ def unload_reference(
     if run.cluster.enable:
         remote.reset()
         cluster().end("reference")
+
+
+def make_moving_reference(run: ReferencedRun, policy: Callable[[], PolicyModel], section: str) -> MovingReference:
+    """Returns the reference that follows the policy, as `section` of the settings says."""
+    return MovingReference(model=policy, max_tokens=tokens_per_pass(run), shares=shares_of_pass(run), section=section)
 
 
 def check_reference(run: ReferencedRun, tokenizer: Any) -> None:

@@ -138,10 +138,6 @@ REFERENCE: Mapping[str, Flag] = {
         SWITCH, reason="the reference computes its log-probs before training, unless rows are streamed"
     ),
     "precompute_ref_batch_size": Flag(INTEGER, reason=EVALUATED, idle=NOTHING),
-    **{
-        name: Flag(WORDS, reason="the reference stays as it is all through the run", idle=NOTHING)
-        for name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
-    },
 }
 
 MOVING: Mapping[str, Flag] = {
@@ -193,6 +189,7 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
     "kto": {
         **EXAMPLES,
         **REFERENCE,
+        **MOVING,
         "loss_type": Flag(TEXT, "kto.loss"),
         "beta": Flag(NUMBER, "kto.beta", default=0.1),
         "desirable_weight": Flag(NUMBER, "kto.desirable_weight"),

@@ -352,6 +352,7 @@ def _finish_dpo(draft: Draft) -> None:
 def _finish_kto(draft: Draft) -> None:
     _rows(draft, cut=True)
     _choice(draft, "loss_type", ("kto", "apo_zero_unpaired"))
+    follow_policy(draft, "kto")
     draft.changed.append("replies are compared with a distance over the whole step, in TRL over a micro-batch")
 
 

@@ -1,4 +1,4 @@
-"""Translates TRL's reference that moves toward the policy, of `trl dpo` and `trl grpo`."""
+"""Translates TRL's reference that moves toward the policy, of `trl dpo`, `kto` and `grpo`."""
 
 from rollgrad.entrypoints.translation.draft import Draft
 

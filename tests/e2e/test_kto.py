@@ -89,6 +89,33 @@ def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
     assert all(torch.equal(a, weights(result.output_dir)[name]) for name, a in weights(whole.output_dir).items())
 
 
+def test_a_reference_follows_the_policy(tiny_model_dir: Path, labelled: Path, tmp_path: Path) -> None:
+    """One that becomes the policy after every second step compares with what was learned since then alone, of the
+    replies and of the mismatched ones, of examples and of held-out ones."""
+    run = settings(tiny_model_dir, labelled, tmp_path / "run", ref_sync_steps=2, ref_mixup=1.0)
+    run.eval = ExampleEvalConfig(dataset=str(labelled), steps=1, max_samples=6)
+    run.train.max_tokens_per_micro_batch = 60
+    rollgrad.train_kto(run)
+    rows = logged(tmp_path / "run")
+    for name, since in (("train", [0, 1, 0, 1, 0]), ("eval", [0, 1, 0, 1, 0, 1])):
+        losses = [row[f"{name}/loss"] for row in rows if f"{name}/loss" in row]
+        rewards = [row[f"{name}/desirable_reward"] for row in rows if f"{name}/loss" in row]
+        kl = [row[f"{name}/kl"] for row in rows if f"{name}/loss" in row]
+        assert [loss != pytest.approx(0.5, abs=1e-4) for loss in losses] == since
+        assert [reward != pytest.approx(0, abs=1e-4) for reward in rewards] == since
+        assert all(each == pytest.approx(0, abs=1e-4) for each, moved in zip(kl, since, strict=True) if not moved)
+    assert not list((tmp_path / "cache").rglob("reference")), "nothing of a reference that moves is kept"
+    run.ckpt.best_metric, run.train.enable_ema, run.ref.model_name_or_path = "eval/loss", True, str(tiny_model_dir)
+    with pytest.raises(ConfigurationError) as error:
+        rollgrad.train_kto(run)
+    for words in (
+        "--kto.ref_sync_steps or --ckpt.best_metric out",
+        "one average of the weights",
+        "begins as the policy",
+    ):
+        assert words in str(error.value)
+
+
 def test_any_budget_of_tokens_gives_the_same_steps(tiny_model_dir: Path, labelled: Path, tmp_path: Path) -> None:
     found = []
     for budget in (60, 16384):

@@ -60,7 +60,8 @@ def check_state(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]], *, 
     if ("averages" in state) != averages:
         raise CheckpointError(
             f"The state to continue from has {'a' if 'averages' in state else 'no'} moving average of the weights: set "
-            "--train.enable_ema, --algo.kl.ref_sync_steps, or --dpo.ref_sync_steps, to what it was."
+            "--train.enable_ema, --algo.kl.ref_sync_steps, --dpo.ref_sync_steps, or --kto.ref_sync_steps, to what it "
+            "was."
         )
 
 

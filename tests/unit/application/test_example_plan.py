@@ -76,6 +76,7 @@ def test_models_that_stay_beside_the_one_that_is_trained() -> None:
         (made(DPORun, data__stream=True, ref__model_name_or_path="other"), "other"),
         (made(DPORun, data__stream=True, dpo__loss=("simpo",)), None),
         (made(KTORun, data__stream=True), "actor"),
+        (made(KTORun, data__stream=True, kto__ref_sync_steps=8), None),
         (made(SFTRun, data__stream=True), None),
     ):
         assert frozen_model(run) == model

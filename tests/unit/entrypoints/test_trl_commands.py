@@ -210,7 +210,7 @@ def test_adapters() -> None:
         ("sft", ("--use_peft", "--lora_target_parameters", "experts"), "--lora_target_modules"),
         ("sft", ("--optim", "adafactor"), "--actor.optim muon"),
         ("sft", ("--truncation_mode", "keep_end"), "--data.overlong drop"),
-        ("kto", ("--sync_ref_model", "True"), "stays as it is all through the run"),
+        ("kto", ("--ref_model_sync_steps", "64"), "never moves without --sync_ref_model"),
         ("grpo", ("--chat_template_kwargs", "{}"), "--data.chat_template_kwargs"),
         ("sft", ("--use_cpu",), "CUDA_VISIBLE_DEVICES"),
         ("dpo", ("--fsdp", "full_shard"), "--cluster.strategy fsdp2"),
@@ -309,6 +309,8 @@ def test_losses() -> None:
     assert not any("--use_weighting" in note for note in translated("dpo", "--use_weighting").notes)
     moving = settings("dpo", "--sync_ref_model", "--ref_model_mixup_alpha", "0.5")
     assert holds(moving, {"dpo.ref_sync_steps": 512, "dpo.ref_mixup": 0.5})
+    unpaired = settings("kto", "--sync_ref_model", "--ref_model_sync_steps", "32")
+    assert holds(unpaired, {"kto.ref_sync_steps": 32, "kto.ref_mixup": 0.6})
     still = translated("dpo", "--ref_model_sync_steps", "64")
     assert still.run.dpo.ref_sync_steps is None
     assert any("--ref_model_sync_steps" in note for note in still.notes)
