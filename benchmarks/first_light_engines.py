@@ -47,6 +47,9 @@ LONGEST = 225.0
 LETTERS, FILES = 2500, 4
 """Letters of an error that are kept of a run that failed, and processes of which they are."""
 
+AHEAD = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+"""Engine arguments of vLLM by which it guesses tokens ahead."""
+
 SOON = 3e-4
 """Learning rate at which a step changes log-probs by far more than the formats of numbers do."""
 
@@ -75,8 +78,9 @@ def vllm(out: Any) -> None:
         out["left out"] = f"needs {missing if GPU else 'a GPU'}"
         return
     beside(out, _sampled)
-    out["eight bits"] = {}
-    beside(out["eight bits"], _in_eight_bits, quantization="fp8_per_tensor")
+    for name, extra in (("eight bits", {"quantization": "fp8_per_tensor"}), ("guessed ahead", AHEAD)):
+        out[name] = {}
+        beside(out[name], _as_trained, **extra)
 
 
 def beside(out: Any, measured: Callable[[Any, Any, Any], Coroutine[Any, Any, None]], **extra: Any) -> None:
@@ -104,7 +108,7 @@ def beside(out: Any, measured: Callable[[Any, Any, Any], Coroutine[Any, Any, Non
             engine.close()
 
 
-async def _in_eight_bits(out: Any, engine: Any, trained: Any) -> None:
+async def _as_trained(out: Any, engine: Any, trained: Any) -> None:
     _, right, wrong = await _pushed(out, engine, trained)
     assert 2 * right < wrong, "the engine does not have the trainer's weights"
 
