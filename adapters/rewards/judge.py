@@ -164,10 +164,11 @@ class LLMJudge(RewardSource):
             value, words = await self._judgement(self._prompt.filled(request))
             return Reward(value=value, feedback=words.strip())
         questions = [self._prompt.filled(request, criterion=criterion.text) for criterion in rubric]
-        numbers = [number for number, _ in await asyncio.gather(*map(self._judgement, questions))]
+        judgements = await asyncio.gather(*map(self._judgement, questions))
         low, high = self._bounds or (0.0, 1.0)
-        met = [(number - low) / (high - low) for number in numbers]
-        return Reward(value=weighed(met, rubric), metrics={"rubric_met": math.fsum(met) / len(met)})
+        met = [(number - low) / (high - low) for number, _ in judgements]
+        said = "\n\n".join(f"{each.text}\n{words.strip()}" for each, (_, words) in zip(rubric, judgements, strict=True))
+        return Reward(value=weighed(met, rubric), metrics={"rubric_met": math.fsum(met) / len(met)}, feedback=said)
 
     async def _judgement(self, question: str) -> tuple[float, str]:
         """Returns the number that the judge answers, and its words without its thoughts."""

@@ -248,6 +248,8 @@ async def test_each_criterion_is_asked_about_by_itself_and_weighed() -> None:
     assert first.value == pytest.approx((3 * 1 + 1.5 * 0.5 + 0 - 2 * 0.25) / 5.5)
     assert first.metrics == {"rubric_met": pytest.approx((1 + 0.5 + 0 + 0.25) / 4)}
     assert second.value == 0.5
+    said = ("adds up\nso: 10", "is brief\n6", "is polite\n2", "insults\n4 of 10: 4")
+    assert (first.feedback, second.feedback) == ("\n\n".join(said), "is brief\n6")
     asked = [body["messages"][0]["content"] for body in server.bodies]
     wanted = [f"Reply: 7\nDoes it hold that it {text}? 2" for text in ("adds up", "is brief", "is polite", "insults")]
     assert sorted(asked) == sorted([*wanted, "Reply: 8\nDoes it hold that it is brief? 2"])
