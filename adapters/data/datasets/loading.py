@@ -135,7 +135,19 @@ def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
     rows = _choose_split(loaded, name, split, split_flag)
     if len(rows) == 0:
         raise _no_rows(name)
+    if not _is_saved(Path(folder)):
+        _note_pandas(rows, name)
     return rows
+
+
+def _note_pandas(rows: Any, name: str) -> None:
+    """Logs that pandas reads the CSV of a dataset, on the hub or in a folder whose README.md says how."""
+    if rows.info.builder_name == "csv":
+        log.info(
+            "pandas reads this CSV, to which NA and None are no values, and 007 is 7: download it, and name its files, "
+            "to have them as they are",
+            dataset=name,
+        )
 
 
 def _refuse_other_file(name: str) -> None:
@@ -236,7 +248,7 @@ def _listed(folder: Path, configuration: str | None) -> "tuple[dict[str, list[Pa
     it is a saved dataset, has files that only `datasets` reads, or a README.md that says how."""
     import datasets
 
-    if any((folder / name).is_file() for name in SAVED):
+    if _is_saved(folder):
         return None, None
     _check_size(folder)
     try:
@@ -252,10 +264,14 @@ def _listed(folder: Path, configuration: str | None) -> "tuple[dict[str, list[Pa
     return listed, builder.info.features
 
 
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in SAVED)
+
+
 def _read_folder(path: Path, configuration: str | None) -> Any:
     import datasets
 
-    saved = any((path / name).is_file() for name in SAVED)
+    saved = _is_saved(path)
     if saved and configuration is not None:
         raise DataError(
             f"The dataset {path}:{configuration} names a configuration, which a saved dataset has not: leave "
@@ -294,6 +310,7 @@ def stream_hub(name: str, split: str, split_flag: str) -> "Iterator[Any]":
         DataError: it is missing or out of reach, or a row cannot be read.
     """
     rows = _choose_split(_read_hub(name, streaming=True), name, split, split_flag)
+    _note_pandas(rows, name)
     with foreign_code(lambda words: DataError(f"The dataset {name[:200]} cannot be read further: {words}")):
         features = rows.features
         if any(f"{kind}(" in repr(features) for kind in DECODED):

@@ -340,6 +340,8 @@ def configured(tmp_path: Path) -> Path:
 
 def test_a_described_folder_is_read_as_the_files_are(tmp_path: Path) -> None:
     """A README.md may name configurations, types of columns and separators; only what else it says is pandas'."""
+    import datasets
+
     folder = tmp_path / "described"
     folder.mkdir()
     (folder / "plain.csv").write_text("input,answer,other\nNA,007,1\nnull,7,\n")
@@ -362,8 +364,14 @@ def test_a_described_folder_is_read_as_the_files_are(tmp_path: Path) -> None:
         "typed": {"input": ["NA", "null"], "answer": [7, 7], "other": ["1", None]},
     }
     for name, columns in expected.items():
-        rows = load(f"{folder}:{name}")
+        with capture_logs() as logs:
+            rows = load(f"{folder}:{name}")
         assert {column: rows[column][:] for column in columns} == columns
+        assert ["pandas reads" in line["event"] for line in logs] == [True] * (name == "shifted")
+    datasets.load_dataset(str(folder), "shifted", split="train").save_to_disk(tmp_path / "saved")
+    with capture_logs() as logs:
+        load(tmp_path / "saved")
+    assert logs == [], "nothing is read from CSV any more"
 
 
 @pytest.mark.parametrize("name", ["main", "socratic"])
