@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 
 from rollgrad.adapters.servers.guard import HttpError
 from rollgrad.adapters.servers.wire import Call, Wire, bad
+from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.messages import Message, texts
 
 PREVIOUS = "previous_response_id"
@@ -27,6 +28,7 @@ at once, in little of a server's memory, for longer than a person takes to answe
 @frozen(kw_only=True, eq=False)
 class _Kept:
     said: Sequence[Message]
+    turn: int | None
     answer: Mapping[str, Any]
     characters: int
     since: float
@@ -77,15 +79,21 @@ class KeptResponses:
             {**m, "name": m["name"] or names.get(m["tool_call_id"], "")} if m["role"] == "tool" else m
             for m in said[first:]
         ]
-        return evolve(call, body=body, request=evolve(call.request, messages=[*said[:first], *before, *new]))
+        return evolve(
+            call,
+            body=body,
+            request=evolve(call.request, messages=[*said[:first], *before, *new], follows=self._kept[name].turn),
+        )
 
-    def keep(self, call: Call, reply: Message, answer: Mapping[str, Any]) -> None:
+    def keep(self, call: Call, reply: ChatReply, answer: Mapping[str, Any]) -> None:
         """Keeps a response and the conversation up to it, unless its client said `store: false`."""
         if call.body.get("store") is False:
             return
-        said = (*call.request.messages[_instructed(call.body) :], reply)
+        said = (*call.request.messages[_instructed(call.body) :], reply.parsed.message)
         size = sum(map(len, texts([*said, answer])))
-        self._kept[answer["id"]] = _Kept(said=said, answer=answer, characters=size, since=self._clock())
+        self._kept[answer["id"]] = _Kept(
+            said=said, turn=reply.turn, answer=answer, characters=size, since=self._clock()
+        )
         self._size += size
         self._forget_old()
 

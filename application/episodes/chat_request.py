@@ -26,7 +26,8 @@ class ChatRequest:
     `changes` are the sampling settings that the client names (fields of `SamplingParams`). `form` is what the reply
     must look like, None for any. `prompt` is a text, or token ids, to be continued without a chat template, instead
     of messages. `choice` is the number of the reply among several to one request, which differ in their
-    seeds. `role` is who replies, of several in an episode (`Trajectory.role`).
+    seeds. `role` is who replies, of several in an episode (`Trajectory.role`). `follows` is the turn of a session
+    that the conversation continues, if its client has said which of those that say the same.
     """
 
     messages: Sequence[Message]
@@ -36,6 +37,7 @@ class ChatRequest:
     prompt: str | tuple[int, ...] | None = None
     choice: int = 0
     role: str = ""
+    follows: int | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -326,23 +326,23 @@ class RecordedSession:
         task, refused = asyncio.current_task(), sum(self.refused.values())
         assert task is not None
         try:
-            with (
-                self._service.place(),
-                foreign_code(ForeignError),
-            ):  # a template, a tokenizer or an engine's library may raise anything
+            # A template, a tokenizer or an engine's library may raise anything.
+            with self._service.place(), foreign_code(ForeignError):
                 self._check_length(request)
-                prepared = await self._service.rendered(request, partial(self.ledger.prepare, role=request.role))
+                prepared = await self._service.rendered(
+                    request, partial(self.ledger.prepare, role=request.role, follows=request.follows)
+                )
                 params = self._settings(request, prepared, number)
                 reply = await self._sampled(prepared, params, request, on_piece)
                 if self._sealed:
                     self._refuse("The session is closed: its episode has ended.", "sealed")
-                self._recorded[task] = self.ledger.commit(prepared, reply.generation, reply.parsed.message)
+                turn = self._recorded[task] = self.ledger.commit(prepared, reply.generation, reply.parsed.message)
         except BaseException:  # also a cancellation
             self._numbers.discard(number)
             raise
         if sum(self.refused.values()) == refused:
             self.stopped = None  # the agent has shortened its conversation, and goes on
-        return reply.narrowed(request.changes.get("top_logprobs", 0))
+        return evolve(reply.narrowed(request.changes.get("top_logprobs", 0)), turn=turn)
 
     def _check_length(self, request: ChatRequest) -> None:
         if self._limits.max_tokens is None:

@@ -139,22 +139,32 @@ class TokenLedger:
         """The roles that have replied."""
         return [*dict.fromkeys(turn.prepared.role for turn in self._turns if not turn.dropped)]
 
-    def prepare(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, role: str = "") -> Prepared:
+    def prepare(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        role: str = "",
+        follows: int | None = None,
+    ) -> Prepared:
         """Returns the prompt for a reply of `role` to `messages`.
 
         The longest recorded conversation that `messages` continue is found by its content (`same_message`), and its
-        recorded tokens are used. So it has no effect if clients drop or reorder parts of the history.
+        recorded tokens are used. So it has no effect if clients drop or reorder parts of the history. Of several that
+        say the same, it is the turn `follows`, else the latest.
 
         Raises:
             DataError: the template refuses the messages.
         """
         keys, written = tuple(map(same_message, messages)), _written(tools)
         best: int | None = None
+        highest = (0, False, 0)
         for index, turn in enumerate(self._turns):
             same = turn.tools == written and turn.prepared.role == role
             continues = same and len(turn.keys) < len(keys) and keys[: len(turn.keys)] == turn.keys
-            if continues and not turn.dropped and (best is None or len(turn.keys) >= len(self._turns[best].keys)):
-                best = index
+            rank = len(turn.keys), index == follows, index
+            if continues and not turn.dropped and rank > highest:
+                best, highest = index, rank
         if best is not None:
             turn = self._turns[best]
             new = tuple(messages[len(turn.keys) :])

@@ -28,13 +28,14 @@ OnPiece = Callable[[str, str], None]
 class ChatReply:
     """One reply, with its tokens. `prompt_token_ids` is the engine's input; `stopped_by` the client's stop text that
     ended the reply. `earlier` counts the tokens that the calls of tools before it read and sampled, if it answers after
-    some."""
+    some. `turn` is its number in the session that records it."""
 
     parsed: ParsedReply
     generation: Generation
     prompt_token_ids: tuple[int, ...]
     stopped_by: str | None = None
     earlier: tuple[int, int] = (0, 0)
+    turn: int | None = None
 
     @property
     def read(self) -> int:

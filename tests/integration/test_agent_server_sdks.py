@@ -63,6 +63,21 @@ def claude(served: Served, **settings: Any) -> Any:
     )
 
 
+def test_of_responses_that_say_the_same_the_one_that_is_named_is_continued(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        create = functools.partial(client(served).responses.create, model=MODEL)
+        first, second = await create(input="Go."), await create(input="Go.")
+        for each in (first, second):
+            await create(input="And?", previous_response_id=each.id)
+        recorded = served.session.ledger.trajectories(group_id=0, sample_id=0, stop_reason=StopReason.STOP)
+        for trajectory, (_, reply) in zip(recorded, engine.said, strict=False):
+            first_action = next(s for s in trajectory.segments if s.kind == "action")
+            assert trajectory.logprobs_T[first_action.start : first_action.stop].tolist() == list(reply.logprobs)
+            assert sum(s.kind == "action" for s in trajectory.segments) == 2
+
+    play(scenario, ["Yes.", "Yes.", "More.", "Other."], branches=2)
+
+
 def test_a_server_keeps_responses_that_clients_continue_read_and_delete(play: Play) -> None:
     """Also the OpenAI Agents SDK, where it is told to send ids in the place of conversations."""
     import agents

@@ -9,13 +9,18 @@ from rollgrad.adapters.servers.guard import HttpError
 from rollgrad.adapters.servers.kept_responses import NOT_FOUND, KeptResponses
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
 from rollgrad.adapters.servers.responses_wire import ResponsesWire
+from rollgrad.application.episodes.reply import ChatReply
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import ParsedReply
 
 WIRE = ResponsesWire()
 REPLY = {"role": "assistant", "content": "yes"}
+SAMPLED = Generation(token_ids=[1], logprobs=[0.0], versions=[0], stop_reason=StopReason.STOP)
+ANSWERED = ChatReply(parsed=ParsedReply(message=REPLY), generation=SAMPLED, prompt_token_ids=(1,), turn=7)
 
 
 def keep(kept: KeptResponses, name: str, **body: Any) -> None:
-    kept.keep(WIRE.decode({"input": "go", **body}), REPLY, {"id": name})
+    kept.keep(WIRE.decode({"input": "go", **body}), ANSWERED, {"id": name})
 
 
 def known(kept: KeptResponses, *names: str) -> list[str]:
@@ -70,6 +75,7 @@ def test_a_request_continues_a_conversation_without_its_instructions() -> None:
         system = [{"role": "system", "content": instructions}] if instructions else []
         assert call.request.messages == system + said
         assert call.body["previous_response_id"] == "a"
+        assert call.request.follows == 7
     chat = {"messages": [REPLY], "previous_response_id": "a"}
     assert kept.call(OpenAIWire(), chat).request.messages == [REPLY], "no field of this wire"
 
