@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import TypeVar
 
 import structlog
@@ -78,9 +79,7 @@ class RolloutGroup:
     @property
     def scores(self) -> list[float]:
         """Score of each sample, for evaluation; the mean of its roles'."""
-        return [
-            math.fsum(scores := {t.role: t.score for t in sample}.values()) / len(scores) for sample in self.samples
-        ]
+        return [fmean({t.role: t.score for t in sample}.values()) for sample in self.samples]
 
     @property
     def answers(self) -> list[str | None]:
