@@ -20,7 +20,7 @@ PREVIOUS = "previous_response_id"
 """Field of OpenAI's responses that names the response which a request continues."""
 NOT_FOUND = "previous_response_not_found"
 """OpenAI's code of the error for an unknown one, by which clients know to send the whole conversation."""
-KEPT_RESPONSES, KEPT_CHARACTERS, KEPT_SECONDS = 4096, 64 * 2**20, 3600.0
+KEPT_RESPONSES, KEPT_CHARACTERS, KEPT_SECONDS = 4096, 64 * 10**6, 3600.0
 """Largest number of responses that a server keeps, of their characters together, and of seconds for each: many talks
 at once, in little of a server's memory, for longer than a person takes to answer."""
 
