@@ -35,6 +35,13 @@ def test_norms_are_known_by_what_they_compute(kind: str, expected: dict[str, int
     assert kinds(tiny_model(kind)) == expected
 
 
+def test_a_norm_that_has_been_given_another_forward_pass_keeps_it() -> None:
+    norm = Norm()
+    assert list(rms_norms(norm)) == [norm]
+    norm.forward = lambda x: x  # type: ignore[method-assign]
+    assert list(rms_norms(norm)) == []
+
+
 class Norm(nn.Module):
     """An RMS norm, whose epsilon is where a subclass has it."""
 

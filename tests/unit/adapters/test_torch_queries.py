@@ -12,6 +12,7 @@ FORESTS = {
     "one_sequence": [Node(0, 100_000)],
     "samples_of_a_prompt": [Node(0, 30_000), *(Node(30_000 + 700 * i, 700, ((0, 30_000),)) for i in range(16))],
     "one_long_among_short": [*(Node(200 * i, 200) for i in range(100)), Node(20_000, 20_000)],
+    "one_long_and_as_many_tokens_of_short": [Node(0, 9000), *(Node(9000 + 1000 * i, 1000) for i in range(11))],
     "branches": [
         Node(0, 1000),
         Node(1000, 300, ((0, 1000),)),

@@ -38,6 +38,13 @@ def test_other_formulas_and_roundings_stay(kind: str) -> None:
     assert not turns_halves(function_of(kind))
 
 
+def test_a_function_that_rounds_its_result_alone_stays() -> None:
+    def in_float32(*given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.to(given[0].dtype) for x in function_of("qwen3")(*(x.float() for x in given)))
+
+    assert not turns_halves(in_float32)
+
+
 def test_autograd_agrees_with_the_formula_and_with_differences() -> None:
     q, _, cos, sin = (x.double() for x in tensors())
     q.requires_grad_()
@@ -71,7 +78,7 @@ def test_a_gpu_needs_three_operations_forwards_and_three_backwards() -> None:
     assert [name for name in backward.names if name != "detach"] == ["mul", "addcmul_", "addcmul_"]
 
 
-@pytest.mark.parametrize("kind", ["a part of a head", "angles in float32", "another dimension"])
+@pytest.mark.parametrize("kind", ["a part of a head", "angles in float32", "another dimension", "trained angles"])
 def test_what_is_not_the_formula_alone_is_left_to_transformers(kind: str) -> None:
     """Computed by the model's own function, on a GPU too."""
     own = function_of("glm4_moe")
@@ -79,6 +86,8 @@ def test_what_is_not_the_formula_alone_is_left_to_transformers(kind: str) -> Non
     q, k, cos, sin = tensors(torch.bfloat16, WIDTH // 2 if kind == "a part of a head" else WIDTH)
     if kind == "angles in float32":
         cos, sin = cos.float(), sin.float()
+    if kind == "trained angles":
+        cos.requires_grad_()
     if kind == "another dimension":
         q, k, named = q.transpose(1, 2), k.transpose(1, 2), {"unsqueeze_dim": 2}
     expected = own(q, k, cos, sin, **named)
