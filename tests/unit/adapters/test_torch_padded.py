@@ -7,12 +7,18 @@ import pytest
 import torch
 
 from rollgrad.adapters.models.deepspeed.tensor_parallel import divided
-from rollgrad.adapters.models.torch import row_widths, sequence_parallel
+from rollgrad.adapters.models.torch import padded, row_widths, sequence_parallel
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.models.torch.padded import is_padded, mark_padded, padded_layout, use_fast_attention
+from rollgrad.adapters.models.torch.padded import (
+    is_padded,
+    mark_padded,
+    padded_hidden,
+    padded_layout,
+    use_fast_attention,
+)
 from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from rollgrad.adapters.models.torch.references import AdapterlessReference, TorchReference
 from rollgrad.adapters.models.torch.value import TorchValue
@@ -56,6 +62,21 @@ def test_values_of_padded_tokens_are_those_of_packed_ones(tiny_model_dir: Path, 
     head = {"weight": torch.linspace(-1, 1, load(tiny_model_dir).config.hidden_size)[None], "bias": torch.ones(1)}
     mine, packed = (PackedValue(load(tiny_model_dir, pads=pads), head)(cluster.batch()) for pads in (True, False))
     torch.testing.assert_close(mine, packed, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("passes")
+def test_hidden_states_are_those_of_each_sequence_alone_however_few_rows_a_pass_has(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(padded, "MOST_TOKENS", 6)  # fewer than the longest row has
+    model, chance = load(tiny_model_dir), torch.Generator().manual_seed(0)
+    sequences = [torch.randint(5, 200, (length,), generator=chance) for length in (2, 9, 2, 5, 2, 2, 3)]
+    with torch.no_grad():
+        found = list(padded_hidden(model, sequences))
+        assert sorted(index for index, _ in found) == list(range(len(sequences)))
+        for index, hidden_TH in found:
+            alone = model.model(input_ids=sequences[index][None], use_cache=False).last_hidden_state[0]
+            torch.testing.assert_close(hidden_TH, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("pads", [True, False])
