@@ -1,5 +1,6 @@
 """TRL's command lines as settings of `rollgrad train sft` and the others."""
 
+import re
 import subprocess
 import sys
 from functools import cache
@@ -42,6 +43,19 @@ def holds(found: dict[str, Any], expected: dict[str, Any]) -> bool:
 
 
 # The tables.
+
+
+def test_metrics_that_the_table_names_are_measured() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
+    table = text.partition("Metrics of TRL are these")[2].partition("have no counterpart")[0]
+    rows = re.findall(r"^\| (`[^|]*) of `(\w+)` \| ([^|]+) \|$", table, re.MULTILINE)
+    assert {command for _, command, _ in rows} == {"dpo", "kto", "reward", "sft"}
+    for theirs, command, ours in rows:
+        names = re.findall(r"`(\w+)`", ours)
+        run = RUNS[command][1]()
+        assert not isinstance(run, RLConfig)
+        assert len(names) == len(re.findall(r"`[\w/]+`", theirs)), (theirs, ours)
+        assert set(names) <= set(run.evaluated()), command
 
 
 CONFIGS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
