@@ -80,8 +80,9 @@ class KTORun(ReferencedRun):
 
     def evaluated(self) -> tuple[str, ...]:
         """Returns the metrics of `UnpairedObjective`."""
-        of_labels = (f"{label}_{what}" for what in ("share", "reward") for label in ("desirable", "undesirable"))
-        return "loss", "accuracy", "kl", *of_labels
+        kinds = ("desirable", "undesirable")
+        of_labels = (f"{label}_{what}" for what in ("share", "reward", "logprob") for label in kinds)
+        return "loss", "accuracy", "kl", "entropy", *of_labels
 
 
 def kto_errors(run: KTORun) -> list[ConfigurationError]:

@@ -374,7 +374,8 @@ def test_kto(loss_type: str, pairs: list[Preference], policy: Any, reference: An
     )
     objective = learner.objective_for(examples)
     assert objective.kl > 0
-    found = ours(trained, pack_labels(examples), objective)
+    metrics = dict[str, float]()
+    found = ours(trained, pack_labels(examples), objective, metrics)
     model = unpacked(trained, tiny_model_dir)
     made = trainer(
         KTOTrainer,
@@ -392,6 +393,15 @@ def test_kto(loss_type: str, pairs: list[Preference], policy: Any, reference: An
         "ref_KL_logps": sums(ref_shifted),
     }
     agree(found, made._compute_loss(model, inputs, return_outputs=False), model)
+    for own, other in (
+        ("entropy", "entropy"),
+        ("desirable_logprob", "logps/chosen"),
+        ("undesirable_logprob", "logps/rejected"),
+        ("desirable_reward", "rewards/chosen"),
+        ("undesirable_reward", "rewards/rejected"),
+    ):
+        (wanted,) = made._metrics["train"][other]
+        assert metrics[own] == pytest.approx(wanted, rel=1e-4), own
 
 
 @pytest.mark.parametrize("margins", [False, True])

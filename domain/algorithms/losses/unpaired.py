@@ -7,6 +7,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
 from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.batches.metrics import Common, Mean
 from rollgrad.domain.ports.models import LossOutput, TokenScores
@@ -75,8 +76,9 @@ class UnpairedObjective:
     def __call__(self, scores: TokenScores, batch: ExampleBatch) -> LossOutput:
         """Returns the micro-batch's share. Metrics are `kl`, the step's reference point, and means over replies,
         weighted as in the step: `accuracy` (the share on the right side of the reference point), `desirable_share` and
-        `undesirable_share`, and beta r of the desirable and of the other replies, `desirable_reward` and
-        `undesirable_reward`.
+        `undesirable_share`, and of the desirable and of the other replies beta r, `desirable_reward` and
+        `undesirable_reward`, and the log-prob, `desirable_logprob` and `undesirable_logprob`. `entropy` is a mean over
+        tokens, each with the weight of its reply.
 
         Raises:
             ValueError: the batch lacks weights or reference log-probs.
@@ -84,21 +86,25 @@ class UnpairedObjective:
         mask_N, sequence_N, count = batch.action_mask_N, batch.sequence_ids_N, len(batch)
         ref_N = batch.filled("ref_logprobs_N").to(scores.logprobs_N)
         ratio_N = torch.where(mask_N, scores.logprobs_N - ref_N, 0.0)
-        ratios_S = ratio_N.new_zeros(count).index_add(0, sequence_N, ratio_N)
+        logprob_N = torch.where(mask_N, scores.logprobs_N, 0.0).detach()
+        ratios_S, logprobs_S = (
+            ratio_N.new_zeros(count).index_add(0, sequence_N, column_N) for column_N in (ratio_N, logprob_N)
+        )
         weights_N = torch.where(mask_N, batch.filled("loss_weights_N"), 0.0)
         weights_S = weights_N.new_zeros(count).scatter_reduce(0, sequence_N, weights_N, "amax")
         desirable_S = batch.scores_S > 0
         factor_S = torch.where(desirable_S, self.desirable_weight, self.undesirable_weight)
         loss_S = unpaired_loss(self.loss, ratios_S, desirable_S, beta=self.beta, kl=self.kl)
-        rewards_S = self.beta * ratios_S.detach()
+        of_replies = {"reward": self.beta * ratios_S.detach(), "logprob": logprobs_S}
         right_S = (loss_S.detach() < 0.5).to(weights_S.dtype)
-        desirable_weights_S, other_weights_S = weights_S * desirable_S, weights_S * ~desirable_S
+        kinds = {"desirable": weights_S * desirable_S, "undesirable": weights_S * ~desirable_S}
         metrics: dict[str, Tensor | float] = {
             "accuracy": (weights_S * right_S).sum(),
             "kl": Common(self.kl),
-            "desirable_share": desirable_weights_S.sum(),
-            "undesirable_share": other_weights_S.sum(),
-            "desirable_reward": Mean((desirable_weights_S * rewards_S).sum(), desirable_weights_S.sum()),
-            "undesirable_reward": Mean((other_weights_S * rewards_S).sum(), other_weights_S.sum()),
+            "entropy": Mean(weighted_sum(scores.entropy_N.detach(), weights_N, mask_N), weights_N.sum()),
         }
+        for kind, its_S in kinds.items():
+            metrics[f"{kind}_share"] = its_S.sum()
+            for name, column_S in of_replies.items():
+                metrics[f"{kind}_{name}"] = Mean((its_S * column_S).sum(), its_S.sum())
         return LossOutput(loss=(weights_S * factor_S * loss_S).sum(), metrics=metrics)

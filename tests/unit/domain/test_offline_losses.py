@@ -87,7 +87,12 @@ def test_any_split_of_labelled_replies_gives_the_same_loss_gradient_and_metrics(
     ratio_N = torch.where(batch.action_mask_N, theta_N - batch.ref_logprobs_N, 0.0)
     wanted, right = 0.0, 0
     rewards: dict[bool, list[float]] = {True: [], False: []}
-    for part, score in zip(ratio_N.split(batch.lengths_S.tolist()), batch.scores_S.tolist(), strict=True):
+    logprobs: dict[bool, list[float]] = {True: [], False: []}
+    own_N = torch.where(batch.action_mask_N, theta_N, 0.0)
+    lengths = batch.lengths_S.tolist()
+    for own, score in zip(own_N.split(lengths), batch.scores_S.tolist(), strict=True):
+        logprobs[bool(score)].append(float(own.sum()))
+    for part, score in zip(ratio_N.split(lengths), batch.scores_S.tolist(), strict=True):
         x = 0.3 * (float(part.sum()) - 0.2)
         wanted += 1.3 * (1 - logistic(x)) if score else 0.7 * (1 - logistic(-x))
         right += (x > 0) == bool(score)
@@ -101,6 +106,9 @@ def test_any_split_of_labelled_replies_gives_the_same_loss_gradient_and_metrics(
             "undesirable_share": len(rewards[False]) / len(batch),
             "desirable_reward": statistics.mean(rewards[True] or [0.0]),
             "undesirable_reward": statistics.mean(rewards[False] or [0.0]),
+            "desirable_logprob": statistics.mean(logprobs[True] or [0.0]),
+            "undesirable_logprob": statistics.mean(logprobs[False] or [0.0]),
+            "entropy": float(theta_N[batch.action_mask_N].mean()),  # which stands for it here
         }
     )
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
