@@ -34,11 +34,13 @@ def show_result(output_dir: str, result: "TrainResult", *, console: bool) -> Non
 
 
 def show_metrics(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:
-    """Prints a table of metrics, whose `columns` are by name."""
+    """Prints a table of metrics, whose `columns` are by name, below its title."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("metric", *columns, title=title)
+    table = Table(*(Column(name, overflow="fold") for name in ("metric", *columns)))
     for name in dict.fromkeys(name for metrics in columns.values() for name in metrics):
         table.add_row(name, *(f"{metrics[name]:.4g}" if name in metrics else "" for metrics in columns.values()))
-    Console(highlight=False, markup=False).print(table)
+    console = Console(highlight=False, markup=False)
+    console.print(title, soft_wrap=True)  # rich folds a table's own title, to the width of the table
+    console.print(table)

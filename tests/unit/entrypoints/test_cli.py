@@ -17,6 +17,7 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataErro
 from rollgrad.entrypoints.cli import commands
 from rollgrad.entrypoints.cli.commands import COMMANDS
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.output import show_metrics
 from rollgrad.entrypoints.config_io import dump_config, setting_names, structure_config
 from rollgrad.entrypoints.dry_run import example_file_problems, file_problems
 
@@ -28,6 +29,17 @@ def printed_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> RLCon
 
 def test_print_config_without_flags_is_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed_config(capsys) == RLConfig()
+
+
+def test_a_table_of_metrics_cuts_no_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names are folded in it where they are too long, and its title is not."""
+    title = "models/a_model on data/" + "a_long_name/" * 20
+    model, metric = "models/" + "x" * 60, "eval/" + "y" * 60 + "/pass@1_stderr"
+    show_metrics(title, {model: {metric: 0.25}})
+    first, *table = capsys.readouterr().out.splitlines()
+    assert first == title
+    assert {letter: "".join(table).count(letter) for letter in "xy"} == {"x": 60, "y": 60}
+    assert "…" not in "".join(table)
 
 
 @pytest.mark.parametrize("command", [["train", "rl"], ["eval"]])
