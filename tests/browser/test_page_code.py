@@ -204,6 +204,17 @@ def test_scores_that_are_not_0_or_1_have_a_chart(code: Any) -> None:
     assert titles([0, 0]) == ["Evaluation"]
 
 
+@pytest.mark.parametrize(
+    ("sets", "shown"), [(0, ["pass@1"]), (2, ["all", "set-0/hard", "set-1/hard"]), (9, ["pass@1"])]
+)
+def test_several_held_out_datasets_have_a_curve_each(code: Any, sets: int, shown: list[str]) -> None:
+    names = ["eval/pass@1", *(f"eval/set-{number}/hard/pass@1" for number in range(sets))]
+    series = {name: {"steps": [0], "values": [0.5]} for name in (*names, "eval/set-0/hard/pass@1_stderr")}
+    (panel,) = code("panels.js", "drawn", (series,))[0]
+    assert panel["title"] == "Evaluation"
+    assert list(panel["curves"].values()) == shown
+
+
 def test_quantities_are_those_of_the_file(page: Page) -> None:
     """Ratio, mismatch, and share of the step's gradient, against numpy's."""
     import numpy

@@ -29,8 +29,17 @@ export const PANELS = [
 
 /** Returns the panels that have something to show, of `series` by metric. */
 export const drawn = (series) =>
-  [PANELS[0], PANELS[1], meanScore(series), ...PANELS.slice(2)].filter(({ curves, unlessZero }) =>
+  [PANELS[0], passed(series), meanScore(series), ...PANELS.slice(2)].filter(({ curves, unlessZero }) =>
     Object.keys(curves).some((name) => series[name]?.values.some((value) => value !== null && !(unlessZero && value === 0))));
+
+const MOST_SETS = 5; // curves of single datasets beside that of all: a chart has six colours
+
+/** Returns the panel of evaluations, with a curve for each dataset where there are several, but not many. */
+function passed(series) {
+  const sets = Object.keys(series).map((name) => /^eval\/(.+)\/pass@1$/.exec(name)?.[1]).filter((name) => name !== undefined);
+  if (sets.length < 2 || sets.length > MOST_SETS) return PANELS[1];
+  return { ...PANELS[1], unit: "pass@1 on held-out prompts", curves: { "eval/pass@1": "all", ...Object.fromEntries(sets.map((name) => [`eval/${name}/pass@1`, name])) } };
+}
 
 /** Returns the panel of mean scores in evaluations, which says more than the share that passes where scores are not 0 or 1. */
 function meanScore(series) {
