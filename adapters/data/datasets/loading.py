@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -252,8 +253,8 @@ def _listed(folder: Path, configuration: str | None) -> "tuple[dict[str, list[Pa
         return None, None
     _check_size(folder)
     try:
-        with _quietly():
-            builder = datasets.load_dataset_builder(str(folder), configuration)
+        with _quietly(), TemporaryDirectory() as empty:  # the usual cache may have types that pandas has found
+            builder = datasets.load_dataset_builder(str(folder), configuration, cache_dir=empty)
         options = {**vars(builder.config), **dict.fromkeys(_NO_OPTIONS)}
         asked = options != {**vars(type(builder.config)()), **dict.fromkeys(_NO_OPTIONS)}
         listed = {str(split): sorted(map(Path, files)) for split, files in builder.config.data_files.items()}
