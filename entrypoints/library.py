@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+import structlog
 from attrs import evolve
 
 from rollgrad.adapters.rewards.function import FunctionReward
@@ -20,6 +21,7 @@ from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.brought import check_brought, check_environment, is_rows
 from rollgrad.entrypoints.composition.cluster import keep_roles
 from rollgrad.entrypoints.composition.data import make_eval_rows, make_row_source
+from rollgrad.entrypoints.composition.executors import has_turns
 from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import closing, give, given, gives_memory_back, shut_down
@@ -32,6 +34,10 @@ from rollgrad.entrypoints.training import TrainResult as TrainResult
 from rollgrad.entrypoints.training import from_anywhere, run_interruptibly, train_in
 
 Result = TypeVar("Result")
+TRUNCATED_SHARE = 0.1
+"""Share of replies that are cut off from which on an evaluation says so."""
+
+log = structlog.get_logger(__name__)
 
 
 @gives_memory_back
@@ -154,9 +160,22 @@ def _evaluate(
             evaluation: EvaluationService = container.evaluation()
             metrics = run_interruptibly(closing(evaluation.run(**known), container), "the evaluation ends")
         assert evaluation.latest is not None  # of the run above
+        if not has_turns(config, environment):
+            _note_truncated(config, metrics["eval/truncated_share"])
         return metrics, evaluation.latest
     finally:
         shut_down(container)
+
+
+def _note_truncated(config: RLConfig, share: float) -> None:
+    """Warns where so many replies were cut off that scores tell more of their bound than of the model."""
+    bound = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    if share > TRUNCATED_SHARE and bound > 1:
+        log.warning(
+            f"{share:.0%} of the replies to eval.dataset were cut off, and are judged as they are: raise "
+            f"--eval.max_new_tokens, which is {bound}, if the model should end by itself",
+            model=config.actor.model_name_or_path,
+        )
 
 
 def container_with(

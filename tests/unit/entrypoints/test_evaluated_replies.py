@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 from structlog.testing import capture_logs
 
 import rollgrad
+from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import CheckpointError, EngineError
@@ -62,6 +64,23 @@ def test_an_evaluation_that_ended_early_is_continued(config: rollgrad.RLConfig, 
     nothing = FakeAgentExecutor(play)
     assert evaluated(config, part, nothing) == whole
     assert nothing.requests == []
+
+
+@pytest.mark.parametrize(("cut_off", "bound", "told"), [(3, 4, True), (3, 1, False), (0, 4, False)])
+def test_replies_that_were_cut_off_are_told(
+    config: rollgrad.RLConfig, tmp_path: Path, cut_off: int, bound: int, told: bool
+) -> None:
+    """A score of replies that had no room to end says little of a model, unless one token is all that is asked for."""
+
+    def some(request: EpisodeRequest) -> list[Trajectory]:
+        (played,) = play(request)
+        return [evolve(played, stop_reason=StopReason.LENGTH)] if request.sample_id < cut_off else [played]
+
+    config.eval.max_new_tokens = bound
+    with capture_logs() as logs:
+        evaluated(config, tmp_path / "replies.jsonl", FakeAgentExecutor(some))
+    words = "38% of the replies to eval.dataset were cut off, and are judged as they are: raise --eval.max_new_tokens"
+    assert [words in log["event"] for log in logs if "cut off" in log["event"]] == [True] * told
 
 
 def test_what_results_depend_on_must_be_the_same(config: rollgrad.RLConfig, tmp_path: Path) -> None:
