@@ -388,7 +388,7 @@ def _origin(request: Request, body: Mapping[str, Any], role: str) -> Origin:
     """Returns what identifies a request and its retries: an idempotency key, or else path and body.
 
     The SDKs count retries in a header. An identical request without that header is a new one, because agents ask
-    several times to choose among replies.
+    several times to choose among replies, unless the client of the earlier one left before its reply.
     """
     digest = hashlib.sha256(json.dumps([request.url.path, role, body], sort_keys=True).encode()).hexdigest()
     key = request.headers.get("idempotency-key")

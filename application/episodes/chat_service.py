@@ -255,9 +255,8 @@ class RecordedSession:
         self, request: ChatRequest, *, origin: "Origin | None" = None, on_piece: OnPiece | None = None
     ) -> ChatReply:
         """Answers a request and records the reply. A retry gets the reply of the request that it repeats, even while
-        that is being sampled (then without pieces). A failed reply is sampled again, and counts as no turn.
-
-        The reply is completed and recorded even if the caller is cancelled, so that a retry gets it.
+        that is being sampled (then without pieces), for which it is completed even if the caller is cancelled. A failed
+        reply is sampled again, and counts as no turn.
 
         Raises:
             RefusedError: the session is over, a limit is reached, or a retry has another body.
@@ -302,12 +301,13 @@ class RecordedSession:
                 self.ledger.drop_leaf(turn)
 
     def _repeated(self, origin: "Origin | None") -> "asyncio.Task[ChatReply] | None":
-        """Returns the request that this one repeats; of several, one whose caller was cancelled."""
-        if origin is None or not origin.is_retry:
+        """Returns the request that this one repeats: one whose caller left, or of a marked retry any."""
+        if origin is None:
             return None
         digest, tasks = self._replies.get(origin.key, (origin.digest, []))
         if digest != origin.digest:
             self._refuse("The idempotency key was used before, with another body.", "conflict")
+        tasks = tasks if origin.is_retry else [task for task in tasks if task in self._abandoned]
         usable = [task for task in reversed(tasks) if not (task.done() and (task.cancelled() or task.exception()))]
         return min(usable, key=lambda task: (task not in self._abandoned, task in self._delivered), default=None)
 

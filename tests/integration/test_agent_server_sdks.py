@@ -474,6 +474,30 @@ def test_the_policy_plays_a_part_of_which_nothing_is_learned(play: Play) -> None
     assert len({request.params.seed for request in engine.requests}) == 4
 
 
+def test_who_asks_again_after_a_timeout_of_its_own_gets_the_reply_that_nobody_saw(play: Play) -> None:
+    """It is no retry of the SDK's, which would be marked; two requests at once are two."""
+
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        chat = client(served).chat.completions
+        engine.free.clear()
+        left = asyncio.create_task(chat.create(model=MODEL, messages=GO))
+        while not engine.waiting:
+            await asyncio.sleep(0.01)
+        left.cancel()
+        while not served.session._abandoned:  # the server has seen that the client is gone
+            await asyncio.sleep(0.01)
+        again = asyncio.create_task(chat.create(model=MODEL, messages=GO))
+        await asyncio.sleep(0.1)
+        engine.free.set()
+        assert (await again).choices[0].message.content == "first"
+        new = await chat.create(model=MODEL, messages=GO)
+        assert new.choices[0].message.content == "second"
+        await served.session.seal()
+        assert (served.session.ledger.turns, served.session.ledger.dropped) == (2, 0)
+
+    play(scenario, ["first", "second"], branches=2)
+
+
 def test_a_role_is_told_by_its_key(play: Play) -> None:
     async def scenario(served: Served, engine: ScriptedEngine) -> None:
         import openai
