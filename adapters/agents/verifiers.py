@@ -114,7 +114,8 @@ class VerifiersAgent(AgentProgram, AsyncClosable):
                 "with VerifiersAgent.write_rows, and give the files with --data.prompt_dataset and --eval.dataset."
             )
         worker = await self._started()
-        said = await worker.ask({"row": row, "base_url": task.base_url, "api_key": task.api_key, "model": task.model})
+        keys = {"api_key": task.api_key, "unlearned_key": task.unlearned_key}
+        said = await worker.ask({"row": row, "base_url": task.base_url, "model": task.model, **keys})
         if "error" in said:
             raise ForeignError(f"The environment {self._env_id} failed: {said['error']}")
         try:

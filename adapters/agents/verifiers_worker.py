@@ -4,8 +4,8 @@ Protocol: lines of JSON. The program's argument is the environment's id; its fir
 arguments, which may hold keys, and a command line can be read by every user of the machine. The program prints
 {"ready": true}, or {"refused": sentence}, and then answers requests, many at once, until its input ends:
 {"id", "rows"}, where `rows` is train or eval, with {"id", "rows"}, the next of them, none at the end;
-{"id", "row", "base_url", "api_key", "model"}, an episode, with {"id", "reward", "metrics"}; either with
-{"id", "error"}. {"cancel": id} ends an episode.
+{"id", "row", "base_url", "api_key", "unlearned_key", "model"}, an episode, with {"id", "reward", "metrics"}, of several
+agents that learn with {"id", "rewards", "metrics"}; either with {"id", "error"}. {"cancel": id} ends an episode.
 
 Imports nothing of rollgrad, whose pinned packages are others.
 """
@@ -33,6 +33,10 @@ LONGEST = 1000
 """Characters of an environment's error, which may repeat a whole conversation."""
 OLDEST = "0.1.14"
 """The oldest verifiers whose environments can be asked what is asked here."""
+
+EPISODE, UNLEARNED = "ROLLGRAD_EPISODE_", "_UNLEARNED"
+"""Beginning of the names of variables with keys of episodes, and the end of those of replies that nothing is learned
+from."""
 
 
 class Refused(Exception):  # noqa: N818 (as it reads)
@@ -72,7 +76,9 @@ class LoadedEnvironment:
         finally:
             await self._env._teardown()
 
-    async def play(self, row: dict[str, Any], *, base_url: str, api_key: str, model: str) -> dict[str, Any]:
+    async def play(
+        self, row: dict[str, Any], *, base_url: str, api_key: str, unlearned_key: str, model: str
+    ) -> dict[str, Any]:
         """Plays an episode, and returns what the rubric says of it."""
         from openai import AsyncOpenAI
 
@@ -90,13 +96,20 @@ class LoadedEnvironment:
 
 
 class TaskEnvironment:
-    """A taskset with the agent that plays it, which is all there is from 0.4 on. `env_args` are its `[env]` block."""
+    """A taskset with the agents that play it, which is all there is from 0.4 on. `env_args` are its `[env]` block.
+
+    Several agents that are trainable are roles: each asks with a key of its own. Those that are not (a simulated user)
+    ask with the key of replies that nothing is learned from, unless they have a client of their own.
+    """
 
     def __init__(self, verifiers: Any, env_id: str, env_args: Mapping[str, Any]) -> None:
         self._verifiers = verifiers
         taskset = {**env_args.get("taskset", {}), "id": env_id}
         self._env = verifiers.load_environment(verifiers.resolve_env_config({**env_args, "taskset": taskset}))
         self._task = type(self._env.taskset).task_type()
+        self._names = [name for name, part in self._env.config if isinstance(part, verifiers.AgentConfig)]
+        self._set_up, self._env.setup = self._env.setup, self._setup
+        self._learning: list[str] = []
         self._episodes = 0
 
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
@@ -112,12 +125,30 @@ class TaskEnvironment:
         """Holds what episodes share."""
         return self._env.serving()
 
-    async def play(self, row: dict[str, Any], *, base_url: str, api_key: str, model: str) -> dict[str, Any]:
+    async def _setup(self, agents: Any) -> None:
+        """Gives the agents of an episode their keys, once the environment has said which are trainable."""
+        await self._set_up(agents)
+        players = {name: getattr(agents, name) for name in self._names}
+        learning = [name for name, player in players.items() if player.trainable]
+        self._learning = learning  # the same in all episodes
+        for name, player in players.items():
+            context, client = player.ctx, player.ctx.client
+            if not client.api_key_var.startswith(EPISODE) or learning == [name]:
+                continue  # it has a client of its own, or learns alone
+            key = f"{client.api_key_var}_{name}" if name in learning else f"{client.api_key_var}{UNLEARNED}"
+            told = client.model_copy(update={"api_key_var": key})
+            player.ctx = self._verifiers.ModelContext(model=context.model, client=told, sampling=context.sampling)
+
+    async def play(
+        self, row: dict[str, Any], *, base_url: str, api_key: str, unlearned_key: str, model: str
+    ) -> dict[str, Any]:
         """Plays an episode, and returns what the task's rewards and metrics say of it."""
         self._episodes += 1
         # Its clients take a key by the name of a variable only; runtimes hide those with API_KEY in it from programs.
-        key = f"ROLLGRAD_EPISODE_{self._episodes}_API_KEY"
-        os.environ[key] = api_key
+        key = f"{EPISODE}{self._episodes}_API_KEY"
+        keys = {key: api_key, f"{key}{UNLEARNED}": unlearned_key}
+        keys |= {f"{key}_{name}": f"{api_key}:{name}" for name in self._names}
+        os.environ.update(keys)
         try:
             client = self._verifiers.EvalClientConfig(base_url=base_url, api_key_var=key)
             task = self._task(self._task.data_type().model_validate(row), self._env.config.taskset.task)
@@ -125,15 +156,29 @@ class TaskEnvironment:
             context = self._verifiers.ModelContext(model=model, client=client)
             episode = await self._env.run_slot(slot, context)
         finally:
-            del os.environ[key]
+            for name in keys:
+                del os.environ[name]
         errors = [error for part in (episode, *episode.traces) for error in part.errors]
         if not episode.ok:
             raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed")
-        if len(episode.traces) != 1:
-            raise RuntimeError(f"{len(episode.traces)} agents played the episode, but one is trained")
-        (trace,) = episode.traces
-        parts = {**trace.rewards, **trace.metrics}
-        return scored(trace.reward, {name: getattr(part, "value", part) for name, part in parts.items()})
+        learning = [trace for trace in episode.traces if trace.agent.trainable]
+        names = [trace.agent.name for trace in learning]
+        if len(set(names)) != len(names) or not names:
+            raise RuntimeError(
+                f"the agents {', '.join(names) or '(none)'} learn from the episode, but each that does plays once in it"
+            )
+        found = {}
+        for name, trace in zip(names, learning, strict=True):
+            parts = {**trace.rewards, **trace.metrics}
+            found[name] = scored(trace.reward, {name: getattr(part, "value", part) for name, part in parts.items()})
+        if len(self._learning) < 2:
+            return found[names[0]]
+        return {
+            "rewards": {name: said["reward"] for name, said in found.items()},
+            "metrics": {
+                f"{name}_{key}": value for name, said in found.items() for key, value in said["metrics"].items()
+            },
+        }
 
 
 def scored(reward: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.beside import beside
 from rollgrad.adapters.agents import verifiers_worker
 from rollgrad.adapters.agents.verifiers import VerifiersAgent
 from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, DataError, ForeignError
 from rollgrad.domain.ports.agent_program import AgentResult, AgentTask
@@ -101,6 +103,27 @@ class Asks(vf.Harness[vf.HarnessConfig]):
 
 
 __all__ = ["Asks", "Sums"]
+"""
+GAME = """
+import verifiers.v1 as vf
+
+
+class GameConfig(vf.EnvConfig):
+    first: vf.AgentConfig = vf.AgentConfig()
+    second: vf.AgentConfig = vf.AgentConfig()
+    user: vf.AgentConfig = vf.AgentConfig()
+
+
+class Game(vf.Env[GameConfig]):
+    async def setup(self, agents):
+        agents.user.trainable = False
+
+    async def run(self, task, agents):
+        for player in (agents.user, agents.first, agents.second):
+            await player.run(task)
+
+
+__all__ = ["Game", "GameConfig"]
 """
 LEAVES_CHILDREN = """
 import os
@@ -210,8 +233,9 @@ def prompt(row: dict[str, Any]) -> Prompt:
 
 
 def task(row: dict[str, Any], served: Served, session: Any = None) -> AgentTask:
-    key = (session or served.session).key
-    return AgentTask(prompt=prompt(row), root_url=f"{served.url}/s/{key}", api_key=key, model=MODEL)
+    session = session or served.session
+    keys = {"api_key": session.key, "unlearned_key": session.unlearned.key}
+    return AgentTask(prompt=prompt(row), root_url=f"{served.url}/s/{session.key}", model=MODEL, **keys)
 
 
 @pytest.fixture
@@ -326,6 +350,32 @@ async def test_a_taskset_with_its_harness(put: Any, engine: ScriptedEngine) -> N
         await agent.aclose()
 
 
+async def test_agents_of_one_episode_are_roles_unless_they_are_not_trainable(put: Any, engine: ScriptedEngine) -> None:
+    put("toy_game", GAME, beside("verifiers"))
+    put("toy_tasks", TASKS, beside("verifiers"))
+    seats = {name: {"runtime": {"type": "subprocess"}} for name in ("first", "second", "user")}
+    agent = VerifiersAgent("toy-tasks", env_args={"id": "toy-game", "taskset": {"most": 2}, **seats})
+    try:
+        (row, _) = await agent.rows("train")
+        async with serving(engine, engine._codec) as served:
+            says(engine, "Hi.", "Hello.", "Hm.", "It is 4.", "Hm.", "It is 5.")
+            result = await agent.run(task(row, served))
+            assert result.rewards == {"first": 1.0, "second": 0.0}
+            assert result.reward is None
+            assert result.metrics == {
+                "first_right": 1.0,
+                "first_length": 8.0,
+                "second_right": 0.0,
+                "second_length": 8.0,
+            }
+            recorded = served.session.ledger.trajectories(group_id=0, sample_id=0, stop_reason=StopReason.STOP)
+            assert [trajectory.role for trajectory in recorded] == ["first", "second"]
+            assert served.session.unlearned.count == 2
+            assert_recorded(served.session, engine.said[2:], branches=2)
+    finally:
+        await agent.aclose()
+
+
 LONG = """
 class Environment:
     requires_group_rollouts = False
@@ -355,7 +405,9 @@ async def test_a_long_error_is_cut_and_on_one_line(put: Any, tmp_path: Path) -> 
 async def test_what_cannot_be_loaded_ends_the_run(put: Any, tmp_path: Path) -> None:
     put("toy_old", "def load_environment(): ...")
     served: Any = Served(url="http://127.0.0.1:1", service=None, session=None)  # type: ignore[arg-type]
-    row = task({"verifiers": json.dumps({})}, served, session=type("Session", (), {"key": "k"}))
+    row = task(
+        {"verifiers": json.dumps({})}, served, session=SimpleNamespace(key="k", unlearned=SimpleNamespace(key="u"))
+    )
     for agent, why in (
         (VerifiersAgent("toy-old"), "has no package verifiers: install it there, with the environment"),
         (VerifiersAgent("toy-old", python="/no/python"), "'/no/python', which cannot be run"),
