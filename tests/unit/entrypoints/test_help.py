@@ -214,10 +214,22 @@ def test_tables_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
             show_metrics("Evaluation", {"before": {"eval/pass@1": 0.5}})
 
 
-def test_a_closed_output_is_no_error() -> None:
-    command = f"{sys.executable} -m rollgrad --version >&-"
-    result = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (result.stderr, result.returncode) == ("", 0)
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_closed_output_is_no_error(closed: str) -> None:
+    program = (
+        "import os, sys\n"
+        "from rollgrad.entrypoints.cli import commands, output\n"
+        "def prints(words):\n"
+        "    with output.results_only_on_stdout():\n"
+        "        os.system('echo noise')\n"
+        "    print('result')\n"
+        "    return 7\n"
+        "commands._dispatch = prints\n"
+        "sys.exit(commands.run_command([]))\n"
+    )
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} {closed}"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert (result.stdout, result.stderr, result.returncode) == ("", "" if "2" in closed else "noise\n", 7)
 
 
 def test_help_of_commands_over_examples_speaks_of_no_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
