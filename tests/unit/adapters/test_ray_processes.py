@@ -1,11 +1,15 @@
-"""Tests of what is killed where the process of an actor stands still."""
+"""Tests of what is killed where the process of an actor stands still, and of calls to an actor that are given up."""
 
+import asyncio
 import subprocess
+from collections.abc import Generator
 from contextlib import suppress
+from typing import Any
 
 import psutil
 import pytest
 
+from rollgrad.adapters.engines.ray_vllm import RayVLLMEngine, _Actor
 from rollgrad.adapters.ray import processes
 from tests.fakes import cluster
 
@@ -30,3 +34,37 @@ def test_an_actor_s_process_ends_with_all_that_it_has_started_and_no_other_proce
                 with suppress(psutil.NoSuchProcess):
                     each.kill()
     processes._kill(started.pid)  # it has ended
+
+
+class Reference:
+    """A reference to the result of a call, which ends some time after it is cancelled."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._result().__await__()
+
+    async def _result(self) -> None:
+        from ray.exceptions import TaskCancelledError
+
+        await self.ended.wait()
+        raise TaskCancelledError
+
+
+async def test_a_generation_that_is_given_up_has_ended_in_its_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    cancelled: list[object] = []
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+    engine, reference = object.__new__(RayVLLMEngine), Reference()
+    engine._actor = _Actor(None, "engine", 0)
+    asked = asyncio.create_task(engine._generated(reference))
+    await asyncio.sleep(0)
+    asked.cancel()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert (cancelled, asked.done()) == ([reference], False)
+    reference.ended.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
