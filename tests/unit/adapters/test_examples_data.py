@@ -98,6 +98,23 @@ def test_compressed_lines_that_were_cut_off_are_one_sentence(tmp_path: Path) -> 
 # Formats
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_rows_are_of_the_datasource_that_they_name(tmp_path: Path, ending: str) -> None:
+    """By either name of the column; those that name none are of their file's."""
+    import datasets
+
+    rows: list[dict[str, Any]] = [{"text": "a", "data_source": "math"}, {"text": "b", "data_source": None}]
+    written = write(tmp_path / "rows.jsonl", *rows)
+    if ending == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    named = write(tmp_path / "named.jsonl", {"text": "c", "datasource": "code", "data_source": "math"})
+    assert opened(f"{written.with_suffix(f'.{ending}')},{named}").datasources(["rows", "named"]) == [
+        "math",
+        "rows",
+        "code",
+    ]
+
+
 @pytest.mark.parametrize("kind", [ExampleFormat.MESSAGES, ExampleFormat.SHAREGPT])
 def test_messages_may_be_json_text(kind: ExampleFormat, tiny_tokenizer: Any) -> None:
     row = ROWS[kind]
