@@ -56,10 +56,15 @@ def replace_file(target: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    replace_lines(target, [content])
+
+
+def replace_lines(target: Path, lines: Iterable[bytes]) -> None:
+    """Puts `lines`, which may be read from `target`, in its place, like `replace_file`."""
     fresh = _temporary(target, "new")
     try:
         with fresh.open("wb") as file:
-            file.write(content)
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, target)

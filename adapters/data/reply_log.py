@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.checkpoints.files import replace_file, replace_lines
 from rollgrad.adapters.checkpoints.lock import locked
 from rollgrad.adapters.data.replies import Key, Row, has_failed, key_of, line_of, parsed, shown
 from rollgrad.domain.errors import CheckpointError, DataError
@@ -246,13 +246,5 @@ def _repaired(path: Path, *, retry_failed: bool) -> tuple[set[Key], int]:
 
 def _remove_failed(path: Path) -> None:
     """Removes the rows that failed; a process that is killed meanwhile leaves the file as it was."""
-    rest = path.with_name(f".{path.name}.rest")
-    try:
-        with path.open("rb") as file, rest.open("wb") as kept:
-            kept.writelines(line for line in file if not has_failed(json.loads(line)))
-            kept.flush()
-            os.fsync(kept.fileno())
-    except OSError:  # it may have taken the last room of the disk
-        rest.unlink(missing_ok=True)
-        raise
-    rest.replace(path)
+    with path.open("rb") as file:
+        replace_lines(path, (line for line in file if not has_failed(json.loads(line))))

@@ -5,12 +5,12 @@ reward applies to it. Does not own: writing (`samples.ReplyWriter`), nor what th
 """
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollgrad.adapters.checkpoints.files import replace_lines
 from rollgrad.adapters.data.replies import FAILURE, Row, parsed
 from rollgrad.application.rollouts.results import EpisodeResult, PromptResult
 from rollgrad.domain.episodes.generation import StopReason
@@ -99,15 +99,7 @@ def _episode(rows: Sequence[Row]) -> EpisodeResult:
 def _keep(path: Path, model: str, kept: Mapping[int, Any]) -> None:
     """Removes the lines of a model's prompts that are not kept, and an incomplete one; a process that is killed
     meanwhile leaves the file as it was."""
-    rest = path.with_name(f".{path.name}.rest")
-    try:
-        with rest.open("wb") as file:
-            for line, row in _rows(path):
-                if row is not None and (row["model"] != model or row["group_id"] in kept):
-                    file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:  # it may have taken the last room of the disk
-        rest.unlink(missing_ok=True)
-        raise
-    rest.replace(path)
+    others = (
+        line for line, row in _rows(path) if row is not None and (row["model"] != model or row["group_id"] in kept)
+    )
+    replace_lines(path, others)
