@@ -261,7 +261,7 @@ class RecordedSession:
         Raises:
             RefusedError: the session is over, a limit is reached, or a retry has another body.
         """
-        repeated = self._repeated(origin)
+        repeated = self._repeated(origin, streamed=on_piece is not None)
         if repeated is not None:
             return await self._reply_of(repeated)
         if self._sealed:
@@ -300,14 +300,14 @@ class RecordedSession:
             if task not in self._delivered:
                 self.ledger.drop_leaf(turn)
 
-    def _repeated(self, origin: "Origin | None") -> "asyncio.Task[ChatReply] | None":
-        """Returns the request that this one repeats: one whose caller left, or of a marked retry any."""
+    def _repeated(self, origin: "Origin | None", *, streamed: bool) -> "asyncio.Task[ChatReply] | None":
+        """Returns the request that this one repeats: one whose caller left unseen, or of a marked retry any."""
         if origin is None:
             return None
         digest, tasks = self._replies.get(origin.key, (origin.digest, []))
         if digest != origin.digest:
             self._refuse("The idempotency key was used before, with another body.", "conflict")
-        tasks = tasks if origin.is_retry else [task for task in tasks if task in self._abandoned]
+        tasks = tasks if origin.is_retry else [task for task in tasks if task in self._abandoned and not streamed]
         usable = [task for task in reversed(tasks) if not (task.done() and (task.cancelled() or task.exception()))]
         return min(usable, key=lambda task: (task not in self._abandoned, task in self._delivered), default=None)
 

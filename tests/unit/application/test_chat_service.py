@@ -126,6 +126,27 @@ async def test_a_retry_takes_the_reply_that_nobody_got() -> None:
     await play(scenario, ["one", "two"])
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_the_same_request_gets_the_reply_that_nobody_saw(streams: bool) -> None:
+    """Of a stream the caller may have seen the beginning, and ask for another reply."""
+
+    async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
+        how: dict[str, Any] = {"origin": Origin(key="k", digest="d")}
+        if streams:
+            how["on_piece"] = lambda *piece: None
+        engine.free.clear()
+        left = asyncio.create_task(session.reply(ask("go"), **how))
+        while not engine.waiting:
+            await asyncio.sleep(0)
+        left.cancel()
+        with suppress(asyncio.CancelledError):
+            await left
+        engine.free.set()
+        assert content(await session.reply(ask("go"), **how)) == ("two" if streams else "one")
+
+    await play(scenario, ["one", "two"])
+
+
 async def test_a_caller_that_gives_up_behind_its_retry_takes_nothing_away() -> None:
     async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
         engine.free.clear()
