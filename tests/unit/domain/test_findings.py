@@ -173,9 +173,10 @@ def test_kl_in_the_reward_gives_groups_without_spread_a_gradient() -> None:
     assert watch(*[SIGNS["no_spread"] | {"advantage/abs_mean": 0.01, "policy/grad_norm": 0.1}] * 10)[1] == {}
 
 
-def test_a_short_run_is_told_before_it_is_over() -> None:
-    state, told = watch(SIGNS["constant_reward"], steps=1)
-    assert list(told) == [1]
+@pytest.mark.parametrize("name", ["constant_reward", "no_spread", "no_gradient", "no_step"])
+def test_a_short_run_is_told_before_it_is_over(name: str) -> None:
+    state, told = watch(SIGNS[name] | {"policy/grad_norm": 0.0}, steps=1)
+    assert name in [finding.name for finding in told[1]]
     assert state.summary()[0] == "Nothing was learned: the gradient was 0 in the only update."
 
 
@@ -281,3 +282,33 @@ def test_the_shares_of_steps_that_take_no_time_are_chance() -> None:
 def test_a_part_that_falls_with_the_reward_or_a_little_is_not_told(harmless: dict[str, float]) -> None:
     begun = {"reward/part/late": -0.1}  # a penalty, which contributes less than nothing
     assert watch(*[begun] * WINDOW, *[begun | harmless] * 10)[1] == {}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {name: value for name, value in HEALTHY.items() if name != "rollout/entropy"},
+        {"train/grad_norm": 0.5, "train/chosen_reward": 0.0, "train/rejected_reward": 0.0},  # of a reward model
+    ],
+    ids=["no entropy", "no reference"],
+)
+def test_what_a_run_does_not_log_is_no_sign(steps: dict[str, float]) -> None:
+    state = LearningWatch(LearningSettings(steps=100, max_new_tokens=24))
+    for step in range(1, 2 * WINDOW):
+        state, _ = state.observe(step, steps)
+    assert state.findings() == ()
+
+
+@pytest.mark.parametrize(
+    ("length", "settings"), [(115.0, {}), (200.0, {"judged_by_outcome": False})], ids=["a seventh", "of a teacher"]
+)
+def test_replies_that_grow_less_or_by_no_reward_are_no_sign(length: float, settings: dict[str, Any]) -> None:
+    begun = {"rollout/response_length_mean": 100.0}
+    grown = {"rollout/response_length_mean": length, "rollout/reward_length_correlation": 0.9}
+    assert watch(*[begun] * WINDOW, *[grown] * WINDOW, **settings)[1] == {}
+
+
+def test_equal_rewards_of_a_prompt_are_no_sign_where_replies_are_not_compared() -> None:
+    """That the gradient is 0 has another reason then."""
+    state, _ = watch(*[{**HEALTHY, **NOTHING}] * (WINDOW + 1), compared_in_groups=False)
+    assert [finding.name for finding in state.findings()] == ["no_gradient"]
