@@ -123,6 +123,20 @@ def test_a_finding_is_told_again_only_after_it_had_ended(name: str) -> None:
     assert [(finding.since, finding.until) for finding in ended.findings()] == [(4, 6), (10, 12)]
 
 
+def test_a_finding_ends_by_rollouts_in_a_row_alone() -> None:
+    gaps = ([{}] * (WINDOW - 1) + [SIGNS["failing"]]) * 3
+    state, told = watch(*[{}] * WINDOW, *[SIGNS["failing"]] * WINDOW, *gaps)
+    assert list(told) == [2 * WINDOW]
+    assert [(found.since, found.until) for found in state.findings()] == [(WINDOW + 1, 2 * WINDOW + len(gaps))]
+
+
+def test_steps_without_an_update_are_none_in_which_the_gradient_was_not_0() -> None:
+    state = LearningWatch(LearningSettings(steps=100, max_new_tokens=24))
+    for step, metrics in enumerate(({"policy/grad_norm": 0.0}, {}, {"policy/grad_norm": 0.0}), start=1):
+        state, _ = state.observe(step, metrics)
+    assert state.summary()[0] == "Nothing was learned: the gradient was 0 in all 2 updates."
+
+
 def test_what_comes_and_goes_is_one_sentence() -> None:
     state, _ = watch(*[{}] * WINDOW, *([SIGNS["failing"]] * WINDOW + [{}] * WINDOW) * 5)
     assert len(state.findings()) == 5

@@ -168,6 +168,13 @@ def test_silence_makes_suspect_then_dead_and_an_answer_heals() -> None:
     assert health.last_reason == "engine 0 has not answered for 31 s"
 
 
+def test_an_answer_that_comes_late_makes_no_engine_silent_for_longer() -> None:
+    health = FleetHealth(FleetBounds(), 1)
+    health.answered(0, 9)
+    health.answered(0, 4)
+    assert health.silence(0, 10) == 1
+
+
 def test_a_replacement_serves_once_it_has_the_current_weights() -> None:
     health = fleet()
     health.died(0, Death.FAILED, "it was killed")
