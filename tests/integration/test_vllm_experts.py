@@ -75,7 +75,8 @@ async def test_numbers_of_experts_get_the_type_that_has_one_for_none(experts: in
             get_num_experts=lambda: experts,
         )
 
-        vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"))
+        cache = SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto")
+        vllm_config = SimpleNamespace(cache_config=cache, speculative_config=None)
 
         async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
             logprobs = SimpleNamespace(start_indices=[0], logprobs=[-1.0])

@@ -51,7 +51,8 @@ class LLM:
     """An `AsyncLLM` whose workers are in this process."""
 
     model_config = SimpleNamespace(max_model_len=64, dtype=torch.float32, get_vocab_size=lambda: 100, quantization=None)
-    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"))
+    cache = SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto")
+    vllm_config = SimpleNamespace(cache_config=cache, speculative_config=None)
     errored = False
 
     def __init__(self, ends: Sequence[Any]) -> None:

@@ -201,9 +201,8 @@ class ServedCore(Core):
             )
         if info["vllm_config"].get("speculative_config"):
             raise ConfigurationError(
-                f"rollout.server_urls names {self.http.url}, which guesses tokens ahead: what is asked of it after a "
-                "push, the log-probs of given tokens, would end it meanwhile. Start it without --speculative-config, "
-                "or let the run start engines that do so (--vllm.extra.speculative_config)."
+                f"rollout.server_urls names {self.http.url}, which guesses tokens ahead, and ends when it is asked for "
+                "log-probs of given tokens, as after each push: start it without --speculative-config."
             )
         _, self.model, self._follows = self._configured(info)
         if self.model.quantized:

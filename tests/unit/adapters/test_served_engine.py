@@ -166,7 +166,7 @@ async def test_a_server_elsewhere_sees_files_of_a_shared_directory(
 
 async def test_a_server_that_guesses_ahead_is_refused(serve: Serve) -> None:
     server = serve(guesses={"method": "ngram", "num_speculative_tokens": 3})
-    with pytest.raises(ConfigurationError, match=r"guesses tokens ahead.*Start it without --speculative-config"):
+    with pytest.raises(ConfigurationError, match=r"guesses tokens ahead.*start it without --speculative-config"):
         await using(engine_of(server.url), ServedEngine.require_weights)
 
 

@@ -223,7 +223,8 @@ class SleepCalls:
     """vLLM as far as sleep goes, with its own signatures."""
 
     model_config = SimpleNamespace(max_model_len=64, dtype=torch.float32, get_vocab_size=lambda: 100, quantization=None)
-    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"))
+    cache = SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto")
+    vllm_config = SimpleNamespace(cache_config=cache, speculative_config=None)
     errored = False
 
     def __init__(self) -> None:

@@ -128,7 +128,7 @@ async def test_a_retry_takes_the_reply_that_nobody_got() -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_the_same_request_gets_the_reply_that_nobody_saw(streams: bool) -> None:
-    """Of a stream the caller may have seen the beginning, and ask for another reply."""
+    """The caller may have seen the beginning of a stream, and asks for another reply."""
 
     async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
         how: dict[str, Any] = {"origin": Origin(key="k", digest="d")}
