@@ -48,6 +48,7 @@ class RankWorker:
         for module in modules:
             with suppress(ImportError):  # who needs one that is missing says what for
                 importlib.import_module(module)
+        gc.freeze()  # else looking for garbage in modules would hold a step up, and with it all other processes
 
     def address(self) -> tuple[str, int]:
         """Returns the host and a free port of this process."""
