@@ -4,7 +4,6 @@ Invariants: a prompt is kept with all its episodes or not at all; one of which a
 reward applies to it. Does not own: writing (`samples.ReplyWriter`), nor what the replies depend on (`reply_log`).
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,7 +66,8 @@ def _result(number: int, rows: Sequence[Row], samples: int, path: Path) -> Promp
         if len(whole) + len(failures) != samples or any(f.kind is not FailureKind.NOT_APPLICABLE for f in failures):
             return None
         source = rows[0]["datasource"]
-        episodes = tuple(map(_episode, sorted(whole, key=lambda own: own[0]["sample_id"])))
+        ordered = sorted(whole, key=lambda own: own[0]["sample_id"])
+        episodes = tuple(EpisodeResult.of_episode([*map(_branch, own)]) for own in ordered)
         return PromptResult(group_id=number, datasource=source, episodes=episodes, failures=failures)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
@@ -84,15 +84,15 @@ def _failure(row: Row) -> RolloutFailure:
     )
 
 
-def _episode(rows: Sequence[Row]) -> EpisodeResult:
-    names = dict.fromkeys(name for row in rows for name in row["reward_parts"])
+def _branch(row: Row) -> EpisodeResult:
     return EpisodeResult(
-        score=float(rows[0]["score"]),
-        sampled_tokens=sum(row["sampled_tokens"] for row in rows),
-        truncated=any(StopReason(row["stop_reason"]).truncated for row in rows),
-        answer=rows[0]["answer"],
-        reward_parts={name: math.fsum(row["reward_parts"].get(name, 0.0) for row in rows) for name in names},
-        metrics=rows[0]["metrics"],
+        score=float(row["score"]),
+        sampled_tokens=row["sampled_tokens"],
+        truncated=StopReason(row["stop_reason"]).truncated,
+        role=row["role"],
+        answer=row["answer"],
+        reward_parts=row["reward_parts"],
+        metrics=row["metrics"],
     )
 
 

@@ -115,7 +115,7 @@ class ReplyWriter(_TextLog):
         source = {"datasource": group.prompt.datasource}
         for sample in group.samples:
             for number, own in enumerate(sample):
-                place = {"sample_id": own.sample_id, "branch": number, "branches": len(sample)}
+                place = {"sample_id": own.sample_id, "branch": number, "branches": len(sample), "role": own.role}
                 yield {**of_prompt, **place, **source, **self._texts(group, own), **self._judged(own)}
         asked = {"prompt": group.prompt.text, "label": str(group.prompt.label)}
         for failed in group.failures:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
 from attrs import evolve, field, frozen
@@ -79,7 +79,7 @@ class RolloutGroup:
     @property
     def scores(self) -> list[float]:
         """Score of each sample, for evaluation; the mean of its roles'."""
-        return [fmean({t.role: t.score for t in sample}.values()) for sample in self.samples]
+        return [episode_score(sample) for sample in self.samples]
 
     @property
     def answers(self) -> list[str | None]:
@@ -95,6 +95,19 @@ class RolloutGroup:
         """Returns the reason why no role of the group is to be trained on, or None."""
         reasons = [group_filter.rejection(group.scores, group.rewards) for group in self.of_roles]
         return None if None in reasons else reasons[0]
+
+
+class _Scored(Protocol):
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def score(self) -> float: ...
+
+
+def episode_score(branches: Iterable[_Scored]) -> float:
+    """Returns the score of an episode: the mean of its roles', each of whose branches have the same."""
+    return fmean({branch.role: branch.score for branch in branches}.values())
 
 
 class FailureBudget:

@@ -78,3 +78,12 @@ def test_lines_of_another_kind_are_refused(tmp_path: Path, line: str) -> None:
     with pytest.raises(DataError, match="remove"):
         kept_results(path, "m", SAMPLES)
     assert path.read_text() == f"{line}\n"
+
+
+def test_the_score_of_an_episode_of_several_roles_is_their_mean(tmp_path: Path) -> None:
+    group = played(0)
+    own, more, other = group.trajectories
+    sides = evolve(own, role="black", score=1.0), evolve(more, role="white", score=0.0), other
+    write(path := tmp_path / "replies.jsonl", group := evolve(group, trajectories=sides))
+    (result,) = kept_results(path, "m", SAMPLES)
+    assert result.scores == PromptResult.of(group).scores == group.scores == [0.5, other.score]
