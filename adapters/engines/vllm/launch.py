@@ -70,7 +70,7 @@ def start(
         raise MissingExtraError(NO_VLLM) from error
     raise_together([ConfigurationError(problem) for problem in argument_problems(extra)])
     register()
-    cpu, guesses = current_platform.is_cpu(), "speculative_config" in extra
+    cpu, guesses = current_platform.is_cpu(), extra.get("speculative_config") is not None
     if guesses and records_experts:
         raise ConfigurationError(
             "vLLM is to guess tokens ahead (speculative_config) and to say to which experts it sent tokens, but it has "
