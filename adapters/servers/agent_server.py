@@ -225,8 +225,8 @@ class AgentServer:
         """Keeps what a later request may continue."""
         if PREVIOUS in wire.fields:
             body = {name: value for name, value in asked.call.body.items() if name not in UNKEPT}
-            answer = wire.encode(evolve(asked.call, body=body), replies, call_id, self._decode)
-            self._kept(asked.session).keep(asked.call, replies[0], answer)
+            told = partial(wire.encode, evolve(asked.call, body=body), replies, call_id, self._decode)
+            self._kept(asked.session).keep(asked.call, replies[0], told)
 
     async def _response_called(self, request: Request) -> Response:
         kept, name = self._kept(self._session(request)), request.path_params["name"]

@@ -85,10 +85,11 @@ class KeptResponses:
             request=evolve(call.request, messages=[*said[:first], *before, *new], follows=self._kept[name].turn),
         )
 
-    def keep(self, call: Call, reply: ChatReply, answer: Mapping[str, Any]) -> None:
+    def keep(self, call: Call, reply: ChatReply, make_answer: Callable[[], Mapping[str, Any]]) -> None:
         """Keeps a response and the conversation up to it, unless its client said `store: false`."""
         if call.body.get("store") is False:
             return
+        answer = make_answer()
         said = (*call.request.messages[_instructed(call.body) :], reply.parsed.message)
         size = sum(map(len, texts([*said, answer])))
         self._kept[answer["id"]] = _Kept(

@@ -20,7 +20,7 @@ ANSWERED = ChatReply(parsed=ParsedReply(message=REPLY), generation=SAMPLED, prom
 
 
 def keep(kept: KeptResponses, name: str, **body: Any) -> None:
-    kept.keep(WIRE.decode({"input": "go", **body}), ANSWERED, {"id": name})
+    kept.keep(WIRE.decode({"input": "go", **body}), ANSWERED, lambda: {"id": name})
 
 
 def known(kept: KeptResponses, *names: str) -> list[str]:
