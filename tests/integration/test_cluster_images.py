@@ -54,7 +54,10 @@ def group(ray: None, kept_groups: Any) -> Iterator[WorkerGroup]:
     group.close()
 
 
-@pytest.mark.parametrize(("stage", "width"), [(2, 1), (3, 1), (FSDP, 1), (3, 2), (FSDP, 2)])
+@pytest.mark.parametrize(
+    ("stage", "width"),
+    [(2, 1), *(pytest.param(stage, 1, marks=pytest.mark.wide) for stage in (3, FSDP)), (3, 2), (FSDP, 2)],
+)
 def test_every_division_sees_images_as_one_process(
     group: WorkerGroup, model: str, expected: tuple[torch.Tensor, dict[str, float]], stage: int | str, width: int
 ) -> None:
@@ -137,7 +140,7 @@ def test_a_reward_model_learns_from_images_in_processes_as_in_one(
     assert max(float((one[f"model.{name}"] - before[name]).abs().max()) for name in tower) > 1e-3  # it learns
 
 
-@pytest.mark.parametrize("learns", ["model", "adapters"])
+@pytest.mark.parametrize("learns", ["model", pytest.param("adapters", marks=pytest.mark.wide)])
 def test_a_run_on_vllm_in_a_cluster_learns_from_images(
     ray: None, runs_share_processes: None, learns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ def test_every_division_trains_as_one_process(
         cluster.trained(policy, 1)
 
 
+@pytest.mark.wide
 def test_compiled_layers_are_divided_and_train_as_one_process(
     group: WorkerGroup, expected: dict[str, Any], tiny_model_dir: Path
 ) -> None:

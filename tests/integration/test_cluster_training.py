@@ -347,7 +347,9 @@ def halted(config: RLConfig, run: "subprocess.Popen[bytes]") -> int:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("phase", ["syncing", "training", "saving"])
+@pytest.mark.parametrize(
+    "phase", [*(pytest.param(phase, marks=pytest.mark.wide) for phase in ("syncing", "training")), "saving"]
+)
 def test_a_killed_controller_leaves_no_process_and_its_run_continues(
     make: Callable[..., RLConfig],
     finished: RLConfig,

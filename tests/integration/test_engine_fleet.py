@@ -240,7 +240,13 @@ def test_an_error_of_a_listener_ends_its_reply_alone(world: World) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("doomed_of", [lambda member: [host_of(member)], vllm_of], ids=["actor", "vllm"])
+@pytest.mark.parametrize(
+    "doomed_of",
+    [
+        pytest.param(lambda member: [host_of(member)], id="actor", marks=pytest.mark.wide),
+        pytest.param(vllm_of, id="vllm"),
+    ],
+)
 def test_streams_go_on_elsewhere_and_repeat_no_token_when_their_engine_is_killed(
     world: World, doomed_of: Callable[[RayVLLMEngine], list[psutil.Process]]
 ) -> None:
@@ -316,7 +322,13 @@ def test_frozen_requests_go_on_under_the_new_weights_on_both(world: World, wide_
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("doomed_of", [lambda member: [host_of(member)], vllm_of], ids=["actor", "vllm"])
+@pytest.mark.parametrize(
+    "doomed_of",
+    [
+        pytest.param(lambda member: [host_of(member)], id="actor"),
+        pytest.param(vllm_of, id="vllm", marks=pytest.mark.wide),
+    ],
+)
 def test_all_answers_arrive_when_an_engine_is_killed_and_are_those_of_an_undisturbed_run(
     world: World, doomed_of: Callable[[RayVLLMEngine], list[psutil.Process]]
 ) -> None:

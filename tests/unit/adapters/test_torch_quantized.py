@@ -248,6 +248,7 @@ def test_files_that_are_quantised_are_refused(tiny_model_dir: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_compiled_layers_compute_with_four_bits_as_others_do(tiny_model_dir: Path) -> None:
     settings = evolve(lora.QLORA, dropout=0.0)
     policy, fused = (lora.policy(str(tiny_model_dir), lora=settings) for _ in range(2))
