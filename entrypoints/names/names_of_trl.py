@@ -40,7 +40,7 @@ TRL: Mapping[str, str] = {
     **alike("gradient_checkpointing", "actor.gradient_checkpointing"),
     "gradient_checkpointing_kwargs": "write --actor.gradient_checkpointing full, or selective.",
     "activation_offloading": "actor.offload_activations",
-    **alike("model_init_kwargs trust_remote_code", NO_REMOTE_CODE),
+    **alike("model_init_kwargs teacher_model_init_kwargs trust_remote_code", NO_REMOTE_CODE),
     "use_peft": "write --actor.lora.rank 16, say: a rank above 0 trains adapters.",
     **alike("lora_r lora_rank", "actor.lora.rank"),
     "lora_alpha": "actor.lora.alpha",

@@ -1,5 +1,5 @@
-"""The flags of TRL's commands `trl sft`, `dpo`, `kto`, `reward` and `grpo`: those with a setting here, and those with a
-reason of their own. The reasons of the others are those of `names_of_trl`.
+"""The flags of TRL's commands `trl sft`, `dpo`, `kto`, `reward`, `grpo`, `rloo` and `distillation`: those with a
+setting here, and those with a reason of their own. The reasons of the others are those of `names_of_trl`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -58,8 +58,8 @@ COMMON: Mapping[str, Flag] = {
     "dataset_config": Flag(TEXT),
     "dataset_train_split": Flag(TEXT),
     "dataset_test_split": Flag(TEXT),
-    "dataset_streaming": Flag(SWITCH, reason="trl grpo reads all prompts before the first step"),
-    "streaming": Flag(SWITCH, reason="trl grpo reads all prompts before the first step"),
+    "dataset_streaming": Flag(SWITCH, reason="commands that sample read all prompts before the first step"),
+    "streaming": Flag(SWITCH, reason="commands that sample read all prompts before the first step"),
     "ignore_bias_buffers": Flag(SWITCH, reason="gradients are summed without DDP's buffers"),
     "datasets": Flag(WORDS, reason="name several with commas between in --dataset_name", idle=NOTHING),
     "test_split_size": Flag(NUMBER, reason="name a held-out split or file: --dataset_test_split", idle=NOTHING),
@@ -147,6 +147,39 @@ MOVING: Mapping[str, Flag] = {
 }
 """Flags of a reference that moves."""
 
+SAMPLED: Mapping[str, Flag] = {
+    "max_completion_length": Flag(INTEGER, "rollout.max_new_tokens", default=512),
+    "temperature": Flag(NUMBER, "rollout.temperature"),
+    "top_p": Flag(NUMBER, "rollout.top_p"),
+    "top_k": Flag(INTEGER, "rollout.top_k"),
+    "use_vllm": Flag(SWITCH),
+    "vllm_mode": Flag(TEXT, default="colocate"),
+    "vllm_server_base_url": Flag(WORDS, "rollout.server_urls"),
+    "vllm_gpu_memory_utilization": Flag(NUMBER),
+    "vllm_tensor_parallel_size": Flag(INTEGER),
+    "vllm_max_model_length": Flag(INTEGER),
+    "log_completions": Flag(SWITCH, reason="sampled texts are always written to samples.jsonl"),
+    "num_completions_to_print": Flag(INTEGER, "logger.log_samples"),
+}
+"""Flags of the commands whose policy samples."""
+
+GROUPS: Mapping[str, Flag] = {
+    **SAMPLED,
+    **MOVING,
+    "reward_funcs": Flag(WORDS),
+    "reward_model_name_or_path": Flag(TEXT, "reward.model_name_or_path"),
+    "reward_weights": Flag(WORDS, reason="one function returns all rewards by name, and --reward.weights weighs them"),
+    "num_generations_eval": Flag(INTEGER, "eval.n_samples_per_prompt"),
+    "max_prompt_length": Flag(INTEGER, "data.max_prompt_tokens"),
+    "generation_batch_size": Flag(INTEGER),
+    "steps_per_generation": Flag(INTEGER),
+    "num_iterations": Flag(INTEGER, "train.max_epochs"),
+    "epsilon": Flag(NUMBER, default=0.2),
+    "epsilon_high": Flag(NUMBER),
+    "mask_truncated_completions": Flag(SWITCH, "algo.mask_truncated"),
+}
+"""Flags of the commands that compare the rewards of several replies to a prompt."""
+
 TEMPLATE = Flag(TEXT, "data.chat_template")
 
 OWN: Mapping[str, Mapping[str, Flag]] = {
@@ -201,26 +234,10 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "center_rewards_coefficient": Flag(NUMBER, "rm.centring"),
     },
     "grpo": {
-        "reward_funcs": Flag(WORDS),
-        "reward_model_name_or_path": Flag(TEXT, "reward.model_name_or_path"),
-        "reward_weights": Flag(
-            WORDS, reason="one function returns all rewards by name, and --reward.weights weighs them"
-        ),
+        **GROUPS,
         "num_generations": Flag(INTEGER, "rollout.n_samples_per_prompt", default=8),
-        "num_generations_eval": Flag(INTEGER, "eval.n_samples_per_prompt"),
-        "max_prompt_length": Flag(INTEGER, "data.max_prompt_tokens"),
-        "max_completion_length": Flag(INTEGER, "rollout.max_new_tokens", default=512),
-        "temperature": Flag(NUMBER, "rollout.temperature"),
-        "top_p": Flag(NUMBER, "rollout.top_p"),
-        "top_k": Flag(INTEGER, "rollout.top_k"),
-        "generation_batch_size": Flag(INTEGER),
-        "steps_per_generation": Flag(INTEGER),
         "beta": Flag(NUMBER, default=0.0),
         "use_bias_correction_kl": Flag(SWITCH, default=True),
-        **MOVING,
-        "num_iterations": Flag(INTEGER, "train.max_epochs"),
-        "epsilon": Flag(NUMBER, default=0.2),
-        "epsilon_high": Flag(NUMBER),
         "delta": Flag(NUMBER, "actor.dual_clip"),
         "sapo_temperature_pos": Flag(NUMBER, default=1.0),
         "sapo_temperature_neg": Flag(NUMBER, default=1.05),
@@ -233,22 +250,26 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "loss_type": Flag(TEXT, default="dapo"),
         "entropy_coef": Flag(NUMBER, "actor.entropy_coef"),
         "top_entropy_quantile": Flag(NUMBER, "algo.top_entropy_quantile"),
-        "mask_truncated_completions": Flag(SWITCH, "algo.mask_truncated"),
         "cast_lm_head_to_fp32": Flag(SWITCH, "actor.float32_head"),
-        "use_vllm": Flag(SWITCH),
-        "vllm_mode": Flag(TEXT, default="colocate"),
-        "vllm_server_base_url": Flag(WORDS, "rollout.server_urls"),
-        "vllm_gpu_memory_utilization": Flag(NUMBER),
-        "vllm_tensor_parallel_size": Flag(INTEGER),
-        "vllm_max_model_length": Flag(INTEGER),
         "vllm_importance_sampling_correction": Flag(SWITCH, default=True),
         "vllm_importance_sampling_mode": Flag(TEXT, default="sequence_mask"),
         "vllm_importance_sampling_clip_max": Flag(NUMBER, default=3.0),
         "vllm_importance_sampling_clip_min": Flag(NUMBER),
         "vllm_importance_sampling_cap": Flag(NUMBER),
         "off_policy_mask_threshold": Flag(NUMBER),
-        "log_completions": Flag(SWITCH, reason="sampled texts are always written to samples.jsonl"),
-        "num_completions_to_print": Flag(INTEGER, "logger.log_samples"),
+    },
+    "rloo": {
+        **GROUPS,
+        "num_generations": Flag(INTEGER, "rollout.n_samples_per_prompt", default=2),
+        "beta": Flag(NUMBER, default=0.05),
+        "normalize_advantages": Flag(SWITCH),
+        "reward_clip_range": Flag(Kind.PAIR, "reward.clip_range"),
+    },
+    "distillation": {
+        **SAMPLED,
+        "teacher_model_name_or_path": Flag(TEXT, "ref.model_name_or_path"),
+        "teacher_model_revision": COMMON["model_revision"],
+        "beta": Flag(NUMBER, "algo.kl.beta", default=1.0),
     },
 }
 """Flags of each command."""
@@ -271,17 +292,26 @@ label_smoothing_factor load_in_8bit attn_implementation
 """
 """The other flags of every command, about which `names_of_trl` has something to say."""
 
-OTHERS_OF_GRPO = """
-cache_implementation chat_template_kwargs ds3_gather_for_generation entropy_coef_delta entropy_coef_max
-entropy_coef_min entropy_target generation_kwargs log_completions_hub_repo log_multimodal log_unique_prompts
-max_tool_calling_iterations min_p multi_objective_aggregation
-repetition_penalty shuffle_dataset transformers_continuous_batching_config
-use_adaptive_entropy use_transformers_continuous_batching use_transformers_paged
-vllm_enable_sleep_mode vllm_group_port
-vllm_model_impl
-vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
+SAMPLED_OTHERS = """
+cache_implementation chat_template_kwargs ds3_gather_for_generation generation_kwargs log_unique_prompts min_p
+repetition_penalty shuffle_dataset
+vllm_enable_sleep_mode vllm_group_port vllm_model_impl vllm_server_host vllm_server_port vllm_server_timeout
+vllm_structured_outputs_regex
 """
-"""Those of `trl grpo`."""
+"""Those of the commands whose policy samples."""
+
+GROUPS_OTHERS = """
+log_multimodal transformers_continuous_batching_config use_transformers_continuous_batching use_transformers_paged
+"""
+
+OWN_OTHERS: Mapping[str, str] = {
+    "grpo": f"""{SAMPLED_OTHERS} {GROUPS_OTHERS}
+    entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target log_completions_hub_repo
+    max_tool_calling_iterations multi_objective_aggregation use_adaptive_entropy""",
+    "rloo": f"{SAMPLED_OTHERS} {GROUPS_OTHERS}",
+    "distillation": f"{SAMPLED_OTHERS} max_tool_calling_iterations teacher_model_init_kwargs",
+}
+"""Those of each command."""
 
 OLDER_NAMES: Mapping[str, str] = {
     "torch_dtype": "dtype",
@@ -296,7 +326,7 @@ OLDER_NAMES: Mapping[str, str] = {
 }
 """Names that flags had in earlier releases."""
 
-DEFAULT_LR = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "grpo": 1e-6}
+DEFAULT_LR = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "grpo": 1e-6, "rloo": 1e-6, "distillation": 1e-6}
 """TRL's default learning rate of each command."""
 
 WITHOUT_DROPOUT = ("dpo", "kto", "reward")
@@ -309,7 +339,7 @@ def _program(command: str) -> Program:
     own["learning_rate"] = Flag(NUMBER, "actor.adam.lr", default=DEFAULT_LR[command])
     if command in WITHOUT_DROPOUT:
         own["disable_dropout"] = Flag(SWITCH, default=True)
-    names = [*OTHERS.split(), *(OTHERS_OF_GRPO.split() if command == "grpo" else ())]
+    names = [*OTHERS.split(), *OWN_OTHERS.get(command, "").split()]
     others = {name: Flag(WORDS, reason=_reason(name), idle=NOTHING) for name in names if name not in own}
     flags = {**others, **own}
     return Program(

@@ -1,4 +1,4 @@
-"""Translates TRL's commands (`trl sft`, `dpo`, `kto`, `reward`, `grpo`) to rollgrad's settings.
+"""Translates TRL's commands (`trl sft`, `dpo`, `kto`, `reward`, `grpo`, `rloo`, `distillation`) to rollgrad's settings.
 
 Flags with a counterpart of the same meaning, and those without one, are in `names.names_of_trl_commands`. TRL's
 defaults are applied where results depend on them. Importable without torch.
@@ -26,16 +26,19 @@ from rollgrad.entrypoints.names.suggestions import OTHER_COMMANDS
 from rollgrad.entrypoints.translation.draft import Draft, TranslatedRun
 from rollgrad.entrypoints.translation.schedules import SCHEDULERS
 from rollgrad.entrypoints.translation.words import Given, options, parse
-from rollgrad.entrypoints.trl.grpo import count_rollouts, finish_grpo
+from rollgrad.entrypoints.trl.distillation import finish_distillation
+from rollgrad.entrypoints.trl.grpo import finish_grpo
 from rollgrad.entrypoints.trl.launch import launched
 from rollgrad.entrypoints.trl.moving_reference import follow_policy
+from rollgrad.entrypoints.trl.rloo import finish_rloo
+from rollgrad.entrypoints.trl.rollouts import count_rollouts
 
 USAGE = """usage: rollgrad trl [--run] COMMAND --flag value ...
 
-Translates a command of TRL (trl sft, dpo, kto, reward or grpo, or python, accelerate launch, torchrun or deepspeed with
-one of TRL's own scripts, such as trl/scripts/dpo.py) to settings of rollgrad train sft, dpo, kto, rm or rl, and prints
-those that differ from the defaults as YAML. What has no counterpart, or not the same one, is listed on stderr. A file
-of --config is read as TRL does.
+Translates a command of TRL (trl sft, dpo, kto, reward, grpo, rloo or distillation, or python, accelerate launch,
+torchrun or deepspeed with one of TRL's own scripts, such as trl/scripts/dpo.py) to settings of rollgrad train sft, dpo,
+kto, rm or rl, and prints those that differ from the defaults as YAML. What has no counterpart, or not the same one, is
+listed on stderr. A file of --config is read as TRL does.
 
   --run   train instead of printing
 """
@@ -51,7 +54,7 @@ RUNS: Mapping[str, tuple[str, type[OfflineRun | RLConfig]]] = {
     "dpo": ("train dpo", DPORun),
     "kto": ("train kto", KTORun),
     "reward": ("train rm", RMRun),
-    "grpo": ("train rl", RLConfig),
+    **dict.fromkeys(("grpo", "rloo", "distillation"), ("train rl", RLConfig)),
 }
 """Our command, and the class of its settings, by TRL's command."""
 
@@ -84,14 +87,15 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
             draft.follow(flag)
     _model(draft)
     _optimizer(draft)
-    _length(draft, epochs="train.num_episodes" if name == "grpo" else "train.num_epochs")
+    command, run = RUNS[name]
+    _length(draft, epochs="train.num_episodes" if run is RLConfig else "train.num_epochs")
     _output(draft)
     finish = FINISH[name]
     finish(draft)
-    _evaluation(draft)
-    if name == "grpo":
+    if name != "distillation":  # which measures the divergence, and has no reward to judge replies by
+        _evaluation(draft)
+    if run is RLConfig:
         count_rollouts(draft)
-    command, run = RUNS[name]
     return TranslatedRun(command, structure_run(run, draft.settings), draft.notes)
 
 
@@ -372,8 +376,8 @@ def _choice(draft: Draft, name: str, known: Sequence[str]) -> None:
         raise ConfigurationError(f"--{name} is {value}, but there are {' and '.join(known)}: change --{name}.")
 
 
-def _finish_grpo(draft: Draft) -> None:
-    finish_grpo(draft, dataset=_dataset(draft), samples=samples_per_step(draft))
+def _sampling(finish: Callable[..., None]) -> Callable[[Draft], None]:
+    return lambda draft: finish(draft, dataset=_dataset(draft), samples=samples_per_step(draft))
 
 
 FINISH: Mapping[str, Callable[[Draft], Any]] = {
@@ -381,6 +385,8 @@ FINISH: Mapping[str, Callable[[Draft], Any]] = {
     "dpo": _finish_dpo,
     "kto": _finish_kto,
     "reward": _finish_reward,
-    "grpo": _finish_grpo,
+    "grpo": _sampling(finish_grpo),
+    "rloo": _sampling(finish_rloo),
+    "distillation": _sampling(finish_distillation),
 }
 """Functions that translate a command's flags that depend on each other."""

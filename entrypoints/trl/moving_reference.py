@@ -1,4 +1,4 @@
-"""Translates TRL's reference that moves toward the policy, of `trl dpo`, `kto` and `grpo`."""
+"""Translates TRL's reference that moves toward the policy, of `trl dpo`, `kto`, `grpo` and `rloo`."""
 
 from rollgrad.entrypoints.translation.draft import Draft
 

@@ -23,12 +23,16 @@ from rollgrad.entrypoints.trl.command import RUNS, translate_command
 from tests.dataclass_fields import fields
 
 LEAST = ("--model_name_or_path", "m", "--dataset_name", "d.jsonl")
-REWARDED = {"grpo": ("--reward_funcs", "accuracy_reward")}
+BESIDE = {
+    **dict.fromkeys(("grpo", "rloo"), ("--reward_funcs", "accuracy_reward")),
+    "distillation": ("--teacher_model_name_or_path", "t"),
+}
+"""Flags that a command needs besides."""
 
 
 def translated(command: str, *flags: str) -> TranslatedRun:
     """Settings of a command that lacks nothing; it must be one that can be trained."""
-    result = translate_command([command, *LEAST, *REWARDED.get(command, ()), *flags])
+    result = translate_command([command, *LEAST, *BESIDE.get(command, ()), *flags])
     assert problems(result) == []
     return result
 
@@ -58,7 +62,7 @@ def test_metrics_that_the_table_names_are_measured() -> None:
         assert set(names) <= set(run.evaluated()), command
 
 
-CONFIGS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
+CONFIGS = {command: command.upper() for command in COMMANDS} | {"reward": "Reward", "distillation": "Distillation"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -70,7 +74,11 @@ def test_every_flag_of_trl_is_translated_or_named_as_not_honoured(command: str) 
         *fields("trl", "trl/trainer/model_config.py", "ModelConfig"),
         *fields("trl", "trl/scripts/utils.py", "ScriptArguments"),
         *fields("trl", "trl/scripts/utils.py", "DatasetMixtureConfig"),
-        *(fields("trl", "trl/scripts/grpo.py", "GRPOScriptArguments") if command == "grpo" else ()),
+        *(
+            fields("trl", f"trl/scripts/{command}.py", f"{command.upper()}ScriptArguments")
+            if command in ("grpo", "rloo")
+            else ()
+        ),
     }
     assert len(flags) > 140
     assert sorted(flags - COMMANDS[command].names.keys()) == []
@@ -86,7 +94,7 @@ def test_every_setting_named_in_a_table_exists(command: str) -> None:
 def test_every_flag_is_honoured_or_the_reason_is_said(command: str) -> None:
     """A flag of its own, given with an unusual value, changes the settings or is on a line of the notes."""
     words = {"SWITCH": (), "INTEGER": ("4",), "NUMBER": ("0.25",), "TEXT": ("text",), "WORDS": ("word",)}
-    words |= {"PROBABILITIES": ("0.5",)}
+    words |= {"PROBABILITIES": ("0.5",), "PAIR": ("-1", "1")}
     unusual = {
         "dtype": ("float16",),
         "gradient_checkpointing": ("False",),
@@ -117,11 +125,11 @@ def test_every_flag_is_honoured_or_the_reason_is_said(command: str) -> None:
         "label_smoothing": ("--loss_type", "robust") if command == "dpo" else (),
     }
     unusual |= {"per_device_train_batch_size": ("16",), "dataset_text_field": ("document",)}
-    unusual |= {"num_generations": ("2",), "steps_per_generation": ("3",), "generation_batch_size": ("16",)}
+    unusual |= {"num_generations": ("4",), "steps_per_generation": ("3",), "generation_batch_size": ("16",)}
 
     @cache
     def run(*flags: str) -> TranslatedRun:
-        return translate_command([command, *LEAST, *REWARDED.get(command, ()), *flags])
+        return translate_command([command, *LEAST, *BESIDE.get(command, ()), *flags])
 
     silent = []
     for name, flag in COMMANDS[command].flags.items():
@@ -137,7 +145,8 @@ def test_every_flag_is_honoured_or_the_reason_is_said(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "lr"), [("sft", 2e-5), ("dpo", 1e-6), ("kto", 1e-6), ("reward", 1e-4), ("grpo", 1e-6)]
+    ("command", "lr"),
+    (dict.fromkeys(COMMANDS, 1e-6) | {"sft": 2e-5, "reward": 1e-4}).items(),
 )
 def test_the_defaults_of_trl_count(command: str, lr: float) -> None:
     expected = {
@@ -152,7 +161,7 @@ def test_the_defaults_of_trl_count(command: str, lr: float) -> None:
         "actor.dtype": "auto",
         "actor.gradient_checkpointing": "full",
     }
-    if command != "grpo":
+    if RUNS[command][1] is not RLConfig:
         expected |= {"train.num_epochs": 3, "data.max_tokens": 1024}
     assert holds(settings(command), expected)
 
@@ -368,6 +377,64 @@ def test_groups(loss: str, ours: str, aggregation: str | None) -> None:
     assert settings("grpo", "--scale_rewards", "batch")["algo.advantage.estimator"] == "lite_ppo"
     with pytest.raises(ConfigurationError, match="no whole groups of 3"):
         translated("grpo", "--num_generations", "3")
+
+
+def test_the_others_of_a_group_are_the_baseline() -> None:
+    """Replies weigh by the ratio of the whole, and KL is part of the reward (`test_rloo` of the parity tests)."""
+    found = settings("rloo", "--per_device_train_batch_size", "8", "--epsilon_high", "0.3", "--num_generations", "4")
+    assert holds(
+        found,
+        {
+            "rollout.batch_size": 2,
+            "rollout.n_samples_per_prompt": 4,
+            "train.batch_size": 8,
+            "algo.advantage.estimator": "rloo_sequence",
+            "actor.policy_loss_type": "sequence_ppo",
+            "actor.loss_aggregation": "sequence_mean",
+            "actor.eps_clip_low_high": (0.2, 0.3),
+            "algo.kl.init_coef": 0.05,
+            "algo.kl.use_loss": False,
+            "algo.kl.estimator": "k1",
+            "reward.verifier": "math",
+        },
+    )
+    assert settings("rloo")["rollout.n_samples_per_prompt"] == 2
+    assert settings("rloo", "--reward_clip_range", "-1", "2")["reward.clip_range"] == (-1.0, 2.0)
+    assert settings("rloo", "--sync_ref_model")["algo.kl.ref_sync_steps"] == 512
+    whitened = translated("rloo", "--normalize_advantages")
+    assert whitened.run.algo.advantage.whiten == "batch"
+    assert any("in TRL over replies" in note for note in whitened.notes)
+    still = translated("rloo", "--beta", "0", "--sync_ref_model")
+    assert still.run.algo.kl.init_coef == 0
+    assert any("--sync_ref_model: there is no KL" in note for note in still.notes)
+
+
+def test_a_teacher_corrects_one_reply_to_each_prompt() -> None:
+    flags = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "9")
+    found = settings("distillation", *flags, "--beta", "0.5", "--temperature", "0.7")
+    assert holds(
+        found,
+        {
+            "ref.model_name_or_path": "t",
+            "rollout.batch_size": 8,
+            "rollout.n_samples_per_prompt": 1,
+            "train.batch_size": 8,
+            "train.max_steps": 9,
+            "rollout.temperature": 0.7,
+            "algo.advantage.estimator": "on_policy_distill",
+            "algo.kl.init_coef": 1.0,
+            "algo.kl.use_loss": True,
+            "algo.kl.estimator": "full",
+            "algo.kl.beta": 0.5,
+            "actor.loss_aggregation": "token_mean",
+        },
+    )
+    assert settings("distillation")["algo.kl.beta"] == 1
+    without = translate_command(["distillation", *LEAST])
+    assert any("--ref.model_name_or_path" in str(problem) for problem in problems(without))
+    evaluated = translated("distillation", "--eval_strategy", "steps")
+    assert evaluated.run.eval.dataset is None
+    assert any("--eval_strategy steps: held-out replies are judged by a reward" in note for note in evaluated.notes)
 
 
 def test_losses_with_numbers_for_either_sign() -> None:
@@ -595,7 +662,7 @@ def test_a_line_that_starts_a_script_is_the_command(launcher: tuple[str, ...], p
 
 
 def test_what_a_script_does_beside_its_flags_is_said() -> None:
-    notes = translate_command(["python", "examples/scripts/gspo.py", *LEAST, *REWARDED["grpo"]]).notes
+    notes = translate_command(["python", "examples/scripts/gspo.py", *LEAST, *BESIDE["grpo"]]).notes
     assert any(note.startswith("not honoured: examples/scripts/gspo.py: its flags alone are read") for note in notes)
     file = ["accelerate", "launch", "--config_file", "zero3.yaml", "trl/scripts/sft.py", *LEAST]
     assert any(
