@@ -1,11 +1,44 @@
-"""The math verifier's part in the sandbox. It imports nothing of rollgrad, which the sandbox cannot read."""
+"""The math verifier's part in the sandbox. It imports nothing of rollgrad, which the sandbox cannot read.
+
+Invariants: where the label is a number, an answer is a number, too, and not a computation of it (`18 + 15` for 33),
+which would reward a reply for repeating the question; of several boxes the last one is the answer, with those that
+are listed before it.
+"""
+
+from __future__ import annotations
 
 import logging
+import re
+from decimal import Decimal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 PACKAGES: tuple[str, ...] = ("math_verify",)
 """Packages that the verifier imports."""
 EVALUATES = ("sympy.parsing.sympy_parser",)
 """Prefixes of the modules that pass an answer to `eval`, which the sandbox replaces by its own there."""
+
+BOX = "\\boxed{"
+_BETWEEN_BOXES = re.compile(r"(?:[\s$,;]|\\[()\[\],; ]|\\q?quad|and|or|\\text\{\s*(?:and|or)\s*\})*", re.ASCII)
+"""Text between the boxes of a list."""
+_REPEATING = re.compile(r"([0-9]{1,18})\.([0-9]{0,18})\\overline\{([0-9]{1,18})\}")
+_MIXED = re.compile(r"(?<![0-9/.,])([0-9]{1,18}) ([0-9]{1,18})/([0-9]{1,18})(?![0-9/])")
+_EXPONENT = re.compile(r"(?<![\w.])([0-9]{1,18}(?:\.[0-9]{1,18})?[eE][-+]?[0-9]{1,2})(?![\w.]*\w)")
+_REWRITTEN = (
+    ("\N{MINUS SIGN}", "-"),
+    (r"\\fbox\{", r"\\boxed{"),
+    (r"(?<=[A-Za-z]):(?=[-$0-9])", ": "),
+    (r"(?<=[0-9])\.(?=\s*\})", ""),
+    (r"(?<=[0-9])(?:,?\\!,?|\\[,; ]|\{,\}|~)+(?=[0-9]{3}(?![0-9]))", ""),  # between thousands
+    (r"\\(?:text|textbf|mathbf|mathrm|boldsymbol|bm)\{\s*(-?[0-9][0-9.,]*)\s*\}", r"\1"),  # math-verify: a variable
+)
+"""Patterns of what math-verify misreads, with what it reads."""
+_NUMBERS = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
+_MANY = 1000
+"""More numbers than an answer that is one number is told by."""
+_SIDE_BY_SIDE = re.compile(r"[0-9]\s+[0-9]")
 
 
 def warm_up() -> None:
@@ -24,12 +57,19 @@ def grade(label: str, response: str) -> float:
     Raises:
         ValueError: the label holds no mathematics.
     """
-    from math_verify import parse, verify
+    from math_verify import verify
 
     gold = _read(label)
     if not gold:
         raise ValueError(f"the label {label!r} holds no mathematics")
-    return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
+    found = _parsed(_last_boxes(_rewritten(answered(response))))
+    if _is_number(gold[0]):
+        found = list(filter(_may_be, found))
+        whole = getattr(gold[0], "is_Integer", False)  # which has no need of a fraction
+        if _numbers_told(found) > (max(1, _numbers_told(gold)) if whole else _MANY - 1):
+            return 0.0
+    # A set of numbers may be told as an inequality.
+    return float(verify(gold, found, timeout_seconds=None, allow_set_relation_comp=True))
 
 
 def readable(label: str) -> float:
@@ -37,9 +77,127 @@ def readable(label: str) -> float:
     return float(bool(_read(label)))
 
 
-def _read(label: str) -> list[object]:
+def answered(response: str) -> str:
+    """Returns what stands in the last <answer>...</answer> of a reply, or else all of it.
+
+    >>> answered("<answer>8</answer>, no: <answer> 7</answer>.")
+    ' 7'
+    """
+    end = response.rfind("</answer>")
+    start = response.rfind("<answer>", 0, max(end, 0))
+    return response if start < 0 else response[start + len("<answer>") : end]
+
+
+def _read(label: str) -> list[Any]:
+    text = _rewritten(label)
+    plain = text.replace("\\$", "")  # currency
+    delimited = "$" in plain or "\\boxed" in text or "\\(" in text or "\\[" in text
+    return _parsed(text if delimited else f"${text}$") or _parsed(text)
+
+
+def _parsed(text: str) -> list[Any]:
+    """Returns what math-verify reads of the answer in a text: an expression, if it can, and the answer's own text."""
     from math_verify import parse
 
-    delimited = "$" in label or "\\boxed" in label or "\\(" in label or "\\[" in label
-    gold: list[object] = parse(label if delimited else f"${label}$", parsing_timeout=None)
-    return gold or parse(label, parsing_timeout=None)
+    found: list[Any] = parse(text, parsing_timeout=None)
+    return found
+
+
+def _numbers_told(found: list[Any]) -> int:
+    """Returns how many numbers an answer is told by, of which math-verify may return a value: a quotient's, a
+    function's; many if they are side by side, because it adds these."""
+    text = found[-1].rpartition("=")[2] if found and isinstance(found[-1], str) else ""
+    if _SIDE_BY_SIDE.search(text):
+        return _MANY
+    return 1 if "10^" in text else len(_NUMBERS.findall(text))
+
+
+def _may_be(value: Any) -> bool:
+    """Returns whether a number may be told so: as a text, a number, or an inequality."""
+    from sympy.core.relational import Equality, Relational
+    from sympy.logic.boolalg import And
+
+    parts = value.args if isinstance(value, And) else [value]
+    inequality = all(isinstance(part, Relational) and not isinstance(part, Equality) for part in parts)
+    return isinstance(value, str) or inequality or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Returns whether an expression is a number as it is written (a fraction, a percentage, 1.5 x 10^3), or several,
+    with nothing left to compute."""
+    from sympy import Mul, Pow, Set, Tuple, UnevaluatedExpr
+    from sympy.core.relational import Equality
+    from sympy.logic.boolalg import And, BooleanAtom
+    from sympy.matrices import MatrixBase
+
+    if isinstance(value, Equality):
+        return _is_number(value.rhs)
+    if isinstance(value, And):  # a chain of equations, of which the last one counts
+        chain = value._unsorted_args
+        return bool(chain) and isinstance(chain[-1], Equality) and _is_number(chain[-1])
+    if isinstance(value, MatrixBase):
+        return all(map(_is_number, value))
+    if isinstance(value, Set | Tuple):
+        return bool(value.args) and all(map(_is_number, value.args))
+    if getattr(value, "is_Number", False) or isinstance(value, BooleanAtom):  # whether an interval is open
+        return True
+
+    def is_power(factor: Any, base: Any, exponent: Any) -> bool:
+        powers = isinstance(factor, Pow) and all(part.is_Integer for part in factor.args)
+        return powers and base in (None, factor.base) and exponent in (None, factor.exp)
+
+    factors = [factor for factor in Mul.make_args(value) if factor != -1 and not is_power(factor, 10, None)]
+    shares = [factor for factor in factors if isinstance(factor, UnevaluatedExpr) or is_power(factor, None, -1)]
+    numbers = [factor for factor in factors if getattr(factor, "is_Number", False)]
+    return len(shares) <= 1 and len(numbers) <= 1 and len(shares) + len(numbers) == len(factors)
+
+
+def _rewritten(text: str) -> str:
+    """Returns a text in which math-verify reads what it would misread.
+
+    >>> _rewritten("1\\\\,234, 2.5e3, 1 1/2")
+    '1234, 2500, \\\\frac{3}{2}'
+    """
+    for pattern, replacement in _REWRITTEN:
+        text = re.sub(pattern, replacement, text)
+    text = _REPEATING.sub(lambda found: _fraction_of_repeating(*found.groups()), text)
+    text = _MIXED.sub(lambda found: _fraction_of_mixed(found[0], *map(int, found.groups())), text)
+    return _EXPONENT.sub(lambda found: format(Decimal(found[0]), "f"), text)
+
+
+def _fraction_of_repeating(whole: str, digits: str, repeated: str) -> str:
+    below = 10 ** len(digits) * (10 ** len(repeated) - 1)
+    return f"\\frac{{{int(whole + digits + repeated) - int(whole + digits)}}}{{{below}}}"
+
+
+def _fraction_of_mixed(text: str, whole: int, above: int, below: int) -> str:
+    return f"\\frac{{{whole * below + above}}}{{{below}}}" if above < below else text
+
+
+def _last_boxes(text: str) -> str:
+    """Returns a text from its last box on, with those that are listed before it; math-verify would take all boxes for
+    one list."""
+    boxes: list[tuple[int, int]] = []
+    start = text.find(BOX)
+    while start >= 0:
+        end = box_end(text, start)
+        if end is None:
+            break
+        boxes.append((start, end))
+        start = text.find(BOX, end)
+    first = len(boxes) - 1
+    while first > 0 and _BETWEEN_BOXES.fullmatch(text, boxes[first - 1][1], boxes[first][0]):
+        first -= 1
+    if first <= 0:
+        return text
+    return text[boxes[first][0] :]
+
+
+def box_end(text: str, start: int) -> int | None:
+    """Returns where the box that begins at `start` ends, after its brace; None if it does not."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == "{") - (text[place] == "}")
+        if text[place] == "}" and depth == 0:
+            return place + 1
+    return None

@@ -18,9 +18,10 @@ from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-_BOXED = "\\boxed{"
-_NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z)])[-+])?\$?(?:{_DIGITS})")
-"""Integers and decimals, with thousands separators; a sign after a digit, letter or bracket is an operator."""
+_EXPONENT = r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z]|\.[0-9]))?"
+_NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z)])[-+])?\$?(?:{_DIGITS}){_EXPONENT}")
+"""Integers and decimals, with thousands separators or an exponent (1.5e3); a sign after a digit, letter or bracket is
+an operator."""
 
 
 def last_number(text: str) -> Decimal | None:
@@ -41,24 +42,23 @@ def boxed(text: str) -> str | None:
     >>> boxed(r"So \\boxed{1}, no: $\\boxed{\\frac{1} {2}}$.")
     '\\\\frac{1}{2}'
     """
-    start = text.rfind(_BOXED)
-    depth = 0
-    for place, letter in enumerate(text[start:] if start >= 0 else ""):
-        depth += (letter == "{") - (letter == "}")
-        if letter == "}" and depth == 0:
-            return "".join(text[start + len(_BOXED) : start + place].split())
-    return None
+    start = text.rfind(math_worker.BOX)
+    end = math_worker.box_end(text, start) if start >= 0 else None
+    return None if end is None else "".join(text[start + len(math_worker.BOX) : end - 1].split())
 
 
 def answer_of(kind: Verifier, response: str) -> str | None:
     """Returns what a reply answers, so that replies with the same answer have the same text: for `last_number` that
-    number, for `exact_match` the whole reply, for `math` what stands in its last box, or else its last number; None if
-    there is none, and for `format`."""
+    number, for `exact_match` the whole reply, for `math` what stands in its last box, or else its last number, within
+    `<answer>` tags if there are any; None if there is none, and for `format`."""
     if kind is Verifier.FORMAT:
         return None
     if kind is Verifier.EXACT_MATCH:
         return response.strip()
-    box = boxed(response) if kind is Verifier.MATH else None
+    box = None
+    if kind is Verifier.MATH:
+        response = math_worker.answered(response)
+        box = boxed(response)
     number = last_number(response if box is None else "")
     return box if number is None else _shortest(number)
 
