@@ -190,13 +190,18 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
             f"reward.isolation is {reward.isolation}, which only the math and format verifiers and the scorers of "
             f"{REASONING_GYM}TASK read: leave --reward.isolation out."
         )
-    unrewarded = not sources and not generated and not has_reward
+    if sources or generated or has_reward:
+        return
     # Last, for the estimator may have a name that nobody knows.
-    if unrewarded and "teacher" not in traits_of(config.algo.advantage.estimator).needs:
-        yield (
-            "No reward is set: name one with --reward.function_path, --reward.model_name_or_path, --reward.remote_url, "
-            "--reward.judge_url or --reward.verifier."
-        )
+    taught = "teacher" in traits_of(config.algo.advantage.estimator).needs
+    if taught and not config.eval.dataset:
+        return
+    unjudged = f"eval.dataset is {config.eval.dataset!r}, but there is no reward to judge its replies by"
+    yield (
+        f"{unjudged if taught else 'No reward is set'}: name one with --reward.function_path, "
+        "--reward.model_name_or_path, --reward.remote_url, --reward.judge_url or --reward.verifier"
+        f"{', or leave --eval.dataset out' if taught else ''}."
+    )
 
 
 def _judge_problems(reward: RewardConfig) -> Iterator[str]:

@@ -133,6 +133,7 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         DISTILL | {"reward.verifier": None},
         DISTILL | WHOLE_KL,
         {**DISTILL, "ref.model_name_or_path": None, "algo.kl.teacher_template": "{prompt} {label}"},
+        {**DISTILL, "reward.verifier": None},
         {**DISTILL, "ref.model_name_or_path": None, "algo.kl.teacher_template": "{prompt}"} | WHOLE_KL,
         GROUPS | {"algo.advantage.estimator": "rloo", "algo.kl.init_coef": 0.1, "algo.kl.teacher_template": "t.txt"},
         {"actor.policy_loss_type": "policy_gradient", "algo.old_logprobs": OldLogprobs.ROLLOUT},
@@ -363,6 +364,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.advantage.estimator": "rloo", "algo.advantage.critic_lambd": 0.9} | GROUPS, "does not use"),
     ({"critic.freezing_steps": 5, "train.max_steps": 5}, "--critic.freezing_steps"),
     ({**DISTILL, "ref.model_name_or_path": None}, "--ref.model_name_or_path"),
+    (
+        {**DISTILL, "reward.verifier": None, "eval.dataset": "e"},
+        "no reward to judge its replies by: name one with --re",
+    ),
     ({"algo.kl.teacher_template": "{prompt}"}, "set --algo.kl.init_coef above 0"),
     (DISTILL | TOOLS | TOLD, "episodes have several turns here: leave --algo.kl.teacher_template out"),
     (DISTILL | TOLD | {"data.image_key": "images"}, "--algo.kl.teacher_template or --data.image_key out"),
@@ -803,6 +808,8 @@ def test_evaluation_needs_no_prompts_to_train_on() -> None:
         validate_evaluation(configured({}))
     with pytest.raises(ConfigurationError, match="No reward"):
         validate_evaluation(configured({"eval.dataset": "e.jsonl", "reward.verifier": None}))
+    with pytest.raises(ConfigurationError, match="no reward to judge"):
+        validate_evaluation(configured({**DISTILL, "eval.dataset": "e.jsonl", "reward.verifier": None}))
     with pytest.raises(ConfigurationError, match=r"--reward\.remote_url"):
         validate_evaluation(configured({"eval.dataset": "e.jsonl", "reward.failure_value": 0.0}))
 
