@@ -49,6 +49,9 @@ OLDER_LOSSES = {"aot_pair": "aot"}
 LORA_DROPOUT = 0.05
 """TRL's default share of the inputs of adapters that training leaves out."""
 
+UNLIKE = "pairs of equal replies, and those with an empty one, are left out and counted, in TRL trained"
+"""The note on pairs that nothing can be learnt from."""
+
 RUNS: Mapping[str, tuple[str, type[OfflineRun | RLConfig]]] = {
     "sft": ("train sft", SFTRun),
     "dpo": ("train dpo", DPORun),
@@ -336,6 +339,7 @@ def _finish_sft(draft: Draft) -> None:
 
 def _finish_dpo(draft: Draft) -> None:
     _rows(draft, cut=True)
+    draft.changed.append(UNLIKE)
     losses = [OLDER_LOSSES.get(loss, loss) for loss in draft.value("loss_type", ["sigmoid"])]
     draft.set("dpo.loss", losses)
     if draft.value("use_weighting", False) and "sft" in losses:
@@ -362,6 +366,7 @@ def _finish_kto(draft: Draft) -> None:
 
 def _finish_reward(draft: Draft) -> None:
     _rows(draft, cut=False)
+    draft.changed.append(UNLIKE)
     draft.changed.append("a column margin of the rows counts with rm.margin True alone, in TRL wherever there is one")
 
 

@@ -690,6 +690,12 @@ def test_commas_between_quoted_words_are_no_part_of_them() -> None:
     assert tuple(found["actor.lora.target_modules"]) == ("q_proj", "v_proj")
 
 
+def test_pairs_that_teach_nothing_are_told() -> None:
+    for command in ("dpo", "reward"):
+        assert any("pairs of equal replies" in note for note in translated(command).notes)
+    assert not any("pairs of equal replies" in note for note in translated("kto").notes)
+
+
 def test_rows_without_a_margin_are_compared_as_in_trl() -> None:
     assert settings("reward")["rm.margin"] is False  # with it rows without margins would be refused
     assert any("a column margin" in note for note in translated("reward").notes)
