@@ -5,7 +5,6 @@
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -32,6 +31,7 @@ from rollgrad.application.settings.way_out import way_out
 from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.errors import ConfigurationError, DataError, RollgradError
 from rollgrad.entrypoints.named_paths import check_dataset, check_model, check_reward_file, check_written
+from rollgrad.entrypoints.planned_machine import PlannedMachine, elsewhere_sentence, planned_machine
 from rollgrad.entrypoints.run_directory import check_output
 
 if TYPE_CHECKING:
@@ -185,13 +185,11 @@ def show_plan(
         CheckpointError: a model cannot be found.
         ConfigurationError: a model cannot be divided as the settings say.
     """
-    from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
-
-    machine, device = _machine(), default_device()
-    dtype = resolve_dtype(config.actor.dtype, device)
+    planned = planned_machine(config)
+    machine, device, dtype = planned.machine, planned.device, planned.dtype
     shapes = _shapes(config, dtype, device, becomes=becomes)
     rows = _rows(config, shapes, machine, dtype, told)
-    console.print(_memory_table(rows, machine, optimizer_words(config, rows)))
+    console.print(_memory_table(rows, planned, optimizer_words(config, rows)))
     for place in places(rows, machine):
         console.print(f"{_mib(place.held)} MiB at once in {place.name}, which has {_mib(place.available)}")
     for role in _padded_roles(rows, shapes):
@@ -199,10 +197,12 @@ def show_plan(
             f"{role}: computed with padding, exactly but slower, each sequence with its whole prompt; when it is "
             "loaded, a warning says why"
         )
-    if samples and (floor := _time_floor(config, rows, shapes, machine, dtype, device)):
+    if samples and (floor := _time_floor(config, rows, shapes, planned)):
         console.print(floor)
+    if elsewhere := elsewhere_sentence(config):
+        console.print(elsewhere)
     if config.rollout.engine is Engine.VLLM:
-        console.print(_weights_way(config, device))
+        console.print(_weights_way(config, planned))
     for name, words in correction_summary(config).items() if samples else ():
         console.print(f"{'off-policy correction' if name == 'weights' else '  ' + name}: {words}")
     for sentence in filter(None, (idle_sentence(config), uncorrected_sentence(config))):
@@ -235,7 +235,7 @@ def _fits(
     return not [*shortages(_rows(config, shapes, machine, dtype, told), machine)]
 
 
-def _weights_way(config: RLConfig, device: "torch.device") -> str:
+def _weights_way(config: RLConfig, planned: PlannedMachine) -> str:
     """Returns a sentence about the way of weights to the engines.
 
     Raises:
@@ -244,7 +244,8 @@ def _weights_way(config: RLConfig, device: "torch.device") -> str:
     from rollgrad.adapters.engines.vllm.builds import cpu_builds
 
     # A cluster that is joined may have GPUs where this machine has none.
-    without, gpus = cpu_builds(), device.type == "cuda" or config.cluster.address is not None
+    without = "" if planned.told else cpu_builds()
+    gpus = planned.device.type == "cuda" or config.cluster.address is not None
     way = sync_backend(config, gpus=gpus, without=without)
     return f"weights go to the engines by {way}" + (f": {without}" if without else "")
 
@@ -253,14 +254,6 @@ def _padded_roles(rows: list[RoleMemory], shapes: dict[str, ModelShape]) -> list
     """Returns the roles whose models are trained, or score what is, and are computed padded."""
     passes = {row.role: shapes.get(row.role, shapes["actor"]).passes for row in rows}
     return [role for role in ("actor", "critic", "reference") if (found := passes.get(role)) and found.padded]
-
-
-def _machine() -> Machine:
-    """Returns this machine's memory; other machines of a cluster are not known before the run."""
-    import torch
-
-    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    return Machine(gpu=gpu, memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _shapes(
@@ -304,48 +297,43 @@ def _time_floor(
     config: RLConfig,
     rows: list[RoleMemory],
     shapes: dict[str, ModelShape],
-    machine: Machine,
-    dtype: "torch.dtype",
-    device: "torch.device",
+    planned: PlannedMachine,
 ) -> str | None:
     """Returns the least time of a step as a sentence; None where a model could not be measured."""
-    from rollgrad.adapters.models.torch.product_speed import product_speed
-
-    speed = product_speed(device, dtype)
-    work = step_work(config, rows, {row.role: shapes.get(row.role, shapes["actor"]) for row in rows}, speed, machine)
+    speed, models = planned.speed, {row.role: shapes.get(row.role, shapes["actor"]) for row in rows}
+    work = step_work(config, rows, models, speed, planned.machine)
     if not work:
         return None
     of_roles = ", ".join(f"{part.role} {part.seconds:,.2f}" for part in work)
     return (
         f"A step takes at least {least_seconds(work):,.2f} s if its samples are as long as they may be and all have an "
-        f"advantage: products of matrices ({of_roles}) at {speed / 1e12:,.3f} TFLOP/s, which one large product reaches "
-        "here. Attention, sampling one token after the other, the optimizer, communication and waiting come on top."
+        f"advantage: products of matrices ({of_roles}) at {speed / 1e12:,.3f} TFLOP/s, {planned.source}. "
+        "Attention, sampling one token after the other, the optimizer, communication and waiting come on top."
     )
 
 
-def _memory_table(rows: list[RoleMemory], machine: Machine, optimizers: str) -> "Table":
+def _memory_table(rows: list[RoleMemory], planned: PlannedMachine, optimizers: str) -> "Table":
     from rich.table import Table
 
-    title = "Memory plan: MiB of one process"
+    title = f"Memory plan: MiB of one process{planned.heading}"
     table = Table(
         *("role", "processes", "where", "weights", "gradients", "optimizer", "activations", "total"),
         title=title,
-        collapse_padding=True,  # so that the headings fit into 80 columns
-        pad_edge=False,
+        padding=0,  # so that the headings fit into 80 columns
     )
+    aside = {"loading": attrgetter("loading"), "offloaded": attrgetter("offloaded"), "at rest": attrgetter("rests")}
+    notes = ["activations: and what ZeRO gathers for a pass; of engines, keys and values" + optimizers]
     for row in rows:
-        sharing = [other.role for other in rows if other.device == row.device and other is not row]
-        where = "memory" if not machine.gpu else f"GPU, with {', '.join(sharing)}" if sharing else "GPU"
+        shares = any(other.device == row.device for other in rows if other is not row)
+        where = "memory" if not planned.machine.gpu else "shared GPU" if shares else "GPU"
         parts = (row.weights, row.gradients, row.optimizer, row.passes, row.total)
         table.add_row(row.role, str(row.processes), where, *map(_mib, parts))
-        if row.loading:
-            table.add_row(row.role, str(row.processes), "memory (while loading)", "", "", "", "", _mib(row.loading))
-        if row.offloaded:
-            table.add_row(row.role, str(row.processes), "memory (offloaded)", "", "", "", "", _mib(row.offloaded))
-        if row.rests:
-            words = "memory (while engines sample)"
-            table.add_row(row.role, str(row.processes), words, "", "", "", "", _mib(row.rests))
-    table.caption = "activations: and what ZeRO gathers for a pass; of engines, keys and values" + optimizers
+        for words, held in aside.items():
+            if held(row):
+                table.add_row(row.role, str(row.processes), words, "", "", "", "", _mib(held(row)))
+    if any(held(row) for row in rows for held in aside.values()):
+        notes.append("loading, offloaded, at rest (while engines sample): in the machine's memory")
+    table.caption = "\n".join(notes)
     return table
 
 
@@ -373,7 +361,12 @@ def counts(config: RLConfig, prompts: int) -> str:
     rollouts = config.train.max_steps or math.ceil(config.train.num_episodes * prompts / rollout.batch_size)
     steps = optimizer_steps_per_rollout(config)
     samples = rollout.batch_size * rollout.n_samples_per_prompt
+    words = (_number(rollouts, "rollout"), _number(rollouts * steps, "optimizer step"))
     return (
-        f"Counts: {rollouts:,} rollouts of {samples:,} samples ({rollout.batch_size:,} prompts x "
-        f"{rollout.n_samples_per_prompt:,}); {rollouts * steps:,} optimizer steps, {steps:,} a rollout."
+        f"Counts: {words[0]} of {samples:,} samples ({rollout.batch_size:,} prompts x "
+        f"{rollout.n_samples_per_prompt:,}); {words[1]}, {steps:,} a rollout."
     )
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")

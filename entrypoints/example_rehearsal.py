@@ -85,7 +85,7 @@ def _try(run: OfflineRun, findings: Findings) -> None:
 def _plan(run: OfflineRun, findings: Findings, *, longest: int) -> None:
     shortages = findings.attempt(partial(show_example_plan, run, findings.console, longest=longest))
     for sentence in shortages or ():
-        if run.cluster.address is None:
+        if run.cluster.address is None or run.cluster.plan_for is not None:
             findings.errors.append(ConfigurationError(sentence))
         else:  # the cluster's machines are not this one
             findings.say(sentence)

@@ -211,7 +211,7 @@ class _TrainingTrial(Trial):
             lambda: show_plan(config, self._findings.console, told=told), *(f"{key}.model_name_or_path" for key in keys)
         )
         for sentence in shortages or ():
-            if config.cluster.address is None:
+            if config.cluster.address is None or config.cluster.plan_for is not None:
                 self._errors.append(ConfigurationError(sentence))
             else:  # the cluster's machines are not this one
                 self._say(sentence)

@@ -117,6 +117,23 @@ def test_memory_is_that_of_the_prompts_there_are(run: Any) -> None:
     assert activations() > short
 
 
+def test_machines_that_are_not_here_are_planned_for(run: Any) -> None:
+    joined = ("--dry_run", "--cluster.enable", "--cluster.address", "auto", "--train.colocate_all")
+    joined += ("--rollout.engine", "vllm")
+    assert "tell what they have by --cluster.plan_for" in run(*joined)[1]
+    status, output, errors, _ = run(*joined, "--cluster.plan_for", "80", "2048", "989")
+    assert (status, errors) == (0, [])
+    assert "on machines of 2,048 GiB with GPUs of 80 GiB" in output
+    assert "at 989.000 TFLOP/s, as --cluster.plan_for says" in output
+    assert "weights go to the engines by cuda_ipc\n" in output
+    assert "tell what they have" not in output
+    assert "shared GPU" in output
+    assert "activations" in output  # headings are whole where there are 80 columns
+    status, _, errors, _ = run(*joined, "--cluster.plan_for", "0.1", "2048", "989")
+    assert status == 2
+    assert any("a GPU of actor, engines would hold" in error for error in errors)
+
+
 def test_episodes_that_nothing_bounds_are_told(run: Any) -> None:
     turns = ("--dry_run", "--agent.attempts", "2")
     status, output, errors, _ = run(*turns)
@@ -188,7 +205,7 @@ def test_what_is_printed_fits_on_one_screen_and_begins_and_ends_with_the_verdict
     lines = output.splitlines()
     assert lines[0] == lines[-1] == FINE
     assert len(lines) < 50
-    order = [output.index(words) for words in ("Memory plan", "Counts: 1 rollouts", "A prompt, as", "Settings that")]
+    order = [output.index(words) for words in ("Memory plan", "Counts: 1 rollout of", "A prompt, as", "Settings that")]
     assert order == sorted(order)
     settings = dict(line.split(": ") for line in lines[lines.index(SETTINGS) + 1 : -2])
     assert settings["rollout.n_samples_per_prompt"] == "2"

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.settings import NOT_NEGATIVE, POSITIVE, Condition, setting
+from rollgrad.domain.settings import NOT_NEGATIVE, POSITIVE, Condition, Range, setting
 
 
 class Strategy(StrEnum):
@@ -66,6 +66,12 @@ class ClusterConfig:
         None,
         "Ray cluster to join: auto, or host:port of its head; none starts one on this machine for as long as the run.",
         only_if=IN_CLUSTER,
+    )
+    plan_for: tuple[float, float, float] | None = setting(
+        None,
+        "The machines that --dry_run plans for, where it runs elsewhere: GiB of a GPU, GiB of a machine's memory, and "
+        "TFLOP/s of a GPU (80 2048 989 for H100s); default: machines like this one. It changes nothing of a run.",
+        Range(lambda machine: min(machine) > 0, "three numbers greater than 0"),
     )
     timeout: float = setting(
         1800.0, "Seconds that any wait for a training process may take.", POSITIVE, only_if=IN_CLUSTER

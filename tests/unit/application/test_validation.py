@@ -626,6 +626,7 @@ OUT_OF_RANGE = {
     "zero_stage": 4,
     "lora.rank": -1,
     "lora.target_modules": ("q_proj", ""),
+    "plan_for": (80.0, 2048.0, 0.0),
     "sapo_tau": (1.0, 0.0),
     "vespo_k": (-1.0, 2.0),
     "vespo_lambda": (0.0, 2.0),

@@ -18,7 +18,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing, DType
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.application.settings.sft import SFTRun
-from rollgrad.entrypoints import dry_run, rehearsal
+from rollgrad.entrypoints import dry_run, planned_machine, rehearsal
 from tests.tiny_vision import save_tiny_vlm
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_a_run_that_does_not_fit_is_told_the_way_out(tiny_model_dir: Path, monke
     assert held[Checkpointing.FULL] < held[Checkpointing.SELECTIVE] < held[Checkpointing.OFF]
 
     def said(memory: int) -> list[str]:
-        monkeypatch.setattr(dry_run, "_machine", lambda: Machine(gpu=0, memory=memory))
+        monkeypatch.setattr(planned_machine, "this_machine", lambda: Machine(gpu=0, memory=memory))
         return dry_run.show_plan(config, Console(quiet=True))
 
     assert said(held[Checkpointing.OFF]) == []
