@@ -85,7 +85,7 @@ class ExperienceService:
         self._algo = algo
         self._reward = reward
         self._max_length = max_length
-        self._moments = shaping.RunningMoments()
+        self._moments: dict[str, shaping.RunningMoments] = {}
         self._max_tokens = max_tokens
         self._shares = shares
         self._ratio_is_one = steps_per_rollout == 1 and not always_scores
@@ -176,12 +176,13 @@ class ExperienceService:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the running moments of the rewards."""
-        return self._moments.state_dict()
+        """Returns the running moments of each role's rewards."""
+        return {role: moments.state_dict() for role, moments in self._moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from `state`."""
-        self._moments = shaping.RunningMoments.from_state_dict(state)
+        by_role = {"": state} if "count" in state else state  # once, all roles had the same
+        self._moments = {role: shaping.RunningMoments.from_state_dict(moments) for role, moments in by_role.items()}
 
     def _shaped(self, batch: RolloutBatch, metrics: dict[str, float]) -> RolloutBatch:
         """Shapes rewards: by length and truncation, then normalised, then clipped."""
@@ -205,8 +206,8 @@ class ExperienceService:
         if reward.stop_properly_penalty_coef is not None:
             batch = evolve(batch, rewards_N=shaping.stop_properly(batch, reward.stop_properly_penalty_coef))
         if reward.normalize is Normalise.RUNNING:
-            self._moments = self._moments.update(shaping.outcomes(batch))
-            batch = evolve(batch, rewards_N=shaping.normalise(batch, mean=self._moments.mean, std=self._moments.std))
+            shaped_N, self._moments = shaping.normalise_running(batch, self._moments)
+            batch = evolve(batch, rewards_N=shaped_N)
         elif reward.normalize_mean_std is not None:
             mean, std = reward.normalize_mean_std
             batch = evolve(batch, rewards_N=shaping.normalise(batch, mean=mean, std=std))
@@ -235,8 +236,9 @@ class ExperienceService:
             return None
         baselines_S = torch.tensor([baselines[t.group_id] for t in trajectories])
         reward = self._reward
-        moments = {Normalise.RUNNING: (self._moments.mean, self._moments.std)}
-        mean, std = moments.get(reward.normalize, reward.normalize_mean_std or (0.0, 1.0))
+        mean, std = reward.normalize_mean_std or (0.0, 1.0)
+        if reward.normalize is Normalise.RUNNING:
+            mean, std = self._moments[""].mean, self._moments[""].std  # greedy baselines refuse roles
         baselines_S = (baselines_S - mean) / std
         return baselines_S if reward.clip_range is None else baselines_S.clamp(*reward.clip_range)
 

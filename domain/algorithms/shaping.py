@@ -124,6 +124,23 @@ def normalise(batch: RolloutBatch, *, mean: float, std: float) -> Tensor:
     return scaled_N.index_add(0, outcomes.last_R, torch.full_like(outcomes.reward_R, -mean / max(std, STD_FLOOR)))
 
 
+def normalise_running(
+    batch: RolloutBatch, moments: Mapping[str, "RunningMoments"]
+) -> tuple[Tensor, dict[str, "RunningMoments"]]:
+    """Normalises outcomes by the moments of the same role's outcomes so far, these included; returns the moments, too.
+    Without roles all are of the role ""."""
+    roles_S = batch.roles_S or ("",) * len(batch.lengths_S)
+    rewards_N, reward_R, found = batch.rewards_N, outcomes(batch), dict(moments)
+    for role in sorted(set(roles_S)):
+        mine_S = torch.tensor([own == role for own in roles_S])
+        mine_R = torch.zeros(len(reward_R), dtype=torch.bool).index_fill_(0, batch.rollout_ids_S[mine_S], value=True)
+        found[role] = found.get(role, RunningMoments()).update(reward_R[mine_R])
+        normalised_N = normalise(batch, mean=found[role].mean, std=found[role].std)
+        own_N = mine_S.repeat_interleave(batch.lengths_S)
+        rewards_N = normalised_N if bool(mine_S.all()) else torch.where(own_N, normalised_N, rewards_N)
+    return rewards_N, found
+
+
 def outcomes(batch: RolloutBatch) -> Tensor:
     """Returns the summed reward of each rollout, [R]."""
     rollout_S = batch.rollout_ids_S

@@ -90,6 +90,61 @@ def test_each_role_is_compared_with_itself_and_counts_as_a_rollout() -> None:
     assert len(set(batch.group_ids_S.tolist())) == 2
 
 
+def test_rewards_of_each_role_are_normalised_as_if_it_were_alone() -> None:
+    """The second side loses most games: by a mean of both, its rare wins and usual defeats would weigh otherwise."""
+    algorithm = algo("reinforce")  # without a baseline, which would hide a shift
+
+    def games(rewards: Sequence[tuple[float, float]]) -> list[Trajectory]:
+        return [
+            evolve(make_trajectory([1], [2, 3], [9], [4], sample_id=sample, rewards=[0.5, reward]), role=role)
+            for sample, each in enumerate(rewards)
+            for role, reward in zip(("first", "second"), each, strict=True)
+        ]
+
+    def service() -> ExperienceService:
+        reward = RewardConfig(normalize=Normalise.RUNNING)
+        return ExperienceService(
+            FakePolicy(TILT),
+            reference=None,
+            critic=None,
+            algo=algorithm,
+            reward=reward,
+            max_length=16,
+            max_tokens=1000,
+            steps_per_rollout=1,
+        )
+
+    together, alone = service(), (service(), service())
+    for rewards in ([(1.0, -1.0), (2.0, -1.0), (1.0, 0.5)], [(3.0, -2.0), (1.0, 7.0)]):
+        played = games(rewards)
+        batch = together.make(played, 0.0).batch
+        for place, own in enumerate(alone):
+            expected = own.make(played[place::2], 0.0).batch
+            found = torch.cat(batch.rewards_N.split(batch.lengths_S.tolist())[place::2])
+            assert torch.equal(found, expected.rewards_N)
+            assert float(expected.rewards_N.abs().max()) > 0
+        continued = service()
+        continued.load_state_dict(together.state_dict())
+        together = continued
+    assert set(together.state_dict()) == {"first", "second"}
+
+
+def test_moments_of_a_state_without_roles_are_those_of_episodes_without() -> None:
+    service = ExperienceService(
+        FakePolicy(TILT),
+        reference=None,
+        critic=None,
+        algo=algo(),
+        reward=RewardConfig(normalize=Normalise.RUNNING),
+        max_length=16,
+        max_tokens=1000,
+        steps_per_rollout=1,
+    )
+    service.load_state_dict({"count": 2.0, "mean": 4.0, "squares": 8.0})
+    service.make(TRAJECTORIES, 0.0)
+    assert service.state_dict()[""]["count"] == 2.0 + len(TRAJECTORIES)
+
+
 def by_sequence(batch: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     lengths = batch.lengths_S.tolist()  # type: ignore[attr-defined]
     return (
