@@ -6,7 +6,6 @@ from typing import Any
 
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.own_loop import in_own_loop
-from rollgrad.application.episodes.numbers import returned_number
 from rollgrad.application.foreign import foreign_code, shown
 from rollgrad.domain.errors import ForeignError
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
@@ -39,11 +38,10 @@ class FunctionAgent(AgentProgram):
 
 
 def agent_result(value: Any) -> AgentResult:
-    """Returns what an agent says of its episode.
+    """Returns what an agent says of its episode, with its numbers as they are.
 
     Raises:
-        ForeignError: it says something else than `FunctionAgent` takes, a number is not finite, or a mapping has other
-            keys.
+        ForeignError: it says something else than `FunctionAgent` takes, or a mapping has other keys.
     """
     if isinstance(value, Mapping):
         unknown = value.keys() - {"answer", "reward", "rewards", "metrics"}
@@ -66,15 +64,9 @@ def agent_result(value: Any) -> AgentResult:
             raise ForeignError(f"The agent returned the answer {shown(answer)}, but answers are texts.")
         return AgentResult(
             answer=answer,
-            reward=None if reward is None else returned_number("The agent", "reward", reward),
-            metrics={
-                str(name): returned_number("The agent", f"metric {name}", number)
-                for name, number in (value.get("metrics") or {}).items()
-            },
-            rewards={
-                str(role): returned_number("The agent", f"reward of the role {role}", number)
-                for role, number in rewards.items()
-            },
+            reward=reward,
+            metrics={str(name): number for name, number in (value.get("metrics") or {}).items()},
+            rewards={str(role): number for role, number in rewards.items()},
         )
     if value is None or isinstance(value, str):
         return AgentResult(answer=value)
@@ -85,4 +77,4 @@ def agent_result(value: Any) -> AgentResult:
         )
     ):
         number = float(value)
-    return AgentResult(reward=returned_number("The agent", "reward", number))
+    return AgentResult(reward=number)

@@ -151,20 +151,22 @@ class ServedAgentExecutor(AgentExecutor):
 
 
 def _checked(result: Any) -> AgentResult:
-    """Returns what a program returned.
+    """Returns what a program returned, with Python's numbers.
 
     Raises:
         ForeignError: it is something else, or cannot be learned from.
     """
     if not isinstance(result, AgentResult):
         raise ForeignError(f"The agent returned {shown(result)}, but a program returns an AgentResult.")
-    if result.reward is not None:
-        returned_number("The agent", "reward", result.reward)
-    for name, value in result.metrics.items():
-        returned_number("The agent", f"metric {name}", value)
-    for role, value in result.rewards.items():
-        returned_number("The agent", f"reward of the role {role}", value)
-    return result
+    return evolve(
+        result,
+        reward=None if result.reward is None else returned_number("The agent", "reward", result.reward),
+        metrics={name: returned_number("The agent", f"metric {name}", value) for name, value in result.metrics.items()},
+        rewards={
+            role: returned_number("The agent", f"reward of the role {role}", value)
+            for role, value in result.rewards.items()
+        },
+    )
 
 
 def _unrewarded(roles: Sequence[str], result: AgentResult) -> str | None:

@@ -66,11 +66,8 @@ async def test_what_a_function_may_return(returned: Any, result: AgentResult) ->
 
 WRONG = [
     [1.0],
-    float("nan"),
     {"rewards": 1},
-    {"rewards": {"first": "much"}},
     {"rewards": {"first": 1.0}, "reward": 1.0},
-    {"reward": "much"},
     {"points": 1},
     object(),
     {"answer": 3},
@@ -81,7 +78,7 @@ WRONG = [
 async def test_what_a_function_may_not_return(returned: Any) -> None:
     with pytest.raises(
         ForeignError,
-        match=r"^The agent returned .*(, but .*(texts|metrics|None|numbers)|: (it must be a finite|leave) .*)\.$",
+        match=r"^The agent returned .*(, but .*(texts|metrics|None|numbers)|: leave .*)\.$",
     ):
         await call(lambda task: returned)
 
