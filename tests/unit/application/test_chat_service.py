@@ -83,6 +83,30 @@ async def test_each_turn_has_a_seed_of_its_own() -> None:
     await play(scenario, ["one", "two"])
 
 
+async def test_an_unlearned_reply_that_is_asked_for_again_counts_once() -> None:
+    async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
+        engine.free.clear()
+        impatient = asyncio.create_task(session.unlearned.reply(ask("go")))
+        while not engine.waiting:
+            await asyncio.sleep(0)
+        impatient.cancel()
+        with suppress(asyncio.CancelledError):
+            await impatient
+        engine.free.set()
+        engine.failures = 1
+        with pytest.raises(EngineError):
+            await session.unlearned.reply(ask("go"))
+        for number in (1, 2):
+            await session.unlearned.reply(ask("go"))
+            assert session.unlearned.count == number
+        with pytest.raises(RefusedError, match="has had its 2 unlearned replies"):
+            await session.unlearned.reply(ask("go"))
+        seeds = [request.params.seed for request in engine.requests]
+        assert seeds[0] == seeds[1] == seeds[2] != seeds[3]
+
+    await play(scenario, ["one", "two", "three"], max_turns=2)
+
+
 async def test_settings_that_all_episodes_send_are_reported_once() -> None:
     service = ChatService(ScriptedEngine(FakeChatCodec(), EOS, ["one"] * 3), FakeChatCodec())
     with structlog.testing.capture_logs() as logs:
@@ -518,6 +542,10 @@ async def test_an_agents_own_timeout_is_its_failure() -> None:
         (
             AgentResult(metrics={"helpers": float("inf")}),
             "returned the metric helpers inf: it must be a finite number.",
+        ),
+        (
+            AgentResult(rewards={"first": "much"}),  # type: ignore[dict-item]
+            "returned the reward of the role first 'much': it must be a finite number.",
         ),
     ],
 )
