@@ -31,6 +31,11 @@ class PlainEnvironment(Environment):
         """The inner environment's, which may have none."""
         return getattr(self._inner, "tools", ())
 
+    @property
+    def acting_role(self) -> str:
+        """The inner environment's, which may have no roles."""
+        return str(getattr(self._inner, "acting_role", ""))
+
     async def reset(self, prompt: Prompt) -> Observation:
         """Implements `Environment.reset`."""
         observation: Observation = await self._call("reset", prompt)

@@ -1,6 +1,7 @@
-"""TextArena games, for one player, or for two with a scripted opponent.
+"""TextArena games, for one player, for two with a scripted opponent, or for the model against itself.
 
-Invariant: the model sits at seat 0, and the reward is what the game's `close()` gives that seat, on the last turn.
+Invariant: the model sits at seat 0, or at all of them, and the reward is what the game's `close()` gives a seat, on its
+last turn.
 Works by duck typing: `make` imports TextArena, this module does not. Games draw from the global generator, so their
 calls run inside `GlobalRandomness`.
 """
@@ -28,21 +29,42 @@ class TextArenaEnvironment(Environment):
         make: makes a fresh game, such as `partial(textarena.make, "GuessTheNumber-v0")`.
         opponent: the second player of a two-player game, a function from its observation to its move. If it uses
             `random`, the prompt seeds it too: while it moves, all other games wait. None for a game of one player.
+        players: seats of the model, each of which is a role (`player-0`, ...) with a conversation and a reward of its
+            own; without an opponent only.
         timeout: seconds for one turn, the opponent's included.
 
     Metrics: `invalid_move`, 1 if the game ended by an invalid move of the model.
+
+    Raises:
+        ValueError: there are an opponent and several seats of the model.
     """
 
     def __init__(
-        self, make: Callable[[], Any], *, opponent: Callable[[str], str] | None = None, timeout: float = 60.0
+        self,
+        make: Callable[[], Any],
+        *,
+        opponent: Callable[[str], str] | None = None,
+        players: int = 1,
+        timeout: float = 60.0,
     ) -> None:
+        if opponent is not None and players > 1:
+            raise ValueError("TextArenaEnvironment has an opponent and several players: leave one of them out.")
         self._make = make
         self._opponent = opponent
         self._thread = EpisodeThread("The TextArena game", timeout=timeout)
         self._timeout = timeout
         self._randomness = GlobalRandomness(0)
+        self._players = players
+        self._prompt: Prompt | None = None
+        self._seat = SEAT
+        self._seated: set[int] = set()
         self._game: Any = None
         self._shown: dict[int, str] = {}
+
+    @property
+    def acting_role(self) -> str:
+        """The seat whose move is next; no role if the model has one seat."""
+        return _role(self._seat) if self._players > 1 else ""
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         """Returns the prompt's conversation with the game's rules and board.
@@ -53,18 +75,18 @@ class TextArenaEnvironment(Environment):
         """
         seed = prompt_seed(prompt)
         self._randomness = GlobalRandomness(seed, self._timeout)
-        self._shown = {}
+        self._shown, self._seated, self._prompt = {}, set(), prompt
 
         def start() -> str:
             with self._randomness.installed():
                 self._game = self._make()
-                self._game.reset(num_players=1 if self._opponent is None else 2, seed=seed)
+                self._game.reset(num_players=self._players if self._opponent is None else 2, seed=seed)
                 text = self._until_the_models_turn(done=False)
             if text is None:
                 raise RuntimeError("The TextArena game ended before the model's first move.")
             return text
 
-        return opening(prompt, await self._thread.call("reset", start))
+        return self._told(await self._thread.call("reset", start))
 
     async def step(self, action: Action) -> StepResult:
         """Makes the reply the model's move, and plays the opponent's.
@@ -77,7 +99,7 @@ class TextArenaEnvironment(Environment):
             with self._randomness.installed():
                 done, _ = self._game.step(action.text)
                 text = self._until_the_models_turn(done=done)
-                return self._outcome() if text is None else StepResult(observation=user_message(text))
+                return self._outcome() if text is None else StepResult(observation=self._told(text))
 
         return await self._thread.call("a turn", answer)
 
@@ -86,16 +108,27 @@ class TextArenaEnvironment(Environment):
         await self._thread.close()
 
     def _until_the_models_turn(self, *, done: bool) -> str | None:
-        """Plays the opponent's moves; returns the model's next observation, or None if the game is over."""
+        """Plays the opponent's moves; returns the model's next observation, or None if the game is over. The seat is
+        the last mover's then."""
         while not done:
             player, observation = self._game.get_observation()
             text = self._new_text(player, observation)
-            if player == SEAT:
+            if player < self._players:
+                self._seat = player
                 return text
             if self._opponent is None:
-                raise RuntimeError("The TextArena game has more players: give TextArenaEnvironment an opponent.")
+                raise RuntimeError(
+                    "The TextArena game has more players: give TextArenaEnvironment an opponent, or set players."
+                )
             done, _ = self._game.step(self._opponent(text))
         return None
+
+    def _told(self, text: str) -> Sequence[Message]:
+        """Returns the messages for the seat whose move is next: of its first turn, the prompt with the text."""
+        assert self._prompt is not None
+        first = self._seat not in self._seated
+        self._seated.add(self._seat)
+        return opening(self._prompt, text) if first else user_message(text)
 
     def _new_text(self, player: int, observation: str | Sequence[tuple[int, str, Any]]) -> str:
         """Returns the part of the observation that is new to a player: not shown before, and not its own words."""
@@ -108,10 +141,18 @@ class TextArenaEnvironment(Environment):
 
     def _outcome(self) -> StepResult:
         rewards, infos = self._game.close()
-        info: Mapping[str, Any] = (infos or {}).get(SEAT, {})
+        seats = range(self._players)
+        told: list[Mapping[str, Any]] = [(infos or {}).get(seat, {}) for seat in seats]
+        earned = [float((rewards or {}).get(seat, 0.0)) for seat in seats]
+        alone = self._players == 1
         return StepResult(
-            reward=float((rewards or {}).get(SEAT, 0.0)),
+            reward=earned[SEAT] if alone else 0.0,
+            rewards={} if alone else {_role(seat): earned[seat] for seat in seats},
             terminated=True,
-            info=info,
-            metrics={"invalid_move": float(bool(info.get("invalid_move")))},
+            info=told[SEAT] if alone else {_role(seat): told[seat] for seat in seats},
+            metrics={"invalid_move": float(any(info.get("invalid_move") for info in told))},
         )
+
+
+def _role(seat: int) -> str:
+    return f"player-{seat}"

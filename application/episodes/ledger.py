@@ -263,6 +263,12 @@ class TokenLedger:
         """Sets the reward of one turn, replacing an earlier one."""
         self._turns[turn].reward = reward
 
+    def add_reward(self, role: str, reward: float) -> None:
+        """Adds to the reward of the latest turn of a role; of one that has not replied nothing is known."""
+        turns = [turn for turn in self._turns if turn.prepared.role == role and not turn.dropped]
+        if turns:
+            turns[-1].reward += reward
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing has been sampled."""

@@ -108,9 +108,18 @@ class MultiTurnExecutor(AgentExecutor):
             return request.failure(FailureKind.DATA, full)
         ended = stop_reason or StopReason.LENGTH
         last = session.last
+        if last.rewards and (lacking := [role for role in ledger.roles if role not in last.rewards]):
+            given, others = (
+                ", ".join(map(str, last.rewards)),
+                ", ".join(role or "one without a role" for role in lacking),
+            )
+            raise ForeignError(
+                f"The environment's last step has rewards of {given}, but {others} acted, too: return a reward for "
+                "each role."
+            )
         parts, answer, feedback = last.reward_parts, last.answer, last.feedback
         score, metrics = last.score, {"turns": float(ledger.turns), "branches": float(ledger.branches), **last.metrics}
-        if last.reward is None:
+        if last.reward is None and not last.rewards:
             reward = await self._judge(session, ledger, request, response, ended)
             ledger.reward_last(reward.value)
             score = reward.value if reward.score is None else reward.score

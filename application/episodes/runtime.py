@@ -84,6 +84,8 @@ class AgentRuntime:
             action = await self._act(prepared, ledger, seeded, session, form, on_piece)
             result = await session.advance(action)
             ledger.set_reward(ledger.turns - 1, result.reward or 0.0)
+            for role, reward in result.rewards.items():
+                ledger.add_reward(role, reward)
             following = None
             stop = self._ended(action, result, last=turn + 1 == self._max_turns)
             if stop is None:
@@ -136,7 +138,7 @@ class AgentRuntime:
                 return Prepared(token_ids=whole.token_ids, images=whole.images)
             added = self._written(session.opening)
             return Prepared(token_ids=(*prompt.token_ids, *added.token_ids), images=prompt.images)
-        return ledger.prepare(session.messages, session.tools)
+        return ledger.prepare(session.messages, session.tools, role=session.role)
 
     def _written(self, text: str, images: Sequence[bytes] = ()) -> RenderedPrompt:
         """Returns the tokens of an environment's text, whose marks stand for `images`."""
@@ -147,7 +149,7 @@ class AgentRuntime:
     def _next(self, session: AgentSession, ledger: TokenLedger, result: StepResult) -> Prepared:
         if session.messages is None:
             return ledger.follow(str(result.observation), result.images)
-        return ledger.prepare(session.messages, session.tools)
+        return ledger.prepare(session.messages, session.tools, role=session.role)
 
     @staticmethod
     def _ended(action: Action, result: StepResult, *, last: bool) -> StopReason | None:

@@ -11,15 +11,25 @@ from rollgrad.application.foreign import shown
 from rollgrad.domain.episodes.messages import Action, Message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import DataError, ForeignError
+from rollgrad.domain.ports.agent_program import ROLE
 from rollgrad.domain.ports.chat_codec import ToolSchema
-from rollgrad.domain.ports.environment import Environment, OffersTools, StepResult, Tool, tool_schema
+from rollgrad.domain.ports.environment import (
+    Environment,
+    Observation,
+    OffersTools,
+    PlaysRoles,
+    StepResult,
+    Tool,
+    tool_schema,
+)
 
 
 class AgentSession:
     """One episode in `environment`.
 
     `messages` is the conversation so far, None while the episode is plain text (the environment has returned no
-    messages and has no tools). `opening` is the environment's text after the prompt.
+    messages, and has no tools and no roles). `opening` is the environment's text after the prompt. `role` is who acts
+    next, whose conversation it is; each role has one of its own.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -27,7 +37,10 @@ class AgentSession:
         self.tools: tuple[ToolSchema, ...] = ()
         self.messages: list[Message] | None = None
         self.opening = ""
-        self._begun = 0
+        self.role = ""
+        self._conversations: dict[str, list[Message]] = {}
+        self._begun: dict[str, int] = {}
+        self._prompt: Prompt | None = None
         self.results: list[StepResult] = []
 
     @property
@@ -39,27 +52,25 @@ class AgentSession:
         """Resets the environment.
 
         Raises:
-            DataError: the environment returns messages or has tools, but the prompt is plain text.
-            ForeignError: it returns something else, or has other tools than `Tool`.
+            DataError: the environment returns messages, or has tools or roles, but the prompt is plain text.
+            ForeignError: it returns something else, has other tools than `Tool`, or a role that is no word.
         """
+        self._prompt = prompt
         opening = await self._environment.reset(prompt)
         _check_observation("reset() returned", opening)
         if isinstance(self._environment, OffersTools):  # only now, because they may depend on the prompt
             self.tools = _schemas(self._environment.tools)
+        self.role = _acting_role(self._environment)
         if isinstance(opening, str):
             self.opening = opening
-            if self.tools:
-                self.messages = self._conversation(prompt)
-                if opening:
-                    self.messages.append({"role": "user", "content": opening})
-        else:
-            self.messages = list(opening) or self._conversation(prompt)
-        self._begun = len(self.messages or ())
+        if self.tools or self.role or not isinstance(opening, str):
+            self.messages = self._opened(opening)
+        self._begun[self.role] = len(self.messages or ())
 
     @property
     def spoken(self) -> Sequence[Message]:
         """Messages since the opening: replies and the environment's answers; none if the episode is plain text."""
-        return (self.messages or [])[self._begun :]
+        return (self.messages or [])[self._begun[self.role] :]
 
     async def advance(self, action: Action) -> StepResult:
         """Passes an action to the environment; the answer is added to the conversation.
@@ -81,11 +92,22 @@ class AgentSession:
             )
         if self.messages is not None:
             self.messages.append(action.message)
-            if not isinstance(result.observation, str):
-                self.messages.extend(result.observation)
-            elif result.observation:
-                self.messages.append({"role": "user", "content": result.observation})
+            ended = result.terminated or result.truncated
+            role = self.role if ended else _acting_role(self._environment)
+            self._conversations[self.role], self.role = self.messages, role
+            if role in self._conversations:
+                self.messages = self._conversations[role]
+                self.messages.extend(_in_messages(result.observation))
+            else:
+                self.messages = self._opened(result.observation)
+                self._begun[role] = len(self.messages)
         return result
+
+    def _opened(self, observation: Observation) -> list[Message]:
+        """Returns a conversation that begins with an observation, or with the prompt if that is a text or empty."""
+        assert self._prompt is not None
+        begins = not isinstance(observation, str) and len(observation) > 0
+        return [*([] if begins else self._conversation(self._prompt)), *_in_messages(observation)]
 
     def visible(self) -> Sequence[Message]:
         """Returns the conversation without messages for the model alone."""
@@ -95,7 +117,7 @@ class AgentSession:
     def _conversation(prompt: Prompt) -> list[Message]:
         if not prompt.messages:
             raise DataError(
-                "The episode has tools or speaks in messages, but its prompt is a plain text: use "
+                "The episode has tools or roles or speaks in messages, but its prompt is a plain text: use "
                 "--data.apply_chat_template True, or let reset() return the opening conversation."
             )
         return list(prompt.messages)
@@ -125,6 +147,27 @@ def _check_observation(what: str, value: Any) -> None:
         )
 
 
+def _in_messages(observation: Observation) -> list[Message]:
+    if not isinstance(observation, str):
+        return list(observation)
+    return [{"role": "user", "content": observation}] if observation else []
+
+
+def _acting_role(environment: Environment) -> str:
+    """Returns the role that acts next; empty without roles.
+
+    Raises:
+        ForeignError: it is no word.
+    """
+    role = environment.acting_role if isinstance(environment, PlaysRoles) else ""
+    if role and not (isinstance(role, str) and ROLE.fullmatch(role)):
+        raise ForeignError(
+            f"The environment's acting_role is {shown(role)}: it must be a word of at most 64 letters, digits, '-', "
+            "'_' and '.'."
+        )
+    return role
+
+
 def _schemas(tools: Sequence[Any]) -> tuple[ToolSchema, ...]:
     for tool in tools:
         if not isinstance(tool, Tool):
@@ -143,6 +186,7 @@ def _check_numbers(result: StepResult) -> None:
     worth = {"reward": result.reward, "score": result.score}
     numbers = {
         **{what: value for what, value in worth.items() if value is not None},
+        **{f"reward of the role {role}": value for role, value in result.rewards.items()},
         **{f"reward part {name}": value for name, value in result.reward_parts.items()},
         **{f"metric {name}": value for name, value in result.metrics.items()},
     }

@@ -31,7 +31,8 @@ class StepResult:
     named rewards whose weighted sum is the episode's reward. `answer` and `feedback`: of the last step, what the
     episode answered, and what there is to say of it, as those of a `Reward`. `state`: a text that names the state in
     which the next action is chosen, for estimators that compare actions of a group that were chosen in the same one;
-    default: what the model is told before it, that is the observation."""
+    default: what the model is told before it, that is the observation. `rewards`: of an environment that `PlaysRoles`,
+    for the latest action of each role, that of the role that has acted added to its `reward`."""
 
     observation: Observation = ""
     images: Sequence[Any] = ()
@@ -42,6 +43,7 @@ class StepResult:
     info: Mapping[str, Any] = field(factory=dict)
     sampling: SamplingParams | None = None
     metrics: Mapping[str, float] = field(factory=dict)
+    rewards: Mapping[str, float] = field(factory=dict)
     reward_parts: Mapping[str, float] = field(factory=dict)
     answer: str | None = None
     feedback: str | None = None
@@ -130,6 +132,20 @@ class OffersTools(Protocol):
     @property
     def tools(self) -> Sequence[Tool]:
         """The tools of the episode, from the end of `reset` on; none is as good as no tools."""
+        ...
+
+
+@runtime_checkable
+class PlaysRoles(Protocol):
+    """An environment in which several roles act, each of which is learned from with a reward of its own.
+
+    Each has a conversation of its own, in messages: an observation is for the role that acts next, whose conversation
+    it begins if that has not acted yet (messages replace the prompt then, and a text follows it).
+    """
+
+    @property
+    def acting_role(self) -> str:
+        """The role that acts next, from the end of `reset` on: a word (`ROLE`); empty if there are no roles."""
         ...
 
 
