@@ -34,7 +34,8 @@ class PlainEnvironment(Environment):
     @property
     def acting_role(self) -> str:
         """The inner environment's, which may have no roles."""
-        return str(getattr(self._inner, "acting_role", ""))
+        role: str = getattr(self._inner, "acting_role", "")
+        return role
 
     async def reset(self, prompt: Prompt) -> Observation:
         """Implements `Environment.reset`."""

@@ -235,6 +235,11 @@ class TracedEnvironment(Environment):
         """The inner environment's, which may have none."""
         return getattr(self._inner, "tools", ())
 
+    @property
+    def acting_role(self) -> str:
+        """The inner environment's, which may have no roles."""
+        return getattr(self._inner, "acting_role", "")
+
     async def reset(self, prompt: Prompt) -> Observation:
         """Implements `Environment.reset`."""
         _turns.set(self._turns)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollgrad.adapters.environments.textarena import TextArenaEnvironment
 from rollgrad.adapters.tracing import exporting
 from rollgrad.adapters.tracing.spans import (
     Spans,
@@ -184,6 +185,8 @@ def test_an_environment_offers_the_tools_that_it_has(recorded: Recorded) -> None
     inner.tools = (FakeTool(),)
     assert traced.tools == inner.tools
     assert TracedEnvironment(FakeEnvironment([]), recorded.spans).tools == ()
+    assert TracedEnvironment(FakeEnvironment([]), recorded.spans).acting_role == ""
+    assert TracedEnvironment(TextArenaEnvironment(object, players=2), recorded.spans).acting_role == "player-0"
 
 
 def test_the_tool_of_an_episode_is_traced_as_the_one_that_it_is_of(recorded: Recorded) -> None:
