@@ -184,6 +184,52 @@ async def test_episodes_in_messages(
         assert len(engine.exchanges) == len(replies)
 
 
+class Table(Chatty):
+    """Has players who act in the order of `roles`, of which some share what they are told."""
+
+    def __init__(self, results: Sequence[StepResult], roles: Sequence[str], **options: Any) -> None:
+        super().__init__(results, **options)
+        self._roles = roles
+
+    @property
+    def acting_role(self) -> str:
+        return self._roles[min(len(self.actions), len(self._roles) - 1)]
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen3", "llama3_1", "gemma4"])
+@given(data=st.data(), replies=REPLIES, seed=st.integers(0, 2**32))
+@SETTINGS
+async def test_episodes_of_several_roles(
+    family: str, tiny_tokenizer: Any, data: st.DataObject, replies: list[str | int], seed: int
+) -> None:
+    tokenizer = tokenizer_with(family, tiny_tokenizer)
+    codec = TemplateCodec(tokenizer)
+    engine = engine_for(codec, len(tokenizer), replies, seed)
+    roles = data.draw(st.lists(st.sampled_from("abc"), min_size=len(replies), max_size=len(replies)))
+    told = st.one_of(TEXTS, TEXTS.map(lambda text: [{"role": "user", "content": text}]))
+    results = script(data, len(replies), told)
+    extra = {role: 2.0**-20 * (place + 1) for place, role in enumerate("abc")}
+    results[-1] = evolve(results[-1], rewards=extra)
+    opening = {"role": "user", "content": data.draw(TEXTS)}
+    table = Table(results, roles, greeting=data.draw(st.sampled_from(["", "Begin."])))
+    prompt = Prompt(token_ids=(1,), text="", messages=(opening,))
+    played = await play(codec, engine, table, prompt, None)
+    if isinstance(played, RolloutFailure):
+        assert not engine.exchanges or "template refuses" in played.message
+        return
+    count = len(engine.exchanges)
+    rewards = [result.reward for result in results][:count]
+    if table.actions and count == len(replies):
+        for role in set(roles):
+            rewards[count - 1 - roles[::-1].index(role)] += extra[role]
+    for role in set(roles[:count]):
+        own = [turn for turn in range(count) if roles[turn] == role]
+        mine = [trajectory for trajectory in played if trajectory.role == role]
+        check(mine, [engine.exchanges[turn] for turn in own], [rewards[turn] for turn in own])
+        assert mine[0].score == pytest.approx(sum(rewards[turn] for turn in own))
+    assert {trajectory.role for trajectory in played} == set(roles[:count])
+
+
 @pytest.mark.parametrize("family", ["smollm2", "llama3_1", "qwen3"])
 @given(data=st.data(), replies=REPLIES, seed=st.integers(0, 2**32))
 @SETTINGS
