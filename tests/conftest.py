@@ -151,6 +151,17 @@ def _plain_tracebacks() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _short_names_of_configurations() -> Iterator[None]:
+    """transformers writes each configuration that it loads for a log that nobody reads, in as long as loading takes: a
+    twelfth of the time of all unit tests."""
+    from transformers import PreTrainedConfig
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PreTrainedConfig, "__repr__", object.__repr__)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _servers_wait_little() -> Iterator[None]:
     """Servers of this process: uvicorn looks every tenth of a second whether it is to stop and whether all is closed,
     and clients that are refused while they send are made to wait."""
