@@ -36,6 +36,18 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Returns whether an error is a lack of memory, for which torch raises a plain RuntimeError on a CPU, and a process
+    of a model is told by its words. Imports no torch.
+
+    >>> lacks_memory(MemoryError()), lacks_memory(RuntimeError("no such row"))
+    (True, False)
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    words = ("can't allocate memory", "OutOfMemoryError:")
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or any(each in str(error) for each in words)
+
+
 def error_place(error: BaseException) -> str:
     """Returns where in a user's own file an error came from, as ` (reward.py, line 5)`; nothing where it came from
     libraries and rollgrad alone."""

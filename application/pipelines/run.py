@@ -13,9 +13,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 import structlog
-import torch
 
-from rollgrad.application.foreign import first_line, is_being_cancelled
+from rollgrad.application.foreign import first_line, is_being_cancelled, lacks_memory
 from rollgrad.application.interruption import Interrupted
 from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.application.pipelines.state_writing import StateWriter
@@ -146,9 +145,9 @@ class Run(Generic[Sample]):
             traceback.clear_frames(error.__traceback__)  # saving may need the memory of their variables
             self._tell_failure(error)
             self._rescue(error)
-            if _lacks_memory(error):
+            if lacks_memory(error):
                 raise OutOfMemory(
-                    f"Step {self._done + 1} ran out of memory ({first_line(error)}): {self._less_memory}"
+                    f"Step {self._done + 1} ran out of memory: {self._less_memory} {first_line(error)}"
                 ) from error
             raise
         try:
@@ -384,17 +383,10 @@ class Run(Generic[Sample]):
         except (CheckpointError, WorkerError):
             raise
         except Exception as error:  # a state of other settings, or a forged one, fails in many ways
-            if _lacks_memory(error):
+            if lacks_memory(error):
                 raise
             raise CheckpointError(
                 f"The training state is of a run with another model, optimizer or data ({type(error).__name__}: "
                 f"{str(error)[:200]}): continue with the settings that the run started with."
             ) from error
         self._began = self._done
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    """Returns whether an error is a lack of memory, for which torch raises a plain RuntimeError on a CPU, and a process
-    of a model is told by its words."""
-    words = ("can't allocate memory", "OutOfMemoryError:")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(each in str(error) for each in words)

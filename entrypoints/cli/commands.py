@@ -16,8 +16,9 @@ import attrs
 
 import rollgrad
 from rollgrad.adapters.system.exits import telling_exits
+from rollgrad.application.foreign import first_line, lacks_memory
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines
+from rollgrad.domain.errors import ConfigurationError, OutOfMemory, RollgradError, problem_lines
 from rollgrad.entrypoints.cli.chat import ChatArguments, chat
 from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
 from rollgrad.entrypoints.cli.evaluation import evaluate
@@ -49,6 +50,12 @@ from rollgrad.entrypoints.names.suggestions import unknown_command
 from rollgrad.entrypoints.redaction import OutputClosedError, redacted_output
 from rollgrad.entrypoints.translation.draft import TranslatedCommand, TranslatedRun
 
+LESS_MEMORY = (
+    " Choose a smaller model, --actor.dtype bfloat16, --actor.lora.rank or, in a cluster, more processes; the "
+    "--dry_run of a training says what takes how much."
+)
+"""Advice where memory ran out before anything was trained, behind a sentence that says so."""
+
 
 def run_command(words: list[str]) -> int:
     """Runs the command of these words; returns the exit status."""
@@ -70,16 +77,20 @@ def _tell_exit(words: str) -> None:
 def _status(words: list[str]) -> int:
     try:
         return _dispatch(words)
-    except RollgradError as error:
-        if os.environ.get("ROLLGRAD_DEBUG") == "1":
-            traceback.print_exc()
-        sys.stderr.writelines(f"error: {line}\n" for line in problem_lines(error))
-        return EXIT_ERROR
     except OutputClosedError:
         raise
-    except Exception:  # its message may contain a secret, which only this command's streams hide
-        traceback.print_exc()
-        return EXIT_DEFECT
+    except Exception as error:
+        known = problem_lines(error) if isinstance(error, RollgradError) else []
+        hungry = lacks_memory(error) and not isinstance(error, OutOfMemory)  # which says what would need less
+        if not (known or hungry) or os.environ.get("ROLLGRAD_DEBUG") == "1":
+            traceback.print_exc()  # here: its message may contain a secret, which only this command's streams hide
+        if not (known or hungry):
+            return EXIT_DEFECT
+        lines = known or [f"There is too little memory ({first_line(error)})."]
+        if hungry:
+            lines[-1] += LESS_MEMORY
+        sys.stderr.writelines(f"error: {line}\n" for line in lines)
+        return EXIT_ERROR
 
 
 def with_settings(

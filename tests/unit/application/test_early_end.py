@@ -251,7 +251,8 @@ def test_running_out_of_memory_saves_and_names_what_takes_less(
     policy: type[BreakingPolicy], make: Callable[..., Run]
 ) -> None:
     run = make(policy=policy(FAILS_AFTER))
-    with pytest.raises(OutOfMemory, match=rf"^Step {FAILS_AFTER + 1} ran out of memory .*max_tokens_per_micro_batch"):
+    said = rf"^Step {FAILS_AFTER + 1} ran out of memory: lower --train.max_tokens_per_micro_batch\. \S"
+    with pytest.raises(OutOfMemory, match=said):
         run.train()
     assert run.checkpoints.states["model"]["step"] == FAILS_AFTER
     assert run.checkpoints.training is not None

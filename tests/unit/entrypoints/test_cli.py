@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from rollgrad.application.settings.run import RLConfig
@@ -13,7 +14,7 @@ from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.application.settings.validation import leaves
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, OutOfMemory, WorkerError
 from rollgrad.entrypoints.cli import commands
 from rollgrad.entrypoints.cli.commands import COMMANDS
 from rollgrad.entrypoints.cli.main import main
@@ -209,6 +210,32 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setenv("ROLLGRAD_DEBUG", "1")
     assert main(["train", "rl"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory.\nGPU 0"), "There is too little memory (CUDA out of memory.)."),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "There is too little memory (DefaultCPUAllocator"),
+        (WorkerError("Rank 1 failed (OutOfMemoryError: CUDA)."), "Rank 1 failed (OutOfMemoryError: CUDA)."),
+    ],
+    ids=["gpu", "cpu", "process of a model"],
+)
+def test_memory_that_runs_out_while_models_load_is_told_with_what_takes_less(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(commands, "_dispatch", load)
+    assert main(["eval"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {said}")
+    assert told.count("\n") == 1
+    assert "--actor.lora.rank" in told
+    error = OutOfMemory("Step 3 ran out of memory: train less.")
+    assert main(["eval"]) == 2
+    assert capsys.readouterr().err == "error: Step 3 ran out of memory: train less.\n"
 
 
 def files_config(tmp_path: Path) -> RLConfig:
