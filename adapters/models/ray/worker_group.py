@@ -263,8 +263,8 @@ class WorkerGroup:
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         self._broken = kind(
             f"Of the {self.size} training processes of {self.name}, {who} {what} while {doing!r} was under way. "
-            f"{self._last_words(ranks)}Start again with --ckpt.resume, which continues from the last training state "
-            "(--ckpt.state_minutes)."
+            f"{self._last_words(ranks)}Start again with --ckpt.resume auto, which continues from the last training "
+            "state (--ckpt.state_minutes)."
         )
         self._reading, self._participants = None, {}
         self.close()

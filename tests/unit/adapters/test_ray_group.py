@@ -176,7 +176,7 @@ def test_the_process_that_died_is_named_and_not_the_one_that_it_left(make: Calla
         next(reading)
     with pytest.raises(WorkerError, match="rank 1 died while 'next'") as told_again:
         group.all("score")
-    log = re.escape(f"/logs/worker-*-{group.pids[1]}.err on its machine. Start")
+    log = re.escape(f"/logs/worker-*-{group.pids[1]}.err on its machine. Start again with --ckpt.resume auto,")
     assert re.search(log, str(told_again.value))
     group = make(Left(), Dying())
     with pytest.raises(WorkerError, match="rank 1 died while 'score'"):
