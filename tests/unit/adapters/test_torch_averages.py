@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attrs import evolve
 from torch import nn
 
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
@@ -26,14 +27,15 @@ def trained(model: nn.Linear, optimizer: MasterOptimizer, steps: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_averages_follow_the_masters(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "every"), [(torch.float32, 1), (torch.bfloat16, 3)])
+def test_averages_follow_the_masters(dtype: torch.dtype, every: int) -> None:
+    """In the second case they move after the third step alone."""
     model = network(dtype)
-    optimizer = MasterOptimizer(model, SETTINGS)
+    optimizer = MasterOptimizer(model, evolve(SETTINGS, ema_every=every))
     expected = {name: master.double() for name, master in optimizer.masters().items()}
-    for _ in range(4):
+    for step in range(1, 5):
         trained(model, optimizer, 1)
-        for name, master in optimizer.masters().items():
+        for name, master in optimizer.masters().items() if step % every == 0 else ():
             expected[name] = BETA * expected[name] + (1 - BETA) * master.double()
     averages = optimizer.state_dict()["averages"]
     for name, average in averages.items():
