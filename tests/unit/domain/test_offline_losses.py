@@ -21,6 +21,7 @@ from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective, refere
 from rollgrad.domain.batches.examples import ExampleBatch, StepBatch, pack_sequences, pack_steps
 from rollgrad.domain.batches.metrics import joined
 from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.sharding import weightless
 from rollgrad.domain.episodes.examples import StepLabels, WeightedTokens
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.test_preference import batch_of, log_sigmoid, logistic, random_pairs, reply, sums
@@ -240,14 +241,18 @@ def test_any_split_of_pairs_trains_the_reward_model_alike(seed: int, parts: int)
         number = min(9, int((sure - 0.5) * 20))
         bins[number] = bins.get(number, 0.0) + weight * (sure - (gap > 0))
     assert metrics["calibration_error"] == pytest.approx(math.fsum(map(abs, bins.values())), abs=1e-6)
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(pairs), generator=generator)
     summed_N, of_parts = torch.zeros_like(whole_N), []
     for part in order.tensor_split(min(parts, len(pairs))):
-        sequences = torch.isin(batch.group_ids_S, part).nonzero()[:, 0].flip(0)
+        sequences = torch.isin(batch.group_ids_S, part).nonzero()[:, 0]
+        sequences = sequences[torch.randperm(len(sequences), generator=generator)]  # between the replies of other pairs
         index = batch.token_index(sequences)
         _, gradient_N, of_part = output(batch.select(sequences), values_N[index])
         summed_N[index] += gradient_N
         of_parts.append(of_part)
+    copy = weightless(batch.select([0, 1]))  # of a process that has no pair
+    of_parts.append(output(copy, values_N[batch.token_index(torch.arange(2))])[2])
     torch.testing.assert_close(summed_N, whole_N, rtol=1e-12, atol=1e-15)
     assert joined(of_parts) == pytest.approx(metrics, rel=1e-6, abs=1e-9)
     assert len(sums(batch, values_N)) == len(pairs)
