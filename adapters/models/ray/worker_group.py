@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import structlog
+
 from rollgrad.adapters.models.ray.rank_worker import end_workers, start_by_deepspeed
 from rollgrad.adapters.ray.session import machine, ray_module, require_raylet
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import CheckpointError, LostProcessError, RollgradError, WorkerError
+
+log = structlog.get_logger(__name__)
 
 GRACE_SECONDS = 30.0
 """Seconds after an exchange that failed, or after the deadline, in which the cause may be noticed: the death of a
@@ -24,6 +28,10 @@ process, or which of them is silent. Other processes fail only because one has l
 
 CAUSE_SECONDS = 5.0
 """Seconds after a failure that is none of an exchange, in which the others may fail, too, or end."""
+
+TELL_SECONDS = 300.0
+"""Seconds between two lines of the log that name the processes which have not answered yet. All of them are silent as
+long as one does not take part in an exchange, up to the deadline."""
 
 NO_MEMORY = (
     "Ray ended it as its machine was about to run out of memory: lower --train.max_tokens_per_micro_batch, or give the "
@@ -212,9 +220,17 @@ class WorkerGroup:
         ranks = {reference: rank for rank, reference in [*self._participants.items(), *references.items()]}
         wanted, results = set(references.values()), dict[Any, Any]()
         failures: dict[int, Exception] = {}
-        until, grace = time.monotonic() + self.timeout, False
+        began = time.monotonic()
+        until, tell, grace = began + self.timeout, began + TELL_SECONDS, False
         while wanted or (failures and ranks):
-            done, _ = ray.wait(list(ranks), timeout=max(0.0, until - time.monotonic()))
+            done, _ = ray.wait(list(ranks), timeout=max(0.0, min(until, tell) - time.monotonic()))
+            if not done and tell < until:
+                log.info(
+                    f"{_named(sorted(ranks.values()))} of {self.name} did not answer {doing!r} yet "
+                    f"({tell - began:g} s of {self.timeout:g} s)"
+                )
+                tell += TELL_SECONDS
+                continue
             if not done and (grace or len(ranks) == 1):
                 break
             if not done:  # those that only wait for a silent one fail now, too, which tells who that is
@@ -260,11 +276,10 @@ class WorkerGroup:
     def _end(self, what: str, ranks: Sequence[int], doing: str, kind: type[WorkerError]) -> WorkerError:
         if self._broken is not None:  # this call's processes were ended because another call found one dead
             return type(self._broken)(str(self._broken))
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         self._broken = kind(
-            f"Of the {self.size} training processes of {self.name}, {who} {what} while {doing!r} was under way. "
-            f"{self._last_words(ranks)}Start again with --ckpt.resume auto, which continues from the last training "
-            "state (--ckpt.state_minutes)."
+            f"Of the {self.size} training processes of {self.name}, {_named(ranks)} {what} while {doing!r} was under "
+            f"way. {self._last_words(ranks)}Start again with --ckpt.resume auto, which continues from the last "
+            "training state (--ckpt.state_minutes)."
         )
         self._reading, self._participants = None, {}
         self.close()
@@ -276,6 +291,10 @@ class WorkerGroup:
         files = " and ".join(LOG.format(pid=self.pids[rank]) for rank in ranks[:NAMED] if self.pids)
         where = "its machine" if len(ranks) == 1 else "their machines"
         return f"What was written there last is in {files} on {where}. " if files else ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _is_death(error: Exception) -> bool:

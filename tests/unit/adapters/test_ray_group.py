@@ -241,6 +241,23 @@ def test_who_does_not_answer_in_time_is_named(
     end.set()
 
 
+def test_who_does_not_answer_yet_is_logged(make: Callable[..., WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line each so many seconds, however long the call may take."""
+    monkeypatch.setattr(worker_group, "TELL_SECONDS", 0.1)
+    end = threading.Event()
+    group = make(Model(), Stuck(end=end))
+    told: list[str] = []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if len(told) == 2:
+            end.set()
+
+    monkeypatch.setattr(worker_group, "log", SimpleNamespace(info=tell))
+    assert group.all("score") == ["scores", "late"]
+    assert told[:2] == [f"rank 1 of actor did not answer 'score' yet ({n} s of 60 s)" for n in ("0.1", "0.2")]
+
+
 def test_processes_that_all_lose_each_other_are_lost_and_one_that_fails_is_named(
     make: Callable[..., WorkerGroup],
 ) -> None:
