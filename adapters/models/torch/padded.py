@@ -185,12 +185,12 @@ def padded_hidden(model: Any, sequences: Sequence[Tensor]) -> Iterator[tuple[int
 
 
 def require_packed(model: Any, setting: str, size: int) -> None:
-    """Refuses a model where processes would divide its sequences or heads, and it is computed padded.
+    """Refuses a model that is computed padded, whose sequences or heads `size` processes are to divide.
 
     Raises:
-        ConfigurationError: they would.
+        ConfigurationError: it is.
     """
-    if size > 1 and is_padded(model):
+    if is_padded(model):
         raise ConfigurationError(
             f"{setting} is {size}, but {type(model).__name__} is computed with padding, which processes do not divide "
             f"so: leave --{setting} out."
