@@ -59,6 +59,7 @@ SIGNS: dict[str, dict[str, float]] = {
     "recomputing": {"rollout/recomputed_share": 0.7},
     "time_lost": {"time/sync_s": 9.0},
 }
+LONGER = {"rollout/reward_length_correlation": 0.8, "rollout/response_length_mean": 25.0}
 GROWING = ("reward_follows_length", "mismatch_grows", "part_falls")
 """Signs that are seen beside the first rollouts."""
 LOOK_AT = {
@@ -103,6 +104,36 @@ def test_a_sign_is_told_once_with_numbers_and_the_setting_to_look_at(name: str) 
     assert LOOK_AT[name] in finding.look_at
     assert any(character.isdigit() for character in finding.evidence)
     assert state.findings()[0].until == WINDOW + 10
+
+
+LIMITS: list[tuple[str, dict[str, float], dict[str, float]]] = [
+    ("truncated", {"rollout/truncated_share": 0.99}, {"rollout/truncated_share": 0.989}),
+    ("entropy_collapsed", {"rollout/entropy": 0.00999}, {"rollout/entropy": 0.01}),
+    ("reward_follows_length", LONGER, {"rollout/reward_length_correlation": 0.799}),
+    ("reward_follows_length", LONGER, {"rollout/response_length_mean": 24.99}),
+    ("mismatch_grows", {"policy/mismatch_kl": 0.01}, {"policy/mismatch_kl": 0.00999}),
+    ("stale", {"rollout/rejected_stale": 2.0}, {"rollout/rejected_stale": 1.99}),
+    ("failing", {"rollout/samples": 98.0, "rollout/failed_reward": 2.0}, {"rollout/samples": 98.1}),
+    ("duplicates", {"rollout/duplicate_share": 0.8}, {"rollout/duplicate_share": 0.799}),
+    ("duplicates", {"rollout/duplicate_share": 0.8}, {"rollout/all_passed_share": 0.5}),
+    ("clipped", {"policy/clip_low_share": 0.05, "policy/clip_high_share": 0.25}, {"policy/clip_low_share": 0.049}),
+    ("part_falls", {"reward/part/right": 0.15, "reward/mean": 0.6}, {"reward/part/right": 0.151}),
+    ("part_falls", {"reward/part/right": 0.15, "reward/mean": 0.401}, {"reward/mean": 0.4}),
+    ("memory_full", {"memory/host_share": 0.97}, {"memory/host_share": 0.969}),
+    ("recomputing", {"rollout/recomputed_share": 0.5}, {"rollout/recomputed_share": 0.499}),
+    ("time_lost", {"time/sync_s": 6.0}, {"time/sync_s": 5.99}),
+    ("time_lost", {"time/trainer_idle_share": 0.8}, {"time/trainer_idle_share": 0.799}),
+    ("time_lost", {"time/generation_idle_share": 0.5}, {"time/generation_idle_share": 0.499}),
+    ("time_lost", {"time/step_s": 1.0, "time/sync_s": 0.3}, {"time/step_s": 0.99}),
+]
+"""For each sign metrics at its limit, and what has to change in them so that it is none."""
+
+
+@pytest.mark.parametrize(("name", "metrics", "harmless"), LIMITS)
+def test_a_sign_begins_at_its_limit(name: str, metrics: dict[str, float], harmless: dict[str, float]) -> None:
+    _, told = watch(*[{}] * WINDOW, *[metrics] * WINDOW)
+    assert [finding.name for found in told.values() for finding in found] == [name]
+    assert watch(*[{}] * WINDOW, *[metrics | harmless] * WINDOW)[1] == {}
 
 
 @pytest.mark.parametrize("name", SIGNS)
