@@ -265,16 +265,22 @@ class Run(Generic[Sample]):
             self._states.finish()
         except Exception as second:  # of the state before, if it is not `error` itself
             log.warning("no training state was saved", reason=str(second))
-        if exploded:
-            return
         try:
-            self._save_last()
-            if self._models.under_way:
-                log.warning("the model has optimizer steps of an update that was not finished", after_step=self._done)
+            if not exploded:
+                self._save_last()
+                if self._models.under_way:
+                    log.warning(
+                        "the model has optimizer steps of an update that was not finished", after_step=self._done
+                    )
         except Exception as second:  # a full disk, a lost process: the first error is raised in any case
             log.error("saving failed: what was saved before is still there", reason=str(second))
-        if self._states.written == self._done:
-            log.warning("saved; --ckpt.resume continues the run", step=self._done)
+        newest = self._states.written or self._began  # 0: there is none
+        if newest:
+            log.warning(
+                "--ckpt.resume continues the run from its newest training state",
+                step=newest,
+                lost_steps=self._done - newest,
+            )
 
     def _save_last(self) -> None:
         """Saves the model, and the training state, which may be on another disk, also where the model cannot be."""

@@ -3,7 +3,7 @@
 import asyncio
 import io
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -293,8 +293,7 @@ def test_a_training_state_is_saved_also_where_the_model_cannot_be(
         run.train()
     assert run.checkpoints.training is not None
     assert run.checkpoints.training["run"]["step"] == fails_after
-    told = [log["step"] for log in logs if log["event"] == "saved; --ckpt.resume continues the run"]
-    assert told == ([fails_after] if fails_after < STEPS else [])
+    assert continued(logs) == ([(fails_after, 0)] if fails_after < STEPS else [])
 
 
 def test_nobody_is_told_to_continue_from_a_state_that_could_not_be_saved(make: Callable[..., Run]) -> None:
@@ -303,6 +302,38 @@ def test_nobody_is_told_to_continue_from_a_state_that_could_not_be_saved(make: C
     with capture_logs() as logs, pytest.raises(NonFiniteUpdateError):
         run.train()
     assert [log["event"] for log in logs if "saved" in log["event"]] == ["no training state was saved"]
+    assert continued(logs) == []
+
+
+class LostRank(BreakingPolicy):
+    """A process of it fails, without which nothing can be saved."""
+
+    def save(self, path: Path) -> None:
+        raise WorkerError("Of the 8 training processes of actor, rank 3 failed")
+
+    def state_dict(self) -> dict[str, Any]:
+        if len(self.updates) == self.after:
+            raise WorkerError("Of the 8 training processes of actor, rank 3 failed")
+        return super().state_dict()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [LostRank(FAILS_AFTER), BreakingPolicy(FAILS_AFTER, ExplodedWeightsError("Step 4 has made a weight NaN."))],
+    ids=["lost", "exploded"],
+)
+def test_where_nothing_more_can_be_saved_it_is_told_from_which_step_a_run_goes_on(
+    policy: BreakingPolicy, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, steps=STEPS, state_steps=2, policy=policy)
+    with capture_logs() as logs, pytest.raises(type(policy._error)):
+        run.train()
+    assert continued(logs) == [(2, FAILS_AFTER - 2)]
+
+
+def continued(logs: Sequence[MutableMapping[str, Any]]) -> list[tuple[int, int]]:
+    """From which step a log says that a run continues, and how many that loses."""
+    return [(log["step"], log["lost_steps"]) for log in logs if "continues the run" in log["event"]]
 
 
 # How often the training state is saved.
