@@ -52,6 +52,11 @@ def test_together_as_one_by_one(tokenizer: Any, family: str, side: str, batch_to
     assert max(expected) - min(expected) > 0.01, "texts that score alike would show nothing"
 
 
+def test_scores_of_a_model_in_half_precision_have_no_ties_by_rounding(tokenizer: Any) -> None:
+    scores = torch.tensor(RewardModel(classifier("Llama", tokenizer).bfloat16(), tokenizer).score(TEXTS))
+    assert (scores != scores.bfloat16()).sum() >= len(TEXTS) - 1, "their head computes in float32"
+
+
 def test_the_capped_scores_of_gemma_2_are_capped(tokenizer: Any, tmp_path: Path) -> None:
     """transformers loads it with an attention that leaves the caps out."""
     settings = {"head_dim": 8, "attn_logit_softcapping": 0.5, "num_labels": 1}
@@ -158,6 +163,8 @@ def test_tokens_that_are_too_many_lose_their_beginning_only(tokenizer: Any) -> N
     encoded = model.encode_reply(RewardInput(text="", token_ids=tokens))
     assert encoded.truncated
     assert encoded.tokens == (tokenizer.bos_token_id, *range(45, 60))
+    judged = model.judge([RewardInput(text="", token_ids=each) for each in (tokens[:16], tokens[:17])])
+    assert [truncated for _, truncated in judged] == [False, True]
 
 
 def test_a_long_text_loses_its_beginning_only(tokenizer: Any) -> None:
@@ -193,8 +200,11 @@ def test_the_beginning_of_sequence_stays_and_is_there_once(tokenizer: Any) -> No
 def test_by_default_the_model_s_positions_are_the_limit(tokenizer: Any) -> None:
     model = RewardModel(classifier("Llama", tokenizer), tokenizer)
     assert len(model.encode("a b " * POSITIONS).tokens) == POSITIONS
-    with pytest.raises(ConfigurationError, match=r"--max_length is 257"):
-        RewardModel(classifier("Llama", tokenizer), tokenizer, max_length=POSITIONS + 1)
+    for allowed in (2, POSITIONS):
+        RewardModel(classifier("Llama", tokenizer), tokenizer, max_length=allowed)
+    for refused in (1, POSITIONS + 1):
+        with pytest.raises(ConfigurationError, match=rf"--max_length is {refused}"):
+            RewardModel(classifier("Llama", tokenizer), tokenizer, max_length=refused)
     with pytest.raises(ConfigurationError, match=r"--batch_tokens is 0"):
         RewardModel(classifier("Llama", tokenizer), tokenizer, batch_tokens=0)
 
