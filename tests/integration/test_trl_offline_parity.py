@@ -438,3 +438,22 @@ def test_distillation_is_gkd(beta: float) -> None:
     torch.testing.assert_close(loss, theirs, rtol=LOSS, atol=LOSS)
     (own,), (wanted,) = torch.autograd.grad(loss, leaf), torch.autograd.grad(theirs, other)
     torch.testing.assert_close(own, wanted, rtol=GRADIENT, atol=GRADIENT)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_a_teacher_of_own_replies_is_that_of_trls_command(beta: float) -> None:
+    """`trl distillation` compares both at the temperature of sampling, which multiplies no loss."""
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    torch.manual_seed(4)
+    hidden, taught, head, other = (torch.randn(size) for size in ((6, 8), (6, 12), (40, 8), (40, 12)))
+    mask = torch.tensor([1, 1, 0, 1, 1, 0])
+    leaf, same = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    student, teacher = ((states @ weight.T / 0.7).log_softmax(1) for states, weight in ((leaf, head), (taught, other)))
+    loss = divergence(teacher, student, beta=beta)[mask > 0].mean()
+    theirs, _, _ = _chunked_divergence_loss(
+        same[None], taught[None], head, other, mask[None], beta, num_items_in_batch=4, temperature=0.7
+    )
+    torch.testing.assert_close(loss, theirs, rtol=LOSS, atol=LOSS)
+    (own,), (wanted,) = torch.autograd.grad(loss, leaf), torch.autograd.grad(theirs, same)
+    torch.testing.assert_close(own, wanted, rtol=GRADIENT, atol=GRADIENT)
