@@ -6,7 +6,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from rollgrad.application.settings.memory_plan_passes import MIB
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import AdapterConfig, RouterReplay
+from rollgrad.application.settings.sections.actor import AdapterConfig, Checkpointing, RouterReplay
 from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.sections.optimizer import Optim
 from rollgrad.application.settings.sections.rollout import Engine
@@ -208,9 +208,12 @@ def show_plan(
     for sentence in filter(None, (idle_sentence(config), uncorrected_sentence(config))):
         console.print(sentence)
     short = list(shortages(rows, machine))
-    fits = partial(_fits, machine=machine, dtype=dtype, device=device, becomes=becomes, told=told)
+    shapes_of = cache(
+        lambda kind, offloads: _shapes(_recomputed(config, kind, offloads), dtype, device, becomes=becomes)
+    )
+    fits = partial(_fits, shapes_of=shapes_of, machine=machine, dtype=dtype, told=told)
     way = way_out(config, machine, fits) if short else None
-    return short if way is None else [*short, way]
+    return short if way is None else [*short[:-1], f"{short[-1]} {way}"]
 
 
 def _rows(
@@ -228,10 +231,19 @@ def _rows(
     )
 
 
+def _recomputed(config: RLConfig, kind: Checkpointing, offloads: bool) -> RLConfig:
+    return evolve(config, actor=evolve(config.actor, gradient_checkpointing=kind, offload_activations=offloads))
+
+
 def _fits(
-    config: RLConfig, *, machine: Machine, dtype: "torch.dtype", device: "torch.device", becomes: Becomes, told: int
+    config: RLConfig,
+    *,
+    shapes_of: Callable[[Checkpointing, bool], dict[str, ModelShape]],
+    machine: Machine,
+    dtype: "torch.dtype",
+    told: int,
 ) -> bool:
-    shapes = _shapes(config, dtype, device, becomes=becomes)
+    shapes = shapes_of(config.actor.gradient_checkpointing, config.actor.offload_activations)
     return not [*shortages(_rows(config, shapes, machine, dtype, told), machine)]
 
 

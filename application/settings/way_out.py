@@ -1,12 +1,15 @@
-"""Settings of recomputation with which a run that does not fit would: importable without torch."""
+"""Settings with which a run that does not fit would: importable without torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from attrs import evolve
 
+from rollgrad.application.settings.engine_memory import engines_sleep
 from rollgrad.application.settings.memory_places import Machine
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import WHERE_IT_SELECTS, Checkpointing
+from rollgrad.application.settings.sections.cluster import Strategy
+from rollgrad.application.settings.sections.ds import PARAMETERS
 
 WAYS_OUT = (
     (Checkpointing.SELECTIVE, False),
@@ -17,15 +20,48 @@ WAYS_OUT = (
 
 
 def way_out(config: RLConfig, machine: Machine, fits: Callable[[RLConfig], bool]) -> str | None:
-    """Returns a sentence with the settings of recomputation, those that cost least first, by which a run that does not
-    fit would fit, as `fits` says of other settings; None if there are none."""
+    """Returns a sentence with settings by which a run that does not fit would fit, as `fits` says of other settings,
+    those that cost least first: recomputation, then what is divided, sleeps or is offloaded, each also with
+    recomputation; None if there are none."""
+    for divided, flags in _divided(config, machine):
+        for changed, more in _recomputing(divided, machine):
+            words = " ".join([*flags, *more])
+            if words and fits(changed):
+                return f"It would fit with {words}."
+    return None
+
+
+def _recomputing(config: RLConfig, machine: Machine) -> Iterator[tuple[RLConfig, list[str]]]:
+    """Yields the settings, and those with more recomputation, each with the flags that are changed."""
+    yield config, []
     for kind, offloads in WAYS_OUT:
         stronger = evolve(config.actor, gradient_checkpointing=kind, offload_activations=offloads)
         selects = kind is Checkpointing.SELECTIVE
         refused = selects and not all(condition.holds(stronger, config) for condition in WHERE_IT_SELECTS)
         if refused or (offloads and not machine.gpu):
             continue
-        if fits(evolve(config, actor=stronger)):
-            moved = " --actor.offload_activations true" if offloads else ""
-            return f"It would fit with --actor.gradient_checkpointing {kind}{moved}."
-    return None
+        moved = ["--actor.offload_activations true"] if offloads else []
+        yield evolve(config, actor=stronger), [f"--actor.gradient_checkpointing {kind}", *moved]
+
+
+def _divided(config: RLConfig, machine: Machine) -> Iterator[tuple[RLConfig, list[str]]]:
+    """Yields the settings, and those of a cluster in which GPUs hold less of the models that are trained, each with the
+    flags that are changed."""
+    yield config, []
+    if not config.cluster.enable:
+        return
+    flags, train = [], config.train
+    offload, section = "adam_offload", "ds"
+    if config.cluster.strategy is Strategy.FSDP2:
+        offload, section = "offload", "cluster"
+    elif config.ds.zero_stage < PARAMETERS:
+        config, flags = evolve(config, ds=evolve(config.ds, zero_stage=PARAMETERS)), ["--ds.zero_stage 3"]
+        yield config, flags
+    if not machine.gpu or getattr(getattr(config, section), offload):
+        return
+    if engines_sleep(config) and not train.optimizer_sleeps:
+        yield evolve(config, train=evolve(train, optimizer_sleeps=True)), [*flags, "--train.optimizer_sleeps"]
+    moved = evolve(getattr(config, section), **{offload: True})
+    awake = [] if not train.optimizer_sleeps else ["--train.optimizer_sleeps false"]
+    changed = evolve(config, train=evolve(train, optimizer_sleeps=False), **{section: moved})
+    yield changed, [*flags, *awake, f"--{section}.{offload}"]

@@ -43,12 +43,13 @@ def division_problems(
         )
     text = config.get_text_config(decoder=True)
     rules = [*_rules(text, experts_divided=not extra.get("enable_expert_parallel"))]
-    fitting = [str(size) for size in range(1, tensor) if all(holds(size) for _, holds in rules)]
+    fitting = [size for size in range(1, 2 * tensor + 1) if all(holds(size) for _, holds in rules)]
+    nearest = [*[size for size in fitting if size < tensor][-1:], *[size for size in fitting if size > tensor][:1]]
     for what, holds in rules:
         if not holds(tensor):
             yield (
                 f"{section}tensor_parallel_size is {tensor}, but vLLM divides the model's {what} evenly over so many "
-                f"processes: set --{section}tensor_parallel_size to {' or '.join(fitting)}."
+                f"processes: set --{section}tensor_parallel_size to {' or '.join(map(str, nearest))}."
             )
     layers = _number(text, "num_hidden_layers")
     if layers and pipeline > layers:

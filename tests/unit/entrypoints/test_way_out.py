@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ from rollgrad.application.settings.example_plan import as_sampling_nothing
 from rollgrad.application.settings.memory_places import Machine, places
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing, DType
+from rollgrad.application.settings.sections.cluster import Strategy
 from rollgrad.application.settings.sections.reward import Verifier
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sft import SFTRun
+from rollgrad.application.settings.way_out import way_out
 from rollgrad.entrypoints import dry_run, planned_machine, rehearsal
 from tests.tiny_vision import save_tiny_vlm
 
@@ -43,11 +47,35 @@ def test_a_run_that_does_not_fit_is_told_the_way_out(tiny_model_dir: Path, monke
 
     assert said(held[Checkpointing.OFF]) == []
     for kind in (Checkpointing.SELECTIVE, Checkpointing.FULL):
-        short, way = said(held[kind])
+        (short,) = said(held[kind])
         assert "This may not fit" in short
-        assert way == f"It would fit with --actor.gradient_checkpointing {kind}."
+        assert short.endswith(f" It would fit with --actor.gradient_checkpointing {kind}.")
     (short,) = said(held[Checkpointing.FULL] - 1)
     assert "--actor.offload_activations" in short
+    assert "It would fit" not in short
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offloads", "flags"),
+    [
+        (Strategy.DEEPSPEED, lambda config: config.ds.adam_offload, "--ds.zero_stage 3 --ds.adam_offload"),
+        (Strategy.FSDP2, lambda config: config.cluster.offload, "--cluster.offload"),
+    ],
+)
+def test_a_cluster_is_told_to_divide_and_to_offload(
+    strategy: Strategy, offloads: Callable[[RLConfig], bool], flags: str
+) -> None:
+    config, gpus = RLConfig(), Machine(gpu=80, memory=1000)
+    config.cluster.enable = config.train.colocate_all = True
+    config.cluster.strategy, config.rollout.engine = strategy, Engine.VLLM
+    assert way_out(config, gpus, offloads) == f"It would fit with {flags}."
+    sleeps = way_out(config, gpus, lambda changed: changed.train.optimizer_sleeps)
+    assert sleeps == f"It would fit with {flags.rpartition('--')[0]}--train.optimizer_sleeps."
+    assert way_out(config, Machine(gpu=0, memory=1000), offloads) is None, "there is no other memory"
+    config.train.optimizer_sleeps = True
+    told = way_out(config, gpus, lambda changed: offloads(changed) and not changed.train.optimizer_sleeps)
+    assert told is not None
+    assert "--train.optimizer_sleeps false" in told
 
 
 @pytest.mark.parametrize("sees", [False, True])
