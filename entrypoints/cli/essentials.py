@@ -19,6 +19,7 @@ RUN_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "The model": ("actor.model_name_or_path", "actor.dtype", "actor.lora.rank"),
     "The prompts": ("data.prompt_dataset", "data.input_key", "data.label_key", "data.apply_chat_template"),
     **REWARD,
+    "An agent, if it is one": ("agent.tools", "train.agent_func_path"),
     "The algorithm": ("algo.preset", "algo.advantage.estimator", "algo.kl.init_coef", "actor.adam.lr"),
     "Rollouts": (
         *("rollout.batch_size", "rollout.n_samples_per_prompt", "rollout.max_new_tokens", "rollout.temperature"),

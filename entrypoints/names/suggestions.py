@@ -39,6 +39,12 @@ OTHER_COMMANDS: Mapping[str, str] = {
     "vllm_serve": "start an engine with `vllm serve`, and name it with --rollout.engine server --rollout.server_urls.",
     **dict.fromkeys(("evaluate", "test"), "write rollgrad eval."),
     **dict.fromkeys(("env", "check", "info"), "write rollgrad doctor."),
+    **dict.fromkeys(
+        ("plan", "estimate", "memory"),
+        "add --dry_run to rollgrad train rl or another trainer, and --cluster.plan_for where machines are elsewhere.",
+    ),
+    **dict.fromkeys(("compare", "diff"), "write rollgrad ui DIR, where the runs are below DIR, and see Compare."),
+    **dict.fromkeys(("merge", "merge_adapter"), "write rollgrad merge-lora."),
     "help": "write rollgrad --help.",
     "version": "write rollgrad --version.",
 }
