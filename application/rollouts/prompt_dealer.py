@@ -5,6 +5,7 @@ again from its position in the stream.
 """
 
 from collections.abc import Iterable, Mapping
+from statistics import fmean
 from typing import Any
 
 from attrs import frozen
@@ -50,12 +51,12 @@ class PromptDealer:
         return Deal(group_id=group_id, prompt=prompt, position=position)
 
     def learn(self, played: Iterable[RolloutGroup]) -> None:
-        """Records the groups' scores in the curriculum, in the order of their ids."""
+        """Records the groups' scores, those of each role apart, in the curriculum, in the order of their ids."""
         if self._curriculum is None:
             return
         for group in sorted(played, key=lambda group: group.group_id):
             if group.scores:
-                self._curriculum.record(_key(group.prompt), sum(group.scores) / len(group.scores))
+                self._curriculum.record(_key(group.prompt), *(fmean(role.scores) for role in group.of_roles))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the stream, JSON-serialisable."""

@@ -23,9 +23,11 @@ class Curriculum:
     _seen: dict[str, tuple[float, int]] = field(factory=dict)
     """Latest mean score of each prompt, by its key, and times that it was skipped in a row."""
 
-    def record(self, prompt: str, score: float) -> None:
-        """Records the mean score of the prompt's latest group."""
-        self._seen[_key(prompt)] = score, 0
+    def record(self, prompt: str, *means: float) -> None:
+        """Records the mean score of the prompt's latest group; of several roles' the first within the limits, if there
+        is one: the prompt is played while one of them can learn."""
+        within = (mean for mean in means if self.limits[0] <= mean <= self.limits[1])
+        self._seen[_key(prompt)] = next(within, means[0]), 0
 
     def draw(self, prompt: str) -> bool:
         """Returns whether to play the prompt, which has come up."""

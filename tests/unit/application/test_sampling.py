@@ -155,6 +155,22 @@ def test_curriculum_tells_prompts_of_one_text_apart() -> None:
     assert dealer.deal().prompt == prompts[1], "the first is solved"
 
 
+@pytest.mark.parametrize(("wins", "again"), [(0.5, True), (1.0, False)], ids=["even", "one side wins all"])
+def test_curriculum_keeps_games_that_one_of_the_roles_can_learn_from(wins: float, again: bool) -> None:
+    """In a game without a draw the scores of both sides have the mean 0, whatever happens."""
+    prompts = [Prompt(token_ids=(1,), text=text) for text in ("a", "b")]
+    dealer = PromptDealer(FakePromptSource(prompts), Curriculum(limits=(-0.9, -0.1)))
+    first = dealer.deal()
+    played = tuple(
+        evolve(make_trajectory([1], [2], rewards=[sign * reward], group_id=0, sample_id=sample), role=role)
+        for sample, reward in enumerate((1.0, 1.0, 1.0, 1.0 if wins == 1.0 else -0.5))
+        for role, sign in (("first", 1), ("second", -1))
+    )
+    dealer.learn([RolloutGroup(group_id=0, prompt=first.prompt, trajectories=played)])
+    dealer.deal()
+    assert (dealer.deal().prompt == first.prompt) is again
+
+
 def test_state_continues_the_stream() -> None:
     source = sampler(solved(), Curriculum(limits=(0.0, 0.9)))
     take(source, 1)
