@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -247,7 +248,7 @@ class RecordedSession:
         self._numbers: set[int] = set()
         self._replies: dict[str, tuple[str, list[asyncio.Task[ChatReply]]]] = {}
         self._running: set[asyncio.Task[ChatReply]] = set()
-        self._abandoned: set[asyncio.Task[ChatReply]] = set()
+        self._waiting: Counter[asyncio.Task[ChatReply]] = Counter()
         self._delivered: set[asyncio.Task[ChatReply]] = set()
         self._recorded: dict[asyncio.Task[Any], int] = {}
 
@@ -307,18 +308,17 @@ class RecordedSession:
         digest, tasks = self._replies.get(origin.key, (origin.digest, []))
         if digest != origin.digest:
             self._refuse("The idempotency key was used before, with another body.", "conflict")
-        tasks = tasks if origin.is_retry else [task for task in tasks if task in self._abandoned and not streamed]
+        left = {task for task in tasks if not self._waiting[task] and task not in self._delivered}
+        tasks = tasks if origin.is_retry else [task for task in tasks if task in left and not streamed]
         usable = [task for task in reversed(tasks) if not (task.done() and (task.cancelled() or task.exception()))]
-        return min(usable, key=lambda task: (task not in self._abandoned, task in self._delivered), default=None)
+        return min(usable, key=lambda task: (task not in left, task in self._delivered), default=None)
 
     async def _reply_of(self, task: "asyncio.Task[ChatReply]") -> ChatReply:
-        self._abandoned.discard(task)
+        self._waiting[task] += 1
         try:
             reply = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task not in self._delivered:
-                self._abandoned.add(task)
-            raise
+        finally:
+            self._waiting[task] -= 1
         self._delivered.add(task)
         return reply
 

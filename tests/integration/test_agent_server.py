@@ -120,7 +120,7 @@ async def test_a_client_that_vanishes_loses_nothing_if_it_asks_again(streams: bo
         engine.free.clear()
         asked = body("go", "one", "more", stream=streams)
         await vanish(http, path(served), asked, engine)
-        await until(lambda: bool(served.session._abandoned))
+        await until(lambda: not any(served.session._waiting.values()))
         assert engine.cancelled == 0, "the reply is completed"
         engine.free.set()
         await until(lambda: len(engine.said) == 2)

@@ -188,6 +188,32 @@ async def test_a_caller_that_gives_up_behind_its_retry_takes_nothing_away() -> N
     await play(scenario, ["one"])
 
 
+async def test_a_reply_that_one_of_its_callers_still_waits_for_is_not_given_to_another_request() -> None:
+    """A client left, asked again, and left again, while another one had taken over: a third one asks for itself."""
+
+    async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
+        engine.free.clear()
+        request, retry = Origin(key="k", digest="d"), Origin(key="k", digest="d", is_retry=True)
+
+        async def asked(origin: Origin) -> "asyncio.Task[ChatReply]":
+            caller = asyncio.create_task(session.reply(ask("go"), origin=origin))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            return caller
+
+        first = await asked(request)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second, repeated = await asked(request), await asked(retry)
+        repeated.cancel()
+        await asyncio.gather(repeated, return_exceptions=True)
+        third = await asked(request)
+        engine.free.set()
+        assert [content(reply) for reply in await asyncio.gather(second, third)] == ["one", "two"]
+
+    await play(scenario, ["one", "two"])
+
+
 async def test_the_judge_reads_the_reply_that_is_trained_not_one_that_reached_nobody() -> None:
     engine = ScriptedEngine(FakeChatCodec(), EOS, ["right", "wrong"])
     service = ChatService(engine, FakeChatCodec())
