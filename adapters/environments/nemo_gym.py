@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from rollgrad.adapters.environments.opening import conversation
+from rollgrad.adapters.system.certificates import trusted_certificates
 from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.messages import Action, Message, ToolResult
@@ -53,7 +54,7 @@ class _Server:
 
         if self._client is None:
             # asyncio.timeout is the deadline; a timeout of the client could only end the call earlier.
-            self._client = httpx2.AsyncClient(timeout=None)
+            self._client = httpx2.AsyncClient(timeout=None, verify=trusted_certificates())
         try:
             async with self._turn, asyncio.timeout(self._timeout):
                 with foreign_code(lambda words: ConnectionError(self._silent(path, words))):

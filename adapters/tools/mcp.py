@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 import structlog
 from attrs import field, frozen
 
+from rollgrad.adapters.system.certificates import trusted_certificates
 from rollgrad.application.foreign import error_text
 from rollgrad.application.rare_warning import RareWarning
 from rollgrad.domain.episodes.messages import ToolResult
@@ -320,6 +321,7 @@ async def _client(
         if server.startswith(URLS):
             token = os.environ.get(TOKEN_VARIABLE)
             http = httpx2.AsyncClient(
+                verify=trusted_certificates(),
                 headers={"Authorization": f"Bearer {token}"} if token else None,
                 timeout=httpx2.Timeout(timeout, read=None),  # a stream of events may pause for long
                 event_hooks={"response": [notice]},

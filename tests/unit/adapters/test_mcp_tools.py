@@ -4,6 +4,7 @@ import asyncio
 import io
 import os
 import shlex
+import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from rollgrad.adapters.system.certificates import trusted_certificates
 from rollgrad.adapters.tools.mcp import TOKEN_VARIABLE, McpTool, McpTools, connect
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtraError
@@ -198,6 +200,16 @@ async def test_http_servers_get_the_bearer_token(token: str | None, monkeypatch:
     await ask(server.url, "repeat", text="x")
     server.close()
     assert server.authorizations == {f"Bearer {token}" if token else None}
+
+
+async def test_sessions_share_the_certificates_that_they_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    trusted_certificates()
+    loaded: list[str] = []
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda _, *paths, **named: loaded.append("again"))
+    server = McpHttpServer()
+    await ask(server.url, "repeat", text="x")
+    server.close()
+    assert not loaded
 
 
 @pytest.mark.parametrize(
