@@ -14,12 +14,15 @@ from rollgrad.adapters.models.torch.compatibility import check_positions, logit_
 from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.logits import LogitForm
 from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.adapters.models.torch.score_form import ScoreForm
 from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
+from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.models import make_actor_model, make_reference_model
+from rollgrad.testing.agent_executor import make_trajectory
 from tests.tiny_architectures import tiny_model
 
 FLAG = "--critic.model_name_or_path"
@@ -143,6 +146,10 @@ def test_a_pack_beyond_the_rotary_embedding_is_refused(tmp_path: Path) -> None:
     check_positions(model, 40)
     with pytest.raises(ConfigurationError, match=r"beyond 40 .*dynamic.*--data\.max_len 40"):
         check_positions(model, 41)
+    reference, prompt = TorchReference(model), [5] * 20
+    reference.score(pack([make_trajectory(prompt, [6] * 20)]))
+    with pytest.raises(ConfigurationError, match="beyond 40"):
+        reference.score(pack([make_trajectory(prompt, [6] * 21)]))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import SAVED_PREFIX, adapter_numbers, adapter_weights, add_lora, plain_weights
+from rollgrad.adapters.models.torch.lora import (
+    SAVED_PREFIX,
+    adapter_numbers,
+    adapter_weights,
+    add_lora,
+    plain_weights,
+    without_adapters,
+)
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.references import AdapterlessReference, TorchReference
@@ -346,6 +354,10 @@ def test_the_reference_is_the_model_without_adapters(
     assert not torch.equal(policy.predict(batch, 4).logprobs_AB, likely.logprobs_AB)
     without = raw(unasked)
     assert all(torch.equal(weight, without[name]) for name, weight in raw(policy).items()), "training was not disturbed"
+    trained = policy.score(batch).logprobs_N
+    with suppress(KeyError), without_adapters(policy.module):
+        raise KeyError
+    assert torch.equal(policy.score(batch).logprobs_N, trained), "also where the reference fails"
 
 
 def test_a_critic_with_adapters_trains_them_and_its_head_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
