@@ -61,6 +61,16 @@ def test_samples_that_can_be_dealt_whole_are_not_cut() -> None:
         assert [length for node, (_, length) in pieces if node.prefix] == [700] * 4
 
 
+def test_the_longest_samples_are_dealt_first() -> None:
+    """In the order in which they come, two processes would get 500 and 700 tokens of them."""
+    nodes, start = [Node(0, 30_000)], 30_000
+    for length in (100, 200, 400, 500):
+        nodes.append(Node(start, length, ((0, 30_000),)))
+        start += length
+    shares = [[length for node, (_, length) in pieces if node.prefix] for pieces in divided(nodes, 2)]
+    assert sorted(shares) == [[400, 200], [500, 100]]
+
+
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("name", FORESTS)
 def test_each_query_sees_its_path(name: str, parts: int) -> None:
