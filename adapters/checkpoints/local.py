@@ -110,7 +110,7 @@ class LocalCheckpointStore(CheckpointStore):
                 str(error)
                 if isinstance(error, CheckpointError)
                 else f"The model {name!r} cannot be written to {self._root} ({error.strerror or error}): "
-                "make room there, or choose another --ckpt.output_dir."
+                "make room there and let it be written, or choose another --ckpt.output_dir."
             )
             if name == FINAL_MODEL and (place := _rescued(fill)) is not None:
                 message += f" What was trained is in {place}: move it from there."
@@ -157,8 +157,8 @@ class LocalCheckpointStore(CheckpointStore):
             raise
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
-                f"The training state cannot be written to {self._states} ({error}): make room there, choose another "
-                "--ckpt.state_dir, or save none (--ckpt.state_minutes None)."
+                f"The training state cannot be written to {self._states} ({error}): make room there and let it be "
+                "written, choose another --ckpt.state_dir, or save none (--ckpt.state_minutes None)."
             ) from error
 
     def load_training(self) -> TrainingState | None:

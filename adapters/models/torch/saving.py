@@ -105,7 +105,8 @@ def writing(path: Path, *, flag: str = "--ckpt.output_dir") -> Iterator[None]:
         raise
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk by an error of its own
         raise CheckpointError(
-            f"The model cannot be written to {path} ({first_line(error)}): make room there, or choose another {flag}."
+            f"The model cannot be written to {path} ({first_line(error)}): make room there and let it be written, or "
+            f"choose another {flag}."
         ) from error
 
 

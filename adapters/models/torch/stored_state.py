@@ -87,8 +87,8 @@ def write_state(state: Mapping[str, Any], file: Path, rows: Mapping[str, tuple[i
         save_file(tensors, file, metadata={"state": json.dumps(numbers), "rows": json.dumps(rows or {})})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"The training state cannot be written to {file.parent} ({error}): make room there, choose another "
-            "--ckpt.state_dir, or save none (--ckpt.state_minutes None)."
+            f"The training state cannot be written to {file.parent} ({error}): make room there and let it be written, "
+            "choose another --ckpt.state_dir, or save none (--ckpt.state_minutes None)."
         ) from error
 
 
