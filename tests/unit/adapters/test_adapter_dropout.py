@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -153,7 +154,10 @@ def test_a_model_of_values_drops_out_too(tiny_model_dir: Path) -> None:
         head = {"weight": torch.ones(1, 64)}
         model = TorchValue(adapted(tiny_model_dir, dropout), tokenizer, SETTINGS, head=head)
         assert torch.equal(model.values(batch), values)
-        model.update([batch], cluster.squared)
+        with patch.object(model._dropout, "during", wraps=model._dropout.during) as during:
+            for _ in range(2):
+                model.update([batch], cluster.squared)
+        assert [call.args for call in during.call_args_list] == [(0,), (1,)], "each step drops other entries"
         return model.state_dict()["masters"]  # type: ignore[no-any-return]
 
     tokenizer = load_tokenizer(str(tiny_model_dir), flag=FLAG)
