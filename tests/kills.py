@@ -3,12 +3,13 @@
     python -m tests.kills                    # 60 kills of runs in one process, about ten minutes on two cores
     python -m tests.kills --only cluster --kills 8
     python -m tests.kills --only grpo --kills 4 --seed 7
+    python -m tests.kills --only "partial rollouts of vLLM" --kills 4
 
 In turn, each at a random moment: in an update and while a training state is saved, both after the first state; while
 a model is saved; where the engine has a copy of the weights, while they are sent; and anywhere. Runs whose replies go
 on under new weights are not repeatable: they are to train on each sample once, and none may be lost. In a cluster one
-of its processes is also killed, which ends the run by an error. While something is saved, half of the kills fall before
-one of the operations on files, which are few and decide what is left.
+of its processes is also killed, after which the run starts again by itself. While something is saved, half of the
+kills fall before one of the operations on files, which are few and decide what is left.
 The runs in one process are forks of this one, which has imported what they need, and computed nothing.
 """
 
@@ -49,10 +50,13 @@ PLACES = {
     "training state": (*STORE, "save_training"),
     "model": (*STORE, "save_model"),
     "weights sent": ("rollgrad.adapters.engines.embedded.weights", "CopiedWeights", "push"),
+    "weights sent to engines": ("rollgrad.adapters.weights.channel", "FleetWeights", "push"),
 }
 """Module, class and method of what is worth to be killed in."""
 WORKER = "ray::RankWorker"
 """Title of the processes among which a cluster divides a model."""
+OF_WORKERS = ("update", "weights sent", "weights sent to engines")
+"""Places in which such a process is killed, too."""
 DEADLINE_SECONDS = 900.0
 """Longest time of one run, on a machine that other work keeps busy."""
 
@@ -92,6 +96,13 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return {**below, **above, **nested}
 
 
+CLUSTERS = {
+    "cluster": CLUSTER,
+    "partial rollouts in a cluster": merged(CLUSTER, KINDS[PARTIAL]),
+    "partial rollouts of vLLM": merged(merged(CLUSTER, KINDS[PARTIAL]), {"rollout": {"engine": "vllm"}}),
+}
+
+
 def make_workspace(directory: Path) -> None:
     from tests.tiny_models import make_tiny_tokenizer, tiny_llama
 
@@ -104,7 +115,7 @@ def make_workspace(directory: Path) -> None:
         "eval": {"dataset": str(directory / "prompts.jsonl")},
         "reward": {"function_path": str(directory / "reward.py")},
     }
-    for kind, settings in {**KINDS, "cluster": CLUSTER}.items():
+    for kind, settings in {**KINDS, **CLUSTERS}.items():
         config = merged(merged(COMMON, places), settings)
         (directory / f"{kind}.yaml").write_text(yaml.safe_dump(config))
 
@@ -134,7 +145,7 @@ class Runs:
         """The process of a run, which ends by `doom`, and if it does not writes down how it went, see `Watch`."""
         sys.stdout.flush()
         arguments = [str(self.directory / f"{self.kind}.yaml"), str(output), json.dumps(asdict(doom) if doom else None)]
-        if self.kind == "cluster":
+        if self.kind in CLUSTERS:
             with (self.directory / "log").open("a") as log:
                 code = "import sys; from tests.kills import run; sys.exit(run(*sys.argv[1:]))"
                 return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=log, stderr=log).pid
@@ -184,6 +195,7 @@ class Watch:
 
     def __init__(self, doom: Doom | None) -> None:
         self._doom = doom
+        self._killed = False
         self._began = time.monotonic()
         self._operations = 0
         self._calls: dict[str, list[dict[str, float]]] = {place: [] for place in PLACES}
@@ -197,8 +209,9 @@ class Watch:
             setattr(found, method, self._watched(place, getattr(found, method)))
 
     def record(self) -> dict[str, Any]:
-        """`seconds` and `operations` of the whole run, and of each call of each place."""
-        return {"seconds": time.monotonic() - self._began, "operations": self._operations, "calls": self._calls}
+        """`seconds` and `operations` of the whole run, and of each call of each place; whether a process was killed."""
+        whole = {"seconds": time.monotonic() - self._began, "operations": self._operations}
+        return {**whole, "calls": self._calls, "killed": self._killed}
 
     def _counted(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         def perform(*arguments: Any, **options: Any) -> Any:
@@ -252,6 +265,7 @@ class Watch:
         doom, self._doom = self._doom, None
         if doom is None:  # it was killed before
             return
+        self._killed = True
         os.kill(processes(WORKER)[-1].pid if doom.worker else os.getpid(), signal.SIGKILL)
 
 
@@ -341,7 +355,7 @@ def dooms(record: dict[str, Any], cluster: bool, draw: random.Random) -> Iterato
             if place in ("training state", "model") and by_operation:
                 yield Doom(place, number, operation=draw.randrange(call["operations"]))
             else:
-                worker = cluster and place == "update" and turn % 2 == 1
+                worker = cluster and place in OF_WORKERS and turn % 2 == 1
                 yield Doom(place, number, seconds=draw.uniform(0, call["seconds"]), worker=worker)
         yield (
             Doom(operation=draw.randrange(record["operations"]))
@@ -355,7 +369,7 @@ def chaos(directory: Path, kind: str, kills: int, draw: random.Random) -> list[s
     runs, whole = Runs(directory, kind), directory / f"{kind}-whole"
     if runs.finish(runs.start(whole)) != 0:
         return [f"{kind}: the undisturbed run failed"]
-    ends = itertools.islice(dooms(runs.record(), kind == "cluster", draw), draw.randrange(len(PLACES) + 1), None)
+    ends = itertools.islice(dooms(runs.record(), kind in CLUSTERS, draw), draw.randrange(len(PLACES) + 1), None)
     wrong: list[str] = []
     places: Counter[str] = Counter()
     completed = continued = 0
@@ -371,9 +385,12 @@ def chaos(directory: Path, kind: str, kills: int, draw: random.Random) -> list[s
             else:
                 break
         completed += 1
-        if doom is undisturbed:  # a whole run did not come to it, nor would the next: operations go by time, too
+        if doom is not None and not status and runs.record()["killed"]:  # and started again by itself
+            places[str(doom)] += 1
+            doom = next(ends) if places.total() < kills else None
+        elif doom is undisturbed:  # a whole run did not come to it, nor would the next: operations go by time, too
             doom = next(ends)
-        compared = accounts if kind == PARTIAL else differences
+        compared = accounts if kind.startswith(PARTIAL) else differences
         wrong += [f"exit status {status}"] if status else list(compared(output, whole))
         shutil.rmtree(output)
     told = ", ".join(f"{count} {place}" for place, count in places.items())
@@ -389,7 +406,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", choices=[*KINDS, "cluster"], default=list(KINDS))
+    parser.add_argument("--only", nargs="*", choices=[*KINDS, *CLUSTERS], default=list(KINDS))
     arguments = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as name:
