@@ -2,7 +2,8 @@
 
 The settings are those of `examples/sums.yaml` with the recipe's preset. Recipes of a loss take two optimizer steps a
 rollout, so that ratios differ from 1; recipes of a correction are over-sampled, so that a part of each rollout is one
-update old; `gigpo` plays up to two turns. `--only` runs some of them and keeps the results of the others.
+update old; `gigpo` plays up to two turns; the teacher of `opsd solved` is told the sum as it is written. `--only` runs
+some of them and keeps the results of the others.
 
     python benchmarks/learning_curves.py --steps 10
 """
@@ -37,6 +38,9 @@ TEACHER = "grpo"
 """The recipe whose model teaches those of `DISTILLED`."""
 DISTILLED = ("on_policy_distill", "iw_opd")
 """Recipes that learn from a teacher."""
+
+SOLVED = "opsd solved"
+"""The recipe whose teacher is told solutions, in words that it follows."""
 
 _CRITIC = {"critic": {"adam": {"lr": 1e-4}}}
 _TWO_STEPS = {"train": {"batch_size": 32}}
@@ -80,6 +84,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "on_policy_distill": {},
     "iw_opd": {},
     "opsd": {},
+    SOLVED: {"algo": {"kl": {"teacher_template": "{prompt}\nAnswer with these words: {solution}"}}},
     "sdpo": {},
 }
 """Presets, some with a word about what they need besides, and that."""
@@ -142,6 +147,17 @@ def correct_and_short(completions: list[str], labels: list[Any]) -> dict[str, An
     return {"rewards": {"correct": correct, "short": [float(len(r) <= 6) for r in replies]}, "scores": correct}
 
 
+def with_solutions(path: Path, folder: Path) -> Path:
+    """Writes the rows of a file to `folder`, each with its sum in the column `solution`."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    written = folder / "solved.jsonl"
+    with written.open("w") as file:
+        for row in rows:
+            first, second = re.findall(r"\d+", row["input"])
+            file.write(json.dumps({**row, "solution": f"{first} + {second} = {row['label']}"}) + "\n")
+    return written
+
+
 def run(recipe: str, options: Options, folder: Path, tiny: Path | None) -> Curve:
     """One run, a small one if there is a tiny model; its model stays in `folder`."""
     import yaml
@@ -161,6 +177,8 @@ def run(recipe: str, options: Options, folder: Path, tiny: Path | None) -> Curve
         shrink(config, tiny)
     config.logger.console = False
     config.ckpt.output_dir = str(folder)
+    if recipe == SOLVED:
+        config.data.prompt_dataset = str(with_solutions(Path(config.data.prompt_dataset), folder.parent))
     if recipe in DISTILLED:
         config.ref.model_name_or_path = str(folder.parent / TEACHER / "model")
     result = rollgrad.train(
