@@ -141,6 +141,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "algo.kl.teacher_template": "{prompt}\n\nHere is a reference solution:\n{label}\n\nAfter understanding the "
         "reference solution, solve the problem in your own way.",
     },
+    # Shenfeld et al. 2026, arXiv:2601.19897, with TRL's column, divergence and teacher, which is the model as it was.
+    "sdft": {
+        **_GROUP,
+        "algo.advantage.estimator": "on_policy_distill",
+        "algo.kl.init_coef": 1.0,
+        "algo.kl.use_loss": True,
+        "algo.kl.estimator": "full",
+        "algo.kl.beta": 0.5,
+        "algo.kl.teacher_template": "{prompt}\n\n{privileged_context}",
+    },
     # Huebotter et al. 2026, arXiv:2601.20802, from the sampled tokens, with the words and the averaged teacher of the
     # authors and TRL.
     "sdpo": {

@@ -130,6 +130,7 @@ EXTRA = {
     "gigpo": "--agent.attempts 2 --rollout.stop_strings a e i o u n s t",
     "on_policy_distill": "--ref.model_name_or_path {model}",
     "iw_opd": "--ref.model_name_or_path {model}",
+    "sdft": "--algo.kl.teacher_template {{prompt}}{{label}}",
     "tis": "--algo.preset grpo,tis",
     "icepop": "--algo.preset grpo,icepop",
     "seq_mask_tis": "--algo.preset dr_grpo,seq_mask_tis",

@@ -21,6 +21,7 @@ from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParam
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
 from rollgrad.domain.algorithms.losses.corrections import correction_weights
+from rollgrad.domain.algorithms.losses.distillation import divergence
 from rollgrad.domain.algorithms.losses.high_entropy import high_entropy_tokens
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionSettings
@@ -471,19 +472,40 @@ def test_importance_weighted_distillation(case: Case, weight: float) -> None:
 
 
 @pytest.mark.parametrize("opening", [[], [{"role": "system", "content": "Be brief."}]])
-def test_a_self_taught_model_is_told_what_sdft_tells_it(opening: list[dict[str, str]]) -> None:
+@pytest.mark.parametrize(
+    "context", ["Count from 3 on.", [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "7"}]]
+)
+def test_a_self_taught_model_is_told_what_sdft_tells_it(opening: list[dict[str, str]], context: Any) -> None:
     """Its template for the last user message, with the column privileged_context of the row."""
     from trl.experimental.sdft.sdft_config import SDFTConfig
     from trl.experimental.sdft.sdft_trainer import DemonstrationTeacherContextBuilder
 
-    template = SDFTConfig.__dataclass_fields__["teacher_prompt_template"].default
+    template = PRESETS["sdft"]["algo.kl.teacher_template"]
+    assert template == SDFTConfig.__dataclass_fields__["teacher_prompt_template"].default
     builder = DemonstrationTeacherContextBuilder(
         SimpleNamespace(args=SimpleNamespace(teacher_prompt_template=template))
     )
     messages = [*opening, {"role": "user", "content": "3 + 4?"}]
-    row = {"prompt": messages, "privileged_context": "Count from 3 on."}
+    row = {"prompt": messages, "privileged_context": context}
     told = TeacherTemplate(template).messages(messages, None, row, "sums")
     assert told == builder._compose_teacher_prompt(messages, row["privileged_context"])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
+def test_a_self_taught_model_has_sdfts_divergence(alpha: float) -> None:
+    """It is that of the whole vocabulary, whose weight TRL calls alpha; the preset has TRL's."""
+    from trl.experimental.sdft.loss_utils import compute_full_logit_self_distillation_loss
+    from trl.experimental.sdft.sdft_config import SDFTConfig
+
+    assert SDFTConfig.__dataclass_fields__["distillation_alpha"].default == PRESETS["sdft"]["algo.kl.beta"]
+    generator = torch.Generator().manual_seed(3)
+    student = torch.randn(1, 5, 11, generator=generator, dtype=torch.float64).requires_grad_()
+    teacher = torch.randn(1, 5, 11, generator=generator, dtype=torch.float64)
+    theirs = compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=alpha)[0]
+    ours = divergence(teacher[0].log_softmax(1), student[0].log_softmax(1), beta=alpha)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+    gradients = [torch.autograd.grad(each.sum(), student, retain_graph=True)[0] for each in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
 
 
 def test_a_self_taught_model_has_sdfts_gradient(case: Case) -> None:

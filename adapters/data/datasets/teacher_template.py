@@ -88,7 +88,7 @@ class TeacherTemplate:
             if name == "label" and label is not None:
                 return str(label)
             found = value_at(row, name) if has_value(row, name) else None
-            return None if found is None else str(found)
+            return None if found is None else _as_text(found)
 
         def required(name: str) -> str:
             found = value(name)
@@ -124,10 +124,20 @@ class TeacherTemplate:
         last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=None)
         if last is None:
             raise DataError(f"A prompt of {datasource!r} has no user message for {SETTING}.")
-        content = messages[last]["content"]
-        text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-        told = {**messages[last], "content": self.about(text, label, row, datasource, known)}
+        told = {**messages[last], "content": self.about(_content(messages[last]), label, row, datasource, known)}
         return [*messages[:last], told, *messages[last + 1 :]]
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _as_text(value: Any) -> str:
+    """Returns a column's value as text; of messages, such as a demonstration, what they say, a line each."""
+    if isinstance(value, list) and value and all(isinstance(each, Mapping) and "content" in each for each in value):
+        return "\n".join(filter(None, map(_content, value)))
+    return str(value)
 
 
 def without_thinking(reply: str) -> str:

@@ -624,6 +624,7 @@ def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.Captur
     [
         (["vllm-serve"], "vllm-serve is no command of TRL that is translated: start an engine with `vllm serve`"),
         (["gkd"], "gkd is no command of TRL that is translated: write rollgrad train kd, or rollgrad train rl --algo."),
+        (["sdft"], "sdft is no command of TRL that is translated: write rollgrad train rl --algo.preset sdft."),
         (["bco"], "bco is no command of TRL that is translated: write rollgrad trl with one of sft, dpo, kto, reward"),
         (["sft", "--learning_rat", "1"], "did you mean --learning_rate?"),
         (["sft", "--first", "1", "--second"], "--second is not a flag of trl sft"),  # beside the first
