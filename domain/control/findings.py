@@ -133,9 +133,12 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
         kinds.setdefault(found.name, []).append(found)
     lines = []
     for times in kinds.values():
-        steps = ", ".join(f"{found.since} to {found.until}" for found in times[:TIMES_TOLD])
+        steps = ", ".join(
+            f"{found.since}" if found.since == found.until else f"{found.since} to {found.until}"
+            for found in times[:TIMES_TOLD]
+        )
         more = f" and {len(times) - TIMES_TOLD} times more" if len(times) > TIMES_TOLD else ""
-        lines.append(f"steps {steps}{more}: {times[-1]}")
+        lines.append(f"step{'s' if ' ' in steps or more else ''} {steps}{more}: {times[-1]}")
     return lines
 
 

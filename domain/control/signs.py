@@ -63,6 +63,9 @@ def _describe_constant_reward(metrics: Metrics, run: LearningSettings, rollouts:
     if reaches(value, run.pass_threshold):
         return f"{evidence}: all prompts are solved, there is nothing left to learn.", "--data.prompt_dataset"
     settings = "samples.jsonl, the reward (--reward.verifier, --reward.function_path, ...) and --data.label_key"
+    if _truncated(metrics, run):
+        cut = f"{metrics['rollout/truncated_share']:.0%} of them were cut off"
+        return f"{evidence}, and {cut}: it tells no reply from another.", f"{_bounds(run)}, then at {settings}"
     return f"{evidence}: it tells no reply from another.", settings
 
 
@@ -91,8 +94,12 @@ def _describe_truncated(metrics: Metrics, run: LearningSettings, rollouts: int) 
         f"{metrics['rollout/truncated_share']:.0%} of the replies of {in_rollouts(rollouts)} were cut off (mean length "
         f"{metrics['rollout/response_length_mean']:.0f} tokens): the model is not seen to end a reply."
     )
-    tokens = f"--rollout.max_new_tokens, which is {run.max_new_tokens}"
-    return evidence, f"{tokens} (in several turns also --rollout.max_turns)"
+    return evidence, _bounds(run)
+
+
+def _bounds(run: LearningSettings) -> str:
+    several = "--rollout.max_turns and --rollout.max_episode_tokens"
+    return f"--rollout.max_new_tokens, which is {run.max_new_tokens} (in several turns also {several})"
 
 
 def _no_gradient(metrics: Metrics, run: LearningSettings) -> bool | None:

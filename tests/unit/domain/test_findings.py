@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.domain.control.findings import Finding, LearningWatch
+from rollgrad.domain.control.findings import Finding, LearningWatch, finding_lines
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.control.signs import COLLAPSED_ENTROPY, WINDOW
 
@@ -191,6 +191,18 @@ def test_a_cause_is_not_told_a_second_time_by_its_effect() -> None:
 def test_a_constant_is_one_number_over_the_rollouts_too() -> None:
     changing = [{"reward/min": value, "reward/max": value, "policy/grad_norm": 0.3} for value in (0.0, 0.5, 0.0, 0.5)]
     assert watch(*changing)[1] == {}
+
+
+def test_a_constant_reward_of_replies_that_were_cut_off_names_what_cuts_them() -> None:
+    _, told = watch(*[SIGNS["constant_reward"] | SIGNS["truncated"]] * WINDOW)
+    constant = next(finding for finding in told[WINDOW] if finding.name == "constant_reward")
+    assert "100% of them were cut off" in constant.evidence
+    assert "--rollout.max_episode_tokens" in str(constant)
+
+
+def test_one_step_is_told_as_one() -> None:
+    found = Finding(name="truncated", since=1, until=1, evidence="Cut off.", look_at="--rollout.max_new_tokens")
+    assert finding_lines([found])[0].startswith("step 1: Cut off.")
 
 
 def test_solved_prompts_are_told_apart_from_a_reward_that_says_nothing() -> None:
