@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import attrs
 
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.settings import Condition, SettingMetadata
+from rollgrad.domain.settings import Condition, Range, SettingMetadata
 
 Run = TypeVar("Run", bound=attrs.AttrsInstance)
 
@@ -52,9 +52,16 @@ def range_problems(config: attrs.AttrsInstance) -> dict[str, str]:
             problems[key] = f"{key} is {value}, but it must be finite: change --{key}."
             continue
         allowed = metadata.range
-        if allowed is not None and value is not None and not allowed.holds(value):
+        if allowed is not None and value is not None and not _holds(allowed, value):
             problems[key] = f"{key} is {value!r}, but it must be {allowed.rule}: change --{key}."
     return problems
+
+
+def _holds(allowed: Range, value: Any) -> bool:
+    try:
+        return allowed.holds(value)
+    except TypeError:  # from Python a setting may be anything, such as the text "4" for a number
+        return False
 
 
 def condition_problems(run: attrs.AttrsInstance) -> dict[str, str]:

@@ -701,6 +701,11 @@ def test_refuses_a_value_out_of_range(key: str) -> None:
         validate(configured({key: wrong_value(key)}))
 
 
+def test_refuses_a_text_for_a_number() -> None:
+    with pytest.raises(ConfigurationError, match=r"train.max_steps is '4', but it must be at least 1: change"):
+        validate(configured({"train.max_steps": "4"}))
+
+
 @pytest.mark.parametrize("key", ["actor.adam.lr", "rollout.temperature", "algo.kl.target"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_refuses_a_number_that_is_not_finite(key: str, value: float) -> None:
