@@ -178,6 +178,19 @@ def _note_truncated(config: RLConfig, share: float) -> None:
         )
 
 
+def _one_function(reward: Any) -> str:
+    """Returns a sentence about a reward that cannot be called, with the function that several functions become."""
+    said = f"reward is a {type(reward).__name__}, which cannot be called: give one function."
+    names = [getattr(one, "__name__", "") for one in reward] if isinstance(reward, list | tuple) else []
+    parts = ", ".join(f"'{name}': {name}(completions=completions, **kwargs)" for name in names if name.isidentifier())
+    if not parts:
+        return f"{said} Several become one that returns {{'rewards': {{name: numbers}}}}, by config.reward.weights."
+    return (
+        f"{said} Several become one, whose parts config.reward.weights weighs: def rewards(completions, **kwargs): "
+        f"return {{'rewards': {{{parts}}}}}"
+    )
+
+
 def container_with(
     config: RLConfig,
     reward: RewardSource | Callable[..., Any] | None,
@@ -196,10 +209,7 @@ def container_with(
         container.environment.override(providers.Object(environment))
     if reward is not None:
         if not isinstance(reward, RewardSource) and not callable(reward):
-            raise ConfigurationError(
-                f"reward is a {type(reward).__name__}, which cannot be called: give one function. Several become one "
-                "that returns {'rewards': {name: numbers}}, which config.reward.weights weighs."
-            )
+            raise ConfigurationError(_one_function(reward))
         source = (
             reward
             if isinstance(reward, RewardSource)

@@ -49,4 +49,19 @@ def test_one_that_names_none_is_refused(train: Callable[..., Any], kind: Any) ->
 
 def test_several_rewards_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigurationError, match=r"reward is a list, which cannot be called: give one function\."):
-        container_with(RLConfig(), [len, max], None, {})  # type: ignore[arg-type]
+        container_with(RLConfig(), [3, 4], None, {})  # type: ignore[arg-type]
+
+
+def test_several_functions_are_told_the_one_that_they_become() -> None:
+    def right(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+        return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
+
+    def short(completions: list[str], **kwargs: Any) -> list[float]:
+        return [-float(len(text)) for text in completions]
+
+    with pytest.raises(ConfigurationError) as error:
+        container_with(RLConfig(), [right, short], None, {})  # type: ignore[arg-type]
+    names: dict[str, Any] = {"right": right, "short": short}
+    exec(str(error.value).partition("weighs: ")[2], names)
+    rewards = names["rewards"](completions=["7", "12"], answer=["7", "8"], step=0)
+    assert rewards == {"rewards": {"right": [1.0, 0.0], "short": [-1.0, -2.0]}}
