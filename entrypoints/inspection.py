@@ -22,7 +22,8 @@ from rollgrad.entrypoints.run_record import read_run
 SHOWN = (
     *("reward/mean", PASSED, "eval/loss", "eval/nll", "eval/accuracy", "train/loss", "train/accuracy"),
     *("rollout/entropy", "rollout/response_length_mean", "rollout/truncated_share", "rollout/zero_spread_share"),
-    *("policy/ref_kl", "policy/mismatch_kl", "policy/grad_norm", "train/grad_norm", "time/step_s"),
+    *("policy/ref_kl", "policy/mismatch_kl", "policy/grad_norm", "train/grad_norm"),
+    *("time/generate_s", "time/experience_s", "time/update_s", "time/sync_s", "time/step_s"),
 )
 """Metrics whose ends are shown, in this order."""
 

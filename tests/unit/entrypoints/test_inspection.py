@@ -41,13 +41,17 @@ def test_what_the_console_said_is_found_again(name: str, tmp_path: Path, capsys:
 
 
 def test_a_run_is_shown_as_text_and_as_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = logged(tmp_path / "run", [{"reward/mean": step / 10, "time/step_s": 1.0} for step in range(1, 8)])
+    run = logged(
+        tmp_path / "run", [{"reward/mean": step / 10, "time/sync_s": 0.1, "time/step_s": 1.0} for step in range(1, 8)]
+    )
     with RunRecord(run, learning=LEARNING) as record:
         record.interrupted("SIGTERM")
     assert main(["inspect", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{run}: interrupted after 7 of 50 steps (SIGTERM)"
     assert lines[3].split() == ["reward/mean", "0.1", "0.7", "0.1", "0.7"]
+    phases = [line.split()[:2] for line in lines if line.startswith("time/")]
+    assert phases == [["time/sync_s", "0.1"], ["time/step_s", "1"]]
     assert lines[-1] == "no findings"
     assert main(["inspect", str(run), "--md"]) == 0
     page = capsys.readouterr().out
