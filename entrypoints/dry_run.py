@@ -15,7 +15,7 @@ from attrs import evolve
 from rollgrad.adapters.checkpoints.hub import check_upload
 from rollgrad.application.settings.correction import correction_summary
 from rollgrad.application.settings.derived import longest_sample, optimizer_steps_per_rollout
-from rollgrad.application.settings.memory_places import Machine, RoleMemory, places, shortages
+from rollgrad.application.settings.memory_places import Machine, RoleMemory, gpu_count, places, shortages
 from rollgrad.application.settings.memory_plan import memory_plan
 from rollgrad.application.settings.memory_plan_passes import MIB
 from rollgrad.application.settings.model_shape import ModelShape
@@ -190,6 +190,8 @@ def show_plan(
     shapes = _shapes(config, dtype, device, becomes=becomes)
     rows = _rows(config, shapes, machine, dtype, told)
     console.print(_memory_table(rows, planned, optimizer_words(config, rows)))
+    if config.cluster.enable and machine.gpu:
+        console.print(gpu_count(rows))
     for place in places(rows, machine):
         console.print(f"{_mib(place.held)} MiB at once in {place.name}, which has {_mib(place.available)}")
     for role in _padded_roles(rows, shapes):

@@ -99,6 +99,15 @@ def places(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[Place]:
         yield Place(name="a machine's memory", held=offloaded + loading, available=machine.memory)
 
 
+def gpu_count(rows: Sequence[RoleMemory]) -> str:
+    """Returns a sentence with the GPUs that the roles of a cluster take, each shared by those of one device."""
+    most = {row.device: 0 for row in rows}
+    for row in rows:
+        most[row.device] = max(most[row.device], row.processes)
+    of = (f"{count} of {', '.join(row.role for row in rows if row.device == name)}" for name, count in most.items())
+    return f"GPUs of the run: {sum(most.values())} ({'; '.join(of)})"
+
+
 def shortages(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[str]:
     """A sentence for each place where the run does not fit, and of engines that the share which vLLM may take of a GPU
     does not hold."""

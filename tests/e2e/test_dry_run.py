@@ -128,6 +128,7 @@ def test_machines_that_are_not_here_are_planned_for(run: Any) -> None:
     assert "weights go to the engines by cuda_ipc\n" in output
     assert "tell what they have" not in output
     assert "shared GPU" in output
+    assert "GPUs of the run: 1 (1 of actor, engines)\n" in output
     assert "activations" in output  # headings are whole where there are 80 columns
     status, _, errors, _ = run(*joined, "--cluster.plan_for", "0.1", "2048", "989")
     assert status == 2

@@ -11,6 +11,7 @@ from rollgrad.application.settings.memory_places import (
     GROUP_BYTES,
     Machine,
     RoleMemory,
+    gpu_count,
     places,
     shortages,
 )
@@ -734,6 +735,15 @@ def test_what_does_not_fit_is_a_sentence() -> None:
         assert (sentences == []) == fits
     assert "a GPU of actor, engines would hold 12,553 MiB at once, and has 8,192." in sentences[0]
     assert "--vllm.gpu_memory_utilization" in sentences[0]
+
+
+def test_gpus_that_roles_share_are_counted_once() -> None:
+    config = cluster_config()
+    config.actor.num_nodes, config.actor.num_gpus_per_node, config.vllm.num_engines = 2, 4, 3
+    apart = gpu_count(list(plan(config, GPU).values()))
+    assert apart == "GPUs of the run: 11 (8 of actor; 3 of engines)"
+    config.train.colocate_all = True
+    assert gpu_count(list(plan(config, GPU).values())) == "GPUs of the run: 8 (8 of actor, engines)"
 
 
 LLAMA_3_8B = ModelShape(
