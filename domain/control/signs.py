@@ -64,7 +64,7 @@ def _describe_constant_reward(metrics: Metrics, run: LearningSettings, rollouts:
         return f"{evidence}: all prompts are solved, there is nothing left to learn.", "--data.prompt_dataset"
     settings = "samples.jsonl, the reward (--reward.verifier, --reward.function_path, ...) and --data.label_key"
     if _truncated(metrics, run):
-        cut = f"{metrics['rollout/truncated_share']:.0%} of them were cut off"
+        cut = f"{metrics['rollout/truncated_share']:.0%} of the latest were cut off"
         return f"{evidence}, and {cut}: it tells no reply from another.", f"{_bounds(run)}, then at {settings}"
     return f"{evidence}: it tells no reply from another.", settings
 

@@ -196,7 +196,7 @@ def test_a_constant_is_one_number_over_the_rollouts_too() -> None:
 def test_a_constant_reward_of_replies_that_were_cut_off_names_what_cuts_them() -> None:
     _, told = watch(*[SIGNS["constant_reward"] | SIGNS["truncated"]] * WINDOW)
     constant = next(finding for finding in told[WINDOW] if finding.name == "constant_reward")
-    assert "100% of them were cut off" in constant.evidence
+    assert "100% of the latest were cut off" in constant.evidence
     assert "--rollout.max_episode_tokens" in str(constant)
 
 
