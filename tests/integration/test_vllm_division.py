@@ -77,6 +77,13 @@ def test_vocabularies_and_widths_are_refused_as_vllm_s_layers_refuse_them(divide
             assert (width is None) == made == holds(lambda: RowParallelLinear(size, 64)), (processes, size)  # noqa: B023
 
 
+@pytest.mark.parametrize(("gpus", "sizes"), [(None, "to 2 or 4."), (3, "to 2.")])
+def test_the_nearest_sizes_that_fit_are_named(gpus: int | None, sizes: str) -> None:
+    config = config_of(vocab_size=840 * 64, num_attention_heads=8, num_key_value_heads=8, intermediate_size=64)
+    assert all(problem.endswith(sizes) for problem in division_problems(config, 3, 1, gpus=gpus))
+    assert [*division_problems(config, 4, 1, gpus=gpus)] == [] or gpus == 3
+
+
 MANY = ["--tensor_parallel_size", "5", "--pipeline_parallel_size", "3"]
 
 
@@ -88,7 +95,7 @@ def test_all_rules_are_said_at_once_before_anything_is_loaded(
     told = capsys.readouterr().err
     for words in ("attention heads", "heads of keys and values", "inner values", "has 2 layers"):
         assert words in told
-    assert "--tensor_parallel_size to 1" in told
+    assert "--tensor_parallel_size to 4" in told
 
 
 def test_a_run_and_its_rehearsal_say_them_too(

@@ -43,7 +43,8 @@ def division_problems(
         )
     text = config.get_text_config(decoder=True)
     rules = [*_rules(text, experts_divided=not extra.get("enable_expert_parallel"))]
-    fitting = [size for size in range(1, 2 * tensor + 1) if all(holds(size) for _, holds in rules)]
+    most = 2 * tensor if gpus is None else min(2 * tensor, gpus)
+    fitting = [size for size in range(1, most + 1) if all(holds(size) for _, holds in rules)]
     nearest = [*[size for size in fitting if size < tensor][-1:], *[size for size in fitting if size > tensor][:1]]
     for what, holds in rules:
         if not holds(tensor):
