@@ -20,6 +20,9 @@ from rollgrad.domain.errors import RewardError
 
 log = structlog.get_logger(__name__)
 
+NEAR = 0.5
+"""Share of the score from which replies pass, at which the best reply may be right."""
+
 
 @frozen
 class PromptScores:
@@ -96,6 +99,7 @@ class EvaluationService:
         if too_many is not None:
             log.warning(too_many)
         self._one_by_one = too_many is None
+        self._told_none_passed = False
 
     async def run(
         self,
@@ -130,11 +134,23 @@ class EvaluationService:
         if len(sources) > 1 and self._one_by_one:
             for name, source in sources.items():
                 metrics |= self._summary(f"eval/{name}", source)
+        self._note_none_passed(max(score for result in results for score in result.scores))
         episodes = [episode for result in results for episode in result.episodes]
         metrics["eval/failed"] = float(len(failures))
         metrics["eval/response_length_mean"] = fmean(episode.sampled_tokens for episode in episodes)
         metrics["eval/truncated_share"] = fmean(episode.truncated for episode in episodes)
         return metrics | own_metrics("eval", [episode.metrics for episode in episodes], metrics)
+
+    def _note_none_passed(self, highest: float) -> None:
+        """Warns once where no reply passes, though the best comes near: `pass@1` stays 0 if a right reply never quite
+        reaches the threshold, as beside a penalty on its length."""
+        near = self._threshold * NEAR <= highest and not reaches(highest, self._threshold)
+        if near and not self._told_none_passed:
+            self._told_none_passed = True
+            log.warning(
+                f"No held-out reply passes, so that pass@1 is 0: the highest score is {highest:.3g}, and one passes "
+                f"at {self._threshold:g}. If one with that score is right, lower --reward.pass_threshold."
+            )
 
     async def _play(
         self, step: int | None, on_group: Callable[[RolloutGroup], object], kept: Sequence[PromptResult]

@@ -206,6 +206,16 @@ async def test_the_threshold_decides_what_passes() -> None:
     assert metrics["eval/pass@2"] == 1.0
 
 
+@pytest.mark.parametrize(("threshold", "warnings"), [(0.6, 1), (0.5, 0), (4.0, 0)])
+async def test_replies_that_come_near_and_never_pass_are_told_once(threshold: float, warnings: int) -> None:
+    service = evaluating({"c": "x"}, FakeAgentExecutor(play), threshold=threshold)
+    with capture_logs() as logs:
+        for _ in range(2):
+            await service.run()
+    assert len(logs) == warnings
+    assert all("the highest score is 0.5, and one passes at 0.6" in line["event"] for line in logs)
+
+
 def test_a_reply_whose_parts_make_a_whole_passes_whatever_rounding_leaves() -> None:
     whole = 0.7 + 0.2 + 0.1
     assert whole < 1.0
