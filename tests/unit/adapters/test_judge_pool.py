@@ -15,7 +15,7 @@ import pytest
 
 from rollgrad.adapters.rewards import format_worker, judge_pool
 from rollgrad.adapters.rewards.judge_pool import JudgePool, Verdict
-from rollgrad.adapters.sandbox import code_run, walls
+from rollgrad.adapters.sandbox import code_run, syscalls, walls
 from rollgrad.application.settings.sections.reward import JudgeIsolation
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from tests.fakes import hostile_judge
@@ -74,6 +74,19 @@ def test_every_machine_of_the_tests_can_shut_judges_in() -> None:
 def test_what_a_judgement_cannot_do(pool: JudgePool, code: str) -> None:
     assert attempt(pool, code) == FAILED
     assert attempt(pool, "1") == Verdict(value=1.0)
+
+
+def test_every_system_call_of_the_tables_is_refused_to_a_judgement(pool: JudgePool) -> None:
+    place = list(syscalls.MACHINES).index(os.uname().machine)
+    tables = {**syscalls.NEVER, **syscalls.JUDGED}
+    numbers = {name: found[place] for name, found in tables.items() if found[place] is not None}
+    code = (
+        "import ctypes, errno\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        f"for name, number in {numbers!r}.items():\n"
+        "    assert libc.syscall(number, 0, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == errno.EPERM, name\n"
+    )
+    assert attempt(pool, code) == Verdict(value=1.0)
 
 
 def test_the_environment_is_empty(pool: JudgePool, monkeypatch: pytest.MonkeyPatch) -> None:

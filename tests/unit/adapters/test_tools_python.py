@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from rollgrad.adapters.sandbox import code_run
+from rollgrad.adapters.sandbox import code_run, syscalls
 from rollgrad.adapters.tools.python import PythonTool
 from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.domain.episodes.messages import ToolResult
@@ -489,6 +490,43 @@ def test_system_calls_that_attacks_use_are_refused(run: Callable[..., ToolResult
     answers = dict(line.split(": ", 1) for line in run(code).content.splitlines())
     expected = dict.fromkeys(REFUSED, "-1: EPERM") | {"clone3": "-1: ENOSYS"}
     assert answers == expected
+
+
+def test_every_system_call_of_the_table_is_refused(run: Callable[..., ToolResult]) -> None:
+    place = list(syscalls.MACHINES).index(os.uname().machine)
+    numbers = {name: found[place] for name, found in syscalls.NEVER.items() if found[place] is not None}
+    code = (
+        "import ctypes, errno\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "def refused(number):\n"
+        "    ctypes.set_errno(0)\n"
+        "    return libc.syscall(number, 0, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == errno.EPERM\n"
+        f"print([name for name, number in {numbers!r}.items() if not refused(number)])"
+    )
+    assert run(code).content == "[]"
+
+
+HEADERS = (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h"))
+"""Debian's headers with the numbers of x86_64 and aarch64, which may be older than some calls."""
+
+
+@pytest.mark.skipif(not all(header.exists() for header in HEADERS), reason="this machine has no headers of Linux")
+def test_numbers_of_system_calls_are_those_of_linux() -> None:
+    known = [dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())) for header in HEADERS]
+    tables = {
+        **syscalls.NEVER,
+        **syscalls.JUDGED,
+        "clone": syscalls.CLONE,
+        "clone3": syscalls.CLONE3,
+        "prlimit64": syscalls.PRLIMIT64,
+        "socket": syscalls.SOCKET,
+        "open": syscalls.OPEN,
+        "openat": syscalls.OPENAT,
+        "openat2": syscalls.OPENAT2,
+    }
+    for name, numbers in tables.items():
+        for number, header in zip(numbers, known, strict=True):
+            assert header.get(name, str(number)) == str(number), name
 
 
 def test_memory_of_all_processes_together_is_bounded(run: Callable[..., ToolResult]) -> None:
