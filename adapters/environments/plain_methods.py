@@ -15,6 +15,7 @@ from rollgrad.domain.ports.environment import (
     Observation,
     StepResult,
     Tool,
+    acting_role,
 )
 
 
@@ -34,8 +35,7 @@ class PlainEnvironment(Environment):
     @property
     def acting_role(self) -> str:
         """The inner environment's, which may have no roles."""
-        role: str = getattr(self._inner, "acting_role", "")
-        return role
+        return acting_role(self._inner)
 
     async def reset(self, prompt: Prompt) -> Observation:
         """Implements `Environment.reset`."""

@@ -23,6 +23,7 @@ from rollgrad.domain.ports.environment import (
     Observation,
     StepResult,
     Tool,
+    acting_role,
     tool_for_episode,
 )
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -238,7 +239,7 @@ class TracedEnvironment(Environment):
     @property
     def acting_role(self) -> str:
         """The inner environment's, which may have no roles."""
-        return getattr(self._inner, "acting_role", "")
+        return acting_role(self._inner)
 
     async def reset(self, prompt: Prompt) -> Observation:
         """Implements `Environment.reset`."""

@@ -17,9 +17,9 @@ from rollgrad.domain.ports.environment import (
     Environment,
     Observation,
     OffersTools,
-    PlaysRoles,
     StepResult,
     Tool,
+    acting_role,
     tool_schema,
 )
 
@@ -60,7 +60,7 @@ class AgentSession:
         _check_observation("reset() returned", opening)
         if isinstance(self._environment, OffersTools):  # only now, because they may depend on the prompt
             self.tools = _schemas(self._environment.tools)
-        self.role = _acting_role(self._environment)
+        self.role = _checked_role(self._environment)
         if isinstance(opening, str):
             self.opening = opening
         if self.tools or self.role or not isinstance(opening, str):
@@ -93,7 +93,7 @@ class AgentSession:
         if self.messages is not None:
             self.messages.append(action.message)
             ended = result.terminated or result.truncated
-            role = self.role if ended else _acting_role(self._environment)
+            role = self.role if ended else _checked_role(self._environment)
             self._conversations[self.role], self.role = self.messages, role
             if role in self._conversations:
                 self.messages = self._conversations[role]
@@ -153,13 +153,13 @@ def _in_messages(observation: Observation) -> list[Message]:
     return [{"role": "user", "content": observation}] if observation else []
 
 
-def _acting_role(environment: Environment) -> str:
+def _checked_role(environment: Environment) -> str:
     """Returns the role that acts next; empty without roles.
 
     Raises:
         ForeignError: it is no word.
     """
-    role = environment.acting_role if isinstance(environment, PlaysRoles) else ""
+    role = acting_role(environment)
     if role and not (isinstance(role, str) and ROLE.fullmatch(role)):
         raise ForeignError(
             f"The environment's acting_role is {shown(role)}: it must be a word of at most 64 letters, digits, '-', "

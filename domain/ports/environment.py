@@ -1,6 +1,7 @@
 """Ports: the environment that an agent acts in, and the tools that it may call."""
 
 from collections.abc import Mapping, Sequence
+from inspect import getattr_static
 from typing import Any, Protocol, runtime_checkable
 
 from attrs import field, frozen
@@ -147,6 +148,14 @@ class PlaysRoles(Protocol):
     def acting_role(self) -> str:
         """The role that acts next, from the end of `reset` on: a word (`ROLE`); empty if there are no roles."""
         ...
+
+
+def acting_role(environment: Any) -> str:
+    """Returns the role that acts next; empty of an environment that knows no roles. A property that raises, be it an
+    AttributeError, is not taken for a missing one."""
+    known = getattr_static(environment, "acting_role", None) is not None
+    role: str = environment.acting_role if known else ""
+    return role
 
 
 def tool_schema(tool: Tool) -> Mapping[str, Any]:

@@ -144,13 +144,6 @@ async def test_what_an_environment_with_roles_must_not_do_fails_its_episode(envi
     assert (result.kind, result.message) == (FailureKind.ENVIRONMENT, message)
 
 
-async def test_roles_need_a_conversation() -> None:
-    result, _ = await play(Haggle(), "9", prompt=TEXT)
-    assert isinstance(result, RolloutFailure)
-    assert result.kind is FailureKind.DATA
-    assert "has tools or roles or speaks in messages, but its prompt is a plain text" in result.message
-
-
 class PlainHaggle:
     """Plays the same game with plain functions."""
 
@@ -168,6 +161,38 @@ class PlainHaggle:
 
     def close(self) -> None:
         pass
+
+
+class Misspelled(Haggle):
+    """Names its player by an attribute that it has not."""
+
+    @property
+    def acting_role(self) -> str:
+        return str(self.playr)  # type: ignore[attr-defined]
+
+
+class PlainMisspelled(PlainHaggle):
+    acting_role = Misspelled.acting_role  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "environment", [Misspelled(), awaitable_environment(PlainMisspelled())], ids=["async", "plain"]
+)
+async def test_a_role_that_cannot_be_told_is_not_taken_for_none(environment: Environment) -> None:
+    result, _ = await play(environment, "9", "no")
+    assert isinstance(result, RolloutFailure)
+    assert result.kind is FailureKind.ENVIRONMENT
+    assert "has no attribute 'playr'" in result.message
+
+
+async def test_roles_need_a_conversation() -> None:
+    result, _ = await play(Haggle(), "9", prompt=TEXT)
+    assert isinstance(result, RolloutFailure)
+    assert result.kind is FailureKind.DATA
+    assert "has tools or roles or speaks in messages, but its prompt is a plain text" in result.message
 
 
 async def test_plain_environments_have_roles_too() -> None:
