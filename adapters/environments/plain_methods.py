@@ -15,7 +15,7 @@ from rollgrad.domain.ports.environment import (
     Observation,
     StepResult,
     Tool,
-    acting_role,
+    offered,
 )
 
 
@@ -30,12 +30,14 @@ class PlainEnvironment(Environment):
     @property
     def tools(self) -> Sequence[Tool]:
         """The inner environment's, which may have none."""
-        return getattr(self._inner, "tools", ())
+        tools: Sequence[Tool] = offered(self._inner, "tools", ())
+        return tools
 
     @property
     def acting_role(self) -> str:
         """The inner environment's, which may have no roles."""
-        return acting_role(self._inner)
+        role: str = offered(self._inner, "acting_role", "")
+        return role
 
     async def reset(self, prompt: Prompt) -> Observation:
         """Implements `Environment.reset`."""

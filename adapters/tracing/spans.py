@@ -23,7 +23,7 @@ from rollgrad.domain.ports.environment import (
     Observation,
     StepResult,
     Tool,
-    acting_role,
+    offered,
     tool_for_episode,
 )
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -234,12 +234,14 @@ class TracedEnvironment(Environment):
     @property
     def tools(self) -> Sequence[Tool]:
         """The inner environment's, which may have none."""
-        return getattr(self._inner, "tools", ())
+        tools: Sequence[Tool] = offered(self._inner, "tools", ())
+        return tools
 
     @property
     def acting_role(self) -> str:
         """The inner environment's, which may have no roles."""
-        return acting_role(self._inner)
+        role: str = offered(self._inner, "acting_role", "")
+        return role
 
     async def reset(self, prompt: Prompt) -> Observation:
         """Implements `Environment.reset`."""

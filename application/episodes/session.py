@@ -16,10 +16,9 @@ from rollgrad.domain.ports.chat_codec import ToolSchema
 from rollgrad.domain.ports.environment import (
     Environment,
     Observation,
-    OffersTools,
     StepResult,
     Tool,
-    acting_role,
+    offered,
     tool_schema,
 )
 
@@ -58,8 +57,7 @@ class AgentSession:
         self._prompt = prompt
         opening = await self._environment.reset(prompt)
         _check_observation("reset() returned", opening)
-        if isinstance(self._environment, OffersTools):  # only now, because they may depend on the prompt
-            self.tools = _schemas(self._environment.tools)
+        self.tools = _schemas(offered(self._environment, "tools", ()))  # only now: they may depend on the prompt
         self.role = _checked_role(self._environment)
         if isinstance(opening, str):
             self.opening = opening
@@ -159,7 +157,7 @@ def _checked_role(environment: Environment) -> str:
     Raises:
         ForeignError: it is no word.
     """
-    role = acting_role(environment)
+    role: str = offered(environment, "acting_role", "")
     if role and not (isinstance(role, str) and ROLE.fullmatch(role)):
         raise ForeignError(
             f"The environment's acting_role is {shown(role)}: it must be a word of at most 64 letters, digits, '-', "

@@ -150,12 +150,10 @@ class PlaysRoles(Protocol):
         ...
 
 
-def acting_role(environment: Any) -> str:
-    """Returns the role that acts next; empty of an environment that knows no roles. A property that raises, be it an
-    AttributeError, is not taken for a missing one."""
-    known = getattr_static(environment, "acting_role", None) is not None
-    role: str = environment.acting_role if known else ""
-    return role
+def offered(environment: Any, name: str, default: Any) -> Any:
+    """Returns an attribute that not every environment has (`tools`, `acting_role`), or `default` of one without it. A
+    property that raises, be it an AttributeError, is not taken for a missing one."""
+    return default if getattr_static(environment, name, None) is None else getattr(environment, name)
 
 
 def tool_schema(tool: Tool) -> Mapping[str, Any]:

@@ -58,6 +58,16 @@ async def test_text_stays_text() -> None:
     assert made.last.reward == 1.0
 
 
+async def test_tools_that_cannot_be_told_are_not_taken_for_none() -> None:
+    class Misspelled(FakeEnvironment):
+        @property
+        def tools(self) -> Any:
+            return self.toolz  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match="toolz"):
+        await session(kind=Misspelled)
+
+
 async def test_before_the_first_step_nothing_was_answered() -> None:
     assert (await session()).last == StepResult()
 
