@@ -100,7 +100,7 @@ def actions(session: RecordedSession) -> "Counter[Any]":
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10**9))
 async def test_what_callers_were_given_is_learned_from_once_and_nothing_else(seed: int) -> None:
     rng = random.Random(seed)
