@@ -108,7 +108,8 @@ class MultiTurnExecutor(AgentExecutor):
             return request.failure(FailureKind.DATA, full)
         ended = stop_reason or StopReason.LENGTH
         last = session.last
-        if last.rewards and (lacking := [role for role in ledger.roles if role not in last.rewards]):
+        lacking = [role for role in ledger.roles if role not in last.rewards]
+        if last.rewards and lacking and (last.terminated or last.truncated):  # in its midst a role may earn alone
             given, others = (
                 ", ".join(map(str, last.rewards)),
                 ", ".join(role or "one without a role" for role in lacking),

@@ -108,6 +108,13 @@ async def test_roles_without_rewards_of_their_own_share_the_runs() -> None:
     assert {t.role: t.score for t in result} == {"seller": 0.5, "buyer": 0.5}
 
 
+async def test_a_role_may_earn_alone_before_the_end() -> None:
+    results = {1: StepResult(observation="9?", reward=0.0, rewards={"seller": 0.5})}
+    result, _ = await play(Haggle(results), "9", "7", max_turns=2)
+    assert isinstance(result, list)
+    assert earned(result) == {"seller": [0.75], "buyer": [0.0]}
+
+
 async def test_rewards_of_roles_are_rewards_also_where_the_step_has_none() -> None:
     results = {1: StepResult(reward=None, terminated=True, rewards={"seller": 1.0, "buyer": -1.0})}
     result, _ = await play(Haggle(results), "9", "no", rewards=FakeRewardSource(lambda request: 0.5))
