@@ -14,6 +14,7 @@ from rollgrad.adapters.models.torch import attention, attention_buckets, capped
 from rollgrad.adapters.models.torch.attention import ForestAttention
 from rollgrad.adapters.models.torch.layout import Node
 from rollgrad.adapters.models.torch.score_form import ScoreForm
+from rollgrad.adapters.models.torch.sinks import _gradient_of_sinks, with_sinks
 from tests.pretended_gpu import CUDA, pretended_gpu
 
 CPU = torch.device("cpu")
@@ -146,6 +147,19 @@ def test_a_forest_is_what_float64_computes(
         assert len(plan._sliced) == ("capped" in form)
         assert all(len(slices) > len(NODES) for slices in plan._sliced.values() if "slices" in form)
     assert_close(found, exact, dtype, machine)
+
+
+def test_what_sinks_change_is_computed_in_float32() -> None:
+    """Of numbers in half precision, whose own sums would be off by a thousandth and more."""
+    generator = torch.Generator().manual_seed(2)
+    gradient, out = (torch.randn(4, 30, 256, generator=generator).bfloat16() for _ in range(2))
+    sums, sinks = torch.randn(4, 30, generator=generator), torch.randn(4, 1, generator=generator).bfloat16()
+    exact = torch.logaddexp(sums.double(), sinks.double().expand(4, 30))
+    _, found = with_sinks(out, sums, sinks)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    expected = -(sinks.double() - exact).exp() * (gradient.double() * out.double()).sum(-1)
+    torch.testing.assert_close(_gradient_of_sinks(gradient, out, found, sinks).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @ON_EACH
