@@ -3,7 +3,7 @@
     python -m tests.kills                    # 60 kills of runs in one process, about ten minutes on two cores
     python -m tests.kills --only cluster --kills 8
     python -m tests.kills --only grpo --kills 4 --seed 7
-    python -m tests.kills --only "partial rollouts of vLLM" --kills 4
+    python -m tests.kills --only "partial rollouts in a cluster" --kills 6
 
 In turn, each at a random moment: in an update and while a training state is saved, both after the first state; while
 a model is saved; where the engine has a copy of the weights, while they are sent; and anywhere. Runs whose replies go
@@ -50,12 +50,11 @@ PLACES = {
     "training state": (*STORE, "save_training"),
     "model": (*STORE, "save_model"),
     "weights sent": ("rollgrad.adapters.engines.embedded.weights", "CopiedWeights", "push"),
-    "weights sent to engines": ("rollgrad.adapters.weights.channel", "FleetWeights", "push"),
 }
 """Module, class and method of what is worth to be killed in."""
 WORKER = "ray::RankWorker"
 """Title of the processes among which a cluster divides a model."""
-OF_WORKERS = ("update", "weights sent", "weights sent to engines")
+OF_WORKERS = ("update", "weights sent")
 """Places in which such a process is killed, too."""
 DEADLINE_SECONDS = 900.0
 """Longest time of one run, on a machine that other work keeps busy."""
@@ -99,7 +98,6 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 CLUSTERS = {
     "cluster": CLUSTER,
     "partial rollouts in a cluster": merged(CLUSTER, KINDS[PARTIAL]),
-    "partial rollouts of vLLM": merged(merged(CLUSTER, KINDS[PARTIAL]), {"rollout": {"engine": "vllm"}}),
 }
 
 
