@@ -150,7 +150,7 @@ def test_a_forest_is_what_float64_computes(
 
 
 def test_what_sinks_change_is_computed_in_float32() -> None:
-    """Of numbers in half precision, whose own sums would be off by a thousandth and more."""
+    """The numbers are of half precision, whose own sums would be off by a thousandth and more."""
     generator = torch.Generator().manual_seed(2)
     gradient, out = (torch.randn(4, 30, 256, generator=generator).bfloat16() for _ in range(2))
     sums, sinks = torch.randn(4, 30, generator=generator), torch.randn(4, 1, generator=generator).bfloat16()
