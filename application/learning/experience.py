@@ -181,7 +181,8 @@ class ExperienceService:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from `state`."""
-        by_role = {"": state} if "count" in state else state  # once, all roles had the same
+        of_all = isinstance(state.get("count"), int | float)  # in states before roles had their own; also a role's name
+        by_role = {"": state} if of_all else state
         self._moments = {role: shaping.RunningMoments.from_state_dict(moments) for role, moments in by_role.items()}
 
     def _shaped(self, batch: RolloutBatch, metrics: dict[str, float]) -> RolloutBatch:
