@@ -86,8 +86,8 @@ class CommandAgent(AgentProgram):
         )
 
     async def _play(self, task: AgentTask) -> AgentResult:
-        try:
-            process = await asyncio.create_subprocess_exec(
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -96,8 +96,15 @@ class CommandAgent(AgentProgram):
                 start_new_session=True,
                 limit=MAX_OUTPUT,
             )
+        )
+        try:
+            process = await asyncio.shield(starting)
         except OSError as error:
             raise self._refusal(error.strerror) from error
+        except asyncio.CancelledError:  # asyncio alone would end the program, and not what that has started by now
+            with contextlib.suppress(OSError):
+                await _end(await starting)
+            raise
         said, complained = await _communicate(process, _input(task))
         if process.returncode != 0:
             raise RuntimeError(f"exit status {process.returncode}: {complained.strip()[-SHOWN:] or 'no message'}")
@@ -126,14 +133,19 @@ async def _communicate(process: asyncio.subprocess.Process, given: bytes) -> tup
             for task in done:
                 task.result()
     finally:
-        kill_group(process.pid)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        while process.returncode is None:
-            await asyncio.sleep(POLL_SECONDS / 10)
-        process._transport.close()  # type: ignore[attr-defined]  # nothing public closes the pipes
+        await _end(process, *tasks)
     return said.decode(errors="replace"), complained.decode(errors="replace")
+
+
+async def _end(process: asyncio.subprocess.Process, *tasks: "asyncio.Task[None]") -> None:
+    """Ends a process with its children, and what reads and writes its pipes."""
+    kill_group(process.pid)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    while process.returncode is None:
+        await asyncio.sleep(POLL_SECONDS / 10)
+    process._transport.close()  # type: ignore[attr-defined]  # nothing public closes the pipes
 
 
 async def _write(process: asyncio.subprocess.Process, given: bytes) -> None:

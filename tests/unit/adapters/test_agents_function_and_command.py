@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from asyncio import base_subprocess
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,31 @@ async def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert gone(tmp_path)
+
+
+async def test_a_program_ends_with_its_children_while_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it is under way before asyncio has its pipes."""
+    connect = base_subprocess.BaseSubprocessTransport._connect_pipes  # type: ignore[attr-defined]
+    connecting, going_on = asyncio.Event(), asyncio.Event()
+
+    async def late(transport: Any, waiter: Any) -> None:
+        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
+            await asyncio.sleep(0.01)
+        connecting.set()
+        await going_on.wait()
+        await connect(transport, waiter)
+
+    monkeypatch.setattr(base_subprocess.BaseSubprocessTransport, "_connect_pipes", late)
+    task = asyncio.create_task(program(tmp_path, CHILD + "child.wait()").run(TASK))
+    async with asyncio.timeout(WAIT_SECONDS):
+        await connecting.wait()
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.1, going_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
     assert gone(tmp_path)
 
 
