@@ -68,8 +68,6 @@ def _widest_head(device: torch.device) -> int:
     """Returns the numbers in a head at most, of a GPU's FlashAttention, 0 where torch has none; the first call takes
     the kernels of flash-attn-4 into use where that package is installed and has any for it. One that torch cannot take
     leaves torch's own kernels in use."""
-    if not torch.cuda.is_available():  # a plan is made for another machine's GPU, which is taken to be no older
-        return WIDEST_HEAD
     widest, capability = WIDEST_HEAD, torch.cuda.get_device_capability(device)
     if capability in FASTER and _installed("flash-attn-4"):
         try:

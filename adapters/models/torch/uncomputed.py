@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from rollgrad.adapters.models.torch.attention import ForestAttention
 from rollgrad.adapters.models.torch.attention_buckets import LEAST_QUERIES
 from rollgrad.adapters.models.torch.capped import SLICE
-from rollgrad.adapters.models.torch.kernels import has_varlen
+from rollgrad.adapters.models.torch.kernels import HALF, WIDEST_HEAD, has_varlen
 from rollgrad.adapters.models.torch.layout import Node
 
 WORKED = {"forward": (2, 3, 2), "backward": (3, 5, 2)}
@@ -34,6 +34,8 @@ class UncomputedAttention(ForestAttention):
 
     def has_varlen(self, query: Tensor) -> bool:
         """Implements `ForestAttention.has_varlen`."""
+        if self._computing.type == "cuda" and not torch.cuda.is_available():  # a GPU elsewhere, taken to have it
+            return query.dtype in HALF and query.shape[-1] <= WIDEST_HEAD
         return has_varlen(self._computing, query.dtype, query.shape[-1])
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, **_: Any) -> Tensor:

@@ -150,6 +150,7 @@ def test_a_token_is_multiplied_with_the_matrices_of_the_experts_that_it_chooses(
 def test_on_a_gpu_queries_are_not_copied(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = measured(path)
     monkeypatch.setattr(uncomputed, "has_varlen", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert measured(path, torch.device("cuda")).scored[-1] < copied.scored[-1]
 
 
