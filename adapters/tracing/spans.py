@@ -234,14 +234,12 @@ class TracedEnvironment(Environment):
     @property
     def tools(self) -> Sequence[Tool]:
         """The inner environment's, which may have none."""
-        tools: Sequence[Tool] = offered(self._inner, "tools", ())
-        return tools
+        return offered(self._inner, "tools", ())
 
     @property
     def acting_role(self) -> str:
         """The inner environment's, which may have no roles."""
-        role: str = offered(self._inner, "acting_role", "")
-        return role
+        return offered(self._inner, "acting_role", "")
 
     async def reset(self, prompt: Prompt) -> Observation:
         """Implements `Environment.reset`."""

@@ -157,7 +157,7 @@ def _checked_role(environment: Environment) -> str:
     Raises:
         ForeignError: it is no word.
     """
-    role: str = offered(environment, "acting_role", "")
+    role = offered(environment, "acting_role", "")
     if role and not (isinstance(role, str) and ROLE.fullmatch(role)):
         raise ForeignError(
             f"The environment's acting_role is {shown(role)}: it must be a word of at most 64 letters, digits, '-', "

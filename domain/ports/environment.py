@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from inspect import getattr_static
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from attrs import field, frozen
 
@@ -13,6 +13,8 @@ from rollgrad.domain.episodes.prompts import Prompt
 Observation = str | Sequence[Message]
 """Text, which is appended to the model's tokens unchanged (special tokens in it are real: the environment writes the
 template), or chat messages, which the model's chat template renders (special tokens in them are plain text)."""
+
+Offer = TypeVar("Offer")
 
 
 class WholePrompt(str):
@@ -150,10 +152,16 @@ class PlaysRoles(Protocol):
         ...
 
 
-def offered(environment: Any, name: str, default: Any) -> Any:
-    """Returns an attribute that not every environment has (`tools`, `acting_role`), or `default` of one without it. A
-    property that raises, be it an AttributeError, is not taken for a missing one."""
-    return default if getattr_static(environment, name, None) is None else getattr(environment, name)
+def offered(environment: Any, name: str, default: Offer) -> Offer:
+    """Returns an attribute that not every environment has (`tools`, `acting_role`), or `default` where it is missing or
+    None. A property that raises, be it an AttributeError, is not taken for a missing one."""
+    try:
+        found: Offer | None = getattr(environment, name)  # also of a wrapper, by its __getattr__
+    except AttributeError:
+        if getattr_static(environment, name, None) is not None:
+            raise
+        return default
+    return default if found is None else found
 
 
 def tool_schema(tool: Tool) -> Mapping[str, Any]:

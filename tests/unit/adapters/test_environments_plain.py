@@ -9,7 +9,7 @@ import pytest
 from rollgrad.adapters.environments import plain_methods
 from rollgrad.adapters.environments.plain_methods import awaitable_environment
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.ports.environment import Environment, OffersTools, StepResult
+from rollgrad.domain.ports.environment import Environment, OffersTools, StepResult, offered
 from rollgrad.testing.environment import FakeEnvironment
 from tests.contract.test_environment import act
 
@@ -93,6 +93,24 @@ def test_tools_are_offered_where_there_are_some_and_asynchronous_environments_ar
     assert tuple(offering.tools) == ("calculator",)
     asynchronous: Environment = FakeEnvironment([])
     assert awaitable_environment(asynchronous) is asynchronous
+
+
+def test_what_a_wrapper_passes_on_is_offered() -> None:
+    class Wrapper:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    meeting: Any = Meeting(threading.Barrier(1))
+    for environment in (Wrapper(meeting), awaitable_environment(Wrapper(meeting))):
+        assert offered(environment, "tools", ()) == ()
+        assert offered(environment, "acting_role", "") == ""
+    meeting.tools, meeting.acting_role = ("calculator",), "black"
+    for environment in (Wrapper(meeting), awaitable_environment(Wrapper(meeting))):
+        assert offered(environment, "tools", ()) == ("calculator",)
+        assert offered(environment, "acting_role", "") == "black"
 
 
 async def test_a_call_that_does_not_end_keeps_its_thread_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
