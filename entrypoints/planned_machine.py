@@ -50,12 +50,12 @@ def planned_machine(config: RLConfig) -> PlannedMachine:
 
     if config.cluster.plan_for is not None:
         gpu, memory, speed = config.cluster.plan_for
+        device = torch.device("cuda")
+        auto = config.actor.dtype == "auto"  # for which `resolve_dtype` would ask the GPU, which is elsewhere
         return PlannedMachine(
             machine=Machine(gpu=int(gpu * GIB), memory=int(memory * GIB)),
-            device=torch.device("cuda"),
-            dtype=torch.bfloat16
-            if config.actor.dtype == "auto"
-            else resolve_dtype(config.actor.dtype, torch.device("cuda")),
+            device=device,
+            dtype=torch.bfloat16 if auto else resolve_dtype(config.actor.dtype, device),
             speed=speed * TERA,
             told=True,
         )

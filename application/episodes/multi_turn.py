@@ -110,10 +110,8 @@ class MultiTurnExecutor(AgentExecutor):
         last = session.last
         lacking = [role for role in ledger.roles if role not in last.rewards]
         if last.rewards and lacking and (last.terminated or last.truncated):  # in its midst a role may earn alone
-            given, others = (
-                ", ".join(map(str, last.rewards)),
-                ", ".join(role or "one without a role" for role in lacking),
-            )
+            given = ", ".join(map(str, last.rewards))
+            others = ", ".join(role or "one without a role" for role in lacking)
             raise ForeignError(
                 f"The environment's last step has rewards of {given}, but {others} acted, too: return a reward for "
                 "each role."
