@@ -31,6 +31,7 @@ from rollgrad.entrypoints.data_show import prepared_rows, show_examples, show_he
 from rollgrad.entrypoints.dry_run import example_file_problems
 from rollgrad.entrypoints.example_plan import show_example_plan
 from rollgrad.entrypoints.findings import Findings
+from rollgrad.entrypoints.planned_machine import knows_machines
 
 
 def rehearse_examples(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
@@ -85,7 +86,7 @@ def _try(run: OfflineRun, findings: Findings) -> None:
 def _plan(run: OfflineRun, findings: Findings, *, longest: int) -> None:
     shortages = findings.attempt(partial(show_example_plan, run, findings.console, longest=longest))
     for sentence in shortages or ():
-        if run.cluster.address is None or run.cluster.plan_for is not None:
+        if knows_machines(run.cluster):
             findings.errors.append(ConfigurationError(sentence))
         else:  # the cluster's machines are not this one
             findings.say(sentence)

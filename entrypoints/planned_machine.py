@@ -7,6 +7,7 @@ from attrs import frozen
 
 from rollgrad.application.settings.memory_places import Machine
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.cluster import ClusterConfig
 
 if TYPE_CHECKING:
     import torch
@@ -73,9 +74,15 @@ def this_machine() -> Machine:
     return Machine(gpu=gpu, memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
+def knows_machines(cluster: ClusterConfig) -> bool:
+    """Returns whether a plan is for the run's machines: not where a cluster is joined, and nothing tells what they
+    have."""
+    return cluster.address is None or cluster.plan_for is not None
+
+
 def elsewhere_sentence(config: RLConfig) -> str | None:
-    """Returns what to add to a plan for machines of a cluster that is joined, where nothing tells what they have."""
-    if config.cluster.address is None or config.cluster.plan_for is not None:
+    """Returns what to add to a plan that does not know the run's machines."""
+    if knows_machines(config.cluster):
         return None
     return (
         "The plan takes the cluster's machines to be like this one: tell what they have by --cluster.plan_for GPU_GIB "

@@ -32,6 +32,7 @@ from rollgrad.entrypoints.composition.rl import rl_container
 from rollgrad.entrypoints.description import check_continues
 from rollgrad.entrypoints.dry_run import counts, file_problems, show_plan
 from rollgrad.entrypoints.findings import Findings
+from rollgrad.entrypoints.planned_machine import knows_machines
 from rollgrad.entrypoints.run_directory import begun, continues
 
 Made = TypeVar("Made")
@@ -211,7 +212,7 @@ class _TrainingTrial(Trial):
             lambda: show_plan(config, self._findings.console, told=told), *(f"{key}.model_name_or_path" for key in keys)
         )
         for sentence in shortages or ():
-            if config.cluster.address is None or config.cluster.plan_for is not None:
+            if knows_machines(config.cluster):
                 self._errors.append(ConfigurationError(sentence))
             else:  # the cluster's machines are not this one
                 self._say(sentence)

@@ -5,7 +5,7 @@ from typing import Any
 
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.translation.draft import Draft
-from rollgrad.entrypoints.trl.moving_reference import follow_policy
+from rollgrad.entrypoints.trl.moving_reference import MOVING, follow_policy
 from rollgrad.entrypoints.trl.rollouts import set_engines, set_groups, set_prompts, set_rewards
 
 LOSSES: Mapping[str, tuple[str, str | None]] = {
@@ -72,7 +72,7 @@ def finish_grpo(draft: Draft, *, dataset: str | None, samples: int) -> None:
 def _kl(draft: Draft) -> None:
     beta = draft.value("beta")
     if not beta:
-        for name in ("use_bias_correction_kl", "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"):
+        for name in ("use_bias_correction_kl", *MOVING):
             draft.lose(name, "there is no KL without --beta, in TRL neither")
         return
     follow_policy(draft, "algo.kl")

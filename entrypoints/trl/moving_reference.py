@@ -2,6 +2,8 @@
 
 from rollgrad.entrypoints.translation.draft import Draft
 
+MOVING = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
+"""TRL's flags of it."""
 SYNC_STEPS, MIXUP = 512, 0.6
 """TRL's default numbers of optimizer steps between moves, and the share of the policy in each."""
 
@@ -9,7 +11,7 @@ SYNC_STEPS, MIXUP = 512, 0.6
 def follow_policy(draft: Draft, section: str) -> None:
     """Sets how the reference of a `section` of settings moves."""
     if not draft.value("sync_ref_model", False):
-        for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
+        for name in MOVING[1:]:
             draft.lose(name, "the reference never moves without --sync_ref_model, in TRL neither")
         return
     draft.set(f"{section}.ref_sync_steps", draft.value("ref_model_sync_steps", SYNC_STEPS))

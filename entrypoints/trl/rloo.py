@@ -1,7 +1,7 @@
 """Translates what `trl rloo` has of its own: the leave-one-out baseline, KL in the reward, the ratio of sequences."""
 
 from rollgrad.entrypoints.translation.draft import Draft
-from rollgrad.entrypoints.trl.moving_reference import follow_policy
+from rollgrad.entrypoints.trl.moving_reference import MOVING, follow_policy
 from rollgrad.entrypoints.trl.rollouts import set_engines, set_groups, set_prompts, set_rewards
 
 
@@ -34,5 +34,5 @@ def finish_rloo(draft: Draft, *, dataset: str | None, samples: int) -> None:
         draft.set("algo.kl.init_coef", beta)
         draft.set("algo.kl.estimator", "k1")
     else:
-        for name in ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"):
+        for name in MOVING:
             draft.lose(name, "there is no KL where --beta is 0, in TRL neither")
