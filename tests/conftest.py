@@ -20,7 +20,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tests.scripts import QUIET, VLLM_MODULES, ScriptHost
+from tests.scripts import QUIET, ROOT, VLLM_MODULES, ScriptHost
 from tests.tiny_models import SHARE, make_tiny_tokenizer, saved, tiny_llama, tiny_model
 
 SLOW_TO_IMPORT = {
@@ -220,6 +220,17 @@ def rollgrad_command(script_host: ScriptHost) -> list[str]:
 def tiny_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved Llama of two layers with grouped heads and random weights, with `tiny_tokenizer` beside it."""
     return tiny_llama(tiny_tokenizer, tmp_path_factory.mktemp("models") / "tiny-llama", head_dim=16)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct, where the demos keep it."""
+    from rollgrad.adapters.system.python_file import load_python_file
+
+    example = load_python_file(str(ROOT / "examples" / "smollm2.py"), flag="the examples' model")
+    path: Path = ROOT / example.MODEL
+    example.unpack_smollm2(path)
+    return path
 
 
 @pytest.fixture(scope="session")

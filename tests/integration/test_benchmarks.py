@@ -94,9 +94,13 @@ def test_the_table_of_recipes_has_the_figures_that_were_measured() -> None:
     assert table({name: measured[name] for name in RECIPES}) == documented("tinker.md", "| recipe |")
 
 
-def test_the_suites_do_their_smallest_work(run_script: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # one of them compiles
-    printed = run_script("-m", "pytest", "benchmarks", "--smoke", "--benchmark-only", "-q", "-p", "no:cacheprovider")
+@pytest.mark.parametrize("chosen", ["not compiled", pytest.param("compiled", marks=pytest.mark.wide)])
+def test_the_suites_do_their_smallest_work(
+    chosen: str, run_script: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    words = ("--smoke", "--benchmark-only", "-q", "-p", "no:cacheprovider", "-k", chosen)
+    printed = run_script("-m", "pytest", "benchmarks", *words)
     assert re.search(r"^\d+ passed", printed, re.MULTILINE), printed
 
 

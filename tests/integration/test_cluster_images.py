@@ -56,7 +56,12 @@ def group(ray: None, kept_groups: Any) -> Iterator[WorkerGroup]:
 
 @pytest.mark.parametrize(
     ("stage", "width"),
-    [(2, 1), *(pytest.param(stage, 1, marks=pytest.mark.wide) for stage in (3, FSDP)), (3, 2), (FSDP, 2)],
+    [
+        (2, 1),
+        *(pytest.param(stage, 1, marks=pytest.mark.wide) for stage in (3, FSDP)),
+        (3, 2),
+        pytest.param(FSDP, 2, marks=pytest.mark.wide),
+    ],
 )
 def test_every_division_sees_images_as_one_process(
     group: WorkerGroup, model: str, expected: tuple[torch.Tensor, dict[str, float]], stage: int | str, width: int
@@ -70,7 +75,7 @@ def test_every_division_sees_images_as_one_process(
     torch.testing.assert_close(policy.score(images.batch(model)).logprobs_N, logprobs_N, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("stage", [3, FSDP])
+@pytest.mark.parametrize("stage", [pytest.param(3, marks=pytest.mark.wide), FSDP])
 def test_a_divided_reward_model_judges_images_as_a_whole_one(
     group: WorkerGroup, model: str, stage: int | str, tmp_path: Path
 ) -> None:
@@ -102,7 +107,7 @@ REWARD_METRICS = ("train/loss", "train/grad_norm", "train/accuracy", "eval/loss"
 @pytest.mark.parametrize(
     "division",
     [
-        {"ds.zero_stage": 3},
+        pytest.param({"ds.zero_stage": 3}, marks=pytest.mark.wide),
         pytest.param({"cluster.strategy": Strategy.FSDP2}, marks=pytest.mark.wide),
         {"cluster.strategy": Strategy.FSDP2, "ds.sequence_parallel_size": 2},
     ],

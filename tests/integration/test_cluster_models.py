@@ -105,10 +105,17 @@ def assert_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 DIVISIONS = [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True), (FSDP, False), (FSDP, True)]
+UNLIKE = (2, True), (3, False), (FSDP, True)
+"""Those among them that show of each part what the others do."""
 
 
 @pytest.mark.parametrize(
-    ("group", "stage", "offload"), [*((2, *division) for division in DIVISIONS), (1, 3, False)], indirect=["group"]
+    ("group", "stage", "offload"),
+    [
+        *(pytest.param(2, *each, marks=() if each in UNLIKE else pytest.mark.wide) for each in DIVISIONS),
+        pytest.param(1, 3, False, marks=pytest.mark.wide),
+    ],
+    indirect=["group"],
 )
 def test_every_division_trains_as_one_process(
     group: WorkerGroup, stage: int | str, offload: bool, expected: dict[str, Any], tiny_model_dir: Path, tmp_path: Path
@@ -200,7 +207,9 @@ def test_processes_hand_states_on_along_paths_of_their_own(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("stage", "bytes_a_parameter"), [(2, 12), (3, 16), (FSDP, 8)])
+@pytest.mark.parametrize(
+    ("stage", "bytes_a_parameter"), [pytest.param(2, 12, marks=pytest.mark.wide), (3, 16), (FSDP, 8)]
+)
 def test_an_optimizer_that_sleeps_leaves_its_memory_of_a_gpu(
     ray: None, stage: int | str, bytes_a_parameter: int, tiny_model_dir: Path
 ) -> None:
@@ -227,7 +236,7 @@ def test_an_optimizer_that_sleeps_leaves_its_memory_of_a_gpu(
         placement.remove()
 
 
-@pytest.mark.parametrize("stage", [0, 3, FSDP])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.wide), 3, FSDP])
 def test_a_weight_that_no_gradient_reaches_ends_the_run(
     group: WorkerGroup, stage: int | str, tiny_model_dir: Path
 ) -> None:
@@ -236,7 +245,7 @@ def test_a_weight_that_no_gradient_reaches_ends_the_run(
         cluster.trained(ShardedPolicy(group), 1)
 
 
-@pytest.mark.parametrize("stage", [2, 3, FSDP])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.wide), 3, FSDP])
 def test_a_state_continues_in_any_division(
     group: WorkerGroup,
     stage: int | str,
@@ -308,7 +317,7 @@ def test_muon_steps_divided_matrices_as_whole_ones(
         assert gap.norm() < MUON_GAP[dtype] * step.norm()
 
 
-@pytest.mark.parametrize("stage", [0, 3, FSDP])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.wide), 3, FSDP])
 def test_float16_is_scaled_and_skips_steps_as_in_one_process(
     group: WorkerGroup, stage: int | str, tiny_model_dir: Path
 ) -> None:
@@ -345,7 +354,7 @@ def test_float16_is_scaled_and_skips_steps_as_in_one_process(
     assert all(tensor.dtype == torch.float16 for tensor in cluster.weights(policy).values())
 
 
-@pytest.mark.parametrize("stage", [2, 3, FSDP])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.wide), 3, FSDP])
 def test_a_divided_mixture_of_experts_trains_as_one_process(
     group: WorkerGroup, stage: int | str, tiny_mixture_dir: Path
 ) -> None:
@@ -458,7 +467,7 @@ def test_parts_that_nobody_reads_to_the_end_hold_nobody_up(group: WorkerGroup, t
     assert cluster.trained(policy, 1)["lr"] > 0
 
 
-@pytest.mark.parametrize("stage", [0, 3, FSDP])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.wide), 3, FSDP])
 def test_a_divided_critic_trains_as_one_process(
     group: WorkerGroup, stage: int | str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -517,7 +526,15 @@ def _reply(prompt: list[int], completion: list[int]) -> WeightedTokens:
     return WeightedTokens(token_ids_T=torch.tensor(prompt + completion), weights_T=weights_T, prompt_length=len(prompt))
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, False), (3, False), (3, True), (FSDP, True)])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        pytest.param(0, False, marks=pytest.mark.wide),
+        pytest.param(3, False, marks=pytest.mark.wide),
+        (3, True),
+        (FSDP, True),
+    ],
+)
 def test_a_reference_scores_what_one_process_scores(
     group: WorkerGroup, stage: int | str, offload: bool, tiny_model_dir: Path
 ) -> None:
@@ -579,8 +596,8 @@ PHASES: dict[str, Callable[[ShardedPolicy, LocalCheckpointStore], object]] = {
     [
         ("score", 1, "score", 2),
         ("push", 1, "next_update", 2),
-        ("update", 0, "update", 1),
-        ("save", 0, "save", 1),
+        pytest.param("update", 0, "update", 1, marks=pytest.mark.wide),
+        pytest.param("save", 0, "save", 1, marks=pytest.mark.wide),
         ("state", 0, "write_state", 1),
     ],
 )
@@ -651,7 +668,15 @@ async def test_the_copies_of_a_reward_model_share_the_replies_also_when_one_was_
         placement.remove()
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(3, False), (3, True), (FSDP, False), (FSDP, True)])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        pytest.param(3, False, marks=pytest.mark.wide),
+        (3, True),
+        (FSDP, False),
+        pytest.param(FSDP, True, marks=pytest.mark.wide),
+    ],
+)
 def test_a_divided_reward_model_scores_as_a_whole_one(
     group: WorkerGroup, stage: int | str, offload: bool, reward_model_dir: Path
 ) -> None:
@@ -714,9 +739,7 @@ def test_pairs_are_whole_in_every_process(group: WorkerGroup, tiny_model_dir: Pa
         assert_alike(cluster.weights(policy)[name], tensor)
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(1, marks=pytest.mark.wide), pytest.param(2, marks=pytest.mark.wide), 3, FSDP]
-)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.wide) for stage in (1, 2, 3)), FSDP])
 def test_processes_hold_what_the_memory_plan_says(group: WorkerGroup, stage: int | str, tiny_model_dir: Path) -> None:
     """Up to a tenth of the weights: besides, there are tables of rotations, and numbers that fill up parts."""
     config = RLConfig()

@@ -174,6 +174,8 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 }
 """How processes share a model, where not by ZeRO alone: two, or three, which divide queries, for there are two
 key/value heads."""
+ALIKE = "sft", "dpo", "dpo_of_three", "rm_of_three"
+"""Runs of which the others show what is their own."""
 
 
 @pytest.fixture
@@ -191,7 +193,7 @@ def served() -> Iterator[Callable[[Path], TeacherServer]]:
 
 
 @pytest.mark.parametrize(
-    "trainer", [pytest.param(name, marks=pytest.mark.wide if name == "dpo_of_three" else ()) for name in TRAINERS]
+    "trainer", [pytest.param(name, marks=pytest.mark.wide if name in ALIKE else ()) for name in TRAINERS]
 )
 def test_learning_from_examples_in_several_processes_is_that_in_one(
     trainer: str,
@@ -265,7 +267,7 @@ def test_learning_from_examples_in_several_processes_is_that_in_one(
 @pytest.mark.usefixtures("runs_share_processes")
 @pytest.mark.parametrize(
     "division",
-    [{"ds.zero_stage": 3}, {"cluster.strategy": Strategy.FSDP2}],
+    [pytest.param({"ds.zero_stage": 3}, marks=pytest.mark.wide), {"cluster.strategy": Strategy.FSDP2}],
     ids=["ZeRO-3", "FSDP2"],
 )
 def test_replies_of_a_prescribed_form_are_learned_from_in_several_processes(

@@ -238,13 +238,8 @@ def test_an_actor_without_experts_is_refused(group: WorkerGroup, tiny_model_dir:
         group.build(expert_parallel.rank_policy, str(tiny_model_dir), 2)
 
 
-@pytest.mark.parametrize(
-    ("stage", "size", "adapted"),
-    [
-        (cluster.FSDP, 2, False),
-        pytest.param(cluster.FSDP, 2, True, marks=WIDE),
-    ],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("stage", "size", "adapted"), [(cluster.FSDP, 2, False), (cluster.FSDP, 2, True)])
 def test_compiled_layers_with_experts_train_as_without_and_compile_nothing_anew(
     group: WorkerGroup, stage: int | str, size: int, adapted: bool, mixtures: dict[str, str]
 ) -> None:

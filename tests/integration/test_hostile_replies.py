@@ -45,7 +45,9 @@ def test_there_are_enough_replies(set_traps: Traps) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(Verifier))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind is Verifier.MATH else pytest.mark.wide) for kind in Verifier]
+)
 def test_verifiers(kind: Verifier, set_traps: Traps) -> None:
     judge, right, wrong = verifiers(SHORT)[kind]
     asked = [ask(forms(reply)[n % 4], "7") for n, reply in enumerate(replies(set_traps))]

@@ -50,7 +50,7 @@ def group(ray: None, kept_groups: Any) -> Iterator[WorkerGroup]:
         pytest.param(0, lora.LORA, marks=pytest.mark.wide),
         pytest.param(2, lora.LORA, marks=pytest.mark.wide),
         (3, lora.LORA),
-        (cluster.FSDP, lora.LORA),
+        pytest.param(cluster.FSDP, lora.LORA, marks=pytest.mark.wide),
         (2, lora.QLORA),
     ],
 )
@@ -92,7 +92,7 @@ def test_every_division_trains_the_adapters_of_one_process(
     assert (tmp_path / "ours" / "adapter" / "adapter_config.json").exists()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.wide), 3])
 def test_a_state_continues_in_any_division(group: WorkerGroup, stage: int, tiny_model_dir: Path) -> None:
     """From one process to two, and back; a state of all weights is refused."""
     whole, begun = lora.policy(str(tiny_model_dir)), lora.policy(str(tiny_model_dir))
@@ -115,7 +115,12 @@ def test_a_state_continues_in_any_division(group: WorkerGroup, stage: int, tiny_
 
 
 @pytest.mark.parametrize(
-    ("stage", "adapters"), [pytest.param(2, lora.LORA, marks=pytest.mark.wide), (3, lora.LORA), (2, lora.QLORA)]
+    ("stage", "adapters"),
+    [
+        pytest.param(2, lora.LORA, marks=pytest.mark.wide),
+        (3, lora.LORA),
+        pytest.param(2, lora.QLORA, marks=pytest.mark.wide),
+    ],
 )
 def test_in_bfloat16_too(group: WorkerGroup, stage: int, adapters: LoraConfig, tiny_model_dir: Path) -> None:
     lone = lora.policy(str(tiny_model_dir), dtype=torch.bfloat16, lora=adapters)

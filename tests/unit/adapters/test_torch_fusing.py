@@ -46,9 +46,13 @@ CASES = {
     "all results": (torch.bfloat16, LogitForm(scale=0.5), True, (0, 1, 3)),
     "a cap": (torch.float32, LogitForm(cap=3.0), False, (0, 1)),
 }
+UNLIKE = "all results", "a cap"
+"""Those among them that show of each part what the others do."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in UNLIKE else pytest.mark.wide) for case in CASES]
+)
 def test_the_head_computes_the_same_fused(case: str, request: pytest.FixtureRequest) -> None:
     dtype, form, correct, used = CASES[case]
     rows = (9, 10, 11, 14)
@@ -64,7 +68,10 @@ def test_the_head_computes_the_same_fused(case: str, request: pytest.FixtureRequ
         torch.testing.assert_close(mine, theirs, rtol=slack, atol=slack)
 
 
-@pytest.mark.parametrize("form", [LogitForm(), LogitForm(cap=3.0)], ids=["plain", "capped"])
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(LogitForm(), id="plain", marks=pytest.mark.wide), pytest.param(LogitForm(cap=3.0), id="capped")],
+)
 def test_further_tokens_are_the_same_fused(form: LogitForm, request: pytest.FixtureRequest) -> None:
     generator = torch.Generator().manual_seed(2)
     hidden, weight = (torch.randn(rows, HIDDEN, generator=generator).requires_grad_() for rows in (9, VOCABULARY))

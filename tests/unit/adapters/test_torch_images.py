@@ -134,9 +134,8 @@ def test_a_model_of_texts_or_images_is_loaded_for_what_it_is_to_see(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "backend"), [("qwen2_5_vl", AS_WRITTEN), pytest.param("gemma3", AS_IT_IS, marks=pytest.mark.wide)]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("family", "backend"), [("qwen2_5_vl", AS_WRITTEN), ("gemma3", AS_IT_IS)])
 def test_compiled_layers_compute_images_as_others_do(family: str, backend: str) -> None:
     model, processor = tiny_vlm(family)
     install_attention(model)

@@ -166,7 +166,11 @@ def reference(path: Path, device: torch.device) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("compute", [adapted, turned, critic, reference])
-@pytest.mark.parametrize("path", ["llama", "gemma3_text", "gpt_oss", "gemma2"], indirect=True)
+@pytest.mark.parametrize(
+    "path",
+    ["llama", "gpt_oss", *(pytest.param(name, marks=pytest.mark.wide) for name in ("gemma3_text", "gemma2"))],
+    indirect=True,
+)
 def test_other_models_on_a_gpu_are_the_cpu_s(path: Path, compute: Callable[..., list[dict[str, float]]]) -> None:
     expected = compute(path, CPU)
     with pretended_gpu():
@@ -202,7 +206,7 @@ def test_states_stay_on_a_gpu(path: Path) -> None:
         check_decoding(loaded(path, CUDA), FLAG)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("path", ["llama", "gemma3_text", "gpt_oss", "gemma2", "bloom"], indirect=True)
 async def test_an_engine_samples_on_a_gpu_what_it_does_on_the_cpu(path: Path, dtype: torch.dtype) -> None:
     expected = await sampled(loaded(path, CPU, dtype))

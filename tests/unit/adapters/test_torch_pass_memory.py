@@ -75,7 +75,7 @@ def test_passes_hold_what_is_measured_without_weights(path: str) -> None:
         assert planned == pytest.approx(found, rel=TOLERANCE), name
 
 
-@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("offloads", [pytest.param(False, marks=pytest.mark.wide), True])
 @pytest.mark.parametrize("kind", [Checkpointing.FULL, Checkpointing.SELECTIVE])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 def test_passes_that_are_computed_again_hold_what_is_measured(path: str, kind: Checkpointing, offloads: bool) -> None:

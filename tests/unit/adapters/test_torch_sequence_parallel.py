@@ -42,6 +42,7 @@ EVERY = [name for name in CASES if name.startswith("every_")]
 DIVIDED_ALIKE = [
     *("one_sample", "one_head_for_all_queries", "sinks", "capped_scores", "chunks_and_scaled_queries", "adapters"),
     *("prescribed_replies", "compiled", "bfloat16", "fewer_query_heads_than_processes", "layers_with_unlike_heads"),
+    *("a_head_each_query", "window", "checkpointing", "four_heads", "branches"),
 ]
 """Cases that show nothing of three processes that two and four do not."""
 
