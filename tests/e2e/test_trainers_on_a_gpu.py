@@ -51,7 +51,7 @@ TRAINERS: Mapping[str, tuple[type[Any], Callable[[Any], Any], list[dict[str, Any
 """Settings, the function that trains, its rows, and what else is set."""
 
 SEEING = ("sft", "dpo", "rm")
-"""Those that are compared with images in `make ci`, too: each makes its batches in a way of its own."""
+"""Those that `make ci` compares with images, the others with texts: each makes its batches in a way of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,10 @@ def measured(path: Path) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("trainer", "sees"),
     [
-        *(pytest.param(trainer, False, id=f"{trainer}-text") for trainer in TRAINERS),
+        *(
+            pytest.param(trainer, False, id=f"{trainer}-text", marks=[pytest.mark.wide] if trainer in SEEING else [])
+            for trainer in TRAINERS
+        ),
         *(
             pytest.param(trainer, True, id=f"{trainer}-images", marks=[] if trainer in SEEING else [pytest.mark.wide])
             for trainer in TRAINERS

@@ -117,8 +117,14 @@ def test_without_staleness_the_parameters_are_those_of_a_synchronous_run(
         assert mine["staleness/max"] == 0
 
 
-@pytest.mark.parametrize("partial", PartialRollout)
-@pytest.mark.parametrize(("max_staleness", "mode"), [(1, single_turn), (2, environment), (3, attempts)])
+@pytest.mark.parametrize(
+    ("max_staleness", "mode", "partial"),
+    [
+        pytest.param(staleness, mode, partial, marks=() if place == kind else pytest.mark.wide)
+        for place, (staleness, mode) in enumerate([(1, single_turn), (2, environment), (3, attempts)])
+        for kind, partial in enumerate(PartialRollout)
+    ],
+)
 def test_stale_samples_are_corrected_and_trained_on(
     make: Callable[..., RLConfig], tiny_model_dir: Path, partial: PartialRollout, max_staleness: int, mode: Mode
 ) -> None:

@@ -62,6 +62,8 @@ SPAWNING = {
 """Scripts that start vLLM or groups of processes, which are forks here."""
 CLUSTERS = {"cluster_learns.py", "weight_fleet.py"}
 """Scripts that start Ray, whose workers are forks, too."""
+LONG = {"real_clients.py"}
+"""Scripts whose smallest work takes half a minute."""
 STARTED_BY_OTHERS = {"server_clients.py"}
 """Scripts that a benchmark runs in a process of their own."""
 
@@ -77,7 +79,9 @@ def test_each_script_is_started_here() -> None:
     assert scripts() == sorted(RESULTS), "a script under benchmarks/ has --smoke and, in RESULTS, a line that it prints"
 
 
-@pytest.mark.parametrize("script", scripts())
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=pytest.mark.wide if name in LONG else ()) for name in scripts()]
+)
 def test_a_script_does_its_smallest_work(script: str, script_host: ScriptHost, worker_host: ScriptHost) -> None:
     before = kept()
     host = worker_host if script in SPAWNING | CLUSTERS else script_host

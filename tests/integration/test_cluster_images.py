@@ -181,6 +181,7 @@ def test_a_run_on_vllm_in_a_cluster_learns_from_images(
 
 
 @pytest.mark.demo
+@pytest.mark.wide
 def test_the_picture_task_is_trained_in_a_cluster(
     ray: None, runs_share_processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,7 +187,7 @@ def test_compiled_layers_are_divided_and_train_as_one_process(
     assert min(group.all("graphs")) > 0
 
 
-@pytest.mark.parametrize("stage", [3, FSDP])
+@pytest.mark.parametrize("stage", [pytest.param(3, marks=pytest.mark.wide), FSDP])
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2_moe"])
 def test_processes_hand_states_on_along_paths_of_their_own(
     group: WorkerGroup, model_type: str, stage: int | str, tiny_tokenizer: Any, tmp_path: Path
@@ -370,7 +370,7 @@ def test_a_divided_mixture_of_experts_trains_as_one_process(
         assert_alike(after[name], tensor)
 
 
-@pytest.mark.parametrize("stage", [3, FSDP])
+@pytest.mark.parametrize("stage", [pytest.param(3, marks=pytest.mark.wide), FSDP])
 def test_sinks_are_divided_and_train_as_in_one_process(
     group: WorkerGroup, stage: int | str, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -389,7 +389,7 @@ def test_sinks_are_divided_and_train_as_in_one_process(
     assert any(name.endswith("sinks") for name in before)
 
 
-@pytest.mark.parametrize("stage", [3, FSDP])
+@pytest.mark.parametrize("stage", [pytest.param(3, marks=pytest.mark.wide), FSDP])
 def test_a_divided_mixture_goes_to_the_experts_that_one_process_would(
     group: WorkerGroup, stage: int | str, tiny_mixture_dir: Path
 ) -> None:

@@ -251,13 +251,12 @@ CENTRED = {"algo.score_centering_top_k": "19", "algo.correction.level": "off", "
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        ASYNC,
-        {**ASYNC, "train.partial_rollout": "keep"},
-        {**ASYNC, **CENTRED, "train.partial_rollout": "recompute"},
-        {"rollout.server_sync": "disk", "rollout.server_sync_delta": "True"},
+        pytest.param({}, id="sync", marks=pytest.mark.wide),
+        pytest.param(ASYNC, id="none", marks=pytest.mark.wide),
+        pytest.param({**ASYNC, "train.partial_rollout": "keep"}, id="keep"),
+        pytest.param({**ASYNC, **CENTRED, "train.partial_rollout": "recompute"}, id="recompute"),
+        pytest.param({"rollout.server_sync": "disk", "rollout.server_sync_delta": "True"}, id="files"),
     ],
-    ids=["sync", "none", "keep", "recompute", "files"],
 )
 def test_a_run_trains_on_what_the_server_samples(
     url: str, sums_flags: dict[str, str], settings: dict[str, str]

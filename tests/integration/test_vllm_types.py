@@ -19,8 +19,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     "name",
     [
-        *("gpt_oss", "falcon_h1", "minimax_m2"),
-        *(pytest.param(each, marks=pytest.mark.wide) for each in ("glm4_moe", "lfm2_moe", "qwen3_next")),
+        "falcon_h1",
+        *(
+            pytest.param(each, marks=pytest.mark.wide)
+            for each in ("gpt_oss", "minimax_m2", "glm4_moe", "lfm2_moe", "qwen3_next")
+        ),
     ],
 )
 def test_a_type_takes_weights_as_the_documents_say(name: str) -> None:
@@ -31,6 +34,7 @@ def test_a_type_takes_weights_as_the_documents_say(name: str) -> None:
     assert finding.outcome == documented(IN_VLLM)[name], "run scripts/vllm_table.py"
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("vllm_host")
 async def test_matrices_of_latent_attention_are_made_anew_and_stale_ones_noticed() -> None:
     """vLLM computes replies, and no prompts, with matrices that it takes out of weights when it loads them."""

@@ -203,6 +203,7 @@ def test_a_policy_with_adapters_whose_layers_are_fused_and_recomputed_takes_the_
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.usefixtures("compiled_as_written")
 def test_a_critic_s_values_and_steps_are_the_same(tiny_model_dir: Path) -> None:
     plain, critic = (cluster.value(str(tiny_model_dir), compiles=compiles) for compiles in (False, True))

@@ -87,7 +87,7 @@ def trained(path: Path, device: torch.device, dtype: torch.dtype, **settings: An
     return [*metrics, {"averages": averages}, {"score": float(scores.logprobs_N.sum())}]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16], ids=str)
 def test_an_update_on_a_gpu_is_the_cpu_s(path: Path, dtype: torch.dtype) -> None:
     expected = trained(path, CPU, dtype)
     with pretended_gpu():

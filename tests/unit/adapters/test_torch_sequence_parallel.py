@@ -46,10 +46,16 @@ DIVIDED_ALIKE = [
 ]
 """Cases that show nothing of three processes that two and four do not."""
 
-MORE = {2: EVERY, 3: DIVIDED_ALIKE}
+ALSO_OF_MORE = [
+    *("uneven_heads", "four_heads", "fewer_query_heads_than_processes", "layers_with_unlike_heads", "latent"),
+    *("one_sample", "convolutions", "state_spaces_with_adapters"),
+]
+"""Cases that show nothing of two processes that three or four, or another case, do not."""
+
+MORE = {2: [*EVERY, *ALSO_OF_MORE], 3: DIVIDED_ALIKE}
 
 NAMES = {
-    2: [name for name in CASES if name not in EVERY],
+    2: [name for name in CASES if name not in MORE[2]],
     3: [name for name in CASES if name not in (*EVERY, *DIVIDED_ALIKE, *STATES_IN_HEADS, "another_batch")],
     4: [
         "another_batch",
