@@ -361,6 +361,9 @@ def _finish_kto(draft: Draft) -> None:
     _rows(draft, cut=True)
     _choice(draft, "loss_type", ("kto", "apo_zero_unpaired"))
     follow_policy(draft, "kto")
+    draft.changed.append(
+        "empty replies, and pairs of which one is empty or both are equal, are left out and counted, in TRL trained"
+    )
     draft.changed.append("replies are compared with a distance over the whole step, in TRL over a micro-batch")
 
 

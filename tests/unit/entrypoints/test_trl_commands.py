@@ -694,7 +694,8 @@ def test_commas_between_quoted_words_are_no_part_of_them() -> None:
 def test_pairs_that_teach_nothing_are_told() -> None:
     for command in ("dpo", "reward"):
         assert any("pairs of equal replies" in note for note in translated(command).notes)
-    assert not any("pairs of equal replies" in note for note in translated("kto").notes)
+    assert not any("pairs of equal replies" in note for note in translated("sft").notes)
+    assert any("empty replies, and pairs of which one is empty" in note for note in translated("kto").notes)
 
 
 def test_rows_without_a_margin_are_compared_as_in_trl() -> None:
