@@ -27,9 +27,9 @@ from rollgrad.entrypoints.translation.draft import Draft, TranslatedRun
 from rollgrad.entrypoints.translation.schedules import SCHEDULERS
 from rollgrad.entrypoints.translation.words import Given, options, parse
 from rollgrad.entrypoints.trl.distillation import finish_distillation
+from rollgrad.entrypoints.trl.examples import finish_dpo, finish_kto, finish_reward, finish_sft
 from rollgrad.entrypoints.trl.grpo import finish_grpo
 from rollgrad.entrypoints.trl.launch import launched
-from rollgrad.entrypoints.trl.moving_reference import follow_policy
 from rollgrad.entrypoints.trl.rloo import finish_rloo
 from rollgrad.entrypoints.trl.rollouts import count_rollouts
 
@@ -43,14 +43,8 @@ listed on stderr. A file of --config is read as TRL does.
   --run   train instead of printing
 """
 
-OLDER_LOSSES = {"aot_pair": "aot"}
-"""Losses of pairs that earlier releases of TRL called otherwise."""
-
 LORA_DROPOUT = 0.05
 """TRL's default share of the inputs of adapters that training leaves out."""
-
-UNLIKE = "pairs of equal replies, and those with an empty one, are left out and counted, in TRL trained"
-"""The note on pairs that nothing can be learnt from."""
 
 RUNS: Mapping[str, tuple[str, type[OfflineRun | RLConfig]]] = {
     "sft": ("train sft", SFTRun),
@@ -302,97 +296,15 @@ def _evaluation(draft: Draft) -> None:
         draft.change("eval_strategy", "evaluates before and after training, and in between with --eval_strategy steps")
 
 
-def _rows(draft: Draft, *, cut: bool) -> None:
-    dataset = _dataset(draft)
-    if dataset is not None:
-        draft.set("data.dataset", dataset)
-    if "dataset_train_split" in draft.options:
-        draft.set("data.split", draft.value("dataset_train_split"))
-    if cut:
-        draft.set("data.overlong", "cut")
-    if "chat_template_path" in draft.options:
-        draft.change("chat_template_path", "renders prompts and completions that are texts too, in TRL messages alone")
-    else:
-        draft.set("data.apply_chat_template", False)  # to texts, as in TRL; messages are always rendered
-
-
-def _finish_sft(draft: Draft) -> None:
-    _rows(draft, cut=True)
-    field = draft.value("dataset_text_field")
-    if field not in (None, "text"):
-        draft.set("data.format", "text")
-        draft.set("data.input_key", field)
-    completion, assistant = draft.value("completion_only_loss"), draft.value("assistant_only_loss", False)
-    if completion is False:
-        draft.set("data.train_on", "all")
-    elif completion:
-        draft.set("data.train_on", "completion")
-    elif not assistant:
-        draft.changed.append(
-            "of conversations the replies are trained, in TRL without --assistant_only_loss all tokens"
-        )
-    if draft.value("loss_type") == "chunked_nll":  # an older name of it
-        draft.set("train.loss", "nll")
-    else:
-        _choice(draft, "loss_type", ("nll", "dft"))
-
-
-def _finish_dpo(draft: Draft) -> None:
-    _rows(draft, cut=True)
-    draft.changed.append(UNLIKE)
-    losses = [OLDER_LOSSES.get(loss, loss) for loss in draft.value("loss_type", ["sigmoid"])]
-    draft.set("dpo.loss", losses)
-    if draft.value("use_weighting", False) and "sft" in losses:
-        draft.change("use_weighting", "the likelihood of the chosen replies is not weighed, in TRL by the mean weight")
-    follow_policy(draft, "dpo")
-    coef = draft.value("f_alpha_divergence_coef", 0.5)
-    if draft.value("f_divergence_type", "reverse_kl") == "alpha_divergence":
-        draft.set("dpo.f_alpha", 1 - coef)  # TRL's is that of u^(coef - 1), ours that of u^-alpha
-    elif coef != 0.5:
-        draft.lose("f_alpha_divergence_coef", "the divergence is not the alpha-divergence, in TRL neither")
-    smoothing = draft.value("label_smoothing", 0.0)
-    if {"robust", "exo_pair", "aot", "aot_unpaired"} & set(losses):
-        draft.set("dpo.label_smoothing", smoothing)
-    elif smoothing:
-        draft.lose("label_smoothing", f"{', '.join(losses)} does not read it, in TRL neither")
-
-
-def _finish_kto(draft: Draft) -> None:
-    _rows(draft, cut=True)
-    _choice(draft, "loss_type", ("kto", "apo_zero_unpaired"))
-    follow_policy(draft, "kto")
-    draft.changed.append(
-        "empty replies, and pairs of which one is empty or both are equal, are left out and counted, in TRL trained"
-    )
-    draft.changed.append("replies are compared with a distance over the whole step, in TRL over a micro-batch")
-
-
-def _finish_reward(draft: Draft) -> None:
-    _rows(draft, cut=False)
-    draft.changed.append(UNLIKE)
-    draft.changed.append("a column margin of the rows counts with rm.margin True alone, in TRL wherever there is one")
-
-
-def _choice(draft: Draft, name: str, known: Sequence[str]) -> None:
-    """Refuses a value that has no counterpart.
-
-    Raises:
-        ConfigurationError: it is one.
-    """
-    value = draft.value(name, known[0])
-    if value not in known:
-        raise ConfigurationError(f"--{name} is {value}, but there are {' and '.join(known)}: change --{name}.")
-
-
 def _sampling(finish: Callable[..., None]) -> Callable[[Draft], None]:
     return lambda draft: finish(draft, dataset=_dataset(draft), samples=samples_per_step(draft))
 
 
 FINISH: Mapping[str, Callable[[Draft], Any]] = {
-    "sft": _finish_sft,
-    "dpo": _finish_dpo,
-    "kto": _finish_kto,
-    "reward": _finish_reward,
+    "sft": lambda draft: finish_sft(draft, _dataset(draft)),
+    "dpo": lambda draft: finish_dpo(draft, _dataset(draft)),
+    "kto": lambda draft: finish_kto(draft, _dataset(draft)),
+    "reward": lambda draft: finish_reward(draft, _dataset(draft)),
     "grpo": _sampling(finish_grpo),
     "rloo": _sampling(finish_rloo),
     "distillation": _sampling(finish_distillation),

@@ -698,6 +698,23 @@ def test_pairs_that_teach_nothing_are_told() -> None:
     assert any("empty replies, and pairs of which one is empty" in note for note in translated("kto").notes)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("sft",), True),
+        (("dpo",), True),
+        (("kto",), True),
+        (("reward",), True),
+        (("sft", "--assistant_only_loss"), False),
+        (("sft", "--completion_only_loss", "False"), False),
+        (("grpo",), False),
+    ],
+)
+def test_what_follows_the_end_of_a_turn_is_told(words: tuple[str, ...], told: bool) -> None:
+    found = any("after the token that ends a turn" in note for note in translated(*words).notes)
+    assert found == told
+
+
 def test_rows_without_a_margin_are_compared_as_in_trl() -> None:
     assert settings("reward")["rm.margin"] is False  # with it rows without margins would be refused
     assert any("a column margin" in note for note in translated("reward").notes)
