@@ -24,7 +24,7 @@ def show_example_plan(run: OfflineRun, console: Console, *, longest: int) -> lis
     """
     config = as_sampling_nothing(run, longest=longest)
     sentences = show_plan(config, console, samples=False, becomes=partial(_as_trained, run))
-    if isinstance(run, KDRun) and not run.kd.cache:
+    if isinstance(run, KDRun) and not (run.kd.cache or run.kd.spans):
         console.print("reference: the teacher")
     return sentences
 

@@ -20,6 +20,7 @@ from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError, RollgradError
 from rollgrad.entrypoints.composition.examples import make_budget, make_total_steps
 from rollgrad.entrypoints.composition.kd import check_teacher, datasources_of
+from rollgrad.entrypoints.composition.kd_spans import check_spans
 from rollgrad.entrypoints.composition.kto import check_labels, make_labels
 from rollgrad.entrypoints.composition.outputs import load_on_step, load_trackers
 from rollgrad.entrypoints.composition.own_optimizer import check_own_optimizers
@@ -101,6 +102,8 @@ def _checks(run: OfflineRun, examples: PreparedExamples, tokenizer: Any) -> Iter
     if isinstance(run, KDRun):
         yield partial(check_teacher, run, tokenizer)
         yield partial(datasources_of, run, examples, "data.dataset")
+        if run.kd.spans:
+            yield partial(check_spans, run, examples, tokenizer)
     if isinstance(run, RMRun):
         yield partial(make_compared, run, examples, "data.dataset")
     if isinstance(run, PRMRun):

@@ -45,6 +45,34 @@ def make_tiny_tokenizer(*, spare: bool = True) -> Any:
     )
 
 
+def make_other_tokenizer() -> Any:
+    """A byte-level BPE tokenizer with other tokens, other special ones and another template than the first: it begins a
+    sequence with a token of its own, and trims messages."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<|begin|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text.replace("The answer", "an swer is") for text in TRAINING_TEXT], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        chat_template=(
+            "<|begin|>{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] | trim }}<|end|>"
+            "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        ),
+    )
+
+
 def tiny_model(name: str, tokenizer: Any, *, seed: int = 0, **settings: Any) -> Any:
     """A model of the transformers class `name`, with two layers and grouped heads; `settings` are of its config."""
     import torch

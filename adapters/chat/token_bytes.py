@@ -1,7 +1,8 @@
-"""Bytes of text that each token of a vocabulary writes, by which models with other vocabularies are compared."""
+"""Bytes that each token of a vocabulary writes, by which models with other vocabularies are compared."""
 
 import json
 import re
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,16 +17,22 @@ SPACE = "\u2581"
 def token_bytes(tokenizer: Any) -> Tensor:
     """Returns how many bytes of UTF-8 each token writes, int16 [V]; special tokens, which are no text, write none, nor
     do ids between others that are no tokens."""
-    texts = [""] * (max(tokenizer.get_vocab().values()) + 1)
-    for text, id_ in tokenizer.get_vocab().items():
-        texts[id_] = text
-    added = {id_: token for id_, token in tokenizer.added_tokens_decoder.items() if id_ < len(texts)}
+    return torch.tensor([len(text or b"") for text in token_texts(tokenizer)], dtype=torch.int16)
+
+
+def token_texts(tokenizer: Any) -> list[bytes | None]:
+    """Returns the bytes of UTF-8 that each token writes, [V]: None for special tokens, which are no text, and nothing
+    for ids between others that are no tokens."""
+    pieces = [""] * (max(tokenizer.get_vocab().values()) + 1)
+    for piece, id_ in tokenizer.get_vocab().items():
+        pieces[id_] = piece
     backend = getattr(tokenizer, "backend_tokenizer", None)
     of_bytes = backend is not None and _is_byte_level(json.loads(backend.to_str())["decoder"])
-    sizes = [len(text) if of_bytes else _size(text) for text in texts]  # a character stands for a byte, or is one
-    for id_, token in added.items():
-        sizes[id_] = 0 if token.special else len(token.content.encode())
-    return torch.tensor(sizes, dtype=torch.int16)
+    texts: list[bytes | None] = [*map(_of_byte_characters if of_bytes else _of_piece, pieces)]
+    for id_, token in tokenizer.added_tokens_decoder.items():
+        if id_ < len(texts):
+            texts[id_] = None if token.special else token.content.encode()
+    return texts
 
 
 def _is_byte_level(decoder: Any) -> bool:
@@ -34,5 +41,21 @@ def _is_byte_level(decoder: Any) -> bool:
     return decoder["type"] == "ByteLevel" or any(map(_is_byte_level, decoder.get("decoders", ())))
 
 
-def _size(text: str) -> int:
-    return 1 if BYTE.fullmatch(text) else len(text.replace(SPACE, " ").encode(errors="replace"))
+def _of_byte_characters(piece: str) -> bytes:
+    bytes_ = byte_characters()
+    return b"".join(bytes((bytes_[one],)) if one in bytes_ else one.encode() for one in piece)
+
+
+@cache
+def byte_characters() -> dict[str, int]:
+    """Returns the byte that each character of a byte-level vocabulary stands for: itself where it is printed, and the
+    others, in their order, are the characters from 256 on."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _of_piece(piece: str) -> bytes:
+    if BYTE.fullmatch(piece):
+        return bytes((int(piece[3:5], 16),))
+    return piece.replace(SPACE, " ").encode(errors="replace")

@@ -23,7 +23,7 @@ Model = TypeVar("Model")
 
 
 class ScoredExamples(ExampleSource[Example], Generic[Example]):
-    """`examples`, each as `attach` returns it with its scores."""
+    """`examples`, each as `attach` returns it with its `scores`."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class ScoredExamples(ExampleSource[Example], Generic[Example]):
         attach: Callable[[Example, Tensor], Example],
     ) -> None:
         self._examples = examples
-        self._scores = scores
+        self.scores = scores
         self._attach = attach
 
     def __len__(self) -> int:
         return len(self._examples)
 
     def __getitem__(self, index: int) -> Example:
-        return self._attach(self._examples[index], self._scores[index])
+        return self._attach(self._examples[index], self.scores[index])
 
 
 def kept_scores(

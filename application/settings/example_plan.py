@@ -53,7 +53,7 @@ def as_sampling_nothing(run: OfflineRun, *, longest: int) -> RLConfig:
     if frozen is not None:
         config.ref.model_name_or_path = frozen
         config.algo.kl.init_coef = 1.0
-    if isinstance(run, KDRun):  # whole in each of the actor's processes
+    if isinstance(run, KDRun) and not run.kd.spans:  # whole in each of the actor's processes
         config.algo.kl.estimator = KLEstimator.FULL
     return config
 
@@ -68,7 +68,7 @@ def frozen_model(run: OfflineRun) -> str | None:
     """Returns the model that stays in memory beside the one that is trained; None where none does, or where it is the
     same without its adapters. A reference of data that are not streamed is gone before the first step."""
     if isinstance(run, KDRun):
-        return None if run.kd.cache else run.teacher.model_name_or_path
+        return None if run.kd.cache or run.kd.spans else run.teacher.model_name_or_path
     compares = isinstance(run, KTORun) or (isinstance(run, DPORun) and has_reference(run.dpo))
     if not compares or not run.data.stream or moves(run):
         return None

@@ -12,6 +12,7 @@ from rollgrad.application.settings.rules.examples import example_errors, format_
 from rollgrad.application.settings.sections.examples import (
     ExampleAdamConfig,
     ExampleDataConfig,
+    ExampleFormat,
     ExampleModelConfig,
     ExampleTrainConfig,
     with_default_lrs,
@@ -25,7 +26,9 @@ from rollgrad.domain.settings import COUNT, POSITIVE, SHARE, SOME_SHARE, own_fir
 class TeacherConfig:
     """The frozen model that the student learns from."""
 
-    model_name_or_path: str = setting("", "Model of the teacher, which has the actor's tokens. Required without urls.")
+    model_name_or_path: str = setting(
+        "", "Model of the teacher, which has the actor's tokens unless kd.spans is on. Required without urls."
+    )
     url: str | None = setting(
         None,
         "Address of a server that has this model, http://host:8000, such as `vllm serve`: its predictions are asked "
@@ -71,6 +74,12 @@ class DistillationConfig:
         "Compute the teacher's predictions once, before the first step, and keep them for later runs: the teacher is "
         "then not in memory while the model trains. With top_k.",
     )
+    spans: bool = setting(
+        False,
+        "Compare how likely spans of text are rather than tokens, so that the teacher may have other tokens "
+        "(approximate likelihood matching, arXiv:2503.20083). It says so once, before the first step, and that is kept "
+        "for later runs. The loss has temperature in the place of temperature^2.",
+    )
 
 
 @define(kw_only=True, field_transformer=with_default_lrs)
@@ -111,6 +120,9 @@ def teacher_problems(run: KDRun) -> Iterator[str]:
     """Yields what is wrong with the teacher and its processes."""
     if not run.teacher.model_name_or_path and (run.teacher.urls is None or run.teacher.url is not None):
         yield "No teacher is set: name a model with --teacher.model_name_or_path."
+    if run.kd.spans:
+        yield from _span_problems(run)
+        return
     if run.kd.cache and run.kd.top_k is None:
         yield "kd.cache keeps the teacher's most likely tokens, but not how many: set --kd.top_k, such as 64."
     if run.kd.cache and run.data.stream:
@@ -125,6 +137,27 @@ def teacher_problems(run: KDRun) -> Iterator[str]:
             "kd.cache is set, but in a cluster the teacher is in the actor's processes: leave --kd.cache or "
             "--cluster.enable out."
         )
+
+
+def _span_problems(run: KDRun) -> Iterator[str]:
+    """Yields what does not go together with spans, of which the teacher says how likely each is before the first
+    step."""
+    for given, flag, why in (
+        (run.kd.top_k is not None, "kd.top_k", "compares no single tokens"),
+        (run.kd.cache, "kd.cache", "always keeps what the teacher says, a number a token"),
+        (run.teacher.url is not None, "teacher.url", "has the teacher in this process"),
+        (run.teacher.urls is not None, "teacher.urls", "has one teacher, in this process"),
+        (run.data.stream, "data.stream", "asks the teacher of all examples before the first step"),
+        (run.data.image_key is not None, "data.image_key", "compares text alone"),
+        (run.cluster.enable, "cluster.enable", "has the teacher in this process, not in those of a cluster"),
+        (
+            run.data.format is ExampleFormat.TOKENS,
+            "data.format",
+            "has each model read the rows by its own tokenizer, and these are tokens of one",
+        ),
+    ):
+        if given:
+            yield f"kd.spans {why}: leave --{flag} or --kd.spans out."
 
 
 def _served_teacher_problems(run: KDRun) -> Iterator[str]:

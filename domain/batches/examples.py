@@ -65,9 +65,12 @@ def pack_sequences(
 
 @frozen(kw_only=True, eq=False)
 class DemonstrationBatch(ExampleBatch):
-    """Demonstrations; the branches of each are a unit, none of which the loss compares with another."""
+    """Demonstrations; the branches of each are a unit, none of which the loss compares with another. `span_logprobs_N`
+    are as in `Demonstration`, 0 outside of trained tokens; None where no teacher compares spans."""
 
     units_divisible: ClassVar[bool] = True
+
+    span_logprobs_N: Tensor | None = None
 
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration], *, sequence_mean: bool = False) -> DemonstrationBatch:
@@ -98,6 +101,7 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration], *, sequence_mea
         images_S=packed.images_S,
         teacher_ids_NK=_at_trained([each.teacher_ids_AK for each in demonstrations], packed),
         teacher_logprobs_NK=_at_trained([each.teacher_logprobs_AB for each in demonstrations], packed),
+        span_logprobs_N=_at_trained([each.span_logprobs_A for each in demonstrations], packed),
     )
 
 

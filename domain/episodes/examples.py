@@ -77,13 +77,16 @@ class Demonstration:
     """A conversation or text to imitate. A chat template that rewrites the history makes several `branches` of it: each
     trained token then stands in the context that it has at inference. `weight` multiplies its loss; `row` is its
     place in the data. A teacher's predictions of its A trained tokens, of all branches, are `teacher_ids_AK` int32 and
-    `teacher_logprobs_AB` float16, as in `Predictions`; None until they are known."""
+    `teacher_logprobs_AB` float16, as in `Predictions`. A teacher with other tokens has `span_logprobs_A` float32: at
+    the last token of each span of text that both end at the same place its log-prob, infinity where it says nothing of
+    the span, and NaN at the other tokens of a span. All are None until they are known."""
 
     branches: tuple[WeightedTokens, ...]
     row: int
     weight: float = 1.0
     teacher_ids_AK: Tensor | None = None
     teacher_logprobs_AB: Tensor | None = None
+    span_logprobs_A: Tensor | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self.branches))

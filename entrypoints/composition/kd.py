@@ -27,7 +27,7 @@ from rollgrad.application.learning.microbatch import split
 from rollgrad.application.learning.teacher import Datasources, asked, unpacked_predictions, with_teacher
 from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass
 from rollgrad.application.settings.kd import DistillationConfig, KDRun
-from rollgrad.domain.algorithms.losses.distillation import DistillationObjective
+from rollgrad.domain.algorithms.losses.distillation import DistillationObjective, SpanObjective
 from rollgrad.domain.batches.examples import pack_demonstrations
 from rollgrad.domain.episodes.examples import Demonstration
 from rollgrad.domain.errors import ConfigurationError
@@ -36,6 +36,7 @@ from rollgrad.domain.ports.models import PolicyModel, TeacherModel
 from rollgrad.domain.ports.score_store import ScoreStore
 from rollgrad.entrypoints.composition.examples import Preparation, check_positions, make_stream, reference_directory
 from rollgrad.entrypoints.composition.injection import providers
+from rollgrad.entrypoints.composition.kd_spans import TEACHER_FLAG, make_spans
 from rollgrad.entrypoints.composition.models import make_actor_model
 from rollgrad.entrypoints.composition.offline import OfflineContainer, complete
 from rollgrad.entrypoints.composition.reference import START_TOLERANCE, reference_key
@@ -45,7 +46,6 @@ from rollgrad.entrypoints.run_directory import continues
 
 log = structlog.get_logger(__name__)
 
-TEACHER_FLAG = "--teacher.model_name_or_path"
 SERVED_TOLERANCE = 0.05
 """Mean difference in nats of the most likely token's log-prob that rounding makes between two answers of a server."""
 HELD_OUT = "eval.dataset"
@@ -68,7 +68,10 @@ def check_teacher(run: KDRun, tokenizer: Any) -> None:
     name = run.teacher.model_name_or_path
     if not name:
         return  # servers name their models, and are asked for some tokens
-    check_vocabulary(load_tokenizer(name, flag=TEACHER_FLAG), tokenizer, name, flag=TEACHER_FLAG)
+    its = load_tokenizer(name, flag=TEACHER_FLAG)
+    if run.kd.spans:
+        return  # any tokens, and examples that are too long for it are left out
+    check_vocabulary(its, tokenizer, name, flag=TEACHER_FLAG, otherwise=", or compare spans of text: --kd.spans")
     check_positions("teacher", name, run)
 
 
@@ -122,6 +125,8 @@ def make_taught(
     Raises:
         ConfigurationError: as `make_teacher`, `make_served`, `datasources_of` and `check_kept`.
     """
+    if run.kd.spans:
+        return make_spans(run, examples, tokenizer, setting)
     if not run.kd.cache:
         return examples
     data = examples.fingerprint if isinstance(examples, PreparedExamples) else None
@@ -219,8 +224,11 @@ def check_kept(
             )
 
 
-def make_policy_teacher(run: KDRun, tokenizer: Any, images: ImageRenderer | None) -> Teacher | KeptTeacher:
-    """Returns what the policy is compared with: the teacher itself, or its predictions."""
+def make_policy_teacher(run: KDRun, tokenizer: Any, images: ImageRenderer | None) -> Teacher | KeptTeacher | None:
+    """Returns what the policy's distributions are compared with: the teacher itself, or its predictions; None where
+    spans are compared."""
+    if run.kd.spans:
+        return None
     return KeptTeacher(distillation_settings(run.kd)) if run.kd.cache else make_teacher(run, tokenizer, images)
 
 
@@ -237,7 +245,8 @@ def checked(
         return examples
     batch = pack_demonstrations([examples[index] for index in range(min(CHECKED, len(examples)))])
     parts = split(batch, tokens_per_pass(run), shares_of_pass(run), padded=policy().padded())
-    found = together([DistillationObjective()(policy().score(part), part).metrics for part in parts])["divergence"]
+    objective = make_objective(run.kd)
+    found = together([objective(policy().score(part), part).metrics for part in parts])["divergence"]
     tolerance = START_TOLERANCE[resolve_dtype(run.actor.dtype, default_device())]
     if not abs(found) <= tolerance:
         raise ConfigurationError(
@@ -245,6 +254,13 @@ def checked(
             f"{tolerance:g}). Usual causes: another number format or kernel (--actor.dtype), or dropout is on."
         )
     return examples
+
+
+def make_objective(kd: DistillationConfig) -> DistillationObjective | SpanObjective:
+    """Returns the loss of a run."""
+    if kd.spans:
+        return SpanObjective(weight=kd.weight, beta=kd.beta, temperature=kd.temperature)
+    return DistillationObjective(weight=kd.weight, temperature=kd.temperature)
 
 
 def make_checked_stream(
@@ -271,9 +287,8 @@ def kd_container(config: KDRun) -> OfflineContainer:
     complete(
         container,
         pack=providers.Object(pack_demonstrations),
-        objective=providers.Singleton(
-            DistillationObjective, weight=config.kd.weight, temperature=config.kd.temperature
-        ),
+        objective=providers.Singleton(make_objective, config.kd),
+        correct=providers.Object(config.kd.spans),  # columns of a teacher have it
         teacher=providers.Singleton(make_policy_teacher, config, *renders),
         first=providers.Callable(check_teacher, config, container.tokenizer),
         learned=learned,

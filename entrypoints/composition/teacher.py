@@ -18,8 +18,9 @@ from rollgrad.entrypoints.composition.served import make_served
 REFERENCE_FLAG = "--ref.model_name_or_path"
 
 
-def check_vocabulary(teacher: Any, student: Any, name: str, *, flag: str) -> None:
-    """Checks that a token means the same to both tokenizers. `flag` names the teacher.
+def check_vocabulary(teacher: Any, student: Any, name: str, *, flag: str, otherwise: str = "") -> None:
+    """Checks that a token means the same to both tokenizers. `flag` names the teacher; `otherwise` is what else there
+    is to do.
 
     Raises:
         ConfigurationError: their vocabularies differ.
@@ -32,7 +33,7 @@ def check_vocabulary(teacher: Any, student: Any, name: str, *, flag: str) -> Non
     raise ConfigurationError(
         f"The teacher {name!r} has another vocabulary than the actor: {len(differing)} tokens differ, such as "
         f"{example!r} (token {its.get(example, 'none')} of the teacher, {own.get(example, 'none')} of the actor), so "
-        f"that their predictions cannot be compared: set {flag} to a model with the actor's tokenizer."
+        f"that their predictions cannot be compared: set {flag} to a model with the actor's tokenizer{otherwise}."
     )
 
 

@@ -33,7 +33,7 @@ OTHER_COMMANDS: Mapping[str, str] = {
     ),
     "sdft": "write rollgrad train rl --algo.preset sdft.",
     "sdpo": "write rollgrad train rl --algo.preset sdpo.",
-    "gold": "write rollgrad train kd: its teacher needs the same tokens as the model.",
+    "gold": "write rollgrad train kd, with --kd.spans where the teacher has other tokens than the model.",
     **dict.fromkeys(("rs", "rejection_sampling", "best_of_n"), "write rollgrad loop rs."),
     **dict.fromkeys(("iter_dpo", "iterative_dpo", "online_dpo"), "write rollgrad loop iter_dpo."),
     **dict.fromkeys(("batch_inference", "inference", "sample"), "write rollgrad generate, and rollgrad score."),

@@ -1,8 +1,9 @@
-"""Divergences between the next-token distributions of a teacher and a student, and the objective that sums them.
+"""Divergences between a teacher and a student, of next-token distributions or of spans of text, and the objectives
+that sum them.
 
-All arguments are log-probs over B outcomes at each of A places: the vocabulary, or some tokens and, as one more
+`divergence` is of log-probs over B outcomes at each of A places: the vocabulary, or some tokens and, as one more
 outcome, all the others (`with_rest`), which is a divergence of a coarser distribution: it is at least 0, at most that
-of the whole vocabulary, and 0 for equal models."""
+of the whole vocabulary, and 0 for equal models. So is that of a span and all else (`span_divergence`)."""
 
 import math
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
 from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
+from rollgrad.domain.batches.examples import DemonstrationBatch
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
@@ -43,6 +45,37 @@ def divergence(teacher_AB: Tensor, student_AB: Tensor, *, beta: float) -> Tensor
     return beta * _kl(teacher_AB, mixture_AB) + (1 - beta) * _kl(student_AB, mixture_AB)
 
 
+def span_divergence(
+    logprobs_N: Tensor, teacher_N: Tensor, mask_N: Tensor, *, beta: float, temperature: float
+) -> Tensor:
+    """Divergence of each span of text, at its last token, 0 elsewhere, of the two outcomes that the span follows or
+    something else, with probabilities p^(1/temperature) and what is left: approximate likelihood matching (Minixhofer
+    et al. 2025, arXiv:2503.20083) of all aligned chunks, without its debiasing, for models with other tokens.
+
+    Args:
+        logprobs_N: the student's log-prob of each token.
+        teacher_N: `span_logprobs_N`, by which spans are known.
+        mask_N: trained tokens.
+        beta: see `divergence`.
+        temperature: brings the probabilities of long spans nearer to 1, so that they count.
+    """
+    ends_N = mask_N & ~teacher_N.isnan()
+    compared_N = ends_N & (teacher_N <= 0)
+    span_N = ends_N.cumsum(0) - ends_N.long()
+    own_N = torch.where(mask_N, logprobs_N, 0.0)
+    own_P = own_N.new_zeros(len(own_N) + 1).index_add(0, span_N, own_N)[span_N[compared_N]]
+    found_P = divergence(
+        _follows_or_not(teacher_N[compared_N], temperature), _follows_or_not(own_P, temperature), beta=beta
+    )
+    return torch.zeros_like(own_N).masked_scatter(compared_N, found_P)
+
+
+def _follows_or_not(logprobs_P: Tensor, temperature: float) -> Tensor:
+    """Returns log-probs of both outcomes, [P, 2]. A span that is certain is held below that, where log(0) would be."""
+    follows_P = logprobs_P.clamp(max=-MIN_REST) / temperature
+    return torch.stack([follows_P, (-torch.expm1(follows_P)).log()], dim=1)
+
+
 def _kl(p_AB: Tensor, q_AB: Tensor) -> Tensor:
     return (p_AB.exp() * (p_AB - q_AB)).sum(1)
 
@@ -69,4 +102,33 @@ class DistillationObjective:
         divergence_N = torch.where(mask_N, scores.divergence_N, 0.0)
         mean = weighted_sum(divergence_N, batch.filled("loss_weights_N"), mask_N)
         loss = (1 - self.weight) * supervised.loss + self.weight * self.temperature**2 * mean
+        return LossOutput(loss=loss, metrics={"divergence": mean.detach(), **supervised.metrics})
+
+
+@frozen(kw_only=True)
+class SpanObjective:
+    """Weighted sum of (1 - weight) x nll of each token and weight x temperature x `span_divergence`, whose gradient has
+    the same size at any high temperature with that factor; a `PolicyObjective` for a batch with `span_logprobs_N`."""
+
+    weight: float = 0.5
+    beta: float = 0.0
+    temperature: float = 1.0
+
+    def __call__(self, scores: TokenScores, batch: DemonstrationBatch) -> LossOutput:
+        """Returns the micro-batch's share, and the metrics of `SupervisedObjective` and `divergence` (nats a token).
+
+        Raises:
+            ValueError: the batch has no `loss_weights_N` or no `span_logprobs_N`.
+        """
+        supervised = SupervisedObjective()(scores, batch)
+        mask_N = batch.action_mask_N
+        divergence_N = span_divergence(
+            scores.logprobs_N,
+            batch.filled("span_logprobs_N"),
+            mask_N,
+            beta=self.beta,
+            temperature=self.temperature,
+        )
+        mean = weighted_sum(divergence_N, batch.filled("loss_weights_N"), mask_N)
+        loss = (1 - self.weight) * supervised.loss + self.weight * self.temperature * mean
         return LossOutput(loss=loss, metrics={"divergence": mean.detach(), **supervised.metrics})

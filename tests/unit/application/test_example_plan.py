@@ -70,6 +70,7 @@ def test_models_that_stay_beside_the_one_that_is_trained() -> None:
     for run, model in (
         (made(KDRun, **taught), "teacher"),
         (made(KDRun, kd__cache=True, kd__top_k=8, **taught), None),
+        (made(KDRun, kd__spans=True, **taught), None),
         (made(DPORun), None),
         (made(DPORun, ref__model_name_or_path="other"), None),
         (made(DPORun, data__stream=True), "actor"),
