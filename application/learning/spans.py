@@ -58,16 +58,23 @@ def with_spans(
     """
 
     def score(teacher: ReferenceModel, chunk: list[Demonstration]) -> list[Tensor]:
-        others = [counterparts.by_row(example.row) for example in chunk]
-        read = [other.branches for other in others if other is not None]
-        found = iter(trained_logprobs(teacher, read, max_tokens) if read else [])
-        return [
-            span_logprobs(example, other, torch.empty(0) if other is None else next(found), counterparts)
-            for example, other in zip(chunk, others, strict=True)
-        ]
+        return spans_of(chunk, counterparts, teacher, max_tokens)
 
     scores = kept_scores(examples, make_teacher, score, store, key=key, name=f"the teacher's spans of {name}")
     return ScoredExamples(examples, scores, lambda example, found: evolve(example, span_logprobs_A=found))
+
+
+def spans_of(
+    examples: Sequence[Demonstration], counterparts: Counterparts, teacher: ReferenceModel, max_tokens: int
+) -> list[Tensor]:
+    """Returns the `span_logprobs` of each of some examples under a teacher; arguments as in `with_spans`."""
+    others = [counterparts.by_row(example.row) for example in examples]
+    read = [other.branches for other in others if other is not None]
+    found = iter(trained_logprobs(teacher, read, max_tokens) if read else [])
+    return [
+        span_logprobs(example, other, torch.empty(0) if other is None else next(found), counterparts)
+        for example, other in zip(examples, others, strict=True)
+    ]
 
 
 def span_logprobs(

@@ -32,8 +32,8 @@ class TeacherConfig:
     url: str | None = setting(
         None,
         "Address of a server that has this model, http://host:8000, such as `vllm serve`: its predictions are asked "
-        "for once, with kd.cache; of the model's files only tokenizer and configuration are read. The environment "
-        "variable ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
+        "for once, with kd.cache or kd.spans; of the model's files only tokenizer and configuration are read. The "
+        "environment variable ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
     )
     urls: dict[str, str] | None = setting(
         None,
@@ -145,11 +145,9 @@ def _span_problems(run: KDRun) -> Iterator[str]:
     for given, flag, why in (
         (run.kd.top_k is not None, "kd.top_k", "compares no single tokens"),
         (run.kd.cache, "kd.cache", "always keeps what the teacher says, a number a token"),
-        (run.teacher.url is not None, "teacher.url", "has the teacher in this process"),
-        (run.teacher.urls is not None, "teacher.urls", "has one teacher, in this process"),
+        (run.teacher.urls is not None, "teacher.urls", "has one teacher for all rows"),
         (run.data.stream, "data.stream", "asks the teacher of all examples before the first step"),
         (run.data.image_key is not None, "data.image_key", "compares text alone"),
-        (run.cluster.enable, "cluster.enable", "has the teacher in this process, not in those of a cluster"),
         (
             run.data.format is ExampleFormat.TOKENS,
             "data.format",
@@ -158,6 +156,12 @@ def _span_problems(run: KDRun) -> Iterator[str]:
     ):
         if given:
             yield f"kd.spans {why}: leave --{flag} or --kd.spans out."
+    yield from served_problems("teacher", run.teacher.url, None)
+    if run.cluster.enable and run.teacher.url is None:
+        yield (
+            "kd.spans has the teacher in this process, not in those of a cluster: leave --cluster.enable out, or have "
+            "a server of the teacher, --teacher.url."
+        )
 
 
 def _served_teacher_problems(run: KDRun) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor, sees_images
-from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerprint
+from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.streaming import StreamedExamples, demonstration
@@ -40,14 +40,17 @@ from rollgrad.entrypoints.composition.kd_spans import TEACHER_FLAG, make_spans
 from rollgrad.entrypoints.composition.models import make_actor_model
 from rollgrad.entrypoints.composition.offline import OfflineContainer, complete
 from rollgrad.entrypoints.composition.reference import START_TOLERANCE, reference_key
-from rollgrad.entrypoints.composition.served import Served, check_datasources, make_served
+from rollgrad.entrypoints.composition.served import (
+    check_datasources,
+    check_same_weights,
+    make_served,
+    served_fingerprint,
+)
 from rollgrad.entrypoints.composition.teacher import check_vocabulary
 from rollgrad.entrypoints.run_directory import continues
 
 log = structlog.get_logger(__name__)
 
-SERVED_TOLERANCE = 0.05
-"""Mean difference in nats of the most likely token's log-prob that rounding makes between two answers of a server."""
 HELD_OUT = "eval.dataset"
 CHECKED = 4
 """Examples by which a model is compared with itself."""
@@ -185,16 +188,6 @@ def datasources_of(
     return found
 
 
-def served_fingerprint(served: Served) -> Fingerprint:
-    """Returns what servers say of their models, in the place of a fingerprint: whether weights are still the same,
-    `check_kept` finds out."""
-    told = [("" if name is None else f"{name}=", model) for name, model in served.models.items()]
-    return {
-        "config": " ".join(f"{name}{model.get('root')}" for name, model in told),
-        "weights": " ".join(f"{name}{model['id']}" for name, model in told),
-    }
-
-
 def check_kept(
     store: ScoreStore,
     key: str,
@@ -216,12 +209,7 @@ def check_kept(
         before = unpacked_predictions(kept[index]).logprobs_AB[:, 0].float()
         now = teacher.predict(asked([examples[index]], datasources)).logprobs_AB[:, 0].float()
         differ = float((now - before).abs().mean()) if len(now) == len(before) else float("inf")
-        if differ > SERVED_TOLERANCE:
-            flag = f"--teacher.urls for {name!r}" if name else "--teacher.url"
-            raise ConfigurationError(
-                f"The server of {flag} has other weights than before under the same name: its predictions differ by "
-                f"{differ:.3g} nats from those that are kept in --data.cache_dir. Set another --data.cache_dir."
-            )
+        check_same_weights(differ, f"--teacher.urls for {name!r}" if name else "--teacher.url")
 
 
 def make_policy_teacher(run: KDRun, tokenizer: Any, images: ImageRenderer | None) -> Teacher | KeptTeacher | None:

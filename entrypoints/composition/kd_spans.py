@@ -15,7 +15,7 @@ from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.models.torch.loading import load_positions, load_tokenizer
 from rollgrad.adapters.models.torch.references import TorchReference
-from rollgrad.application.learning.spans import Counterparts, compared, span_logprobs, with_spans
+from rollgrad.application.learning.spans import Counterparts, compared, span_logprobs, spans_of, with_spans
 from rollgrad.application.settings.derived import tokens_per_pass
 from rollgrad.application.settings.kd import KDRun
 from rollgrad.application.settings.sections.examples import LongRows
@@ -32,6 +32,7 @@ from rollgrad.entrypoints.composition.examples import (
 )
 from rollgrad.entrypoints.composition.models import make_actor_model
 from rollgrad.entrypoints.composition.reference import reference_key
+from rollgrad.entrypoints.composition.served import check_same_weights, make_served, served_fingerprint
 
 log = structlog.get_logger(__name__)
 
@@ -49,27 +50,28 @@ def make_spans(
     """Returns the examples with the teacher's log-probs of their spans; `setting` names the data.
 
     Raises:
-        ConfigurationError: they are a caller's own, or the teacher writes no text of them as the student does.
+        ConfigurationError: they are a caller's own, the teacher writes no text of them as the student does, or a server
+            has another model than before.
+        EngineError: a server does not answer.
     """
     prepared = _prepared(examples, setting)
     name = run.teacher.model_name_or_path
-    counterparts, fingerprint = _counterparts(run, tokenizer, setting)
-    data = f"{prepared.fingerprint} {fingerprint}"
-    key = reference_key(run, model_fingerprint(name, whole=True), data, compared="spans")
+    its = load_tokenizer(name, flag=TEACHER_FLAG)
+    counterparts, fingerprint = _counterparts(run, tokenizer, its, setting)
+    served = None if run.teacher.url is None else make_served(run.teacher, name, its)
+    model = model_fingerprint(name, whole=True) if served is None else served_fingerprint(served)
+    key = reference_key(run, model, f"{prepared.fingerprint} {fingerprint}", compared="spans")
+    store, budget = ScoreFiles(None if key is None else reference_directory(run.data)), tokens_per_pass(run)
+    if served is not None:
+        _check_kept(store.load(str(key)), prepared, counterparts, served.reference, budget)
 
     def make_teacher() -> ReferenceModel:
         _check_first(prepared, counterparts, name, setting)  # before an hour in vain
+        if served is not None:
+            return served.reference
         return TorchReference(make_actor_model(run.actor, name, TEACHER_FLAG))
 
-    found = with_spans(
-        prepared,
-        counterparts,
-        make_teacher,
-        ScoreFiles(None if key is None else reference_directory(run.data)),
-        key=str(key),
-        max_tokens=tokens_per_pass(run),
-        name=setting,
-    )
+    found = with_spans(prepared, counterparts, make_teacher, store, key=str(key), max_tokens=budget, name=setting)
     _check_compared(found.scores, name, setting)
     return found
 
@@ -80,7 +82,8 @@ def check_spans(run: KDRun, examples: PreparedExamples, tokenizer: Any) -> None:
     Raises:
         ConfigurationError: it writes none.
     """
-    counterparts, _ = _counterparts(run, tokenizer, LEARNED)
+    its = load_tokenizer(run.teacher.model_name_or_path, flag=TEACHER_FLAG)
+    counterparts, _ = _counterparts(run, tokenizer, its, LEARNED)
     _check_first(examples, counterparts, run.teacher.model_name_or_path, LEARNED)
 
 
@@ -93,9 +96,8 @@ def _prepared(examples: PreparedExamples | ExampleSource[Demonstration], setting
     )
 
 
-def _counterparts(run: KDRun, tokenizer: Any, setting: str) -> tuple[Counterparts, str]:
-    """Returns the examples as the teacher reads them, and their fingerprint."""
-    its = load_tokenizer(run.teacher.model_name_or_path, flag=TEACHER_FLAG)
+def _counterparts(run: KDRun, tokenizer: Any, its: Any, setting: str) -> tuple[Counterparts, str]:
+    """Returns the examples as the teacher reads them by `its` tokenizer, and their fingerprint."""
     read = _as_read(run, its, setting)
     places = {row: index for index, row in enumerate(read.rows.tolist())}
     return (
@@ -133,6 +135,27 @@ def _check_first(examples: PreparedExamples, counterparts: Counterparts, name: s
         trained = 0 if other is None else sum(branch.trained_length for branch in other.branches)
         columns.append(span_logprobs(example, other, torch.zeros(trained), counterparts))
     _check_compared(columns, name, f"the first {len(columns)} examples of {setting}")
+
+
+def _check_kept(
+    kept: Sequence[Tensor],
+    examples: PreparedExamples,
+    counterparts: Counterparts,
+    teacher: ReferenceModel,
+    budget: int,
+) -> None:
+    """Compares what was kept of a server's answers with what it says now, by the first example of which it says
+    anything.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding.
+    """
+    for index, before in enumerate(kept):
+        told = before <= 0
+        if bool(told.any()):
+            (now,) = spans_of([examples[index]], counterparts, teacher, budget)
+            check_same_weights(float((now - before)[told].abs().mean()), "--teacher.url")
+            return
 
 
 def _check_compared(scores: Sequence[Tensor], name: str, setting: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import structlog
 from attrs import frozen
 
+from rollgrad.adapters.checkpoints.fingerprint import Fingerprint
 from rollgrad.adapters.engines.vllm_server.teacher import (
     OF_REFERENCE,
     OF_REFERENCES,
@@ -23,6 +24,8 @@ from rollgrad.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 
+SERVED_TOLERANCE = 0.05
+"""Mean difference in nats of a log-prob that rounding makes between two answers of a server."""
 MOST_NAMED = 12
 """Datasources that an error names."""
 PROBES = (
@@ -43,7 +46,7 @@ class Served:
 
 def make_served(section: ServedRefConfig | TeacherConfig, actor: str, tokenizer: Any) -> Served:
     """Returns the models on the servers of `url` and `urls`, which must answer now. `actor` names the model that is
-    trained.
+    trained, or another one whose tokens they have.
 
     Raises:
         ConfigurationError: a server has other models, or one with other tokens than `tokenizer`.
@@ -67,6 +70,16 @@ def make_served(section: ServedRefConfig | TeacherConfig, actor: str, tokenizer:
     return Served(ServedReference(default, of_datasource, complete=run_to_end), models)
 
 
+def served_fingerprint(served: Served) -> Fingerprint:
+    """Returns what servers say of their models, in the place of a fingerprint: whether weights are still the same, what
+    they say of an example finds out."""
+    told = [("" if name is None else f"{name}=", model) for name, model in served.models.items()]
+    return {
+        "config": " ".join(f"{name}{model.get('root')}" for name, model in told),
+        "weights": " ".join(f"{name}{model['id']}" for name, model in told),
+    }
+
+
 def check_served(served: ServedModel, name: str | None, tokenizer: Any) -> Mapping[str, Any]:
     """Returns what a server says of its model, whose tokens must be those of `tokenizer`, as far as it tells. Warns
     where it has the model by another name than `name`, if that is given.
@@ -87,6 +100,19 @@ def check_served(served: ServedModel, name: str | None, tokenizer: Any) -> Mappi
             "the same model"
         )
     return model
+
+
+def check_same_weights(differ: float, flag: str) -> None:
+    """Checks by how many nats a server's answers differ on average from those that were kept; `flag` names it.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding.
+    """
+    if differ > SERVED_TOLERANCE:
+        raise ConfigurationError(
+            f"The server of {flag} has other weights than before under the same name: its predictions differ by "
+            f"{differ:.3g} nats from those that are kept in --data.cache_dir. Set another --data.cache_dir."
+        )
 
 
 def check_datasources(

@@ -18,6 +18,7 @@ from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition import kd_spans
 from rollgrad.entrypoints.composition.kd import kd_container
 from tests.example_runs import logged, small, written
+from tests.fakes.teacher_server import TeacherServer
 from tests.tiny_models import make_other_tokenizer, tiny_llama
 
 ROWS = 12
@@ -164,11 +165,39 @@ def test_what_is_not_compared_is_told(
     capsys.readouterr()
     assert main([*words, "--kd.spans", "--dry_run", "--data.dataset", str(tokens)]) == 2
     assert "kd.spans finds no text" in " ".join(capsys.readouterr().err.split())
-    assert main([*words, "--kd.spans", "--kd.top_k", "4", "--kd.cache", "--data.stream", "--cluster.enable"]) == 2
+    more = ["--teacher.urls", "math", "http://one:8000", "--cluster.enable"]
+    assert main([*words, "--kd.spans", "--kd.top_k", "4", "--kd.cache", "--data.stream", *more]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: kd.spans")]
     assert [line.partition("leave --")[2].split()[0] for line in errors] == [
         "kd.top_k",
         "kd.cache",
+        "teacher.urls",
         "data.stream",
         "cluster.enable",
     ]
+
+
+def test_a_served_teacher_says_what_one_in_the_process_does(
+    tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path
+) -> None:
+    """It is asked once, and other weights under the same name are noticed."""
+    own, told = (settings(tiny_model_dir, teacher, examples, tmp_path / name) for name in ("own", "told"))
+    server = TeacherServer(teacher)
+    told.teacher.url = server.url
+    try:
+        for run in (own, told):
+            run.train.max_steps, run.train.num_epochs = 2, 1
+            rollgrad.train_kd(run)
+        divergences = [
+            [row["train/divergence"] for row in logged(tmp_path / name) if "train/loss" in row]
+            for name in ("own", "told")
+        ]
+        assert divergences[0] == pytest.approx(divergences[1], rel=5e-3)
+        assert len(server.asked) == ROWS
+        with torch.no_grad():
+            server.model.get_input_embeddings().weight.mul_(1.5)
+        told.ckpt.overwrite = True
+        with pytest.raises(ConfigurationError, match="other weights than before under the same name"):
+            rollgrad.train_kd(told)
+    finally:
+        server.close()

@@ -102,8 +102,8 @@ class ServedModel:
             theirs = answer.get("tokens") if status == 200 and isinstance(answer, Mapping) else None
             if isinstance(theirs, list) and theirs != (own := tokenize(text)):
                 raise ConfigurationError(
-                    f"The server {self._client.url} reads {text!r} as the tokens {theirs[:QUOTED]}, the actor as "
-                    f"{own[:QUOTED]}: set {self.asked.url} to a model with the actor's tokenizer."
+                    f"The server {self._client.url} reads {text!r} as the tokens {theirs[:QUOTED]}, the tokenizer of "
+                    f"this run as {own[:QUOTED]}: set {self.asked.url} to a model with the same one."
                 )
         return model
 

@@ -26,11 +26,11 @@ from rollgrad.adapters.models.ray.wire import (
 )
 from rollgrad.application.learning.microbatch import split
 from rollgrad.application.learning.update import Listening
-from rollgrad.domain.batches.examples import pack_preferences
+from rollgrad.domain.batches.examples import DemonstrationBatch, pack_demonstrations, pack_preferences
 from rollgrad.domain.batches.metrics import Total
 from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
 from rollgrad.domain.batches.teaching import as_taught
-from rollgrad.domain.episodes.examples import Preference, WeightedTokens
+from rollgrad.domain.episodes.examples import Demonstration, Preference, WeightedTokens
 from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
@@ -270,6 +270,19 @@ def test_images_travel_with_their_rows_and_every_pass_has_one(
             filler_N = found.sequence_ids_N >= count
             assert not found.loss_weights_N[filler_N].any()
     assert sorted(seen) == sorted(wanted)
+
+
+def test_spans_of_a_teacher_come_to_their_tokens_with_what_is_no_number() -> None:
+    values = torch.tensor([torch.nan, -1.5, torch.inf])
+    reply = WeightedTokens(token_ids_T=torch.arange(5), weights_T=torch.tensor([0.0, 0, 1, 1, 1]), prompt_length=2)
+    made = [Demonstration(branches=(reply,), row=row, span_logprobs_A=values - row) for row in range(4)]
+    for part in divided(split(pack_demonstrations(made), 12, 2), 2):
+        for batch in arrived(part).passes():
+            assert isinstance(batch, DemonstrationBatch)
+            found_SA = batch.filled("span_logprobs_N")[batch.action_mask_N].view(-1, 3)
+            rows_S = -1.5 - found_SA[:, 1]
+            assert torch.equal(found_SA.nan_to_num(9.0), (values - rows_S[:, None]).nan_to_num(9.0))
+            assert not batch.filled("span_logprobs_N")[~batch.action_mask_N].any()
 
 
 def test_a_pair_stays_whole_in_a_process_without_a_share() -> None:
