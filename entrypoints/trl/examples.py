@@ -63,6 +63,10 @@ def finish_dpo(draft: Draft, dataset: str | None) -> None:
     draft.changed.extend((UNLIKE, ENDED))
     losses = [OLDER_LOSSES.get(loss, loss) for loss in draft.value("loss_type", ["sigmoid"])]
     draft.set("dpo.loss", losses)
+    if "sft" in losses:
+        draft.changed.append(
+            "the loss sft is the mean over the tokens of the chosen replies of a step, in TRL of a micro-batch"
+        )
     if draft.value("use_weighting", False) and "sft" in losses:
         draft.change("use_weighting", "the likelihood of the chosen replies is not weighed, in TRL by the mean weight")
     follow_policy(draft, "dpo")

@@ -715,6 +715,12 @@ def test_what_follows_the_end_of_a_turn_is_told(words: tuple[str, ...], told: bo
     assert found == told
 
 
+@pytest.mark.parametrize(("losses", "told"), [(("sigmoid", "sft"), True), (("sigmoid",), False)])
+def test_a_likelihood_that_trl_averages_in_micro_batches_is_told(losses: tuple[str, ...], told: bool) -> None:
+    notes = translated("dpo", "--loss_type", *losses).notes
+    assert any("the loss sft is the mean over the tokens" in note for note in notes) == told
+
+
 def test_rows_without_a_margin_are_compared_as_in_trl() -> None:
     assert settings("reward")["rm.margin"] is False  # with it rows without margins would be refused
     assert any("a column margin" in note for note in translated("reward").notes)
