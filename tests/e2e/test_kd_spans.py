@@ -152,6 +152,11 @@ def test_what_is_not_compared_is_told(
     run.data.dataset, run.ckpt.output_dir = str(tokens), str(tmp_path / "tokens")
     with pytest.raises(ConfigurationError, match="finds no text of the trained tokens of the first 4 examples"):
         rollgrad.train_kd(run)
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(kd_spans, "FIRST", 3)  # of which nothing is known of the fourth
+        with pytest.raises(ConfigurationError, match=r"finds no text of the trained tokens of data\.dataset"):
+            rollgrad.train_kd(run)
+    assert any(line["event"].startswith("0 spans are compared") for line in logs)
     run.data.dataset = str(examples)
     with monkeypatch.context() as patch:
         patch.setattr(kd_spans, "load_positions", lambda name: 8)
