@@ -1,6 +1,7 @@
 """Common arguments of `rollgrad serve agent` and `rollgrad chat`: a model, its tools, and its sampling."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from attrs import define
 
@@ -12,6 +13,7 @@ from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.messages import RESULT_CHARACTERS
 from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.domain.settings import FREE
+from rollgrad.entrypoints.named_paths import check_model
 
 VLLM_FLAGS = (
     *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len"),
@@ -114,6 +116,7 @@ class AssistantArguments:
 
         Raises:
             ConfigurationError: no model is named, or a setting is out of range.
+            CheckpointError: there is no such model.
         """
         if not self.model:
             raise ConfigurationError("--model is not set: name the directory or hub name of a model.")
@@ -125,6 +128,9 @@ class AssistantArguments:
         if self.chat_template_kwargs:
             self._check_template(self.chat_template_kwargs)
         self.params()
+        # Of a server's model the tokenizer's files are enough.
+        if self.engine is not Engine.SERVER or not Path(self.model).expanduser().is_dir():
+            check_model("model", self.model)
 
     @staticmethod
     def _check_template(given: Mapping[str, object]) -> None:

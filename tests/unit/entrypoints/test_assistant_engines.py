@@ -1,9 +1,11 @@
 """An assistant on several engines: how they are started, when they count as dead, and their end."""
 
 import asyncio
+import sys
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +33,18 @@ def test_that_no_token_ends_a_reply_is_said(listed: Any, own: int | None, ends: 
     with capture_logs() as logs:
         assert reply_ends(SimpleNamespace(eos_token_id=listed), SimpleNamespace(eos_token_id=own)) == ends
     assert [line["event"].partition(":")[0] for line in logs] == ([] if ends else ["no token ends a reply"])
+
+
+@pytest.mark.parametrize("command", ["chat", "serve agent", "serve tinker"])
+def test_a_model_that_is_not_there_is_told_before_anything_is_loaded(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tinker", ModuleType("tinker"))
+    sys.modules["tinker"].__spec__ = ModuleSpec("tinker", None)
+    for module in ("assistant", "tinker"):  # they import what loads models
+        monkeypatch.setitem(sys.modules, f"rollgrad.entrypoints.composition.{module}", None)
+    assert main([*command.split(), "--model", str(tmp_path / "no_model")]) == 2
+    assert "no_model', which is no directory: name a model with --model." in capsys.readouterr().err
 
 
 class FakeCluster:
