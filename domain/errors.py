@@ -80,6 +80,12 @@ class WorkerError(RollgradError, RuntimeError):
     """A process of a model failed; the message names it."""
 
 
+START_AGAIN = (
+    " Start again with --ckpt.resume auto, which continues from the last training state (--ckpt.state_minutes)."
+)
+"""End of the message of a `LostProcessError`, which is left out where the run goes on by itself."""
+
+
 class LostProcessError(WorkerError):
     """A process of a model died, or did not answer before its deadline."""
 

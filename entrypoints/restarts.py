@@ -13,7 +13,7 @@ from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.domain.control.engine_health import FleetBounds
-from rollgrad.domain.errors import LostProcessError
+from rollgrad.domain.errors import START_AGAIN, LostProcessError
 from rollgrad.entrypoints.run_directory import has_state, output_problem
 
 Run = TypeVar("Run", RLConfig, OfflineRun)
@@ -50,5 +50,5 @@ def until_finished(run: Run, train: Callable[[Run], Result]) -> Result:
                 "a process is lost, so that the run starts again from its last training state",
                 start=spent,
                 of=run.cluster.max_restarts,
-                reason=str(error),
+                reason=str(error).removesuffix(START_AGAIN),
             )

@@ -535,6 +535,6 @@ def test_a_lost_rank_ends_the_run_which_continues(make: Callable[..., RLConfig],
 
     until_finished(broken, trained)
     assert len(errors) == 1
-    assert re.search(r"training processes of actor, rank \d died while 'save' was under way", errors[0])
+    assert re.search(r"processes of actor, rank \d died while 'save' was under way", errors[0])
     for name, tensor in model(finished).items():
         torch.testing.assert_close(model(broken)[name], tensor, rtol=0, atol=1e-6)

@@ -29,9 +29,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-DIED = (
-    "vLLM's processes have died; their log says why. Start again what was running, a training run with --ckpt.resume."
-)
+DIED = "vLLM's processes have died; their log says why."
 
 GIVES_UP_WEIGHTS = 2
 """vLLM's level of sleep that keeps nothing."""

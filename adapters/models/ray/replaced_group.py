@@ -14,7 +14,7 @@ import structlog
 
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.domain.control.engine_health import FleetBounds
-from rollgrad.domain.errors import LostProcessError
+from rollgrad.domain.errors import START_AGAIN, LostProcessError
 
 log = structlog.get_logger(__name__)
 
@@ -97,7 +97,8 @@ class ReplacedGroup:
                 if self._closed or self._spent >= self._bounds.max_restarts:
                     raise error
                 self._spent += 1
-                log.warning("processes are replaced", role=lost.name, replacement=self._spent, reason=str(error))
+                reason = str(error).removesuffix(START_AGAIN)  # nobody has to
+                log.warning("processes are replaced", role=lost.name, replacement=self._spent, reason=reason)
                 try:
                     self._group = self._start()
                     break

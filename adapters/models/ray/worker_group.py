@@ -18,7 +18,7 @@ import structlog
 from rollgrad.adapters.models.ray.rank_worker import end_workers, start_by_deepspeed
 from rollgrad.adapters.ray.session import machine, ray_module, require_raylet
 from rollgrad.adapters.system.waiting import waiting_for
-from rollgrad.domain.errors import CheckpointError, LostProcessError, RollgradError, WorkerError
+from rollgrad.domain.errors import START_AGAIN, CheckpointError, LostProcessError, RollgradError, WorkerError
 
 log = structlog.get_logger(__name__)
 
@@ -277,9 +277,8 @@ class WorkerGroup:
         if self._broken is not None:  # this call's processes were ended because another call found one dead
             return type(self._broken)(str(self._broken))
         self._broken = kind(
-            f"Of the {self.size} training processes of {self.name}, {_named(ranks)} {what} while {doing!r} was under "
-            f"way. {self._last_words(ranks)}Start again with --ckpt.resume auto, which continues from the last "
-            "training state (--ckpt.state_minutes)."
+            f"Of the {self.size} processes of {self.name}, {_named(ranks)} {what} while {doing!r} was under "
+            f"way.{self._last_words(ranks)}{START_AGAIN}"
         )
         self._reading, self._participants = None, {}
         self.close()
@@ -290,7 +289,7 @@ class WorkerGroup:
         before they have joined."""
         files = " and ".join(LOG.format(pid=self.pids[rank]) for rank in ranks[:NAMED] if self.pids)
         where = "its machine" if len(ranks) == 1 else "their machines"
-        return f"What was written there last is in {files} on {where}. " if files else ""
+        return f" What was written there last is in {files} on {where}." if files else ""
 
 
 def _named(ranks: Sequence[int]) -> str:

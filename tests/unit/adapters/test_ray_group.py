@@ -172,7 +172,7 @@ def test_the_process_that_died_is_named_and_not_the_one_that_it_left(make: Calla
     group = make(Left(failed=failed), Dying(failed=failed))
     reading = read(group)
     assert next(reading) == [2]
-    with pytest.raises(WorkerError, match=r"Of the 2 training processes of actor, rank 1 died while 'next'"):
+    with pytest.raises(WorkerError, match=r"Of the 2 processes of actor, rank 1 died while 'next'"):
         next(reading)
     with pytest.raises(WorkerError, match="rank 1 died while 'next'") as told_again:
         group.all("score")

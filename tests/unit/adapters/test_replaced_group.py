@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from rollgrad.adapters.models.ray.replaced_group import ReplacedGroup
 from rollgrad.domain.control.engine_health import FleetBounds
-from rollgrad.domain.errors import ConfigurationError, LostProcessError, WorkerError
+from rollgrad.domain.errors import START_AGAIN, ConfigurationError, LostProcessError, WorkerError
 
 Call = Callable[[str], Any]
 
@@ -43,7 +44,7 @@ def answering(method: str) -> str:
 
 
 def lost(method: str) -> Any:
-    raise LostProcessError(f"rank 1 died while {method!r} was under way.")
+    raise LostProcessError(f"rank 1 died while {method!r} was under way.{START_AGAIN}")
 
 
 class Starts:
@@ -64,7 +65,11 @@ class Starts:
 def test_a_call_that_lost_a_process_is_made_again_in_new_ones() -> None:
     starts = Starts(lost, lost, answering)
     group = ReplacedGroup(starts)
-    assert group.each("score", [[], []]) == ["score", "score"]
+    with capture_logs() as logs:
+        assert group.each("score", [[], []]) == ["score", "score"]
+    assert {line["reason"] for line in logs} == {"rank 1 died while 'score' was under way."}, (
+        "nobody has to start again"
+    )
     assert group.all("padded") == ["padded", "padded"]
     assert group.some("judge", [1]) == ["judge"]
     assert len(starts.groups) == 3

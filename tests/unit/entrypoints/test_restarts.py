@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import Resume
-from rollgrad.domain.errors import LostProcessError, RollgradError, WorkerError
+from rollgrad.domain.errors import START_AGAIN, LostProcessError, RollgradError, WorkerError
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.entrypoints import restarts
 from rollgrad.entrypoints.restarts import until_finished
@@ -28,7 +28,7 @@ class Trainer:
 
     def __init__(self, losses: int, hours: float = 0.0, state: bool = True, error: RollgradError | None = None) -> None:
         self.losses, self.hours, self.state = losses, hours, state
-        self.error = error or LostProcessError("rank 1 died")
+        self.error = error or LostProcessError(f"rank 1 died.{START_AGAIN}")
         self.starts: list[RLConfig] = []
         self.now = 0.0
 
@@ -61,7 +61,7 @@ def test_it_starts_again_from_its_training_state_and_says_why(run: RLConfig) -> 
         (Resume.NEVER, True),
         *[(Resume.AUTO, False)] * 3,
     ]
-    assert [(line["start"], line["reason"]) for line in logs] == [(n, "rank 1 died") for n in (1, 2, 3)]
+    assert [(line["start"], line["reason"]) for line in logs] == [(n, "rank 1 died.") for n in (1, 2, 3)]
     assert run.ckpt.resume is Resume.NEVER, "the caller's settings stay as they are"
 
 
