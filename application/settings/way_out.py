@@ -1,11 +1,13 @@
 """Settings with which a run that does not fit would: importable without torch."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from attrs import evolve
 
 from rollgrad.application.settings.engine_memory import engines_sleep
 from rollgrad.application.settings.memory_places import Machine
+from rollgrad.application.settings.rules import setting_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import WHERE_IT_SELECTS, Checkpointing
 from rollgrad.application.settings.sections.cluster import Strategy
@@ -21,14 +23,26 @@ WAYS_OUT = (
 
 def way_out(config: RLConfig, machine: Machine, fits: Callable[[RLConfig], bool]) -> str | None:
     """Returns a sentence with settings by which a run that does not fit would fit, as `fits` says of other settings,
-    those that cost least first: recomputation, then what is divided, sleeps or is offloaded, each also with
-    recomputation; None if there are none."""
+    those that cost least first: recomputation, then frozen models in the machine's memory, then what is divided,
+    sleeps or is offloaded, each also with those before; None if there are none."""
     for divided, flags in _divided(config, machine):
-        for changed, more in _recomputing(divided, machine):
-            words = " ".join([*flags, *more])
-            if words and fits(changed):
-                return f"It would fit with {words}."
+        for resting, rests in _resting(divided):
+            for changed, more in _recomputing(resting, machine):
+                words = " ".join([*flags, *rests, *more])
+                if words and fits(changed):
+                    return f"It would fit with {words}."
     return None
+
+
+def _resting(config: RLConfig) -> Iterator[tuple[RLConfig, list[str]]]:
+    """Yields the settings, and those with frozen models that rest in the machine's memory, each with the flags that are
+    changed; what rules refuse, as where there is no such model, is left out."""
+    refused = set(map(str, setting_errors(config)))
+    for names in ((), ("ref",), ("reward",), ("ref", "reward")):
+        rests: dict[str, Any] = {name: evolve(getattr(config, name), offload=True) for name in names}
+        changed = evolve(config, **rests)
+        if not names or refused.issuperset(map(str, setting_errors(changed))):
+            yield changed, [f"--{name}.offload" for name in names]
 
 
 def _recomputing(config: RLConfig, machine: Machine) -> Iterator[tuple[RLConfig, list[str]]]:

@@ -78,6 +78,20 @@ def test_a_cluster_is_told_to_divide_and_to_offload(
     assert "--train.optimizer_sleeps false" in told
 
 
+def test_a_cluster_is_told_that_frozen_models_may_rest() -> None:
+    config, gpus = RLConfig(), Machine(gpu=80, memory=1000)
+    config.cluster.enable = config.train.colocate_all = True
+    config.rollout.engine = Engine.VLLM
+    assert way_out(config, gpus, lambda changed: changed.ref.offload or changed.reward.offload) is None, "there is none"
+    config.algo.kl.init_coef = 0.1
+    assert way_out(config, gpus, lambda changed: changed.ref.offload) == "It would fit with --ref.offload."
+    config.reward.model_name_or_path = "judge"
+    told = way_out(config, gpus, lambda changed: changed.ref.offload and changed.reward.offload)
+    assert told == "It would fit with --ref.offload --reward.offload."
+    config.ds.tensor_parallel_size = 2
+    assert way_out(config, gpus, lambda changed: changed.ref.offload) is None, "processes that share layers refuse it"
+
+
 @pytest.mark.parametrize("sees", [False, True])
 def test_the_plan_counts_the_tower_of_a_run_that_sees_images(sees: bool, tmp_path: Path) -> None:
     """Qwen3.5, which transformers loads without it for texts."""
