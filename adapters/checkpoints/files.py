@@ -14,6 +14,9 @@ from tempfile import TemporaryFile
 
 from rollgrad.domain.errors import CheckpointError
 
+ROOM_SHARE, ROOM_BYTES = 0.01, 2**20
+"""Room beside the bytes of files: what blocks, directories and a longer log of metrics take."""
+
 
 def replace_directory(target: Path, fill: Callable[[Path], None]) -> None:
     """Puts a fresh directory, into which `fill` writes, in the place of `target`. After an error the older one is
@@ -120,6 +123,17 @@ def is_full(error: BaseException) -> bool:
     """Returns whether an error says that there is no room left on the disk, or in its user's quota: safetensors and
     other processes tell it as text alone."""
     return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def lack_of(size: int | None, directory: Path) -> int | None:
+    """Returns the bytes that a disk lacks for so many in a directory; None where that is not known: the size is not, or
+    the disk seems to have room for it, as one does whose user has a quota."""
+    if size is None:
+        return None
+    disk = os.statvfs(directory)
+    blocks = disk.f_bfree if os.geteuid() == 0 else disk.f_bavail  # some are kept for root
+    lack = int(size * (1 + ROOM_SHARE)) + ROOM_BYTES - blocks * disk.f_frsize
+    return lack if lack > 0 else None
 
 
 def size_of(path: Path) -> int:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from rollgrad.adapters.checkpoints.files import (
     is_full,
+    lack_of,
     make_writable,
     remove_directory,
     replace_directory,
@@ -34,9 +35,9 @@ from rollgrad.adapters.checkpoints.names import (
     TRAINING_STATE,
     numbered,
 )
-from rollgrad.adapters.checkpoints.states import load_state, save_state
+from rollgrad.adapters.checkpoints.states import load_state, save_state, state_bytes
 from rollgrad.adapters.system.waiting import waiting_for
-from rollgrad.application.pipelines.run import FINAL_MODEL
+from rollgrad.application.pipelines.run import BEST_MODEL, FINAL_MODEL
 from rollgrad.domain.errors import CheckpointError, RollgradError
 from rollgrad.domain.ports.checkpoint_store import CRITIC_DIRECTORY, CheckpointStore, TrainingState
 from rollgrad.domain.ports.models import PolicyModel, ValueModel
@@ -59,8 +60,8 @@ class LocalCheckpointStore(CheckpointStore):
 
     `keep_states` training states are kept, `keep_models` models called step_N (None: all), and of these as many as
     together have `keep_models_gib` (None: all), but the newest in any case. Where a checkpoint finds `output_dir`'s
-    disk full, it is written again after `spare` has removed what it may, all but a share of it; `spare` returns whether
-    there was anything.
+    disk full, it is written again after `spare` has made room of so many bytes or, where the lack is not known (None),
+    has removed what it may but for a share of it; `spare` returns whether it has.
 
     Raises:
         CheckpointError: a directory cannot be made or written.
@@ -74,7 +75,7 @@ class LocalCheckpointStore(CheckpointStore):
         keep_states: int = 2,
         keep_models: int | None = None,
         keep_models_gib: float | None = None,
-        spare: Callable[[float], bool] = lambda share: False,
+        spare: Callable[[int | None, float], bool] = lambda lack, share: False,
     ) -> None:
         self._root = output_dir
         self._states = self._root if state_dir is None else state_dir
@@ -104,7 +105,7 @@ class LocalCheckpointStore(CheckpointStore):
 
         try:
             with waiting_for(f"the model {name!r} to be saved", every=SAVING_EVERY_SECONDS):
-                self._with_room(lambda: replace_directory(target, fill), self._root)
+                self._with_room(lambda: replace_directory(target, fill), self._root, self._model_bytes)
         except OSError as error:
             message = (
                 str(error)
@@ -152,7 +153,11 @@ class LocalCheckpointStore(CheckpointStore):
         """
         try:
             with waiting_for(f"the training state of step {saved.step} to be saved", every=SAVING_EVERY_SECONDS):
-                return self._with_room(lambda: save_state(self._states, saved, keep=self._keep_states), self._states)
+                return self._with_room(
+                    lambda: save_state(self._states, saved, keep=self._keep_states),
+                    self._states,
+                    lambda: state_bytes(self._states, saved),
+                )
         except RollgradError:
             raise
         except (OSError, RuntimeError) as error:
@@ -170,8 +175,11 @@ class LocalCheckpointStore(CheckpointStore):
         """
         return load_state(self._states)
 
-    def _with_room(self, write: Callable[[], Written], directory: Path) -> Written:
-        """Returns what `write` returns, which writes to `directory`; each attempt may come hours after the lock."""
+    def _with_room(
+        self, write: Callable[[], Written], directory: Path, size: Callable[[], int | None] = lambda: None
+    ) -> Written:
+        """Returns what `write` returns, which writes to `directory` about `size()` bytes, None if nobody knows; each
+        attempt may come hours after the lock."""
 
         def attempt() -> Written:
             keep_locked(directory)
@@ -182,9 +190,15 @@ class LocalCheckpointStore(CheckpointStore):
                 return attempt()
             except Exception as error:
                 same_disk = directory.stat().st_dev == self._root.stat().st_dev
-                if not (is_full(error) and same_disk and self._spare(share)):
+                if not (is_full(error) and same_disk and self._spare(lack_of(size(), directory), share)):
                     raise
         return attempt()
+
+    def _model_bytes(self) -> int | None:
+        """Returns the size of the largest model that was saved, None before the first."""
+        names = (self._root / name for name in (FINAL_MODEL, BEST_MODEL))
+        saved = [*(path for _, path in numbered(self._root, MODEL_OF_STEP)), *names]
+        return max(map(size_of, saved)) or None
 
     def _state_file(self, name: str) -> Path:
         return self._root / f"{name}.state.json"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from rollgrad.adapters.checkpoints.files import replace_directory
+from rollgrad.adapters.checkpoints.files import replace_directory, size_of
 from rollgrad.adapters.checkpoints.names import OLD_TRAINING_STATE, TRAINING_STATE, numbered, state_paths
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import STORED_IN, PartInFiles, TrainingState
@@ -64,6 +64,25 @@ def save_state(directory: Path, saved: TrainingState, *, keep: int) -> Path:
         elif path.is_file() and len(kept) >= keep:
             path.unlink(missing_ok=True)
     return target
+
+
+def state_bytes(directory: Path, saved: TrainingState) -> int | None:
+    """Returns about as many bytes as a state takes: those of its tensors or, where other processes hold some, those of
+    the newest in the directory; None without any."""
+    found = _tensor_bytes(saved.state)
+    if found is not None:
+        return found
+    newest = [path for _, path in numbered(directory, TRAINING_STATE)][:1]
+    return size_of(newest[0]) if newest else None
+
+
+def _tensor_bytes(value: Any) -> int | None:
+    """Returns the bytes of all tensors in a part of a state; None if other processes hold some."""
+    if isinstance(value, PartInFiles):
+        return None
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    sizes = [_tensor_bytes(part) for part in parts]
+    return None if None in sizes else int(getattr(value, "nbytes", 0)) + sum(size or 0 for size in sizes)
 
 
 def load_state(directory: Path) -> TrainingState | None:

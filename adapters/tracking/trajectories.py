@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -179,16 +180,29 @@ class ParquetTrajectories(TrajectoryLog):
             self._thinned = True
 
 
-def make_room(run: Path, share: float) -> bool:
-    """Removes all but a share of a run's files of trajectories, the oldest, for what is worth more; returns whether
-    there were any.
+def make_room(run: Path, lack: int | None, share: float) -> bool:
+    """Removes the oldest of a run's files of trajectories for what is worth more: as many as have the bytes that it
+    lacks or, where the lack is not known, all but a share; returns whether it has. None is removed in vain: where all
+    together have fewer bytes.
 
     Raises:
         CheckpointError: another run has taken the directory.
     """
     keep_locked(run)
-    files = trajectory_files(run)
-    gone = _oldest_first(files)[: len(files) - int(share * len(files))]
+    sizes = _sizes(run)
+    files = _oldest_first(sizes)
+    if lack is None:
+        gone = files[: len(files) - int(share * len(files))]
+    elif sum(sizes.values()) >= lack:
+        before = accumulate((sizes[path] for path in files), initial=0)
+        gone = [path for path, freed in zip(files, before, strict=False) if freed < lack]
+    else:
+        gone = []
+        log.warning(
+            "the disk is full, and all trajectories together are too few to make room for a checkpoint: they stay",
+            lacks_gib=round(lack / BYTES_PER_GIB, 3),
+            trajectories_gib=round(sum(sizes.values()) / BYTES_PER_GIB, 3),
+        )
     for path in gone:
         path.unlink(missing_ok=True)
     if gone:

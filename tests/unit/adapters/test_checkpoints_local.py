@@ -6,15 +6,19 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
+import torch
 from structlog.testing import capture_logs
 
-from rollgrad.adapters.checkpoints import local
+from rollgrad.adapters.checkpoints import files, local
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import CheckpointError
+from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.domain.ports.models import PolicyModel
 
 
@@ -99,11 +103,12 @@ def test_what_is_worth_less_makes_room_for_a_model_and_a_state(tmp_path: Path) -
                 raise CheckpointError("The model cannot be written (I/O error: No space left on device (os error 28)).")
             super().save(path)
 
-    def spare(share: float) -> bool:
+    def spare(lack: int | None, share: float) -> bool:
+        assert lack is None, "nobody knows how much a first model takes"
         spared.append(share)
         return True
 
-    def spend(share: float) -> bool:
+    def spend(lack: int | None, share: float) -> bool:
         return False
 
     with pytest.raises(CheckpointError, match="No space left"):
@@ -111,6 +116,35 @@ def test_what_is_worth_less_makes_room_for_a_model_and_a_state(tmp_path: Path) -
     save(LocalCheckpointStore(tmp_path, spare=spare), Full("a", tmp_path / "model"))
     assert spared == [0.5, 0.0]
     assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["a", "a"]
+
+
+def test_so_much_room_is_made_as_a_state_or_a_model_like_the_one_before_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacks: list[int | None] = []
+
+    def spare(lack: int | None, share: float) -> bool:
+        lacks.append(lack)
+        return False
+
+    disk = os.statvfs(tmp_path)
+    empty = SimpleNamespace(f_bfree=3, f_bavail=3, f_frsize=disk.f_frsize)
+    full = OSError(28, "No space left on device")
+    store = LocalCheckpointStore(tmp_path, spare=spare)
+    save(store, Policy("a" * 10**6, tmp_path / "model"))
+    monkeypatch.setattr(files.os, "statvfs", lambda path: empty)
+    monkeypatch.setattr(local, "save_state", Mock(side_effect=full))
+    with pytest.raises(CheckpointError):
+        save(store, Policy("b", tmp_path / "model", full))
+    weights = {"actor": {"weights": torch.zeros(10**6)}, "many": [torch.zeros(10**5)]}
+    with pytest.raises(CheckpointError):
+        store.save_training(TrainingState(step=1, state=weights, description=None))
+    free = 3 * disk.f_frsize
+    assert lacks == [int(1.01 * size) + 2**20 - free for size in (2 * 10**6, 44 * 10**5)]
+    empty.f_bfree = empty.f_bavail = 10**9
+    with pytest.raises(CheckpointError):
+        save(store, Policy("b", tmp_path / "model", full))
+    assert lacks[2] is None, "a user's quota is full, and not the disk"
 
 
 def test_the_model_of_a_runs_end_is_written_elsewhere_rather_than_lost(tmp_path: Path, temporary: Path) -> None:
@@ -147,7 +181,7 @@ def test_a_model_that_a_process_elsewhere_wrote_is_not_said_to_be_here(tmp_path:
 
 
 def test_other_errors_make_no_room(tmp_path: Path) -> None:
-    store = LocalCheckpointStore(tmp_path, spare=lambda share: pytest.fail("something was removed"))
+    store = LocalCheckpointStore(tmp_path, spare=lambda lack, share: pytest.fail("something was removed"))
     with pytest.raises(CheckpointError):
         save(store, Policy("a", tmp_path / "model", OSError(5, "Input/output error")))
     with pytest.raises(CheckpointError, match="JSON"):

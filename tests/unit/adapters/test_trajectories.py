@@ -271,11 +271,16 @@ def test_room_is_made_by_the_oldest_updates(tmp_path: Path) -> None:
         made.update(step, [group(0, "yes")], learned(group(0, "yes")))
     made.evaluation(1, [group(0, "yes")])
     made.close()
-    assert trajectories.make_room(tmp_path, 0.5)
+    size = sum(path.stat().st_size for path in trajectory_files(tmp_path))
+    assert not trajectories.make_room(tmp_path, size + 1, 0.5)
+    assert len(trajectory_files(tmp_path)) == 4, "none goes in vain"
+    assert trajectories.make_room(tmp_path, (tmp_path / "trajectories" / "step-000001.parquet").stat().st_size, 0.5)
+    assert len(trajectory_files(tmp_path)) == 3, "no more than it takes"
+    assert trajectories.make_room(tmp_path, None, 0.7)
     assert [path.name for path in trajectory_files(tmp_path)] == ["eval-000001.parquet", "step-000003.parquet"]
-    assert trajectories.make_room(tmp_path, 0.0)
+    assert trajectories.make_room(tmp_path, None, 0.0)
     assert trajectory_files(tmp_path) == []
-    assert not trajectories.make_room(tmp_path, 0.0)
+    assert not trajectories.make_room(tmp_path, None, 0.0)
 
 
 def test_a_run_that_goes_on_with_a_smaller_limit_removes_no_more_than_it_writes(tmp_path: Path) -> None:

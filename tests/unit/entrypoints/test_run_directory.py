@@ -153,7 +153,7 @@ def test_nothing_of_a_run_whose_directory_another_one_has_taken_reaches_the_file
                 assert report_run(out, "mine") is None
                 report_aside(out, "mine")
                 for write in (
-                    lambda: make_room(out, 0.0),
+                    lambda: make_room(out, None, 0.0),
                     lambda: Disk(out / "weights")(cast("PolicyModel", None), [], 1),
                     lambda: TrackedRun(project="a", name="a", directory=out, settings={}).id_in("wandb"),
                 ):
