@@ -1,9 +1,11 @@
 """load_dataset: formats, splits, mixing, and one sentence for each thing that goes wrong."""
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -492,6 +494,19 @@ def test_columns_that_do_not_fit_together_are_named(tmp_path: Path) -> None:
     b = jsonl(tmp_path / "b.jsonl", [{"input": "x", "answer": [1, 2]}])
     with pytest.raises(DataError, match=r"cannot be mixed.*answer"):
         load(f"{a},{b}")
+
+
+def test_a_cache_that_cannot_be_written_is_not_taken_for_a_broken_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    def cached(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/cache/datasets")
+
+    monkeypatch.setattr(datasets, "load_dataset", cached)
+    with pytest.raises(DataError, match=r"'/cache/datasets': .* set HF_HOME to a directory with room"):
+        load(jsonl(tmp_path / "sums.jsonl"))
 
 
 def test_the_hub_out_of_reach_is_one_sentence() -> None:
