@@ -38,7 +38,9 @@ def check_model(key: str, name: str | None) -> None:
         if problem := weights_problem(path):  # before rows are prepared, and processes of a cluster started
             raise CheckpointError(f"{key} is {name!r}, {problem}.")
     elif path.exists() or _is_path(name):
-        raise CheckpointError(f"{key} is {name!r}, which is no directory: name a model with --{key}.")
+        of_model = path.is_file() and (path.parent / "config.json").is_file()
+        hint = f"did you mean --{key} {path.parent}?" if of_model else f"name a model with --{key}."
+        raise CheckpointError(f"{key} is {name!r}, which is no directory: {hint}")
     else:
         find_model(name, flag=f"--{key}")
 

@@ -97,7 +97,9 @@ def _read_messages(path: Path) -> "list[Message]":
     try:
         messages = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--messages {path} cannot be read as JSON: {error}.") from error
+        raise ConfigurationError(
+            f"--messages {path} cannot be read as JSON ({error}): name a file that holds one list of messages."
+        ) from error
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ConfigurationError(f"--messages {path} must hold a list of messages, each with role and content.")
     return messages

@@ -16,7 +16,7 @@ from rollgrad.domain.errors import ConfigurationError, DataError, raise_together
 from rollgrad.entrypoints.cli.output import results_only_on_stdout
 from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
 from rollgrad.entrypoints.composition.extensions import spelling_errors
-from rollgrad.entrypoints.run_directory import OTHER_CONFIG_FILE
+from rollgrad.entrypoints.run_directory import OTHER_CONFIG_FILE, is_run, no_run
 
 
 @define(kw_only=True)
@@ -74,6 +74,8 @@ def own_settings(run: Path, directory: Path, *, without_reward: bool = False) ->
         DataError: the run has none, or they cannot be read.
     """
     paths = [run / name for name in (OTHER_CONFIG_FILE, CONFIG_FILE) if (run / name).is_file()]
+    if not paths and not is_run(run):
+        raise no_run(run)
     if not paths:
         raise DataError(f"{run / CONFIG_FILE} is missing, which has the run's settings: name another with --config.")
     try:

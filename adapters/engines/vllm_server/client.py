@@ -103,7 +103,9 @@ class ServerClient:
                         self._failures.tell("a call of a model server failed", url=self.url, reason=str(failure))
                         raise
         except PassingError as failure:
-            raise EngineError(f"The server {self.url} does not answer: {failure}.") from failure.__cause__
+            raise EngineError(
+                f"The server {self.url} does not answer: {failure}. Check that it runs, and its address."
+            ) from failure.__cause__
         raise AssertionError("an attempt returns or raises")
 
     async def call(

@@ -190,7 +190,7 @@ async def test_a_server_that_is_not_ready_lacks_nothing(serve: Serve) -> None:
 
 async def test_nobody_there_is_one_sentence(held_port: int) -> None:
     url = f"http://127.0.0.1:{held_port}"
-    with pytest.raises(EngineError, match=f"{url} does not answer"):
+    with pytest.raises(EngineError, match=rf"{url} does not answer: .*\. Check that it runs, and its address\.$"):
         await using(engine_of(url), ServedEngine.ping)
 
 

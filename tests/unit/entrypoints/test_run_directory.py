@@ -30,11 +30,13 @@ from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
-from rollgrad.domain.errors import CheckpointError
+from rollgrad.domain.errors import CheckpointError, DataError
 from rollgrad.domain.ports.models import PolicyModel
+from rollgrad.entrypoints.cli.rescore import own_settings
 from rollgrad.entrypoints.composition.outputs import make_profiler, make_reply_log, make_sample_log
 from rollgrad.entrypoints.config_io import load_config
 from rollgrad.entrypoints.description import settings_file
+from rollgrad.entrypoints.named_paths import check_model
 from rollgrad.entrypoints.reporting import report_aside, report_run
 from rollgrad.entrypoints.run_directory import alone, keep_steps, output_problem, remove_run, write_config
 from rollgrad.testing.metric_sink import FakeRunTracker
@@ -329,6 +331,20 @@ def test_replies_of_an_evaluation_have_failures_and_no_secrets_and_end_nothing(
     write.close()
     assert len(path.read_text().splitlines()) == len(replies) + 1
     assert capsys.readouterr().out.count("no more samples are written") == 1
+
+
+def test_a_command_that_reads_a_run_says_where_one_is(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "metrics.jsonl").touch()
+    with pytest.raises(DataError, match=r"holds no run: did you mean .*/first\?"):
+        own_settings(tmp_path, tmp_path)
+    with pytest.raises(DataError, match=r"/first/config\.yaml is missing"):
+        own_settings(tmp_path / "first", tmp_path)
+
+
+def test_a_file_of_a_model_is_taken_for_none(tiny_model_dir: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"is no directory: did you mean --actor\.model {tiny_model_dir}\?"):
+        check_model("actor.model", str(tiny_model_dir / "model.safetensors"))
 
 
 def test_samples_that_cannot_be_written_wait_and_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
