@@ -102,8 +102,10 @@ class CommandAgent(AgentProgram):
         except OSError as error:
             raise self._refusal(error.strerror) from error
         except asyncio.CancelledError:  # asyncio alone would end the program, and not what that has started by now
-            with contextlib.suppress(OSError):
-                await _end(await starting)
+            ending = asyncio.create_task(_end_begun(starting))
+            while not ending.done():
+                with contextlib.suppress(asyncio.CancelledError):  # another one ends nothing sooner
+                    await asyncio.wait([ending])
             raise
         said, complained = await _communicate(process, _input(task))
         if process.returncode != 0:
@@ -135,6 +137,12 @@ async def _communicate(process: asyncio.subprocess.Process, given: bytes) -> tup
     finally:
         await _end(process, *tasks)
     return said.decode(errors="replace"), complained.decode(errors="replace")
+
+
+async def _end_begun(starting: "asyncio.Task[asyncio.subprocess.Process]") -> None:
+    """Ends a program that is being started, with its children."""
+    with contextlib.suppress(OSError):
+        await _end(await starting)
 
 
 async def _end(process: asyncio.subprocess.Process, *tasks: "asyncio.Task[None]") -> None:

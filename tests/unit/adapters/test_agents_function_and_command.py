@@ -281,6 +281,7 @@ async def test_a_program_ends_with_its_children_while_it_starts(
     async with asyncio.timeout(WAIT_SECONDS):
         await connecting.wait()
         task.cancel()
+        asyncio.get_running_loop().call_later(0.05, task.cancel)  # of one who is impatient
         asyncio.get_running_loop().call_later(0.1, going_on.set)
         with pytest.raises(asyncio.CancelledError):
             await task
