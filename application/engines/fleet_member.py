@@ -113,6 +113,8 @@ class MemberCalls:
             GaveUpError: `give_up` was called meanwhile.
         """
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        # Nobody asks for the error of a call that was cancelled, of which asyncio would write a trace.
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         task = engine_task(work)
 
         def pass_on(done: asyncio.Task[T]) -> None:

@@ -1,6 +1,7 @@
 """A fleet of fake engines that die: every request is answered once, by an engine with the current weights."""
 
 import asyncio
+import gc
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -596,6 +597,8 @@ async def test_a_cancelled_call_has_left_its_member_unless_that_is_given_up(give
             await leaves.wait()
             left.set()
 
+    traces: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: traces.append(context["message"]))
     calls = MemberCalls()
     asked = asyncio.create_task(calls.ask(work()))
     await begun.wait()
@@ -608,3 +611,7 @@ async def test_a_cancelled_call_has_left_its_member_unless_that_is_given_up(give
     with pytest.raises(asyncio.CancelledError):
         await asked
     assert left.is_set() is not given_up
+    del asked
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert not traces, "nobody asks for the error of a call that nobody waits for"
