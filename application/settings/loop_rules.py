@@ -2,6 +2,7 @@
 `validation`."""
 
 from collections.abc import Iterator
+from enum import StrEnum
 from operator import attrgetter
 from typing import Any
 
@@ -78,7 +79,8 @@ def _own_problems(run: LoopRun) -> Iterator[str]:
     for name in sorted(UNREAD):
         value = attrgetter(name)(run)
         if value != attrgetter(name)(default):
-            yield f"{name} is {value!r}, but a loop does not read it: leave --{name} out."
+            shown = value if isinstance(value, StrEnum) else repr(value)
+            yield f"{name} is {shown}, but a loop does not read it: leave --{name} out."
     if run.rollout.engine is Engine.SERVER:
         yield (
             "rollout.engine is server, which goes on with its own model while the loop's is trained: set "

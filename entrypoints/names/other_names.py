@@ -24,5 +24,9 @@ def openrlhf_name(name: str, known: Collection[str]) -> str | None:
         if flag.reason is not None:
             return f"{flag.reason}."
         same = flag.to or dotted
-        return same if same in known else "rollgrad openrlhf translates it, with the whole command."
+        if same in known:
+            return same
+        if same == name:
+            return "other commands have it, and this one does not read it: leave it out."
+        return "rollgrad openrlhf translates it, with the whole command."
     return None

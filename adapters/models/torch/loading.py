@@ -327,5 +327,6 @@ def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) 
             raise CheckpointError(f"{flag} is {name_or_path!r}, which has no {CONFIG}; {hint}") from error
         first_line = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(":.")
         raise CheckpointError(
-            f"{flag} is {name_or_path!r}, which cannot be loaded as a Hugging Face model: {first_line}."
+            f"{flag} is {name_or_path!r}, which cannot be loaded as a Hugging Face model: {first_line}. "
+            f"{'Bring a whole copy there' if path.exists() else 'Check the name'}, or name another model."
         ) from error

@@ -157,8 +157,10 @@ def _adapter_config(adapter: str) -> Any:
         raise MissingExtraError("Merging adapters needs peft: pip install rollgrad[lora].") from error
     path = Path(adapter)
     if path.exists() and not (path / "adapter_config.json").is_file():
-        hint = f": name {path / 'adapter'}." if (path / "adapter" / "adapter_config.json").is_file() else "."
-        raise CheckpointError(f"--adapter is {adapter!r}, which holds no adapter_config.json{hint}")
+        of_run = [path / place for place in ("adapter", "model/adapter")]
+        found = [place for place in of_run if (place / "adapter_config.json").is_file()]
+        hint = found[0] if found else "the directory of adapters, such as RUN/model/adapter"
+        raise CheckpointError(f"--adapter is {adapter!r}, which holds no adapter_config.json: name {hint}.")
     config = _from_pretrained(peft.PeftConfig, adapter, "--adapter")
     if config.peft_type != peft.PeftType.LORA:
         raise ConfigurationError(f"--adapter is {adapter!r}, of the kind {config.peft_type}: only LoRA can be merged.")

@@ -110,6 +110,8 @@ def test_adapters_of_rollgrad_give_the_model_that_it_saves(tiny_model_dir: Path,
     assert load_tokenizer(str(tmp_path / "out"), flag=FLAG).chat_template == tokenizer.chat_template
     with pytest.raises(CheckpointError, match=r"holds no adapter_config.json: name .*run/adapter\."):
         merge_lora(str(tmp_path / "run"), tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"no adapter_config.json: name the directory of adapters, such as RUN/"):
+        merge_lora(str(tiny_model_dir), tmp_path / "other")
 
 
 def test_weights_are_rounded_once_to_the_format_that_is_asked_for(

@@ -109,6 +109,11 @@ def test_every_name_of_trl_and_verl_is_answered_by_meaning(name: str) -> None:
     assert is_known(advice(name, SETTINGS))
 
 
+def test_a_setting_of_another_command_is_not_sent_to_the_translation() -> None:
+    others = [name for name in SETTINGS if not name.startswith("algo.")]
+    assert "this one does not read it: leave it out" in str(advice("algo.advantage.estimator", others))
+
+
 @pytest.mark.parametrize("name", OPENRLHF_NAMES)
 def test_every_name_of_openrlhf_is_answered(name: str) -> None:
     assert is_known(advice(name, SETTINGS))
