@@ -49,8 +49,6 @@ _MOST_FILES = 10_000
 """Files and folders below a folder of data at most: all of them are looked at."""
 _EMPTY = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
 """Sentences of `datasets` about a header or list without rows, and about a Parquet file."""
-WRITING = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""Numbers of errors that no reading has."""
 DECODED = ("Image", "Audio", "Video")
 """Features whose values are files, which are large when they are decoded."""
 
@@ -393,7 +391,9 @@ def _root(error: BaseException) -> BaseException:
 
 
 def _one_line(error: BaseException) -> str:
+    import datasets
+
     words = " ".join(f"{type(error).__name__}: {error}".split())
-    if isinstance(error, OSError) and error.errno in WRITING:
+    if getattr(error, "errno", None) in (errno.EROFS, errno.ENOSPC) or str(datasets.config.HF_DATASETS_CACHE) in words:
         return f"{words}: it is kept in the cache of datasets, so set HF_HOME to a directory with room to write"
     return words

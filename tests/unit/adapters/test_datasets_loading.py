@@ -496,16 +496,18 @@ def test_columns_that_do_not_fit_together_are_named(tmp_path: Path) -> None:
         load(f"{a},{b}")
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
 def test_a_cache_that_cannot_be_written_is_not_taken_for_a_broken_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
 
     def cached(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/cache/datasets")
+        place = f"{datasets.config.HF_DATASETS_CACHE}/json" if number == errno.EACCES else None
+        raise OSError(number, os.strerror(number), place)
 
     monkeypatch.setattr(datasets, "load_dataset", cached)
-    with pytest.raises(DataError, match=r"'/cache/datasets': .* set HF_HOME to a directory with room"):
+    with pytest.raises(DataError, match=r"sums.jsonl cannot be read .* set HF_HOME to a directory with room to write"):
         load(jsonl(tmp_path / "sums.jsonl"))
 
 
