@@ -5,7 +5,7 @@ Every answer is what JSON holds. Importable without torch.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -177,7 +177,6 @@ class RunView:
         Raises:
             FilterError: filter or order cannot be understood.
         """
-        began = datetime.now(UTC)
         rollouts = self.rollouts()
         size = max(1, min(size, MOST_ROWS))
         found = rollouts.find(condition, sort or DEFAULT_SORT)
@@ -189,7 +188,6 @@ class RunView:
             "size": size,
             "rows": rows,
             "problems": list(rollouts.problems),
-            "milliseconds": (datetime.now(UTC) - began).total_seconds() * 1000,
         }
 
     def points(self, condition: str, x: str, y: str, color: str | None) -> dict[str, Any]:
