@@ -18,7 +18,7 @@ from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.data.datasets.survey import Surveyed
 from rollgrad.adapters.system.python_file import load_python
 from rollgrad.application.settings.brought import with_brought
-from rollgrad.application.settings.function_path import FunctionPath, is_module_name
+from rollgrad.application.settings.function_path import FunctionPath, is_module_name, several
 from rollgrad.application.settings.rules.resume import MODELS, changes, refusals
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, raise_together
@@ -97,6 +97,11 @@ def code_fingerprint(path: str, *, flag: str) -> str:
     place = FunctionPath.parse(path).file
     module = load_python(place, flag=flag) if is_module_name(place) else None
     return hashlib.sha256(Path(place if module is None else str(module.__file__)).read_bytes()).hexdigest()
+
+
+def reward_fingerprint(paths: str | None) -> str | None:
+    """Returns the fingerprint of the code of reward functions, None without any."""
+    return " ".join(code_fingerprint(path, flag="--reward.function_path") for path in several(paths)) or None
 
 
 def public_settings(config: AttrsInstance) -> Any:

@@ -23,7 +23,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.entrypoints.composition.outputs import make_reply_log
 from rollgrad.entrypoints.composition.rl import RLContainer
-from rollgrad.entrypoints.description import code_fingerprint, flat_settings
+from rollgrad.entrypoints.description import code_fingerprint, flat_settings, reward_fingerprint
 
 PLAYED = (
     *("actor.dtype", "actor.float32_head", "train.seed"),
@@ -34,8 +34,6 @@ PLAYED = (
 """Settings on which an evaluation depends, besides those of `agent`, `data` and `reward`."""
 TRAINED = ("data.prompt_dataset", "data.prompt_probs", "data.prompt_split", "data.max_samples", "data.curriculum_range")
 """Settings of `data` that evaluation does not read."""
-CODE = ("reward.function_path", "train.agent_func_path")
-"""Settings that name code, whose content counts."""
 WEIGHTS = "weights of "
 
 log = structlog.get_logger(__name__)
@@ -74,6 +72,7 @@ def evaluated_replies(
 def _evaluated_by(config: RLConfig, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
     """Returns all that replies and their rewards depend on but the model, as far as this machine knows it."""
     settings, reward, template = flat_settings(config), config.reward, config.data.chat_template
+    agent = config.train.agent_func_path
     texts = {
         "data.chat_template": None if template is None else read_chat_template(template),
         "reward.judge_prompt": None if reward.judge_prompt is None else Path(reward.judge_prompt).read_text(),
@@ -82,9 +81,8 @@ def _evaluated_by(config: RLConfig, prompts: Sequence[Prompt]) -> Mapping[str, A
         "command": "eval",
         **{name: value for name, value in settings.items() if _matters(name)},
         **{f"content of {name}": text and hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
-        **{
-            f"content of {name}": settings[name] and code_fingerprint(settings[name], flag=f"--{name}") for name in CODE
-        },
+        "content of reward.function_path": reward_fingerprint(reward.function_path),
+        "content of train.agent_func_path": agent and code_fingerprint(agent, flag="--train.agent_func_path"),
         "reward weights": reward.model_name_or_path and model_fingerprint(reward.model_name_or_path),
         "prompts": rows_fingerprint(prompts),
     }

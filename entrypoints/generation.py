@@ -32,7 +32,7 @@ from rollgrad.domain.errors import ConfigurationError, DataError, RollgradError,
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.cluster import keep_roles
 from rollgrad.entrypoints.composition.lifetimes import closing, gives_memory_back, shut_down
-from rollgrad.entrypoints.description import code_fingerprint, flat_settings
+from rollgrad.entrypoints.description import flat_settings, reward_fingerprint
 from rollgrad.entrypoints.dry_run import scoring_file_problems
 from rollgrad.entrypoints.judged_rows import Made, check_sight, judged_rows
 from rollgrad.entrypoints.library import container_with
@@ -314,12 +314,12 @@ def _sampled_by(config: RLConfig, fingerprint: str, *, seed: int, logprobs: bool
 def _judged_by(config: RLConfig, source: Path) -> Mapping[str, Any]:
     """Returns all that rewards depend on, as far as this machine knows it."""
     settings = flat_settings(config)
-    function, model = config.reward.function_path, config.reward.model_name_or_path
+    model = config.reward.model_name_or_path
     return {
         "command": "score",
         **{name: value for name, value in settings.items() if name.startswith("reward.") and not may_differ(name)},
         "data.prompt_dataset": config.data.prompt_dataset,
-        "function": function and code_fingerprint(function, flag="--reward.function_path"),
+        "function": reward_fingerprint(config.reward.function_path),
         "weights": model and model_fingerprint(model),
         "replies": read_description(source) or hashlib.sha256(source.read_bytes()).hexdigest(),
     }

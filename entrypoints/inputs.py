@@ -10,6 +10,7 @@ from typing import Any
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.rewards.function import FunctionReward
+from rollgrad.adapters.rewards.weighted import WeightedRewards
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import RollgradError, raise_together
@@ -18,7 +19,7 @@ from rollgrad.entrypoints.composition.data import note_repeated_prompts
 from rollgrad.entrypoints.composition.engines import engine_kind
 from rollgrad.entrypoints.composition.executors import executor_kind
 from rollgrad.entrypoints.composition.packages import check_packages
-from rollgrad.entrypoints.composition.rewards import check_reward_model, reward_kind
+from rollgrad.entrypoints.composition.rewards import check_reward_model, named_rewards, reward_kinds
 from rollgrad.entrypoints.composition.rl import RLContainer
 
 TRAINING = ("prompts", "eval_prompts")
@@ -62,12 +63,10 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
         kind = executor_kind(config, container.environment())
         if kind in PLAYERS:
             attempt(container.providers[PLAYERS[kind]])
-        is_model = reward_kind(config, container.reward_spec()) == "model" and not container.reward.overridden
-        reward = attempt(check_reward_model, config) if is_model else attempt(container.reward)
-        if isinstance(reward, FunctionReward):
+        for function in _functions(container, attempt):
             for source in read.values():
                 for prompt in _first(source):
-                    attempt(reward.check, prompt)
+                    attempt(function.check, prompt)
     if sampler == Engine.VLLM:
         attempt(container.vllm_arguments)
     raise_together(errors)
@@ -75,6 +74,19 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
         container.served_engines()
         if trains is not None:
             container.served_backend()
+
+
+def _functions(container: RLContainer, attempt: Callable[..., Any]) -> list[FunctionReward]:
+    """Returns the reward functions of a run, when all its rewards but a model, which is not loaded here, were made."""
+    config, spec = container.config(), container.reward_spec()
+    if container.reward.overridden:
+        reward = container.reward()
+        sources = reward.sources if isinstance(reward, WeightedRewards) else {"": reward}
+    else:
+        if "model" in reward_kinds(config, spec):
+            attempt(check_reward_model, config)
+        sources = attempt(named_rewards, config, spec, container.reward_sources(), ["model"]) or {}
+    return [source for source in sources.values() if isinstance(source, FunctionReward)]
 
 
 def _first(source: Any) -> list[Prompt]:

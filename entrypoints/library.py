@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import structlog
 from attrs import evolve
 
-from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.application.rollouts.evaluation import EvaluationService, PromptScores
 from rollgrad.application.settings.correction import log_correction
 from rollgrad.application.settings.rules import validate, validate_evaluation
@@ -17,7 +16,6 @@ from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.unit_ratio import log_ratios
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.environment import Environment
-from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.brought import check_brought, check_environment, is_rows
 from rollgrad.entrypoints.composition.cluster import keep_roles
 from rollgrad.entrypoints.composition.data import make_eval_rows, make_row_source
@@ -25,6 +23,7 @@ from rollgrad.entrypoints.composition.executors import has_turns
 from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import closing, give, given, gives_memory_back, shut_down
+from rollgrad.entrypoints.composition.rewards import Brought, brought_reward
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.evaluated_replies import evaluated_replies
@@ -44,7 +43,7 @@ log = structlog.get_logger(__name__)
 def train(
     config: RLConfig,
     *,
-    reward: RewardSource | Callable[..., Any] | None = None,
+    reward: Brought | Sequence[Brought] | None = None,
     environment: Callable[[], Environment] | None = None,
     **adapters: Any,
 ) -> TrainResult:
@@ -53,8 +52,8 @@ def train(
     Args:
         config: the run; see `rollgrad train rl --help` for every setting.
         reward: a function that returns one number a reply and gets what its parameters are called (`queries`,
-            `prompts`, `labels`, `completions`, columns of the row, ...; see docs/rewards.md), or a `RewardSource`. It
-            replaces `config.reward`.
+            `prompts`, `labels`, `completions`, columns of the row, ...; see docs/rewards.md), a `RewardSource`, or a
+            list of several, which are summed by `config.reward.weights`. It replaces `config.reward`.
         environment: makes a fresh `Environment` (usually its class); episodes then have several turns, up to
             `config.rollout.max_turns`, and rewards come from the environment's steps; an episode whose last step has
             the reward None is judged by `reward`, or as `config.reward` says.
@@ -103,7 +102,7 @@ def _log_choices(config: RLConfig) -> None:
 def evaluate(
     config: RLConfig,
     *,
-    reward: RewardSource | Callable[..., Any] | None = None,
+    reward: Brought | Sequence[Brought] | None = None,
     environment: Callable[[], Environment] | None = None,
     output: Path | str | None = None,
     **adapters: Any,
@@ -132,7 +131,7 @@ def _evaluate(
     config: RLConfig,
     output: Path | str | None,
     *,
-    reward: RewardSource | Callable[..., Any] | None = None,
+    reward: Brought | Sequence[Brought] | None = None,
     environment: Callable[[], Environment] | None = None,
     **adapters: Any,
 ) -> tuple[dict[str, float], PromptScores]:
@@ -178,22 +177,9 @@ def _note_truncated(config: RLConfig, share: float) -> None:
         )
 
 
-def _one_function(reward: Any) -> str:
-    """Returns a sentence about a reward that cannot be called, with the function that several functions become."""
-    said = f"reward is a {type(reward).__name__}, which cannot be called: give one function."
-    names = [getattr(one, "__name__", "") for one in reward] if isinstance(reward, list | tuple) else []
-    parts = ", ".join(f"'{name}': {name}(completions=completions, **kwargs)" for name in names if name.isidentifier())
-    if not parts:
-        return f"{said} Several become one that returns {{'rewards': {{name: numbers}}}}, by config.reward.weights."
-    return (
-        f"{said} Several become one, whose parts config.reward.weights weighs: def rewards(completions, **kwargs): "
-        f"return {{'rewards': {{{parts}}}}}"
-    )
-
-
 def container_with(
     config: RLConfig,
-    reward: RewardSource | Callable[..., Any] | None,
+    reward: Brought | Sequence[Brought] | None,
     environment: Callable[[], Environment] | None,
     adapters: Mapping[str, Any],
     function: str = "train",
@@ -208,19 +194,7 @@ def container_with(
         check_environment(environment)
         container.environment.override(providers.Object(environment))
     if reward is not None:
-        if not isinstance(reward, RewardSource) and not callable(reward):
-            raise ConfigurationError(_one_function(reward))
-        source = (
-            reward
-            if isinstance(reward, RewardSource)
-            else FunctionReward(
-                reward,
-                timeout=config.reward.timeout,
-                name=getattr(reward, "__name__", type(reward).__name__),
-                weights=config.reward.weights,
-            )
-        )
-        container.reward.override(given(source))
+        container.reward.override(given(brought_reward(reward, config)))
     rows = adapters.get("prompts")
     if is_rows(rows):
         adapters = {name: adapter for name, adapter in adapters.items() if name != "prompts"}

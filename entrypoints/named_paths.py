@@ -9,10 +9,10 @@ from pathlib import Path
 from rollgrad.adapters.checkpoints.hub import find_model
 from rollgrad.adapters.checkpoints.weight_files import weights_problem
 from rollgrad.adapters.data.datasets.files import check_address, data_files, file_format, is_pattern
-from rollgrad.application.settings.function_path import FunctionPath, is_module_name
+from rollgrad.application.settings.function_path import FunctionPath, is_module_name, several
 from rollgrad.application.settings.rules.inputs import REASONING_GYM
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, raise_together
 
 
 def _is_path(name: str) -> bool:
@@ -69,12 +69,16 @@ def check_reward_file(config: RLConfig) -> None:
     Raises:
         ConfigurationError: one is missing.
     """
-    function, judge = config.reward.function_path, config.reward.judge_prompt
-    code = function and FunctionPath.parse(function).file
-    files = {"function_path": None if code and is_module_name(code) else code, "judge_prompt": judge}
-    for key, file in files.items():
-        if file is not None and not Path(file).is_file():
-            raise ConfigurationError(f"reward.{key} is {file!r}, which is no file: check --reward.{key}.")
+    code = [FunctionPath.parse(path).file for path in several(config.reward.function_path)]
+    judge = config.reward.judge_prompt
+    named = [("function_path", file) for file in code if not is_module_name(file)]
+    named += [] if judge is None else [("judge_prompt", judge)]
+    problems = [
+        f"reward.{key} is {file!r}, which is no file: check --reward.{key}."
+        for key, file in named
+        if not Path(file).is_file()
+    ]
+    raise_together([ConfigurationError(problem) for problem in problems])
 
 
 def check_written(key: str, name: str | None) -> None:

@@ -27,7 +27,7 @@ from rollgrad.domain.ports.environment import tool_schema
 from rollgrad.entrypoints.composition.data import longest_told, note_repeated_prompts
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
-from rollgrad.entrypoints.composition.rewards import check_reward_model, reward_kind
+from rollgrad.entrypoints.composition.rewards import check_reward_model, named_rewards, reward_kinds
 from rollgrad.entrypoints.composition.rl import rl_container
 from rollgrad.entrypoints.description import check_continues
 from rollgrad.entrypoints.dry_run import counts, file_problems, show_plan
@@ -123,29 +123,31 @@ class Trial:
         if config.train.agent_func_path is not None:
             file = self._attempt(self.container.agent_file)
             if file is None:
-                return None
+                return
         if config.agent.command is not None:
             self._attempt(self.container.agent_command)
-        kind = reward_kind(config, self.container.reward_spec())
-        if kind == "model":
+        spec, sources = self.container.reward_spec(), self.container.reward_sources()
+        kinds = reward_kinds(config, spec)
+        if "model" in kinds:
             self._attempt(lambda: check_reward_model(config), "reward.model_name_or_path")
-        reward = None if kind == "model" else self._attempt(self.container.reward, "reward.function_path")
-        if kind in UNASKED:
-            return self._say(UNASKED[kind])
-        if reward is None:
-            return None
-        for which, its in prompts.items():
-            for prompt in its:
-                self._attempt(partial(self._judge_one, reward, prompt, which))
-        return None
+        for kind in UNASKED.keys() & kinds:
+            if kind != "model":
+                self._attempt(sources[kind])
+            self._say(UNASKED[kind])
+        rewards = self._attempt(lambda: named_rewards(config, spec, sources, UNASKED), "reward.function_path") or {}
+        for name, reward in rewards.items():
+            whose = f" ({name})" if len(config.reward.sources) > 1 else ""
+            for which, its in prompts.items():
+                for prompt in its:
+                    self._attempt(partial(self._judge_one, reward, prompt, which, whose))
 
-    def _judge_one(self, reward: Any, prompt: Prompt, which: str) -> None:
+    def _judge_one(self, reward: Any, prompt: Prompt, which: str, whose: str) -> None:
         labelled = isinstance(prompt.label, str | int | float)
         reply = str(prompt.label) if labelled else MADE_UP
         request = answer_request(self.container.codec(), prompt, reply, step=0)
         (judged,) = asyncio.run(reward.score([request]))
         made = "the label alone" if labelled else "made up"
-        self._say(f"The reward of the reply {reply!r} ({which}{made}) is {judged.value:g}.")
+        self._say(f"The reward{whose} of the reply {reply!r} ({which}{made}) is {judged.value:g}.")
 
     def _usable(self, *keys: str) -> bool:
         """Returns whether nothing is known to be wrong with these settings."""

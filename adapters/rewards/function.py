@@ -106,10 +106,13 @@ class FunctionReward(RewardSource):
         self._dropped: set[str] = set()
 
     @classmethod
-    def load(cls, path: str, *, timeout: float, weights: Mapping[str, float] | None = None) -> "FunctionReward":
-        """Returns the reward of a file's function, which `load_reward_function` loads."""
+    def load(
+        cls, path: str, *, timeout: float, weights: Mapping[str, float] | None = None, name: str | None = None
+    ) -> "FunctionReward":
+        """Returns the reward of a file's function, which `load_reward_function` loads; `name` is its own by default."""
         func = load_reward_function(path)
-        return cls(func, timeout=timeout, name=getattr(func, "__name__", path), weights=weights)
+        name = getattr(func, "__name__", path) if name is None else name
+        return cls(func, timeout=timeout, name=name, weights=weights)
 
     def check(self, prompt: Prompt) -> None:
         """Checks that the function can be called for replies to a prompt, without calling it.

@@ -288,7 +288,7 @@ class ExperienceService:
         if parts_SK is None and "reward_parts" in estimator_traits(advantage.estimator).needs:
             raise RewardError(
                 f"algo.advantage.estimator {advantage.estimator} normalises several named rewards apart, but the "
-                "reward has no names: return a mapping of named rewards from the reward function."
+                "reward has no names: name several with --reward.function_path, or return a mapping of named rewards."
             )
         weights = self._reward.weights or {}
         weights_K = torch.tensor([weights.get(name, 1.0) for name in batch.part_names])

@@ -1,5 +1,7 @@
 """Place of a user's function: a Python file or module, and the function's name in it."""
 
+from pathlib import PurePath
+
 from attrs import frozen
 
 
@@ -34,3 +36,25 @@ class FunctionPath:
         file, _, name = path.rpartition(":")
         named = name.isidentifier() and (file.endswith(".py") or is_module_name(file))
         return cls(file, name) if named else cls(path)
+
+    @property
+    def part(self) -> str:
+        """Name of this function's reward beside others: the function's, else the file's.
+
+        >>> FunctionPath.parse("rewards/math.py:accuracy").part, FunctionPath.parse("rewards/brief.py").part
+        ('accuracy', 'brief')
+        >>> FunctionPath.parse("my_lib.rewards").part
+        'rewards'
+        """
+        if self.name is not None:
+            return self.name
+        return self.file.rpartition(".")[2] if is_module_name(self.file) else PurePath(self.file).stem
+
+
+def several(paths: str | None) -> list[str]:
+    """Returns the places that stand with commas between them.
+
+    >>> several("brief.py, rewards/math.py:accuracy"), several(None)
+    (['brief.py', 'rewards/math.py:accuracy'], [])
+    """
+    return [path.strip() for path in (paths or "").split(",") if path.strip()]

@@ -18,7 +18,6 @@ from rollgrad.adapters.rewards.rubric import criteria
 from rollgrad.adapters.rewards.verifiers import label_problem
 from rollgrad.application.settings.rules.inputs import REASONING_GYM
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError
@@ -222,21 +221,14 @@ def _builder(
     """Returns what makes prompts from rows, which need no labels if they are `unlabelled`."""
     verifier, fetched = config.reward.verifier, make_fetched_images(config.data)
     rubric = config.reward.judge_rubric_key
-    if verifier is None:
-        # A reward model reads the reply alone; functions, servers, environments and agents are given the label.
-        return PromptBuilder(
-            codec,
-            config.data,
-            labels_are_read=config.reward.model_name_or_path is None,
-            fetched=fetched,
-            teacher=teacher,
-            check=(lambda row: None) if rubric is None else partial(criteria, key=rubric),
-        )
+    # A reward model and a pattern read the reply alone; functions, servers, environments and agents get the label, too.
+    blind = {("model_name_or_path", "model"), ("verifier", "format"), *([("verifier", verifier)] if unlabelled else [])}
     return PromptBuilder(
         codec,
         config.data,
-        labels_are_read=verifier is not Verifier.FORMAT and not unlabelled,
-        label_problem=(lambda label, key: None) if unlabelled else partial(label_problem, verifier),
+        labels_are_read=not config.reward.sources or not blind.issuperset(config.reward.sources),
+        label_problem=(lambda label, key: None) if verifier is None or unlabelled else partial(label_problem, verifier),
         fetched=fetched,
         teacher=teacher,
+        check=(lambda row: None) if rubric is None else partial(criteria, key=rubric),
     )

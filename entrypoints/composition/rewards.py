@@ -1,5 +1,6 @@
 """Makes the reward source from the settings of `reward`."""
 
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor, sees_images
@@ -15,35 +16,114 @@ from rollgrad.adapters.models.torch.reward_text import same_vocabulary
 from rollgrad.adapters.models.torch.step_reward import StepRewardModel
 from rollgrad.adapters.models.torch.together import Divide
 from rollgrad.adapters.models.torch.weight_shards import Shard
+from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.http import HttpReward
 from rollgrad.adapters.rewards.judge import JudgePrompt, LLMJudge
+from rollgrad.adapters.rewards.weighted import WeightedRewards
+from rollgrad.application.settings.function_path import FunctionPath, several
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.reward import StepReward
 from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.shaping_settings import Normalise
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, raise_together
+from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.data import dataset_kind
 from rollgrad.entrypoints.composition.models import ACTOR_FLAG, compute_device
 from rollgrad.entrypoints.composition.prm import reward_token_ids
 
 FLAG = "--reward.model_name_or_path"
+Brought = RewardSource | Callable[..., Any]
+"""A reward that a caller brings."""
 
 
-def reward_kind(config: RLConfig, spec: str) -> str:
-    """Returns the kind of reward source; `none` if agents must give their own rewards."""
-    if config.reward.function_path is not None:
-        return "function"
-    if config.reward.model_name_or_path is not None:
-        return "model"
-    if config.reward.remote_url is not None:
-        return "remote"
-    if config.reward.judge_url is not None:
-        return "judge"
-    if config.reward.verifier is not None:
-        return "verifier"
+KINDS = {"function_path": "function", "model_name_or_path": "model", "remote_url": "remote", "judge_url": "judge"}
+"""Kinds of reward sources by the setting that sets them, where they differ."""
+
+
+def reward_kinds(config: RLConfig, spec: str) -> list[str]:
+    """Returns the kinds of reward sources, at least one; `none` if agents must give their own rewards."""
+    given = list(dict.fromkeys(KINDS.get(key, key) for key, _ in config.reward.sources))
+    if given:
+        return given
     if dataset_kind(spec) == "reasoning_gym":
-        return "reasoning_gym"
-    return "teacher" if "teacher" in estimator_traits(config.algo.advantage.estimator).needs else "none"
+        return ["reasoning_gym"]
+    return ["teacher" if "teacher" in estimator_traits(config.algo.advantage.estimator).needs else "none"]
+
+
+def make_functions(config: RLConfig) -> dict[str, FunctionReward]:
+    """Returns the rewards of the functions that are named, by the names of their parts."""
+    reward, paths = config.reward, several(config.reward.function_path)
+    if len(reward.sources) == 1:
+        return {path: FunctionReward.load(path, timeout=reward.timeout, weights=reward.weights) for path in paths}
+    names = [FunctionPath.parse(path).part for path in paths]
+    return {
+        name: FunctionReward.load(path, timeout=reward.timeout, name=name)
+        for name, path in zip(names, paths, strict=True)
+    }
+
+
+def named_rewards(
+    config: RLConfig, spec: str, sources: Mapping[str, Callable[[], Any]], without: Container[str] = ()
+) -> dict[str, Any]:
+    """Returns the reward sources of a run by name, except those of the kinds `without`; `sources` makes them, by
+    kind."""
+    names = {KINDS.get(key, key): name for key, name in config.reward.sources}
+    found: dict[str, Any] = {}
+    for kind in reward_kinds(config, spec):
+        if kind not in without:
+            made = sources[kind]()
+            found |= made if kind == "function" else {names.get(kind, kind): made}
+    return found
+
+
+def make_reward(config: RLConfig, spec: str, sources: Mapping[str, Callable[[], Any]]) -> RewardSource | None:
+    """Returns the reward of a run, of which `sources` makes what it consists of, by kind; None if there is none."""
+    named = named_rewards(config, spec, sources)
+    if len(named) > 1:
+        return WeightedRewards(named, config.reward.weights)
+    (only,) = named.values()
+    source: RewardSource | None = only
+    return source
+
+
+def brought_reward(reward: Brought | Sequence[Brought], config: RLConfig) -> RewardSource:
+    """Returns the reward that a caller brings: a source, a function, or several of them, which are summed.
+
+    Raises:
+        ConfigurationError: one of them can judge nothing, or two have the same name; all problems together.
+    """
+    several_rewards = isinstance(reward, list | tuple)
+    given: Sequence[Any] = reward if several_rewards else [reward]  # type: ignore[assignment]
+    useless = [each for each in given if not (isinstance(each, RewardSource) or callable(each))]
+    raise_together(
+        [
+            ConfigurationError(
+                f"reward {'has' if several_rewards else 'is'} a {type(each).__name__}, which cannot be called: give a "
+                "function of replies, or several in a list."
+            )
+            for each in useless
+        ]
+    )
+    weights, timeout = config.reward.weights, config.reward.timeout
+    names = [str(getattr(each, "__name__", type(each).__name__)) for each in given]
+    if len(given) == 1:
+        (one,), (name,) = given, names
+        return (
+            one if isinstance(one, RewardSource) else FunctionReward(one, timeout=timeout, name=name, weights=weights)
+        )
+    if not given:
+        raise ConfigurationError("reward is an empty list: give a function of replies, or leave it out.")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigurationError(
+            f"Two of the rewards {', '.join(names)} are called {', '.join(twice)}: give functions of other names."
+        )
+    return WeightedRewards(
+        {
+            name: each if isinstance(each, RewardSource) else FunctionReward(each, timeout=timeout, name=name)
+            for name, each in zip(names, given, strict=True)
+        },
+        weights,
+    )
 
 
 def make_remote_reward(config: RLConfig) -> HttpReward:
@@ -53,7 +133,7 @@ def make_remote_reward(config: RLConfig) -> HttpReward:
         _addresses(reward.remote_url),
         timeout=reward.timeout,
         batch_size=reward.remote_batch_size,
-        weights=reward.weights,
+        weights=reward.weights if len(reward.sources) == 1 else None,
         failure_value=reward.failure_value,
     )
 

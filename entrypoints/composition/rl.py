@@ -8,12 +8,7 @@ their weights `engines.py`'s.
 from typing import Any
 
 from rollgrad.adapters.agents.command import CommandAgent
-from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
 from rollgrad.adapters.openrlhf.loading import load_agent_file
-from rollgrad.adapters.rewards.function import FunctionReward
-from rollgrad.adapters.rewards.model import ModelReward
-from rollgrad.adapters.rewards.none import NoReward
-from rollgrad.adapters.rewards.verifiers import VerifierReward
 from rollgrad.application.engines.observed import ObservedEngine
 from rollgrad.application.episodes.single_turn import SingleTurnExecutor
 from rollgrad.application.learning.experience import ExperienceService
@@ -66,7 +61,7 @@ from rollgrad.entrypoints.composition.algorithm import (
     pipeline_kind,
     reference_kind,
 )
-from rollgrad.entrypoints.composition.base import make_schedule, trainer_kind
+from rollgrad.entrypoints.composition.base import make_schedule
 from rollgrad.entrypoints.composition.data import (
     dataset_kind,
     make_dataset_source,
@@ -75,7 +70,7 @@ from rollgrad.entrypoints.composition.data import (
     make_gym_source,
     make_rollouts,
 )
-from rollgrad.entrypoints.composition.engines import EngineContainer, resting
+from rollgrad.entrypoints.composition.engines import resting
 from rollgrad.entrypoints.composition.executors import (
     executor_kind,
     has_turns,
@@ -89,7 +84,8 @@ from rollgrad.entrypoints.composition.forms import FOLLOWERS, make_masks, unpres
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.outputs import make_sample_log, make_trajectories
-from rollgrad.entrypoints.composition.rewards import make_judge, make_remote_reward, make_reward_model, reward_kind
+from rollgrad.entrypoints.composition.reward_sources import RewardContainer
+from rollgrad.entrypoints.composition.rewards import reward_kinds
 from rollgrad.entrypoints.composition.roles import cluster_roles, colocated_roles
 from rollgrad.entrypoints.composition.teacher import make_policy_teacher, make_served_reference, make_tells_teacher
 from rollgrad.entrypoints.composition.tool_box import ToolBox
@@ -104,10 +100,10 @@ LESS_MEMORY = (
 )
 """Advice in the error of a run that ran out of memory."""
 
-base = EngineContainer
+base = RewardContainer
 
 
-class RLContainer(EngineContainer):
+class RLContainer(RewardContainer):
     """All objects of a run; `config` is the validated `RLConfig`."""
 
     environment: providers.Object[Any] = providers.Object(None)
@@ -125,45 +121,6 @@ class RLContainer(EngineContainer):
     suits = providers.Callable(check_vocabularies, base.config, base.tokenizer)
     """Checks the models, before they are loaded."""
     description = providers.Singleton(describe, base.config, prompts)
-    reward_model = providers.Singleton(make_reward_model, base.config, base.shard, base.divide)
-    reward_spec = base.config.provided.data.prompt_dataset
-    reward = providers.Selector(
-        providers.Callable(reward_kind, base.config, reward_spec),
-        function=providers.Singleton(
-            FunctionReward.load,
-            base.config.provided.reward.function_path,
-            timeout=base.config.provided.reward.timeout,
-            weights=base.config.provided.reward.weights,
-        ),
-        verifier=providers.Resource(
-            closed_at_end,
-            VerifierReward,
-            base.config.provided.reward.verifier,
-            timeout=base.config.provided.reward.timeout,
-            format_pattern=base.config.provided.reward.format_pattern,
-            isolation=base.config.provided.reward.isolation,
-            unlabelled=base.config.provided.reward.majority_vote,
-        ),
-        reasoning_gym=providers.Resource(
-            closed_at_end,
-            ReasoningGymReward,
-            reward_spec,
-            timeout=base.config.provided.reward.timeout,
-            isolation=base.config.provided.reward.isolation,
-        ),
-        model=providers.Selector(
-            providers.Callable(trainer_kind, base.config),
-            process=providers.Singleton(
-                ModelReward, providers.List(reward_model.provided.judge), timeout=base.config.provided.reward.timeout
-            ),
-            cluster=providers.Singleton(lambda cluster, make: cluster.reward(make), base.cluster, base.make),
-        ),
-        remote=LoopResource(make_remote_reward, base.config),
-        judge=LoopResource(make_judge, base.config),
-        teacher=providers.Singleton(NoReward),
-        none=providers.Object(None),
-    )
-
     rollouts = providers.Singleton(make_rollouts, base.config, prompts)
     critic = providers.Selector(
         providers.Callable(critic_kind, base.config), loaded=base.loaded_critic, none=providers.Object(None)
@@ -184,7 +141,7 @@ class RLContainer(EngineContainer):
     traced_engine = providers.Singleton(
         ObservedEngine, providers.Singleton(Tracing.engine, tracing, base.engine), admission
     )
-    traced_reward = providers.Singleton(Tracing.rewards, tracing, reward)
+    traced_reward = providers.Singleton(Tracing.rewards, tracing, base.reward)
     judged: providers.Provider[bool] = providers.Object(True)
     """Whether replies are judged, by the run's reward or one that the caller brought."""
     brought: providers.Provider[list[str]] = providers.Object([])
@@ -371,7 +328,7 @@ def rl_container(config: RLConfig) -> RLContainer:
     container.override_providers(
         brought=providers.Callable(lambda: [name for name in FOLLOWERS if container.providers[name].overridden]),
         judged=providers.Callable(
-            lambda config, spec: bool(container.reward.overridden) or reward_kind(config, spec) != "teacher",
+            lambda config, spec: bool(container.reward.overridden) or reward_kinds(config, spec) != ["teacher"],
             container.config,
             container.reward_spec,
         ),

@@ -168,7 +168,7 @@ GROUPS: Mapping[str, Flag] = {
     **MOVING,
     "reward_funcs": Flag(WORDS),
     "reward_model_name_or_path": Flag(TEXT, "reward.model_name_or_path"),
-    "reward_weights": Flag(WORDS, reason="one function returns all rewards by name, and --reward.weights weighs them"),
+    "reward_weights": Flag(WORDS),
     "num_generations_eval": Flag(INTEGER, "eval.n_samples_per_prompt"),
     "max_prompt_length": Flag(INTEGER, "data.max_prompt_tokens"),
     "generation_batch_size": Flag(INTEGER),

@@ -1,14 +1,27 @@
 """Translates what TRL's commands that sample have in common: prompts, groups, rewards and vLLM."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
+from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.application.settings.sections.rollout import RolloutConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.translation.draft import Draft
 
 VERIFIERS = {"accuracy_reward": "math"}
 """Built-in rewards by TRL's name."""
+
+FROM_TRL = {"reasoning_accuracy_reward", "think_format_reward"}
+"""Functions that TRL knows by a name alone, and that its package has."""
+
+LOST = {
+    "get_soft_overlong_punishment": "reward.overlong_buffer_len 256 does it, for replies of rollout.max_new_tokens, "
+    "which is 1280 there"
+}
+"""Rewards that are none here, and the settings in their place."""
+
+WRITTEN = "write reward.function_path FILE.py:NAME, with the function's own file and name"
 
 GPU_MEMORY = 0.3
 """TRL's share of a GPU for an engine beside the model that is trained."""
@@ -109,28 +122,50 @@ def set_groups(draft: Draft, samples: int) -> None:
 
 
 def set_rewards(draft: Draft) -> None:
-    """Sets the reward that has a counterpart, or names what is to be written."""
-    functions = draft.value("reward_funcs", [])
-    if not functions:
-        return
-    known = [VERIFIERS[name] for name in functions if name in VERIFIERS]
-    if known and len(functions) == 1 and "reward_model_name_or_path" not in draft.options:
-        draft.set("reward.verifier", known[0])
+    """Sets the rewards, if all have counterparts, and their weights, or names what is to be written.
+
+    Raises:
+        ConfigurationError: there is another number of weights than of rewards, or one is no number.
+    """
+    named = draft.value("reward_funcs", [])
+    places = {name: _function_path(name) for name in named if name not in VERIFIERS}
+    for name in (name for name, place in places.items() if place is None):
+        draft.lose("reward_funcs", f"{name}: {LOST.get(name, WRITTEN)}")
+    if None in places.values():
+        return  # a part of the rewards would train for something else
+    if FROM_TRL & places.keys():
+        draft.change("reward_funcs", "functions of trl.rewards are taken from that package, which is to be installed")
+    if verifiers := [VERIFIERS[name] for name in named if name in VERIFIERS]:
+        draft.set("reward.verifier", verifiers[0])
         draft.change("reward_funcs", "the verifier math compares with the column of data.label_key")
-    elif len(functions) == 1 and (place := _function_path(functions[0])) is not None:
-        draft.set("reward.function_path", place)
-    elif len(functions) == 1:
-        draft.lose("reward_funcs", "write reward.function_path FILE.py:NAME, with the function's own file and name")
-    else:
-        draft.lose(
-            "reward_funcs",
-            "write a file with one function that returns their rewards by name, and set reward.function_path "
-            "(docs/migration.md, Scripts of TRL)",
+    if places:
+        draft.set("reward.function_path", ",".join(map(str, places.values())))
+    parts = ["model"] if "reward_model_name_or_path" in draft.options else []  # the first one there
+    parts += [VERIFIERS.get(name) or FunctionPath.parse(str(places[name])).part for name in named]
+    _set_weights(draft, parts)
+
+
+def _set_weights(draft: Draft, parts: Sequence[str]) -> None:
+    given = draft.value("reward_weights")
+    try:
+        weights = [1.0] * len(parts) if given is None else [float(word) for word in given]
+    except ValueError:
+        weights = []
+    if len(weights) != len(parts):
+        raise ConfigurationError(
+            f"--reward_weights is {' '.join(given)}, but the rewards are {', '.join(parts) or 'none'}: give one number "
+            "for each."
         )
+    if len(parts) > 1:
+        draft.set("reward.weights", dict(zip(parts, weights, strict=True)))
+    elif weights != [1.0]:
+        draft.lose("reward_weights", "a reward alone has no weight: advantages and the learning rate scale with it")
 
 
 def _function_path(dotted: str) -> str | None:
     """Returns the file and name of a function in a module of the working directory, such as `my_lib.rewards.length`."""
+    if dotted in FROM_TRL:
+        return f"trl.rewards:{dotted}"
     module, _, name = dotted.rpartition(".")
     file = Path(*module.split(".")).with_suffix(".py") if module else None
     return f"{file}:{name}" if file is not None and file.is_file() else None

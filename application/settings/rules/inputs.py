@@ -149,21 +149,10 @@ def prompt_form_problems(config: RLConfig) -> Iterator[str]:
 def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Iterator[str]:
     """Yields the problems of the source of rewards."""
     reward = config.reward
-    sources = [
-        text
-        for text, is_set in (
-            (f"reward.function_path {reward.function_path!r}", reward.function_path is not None),
-            (f"reward.model_name_or_path {reward.model_name_or_path!r}", reward.model_name_or_path is not None),
-            (f"reward.remote_url {reward.remote_url!r}", reward.remote_url is not None),
-            (f"reward.judge_url {reward.judge_url!r}", reward.judge_url is not None),
-            (f"reward.verifier {reward.verifier}", reward.verifier is not None),
-        )
-        if is_set
-    ]
+    sources = reward.sources
     generated = all(_is_generated(name) for name in dataset_names(datasets))
-    if len(sources) > 1:
-        yield f"{' and '.join(sources[:2])} are both set, but a run has one reward: keep one of them."
-    named = reward.function_path is not None or reward.remote_url is not None or has_reward
+    yield from _sum_problems(reward)
+    named = reward.function_path is not None or reward.remote_url is not None or has_reward or len(sources) > 1
     if reward.weights is not None and not named:
         yield (
             f"reward.weights is {reward.weights}, but only a function or a server returns rewards with names: set "
@@ -202,6 +191,42 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
         "--reward.model_name_or_path, --reward.remote_url, --reward.judge_url or --reward.verifier"
         f"{', or leave --eval.dataset out' if taught else ''}."
     )
+
+
+def _sum_problems(reward: RewardConfig) -> Iterator[str]:
+    """Yields the problems of several rewards together."""
+    keys, names = list(dict.fromkeys(key for key, _ in reward.sources)), [name for _, name in reward.sources]
+    if reward.function_path is not None and "function_path" not in keys:
+        yield f"reward.function_path is {reward.function_path!r}, which names no file: change --reward.function_path."
+    if len(names) < 2:
+        return
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield (
+            f"Two of the rewards {', '.join(names)} are called {', '.join(twice)}: name functions with "
+            "--reward.function_path FILE:NAME, each of another name."
+        )
+        return
+    weights = reward.weights
+    if weights is None and len(keys) > 1:
+        # One may be left over from a file of settings: nobody has said that they are a sum.
+        given = [
+            f"reward.{key} {getattr(reward, key) if key == 'verifier' else repr(getattr(reward, key))}" for key in keys
+        ]
+        yield (
+            f"{' and '.join(given)} are {'both' if len(keys) == 2 else 'all'} set: keep one of them, or say what each "
+            f"counts with --reward.weights {' '.join(f'{name} 1' for name in names)}."
+        )
+    if weights is None:
+        return
+    # A function or a server may return rewards of other names in the place of its own.
+    fixed = [name for key, name in reward.sources if key not in ("function_path", "remote_url")]
+    lacking = [name for name in fixed if name not in weights]
+    unknown = [] if len(fixed) < len(names) else [name for name in weights if name not in names]
+    if lacking or unknown:
+        yield (
+            f"reward.weights names {', '.join(weights)}, but the rewards are {', '.join(names)}: give one weight to "
+            "each with --reward.weights."
+        )
 
 
 def _judge_problems(reward: RewardConfig) -> Iterator[str]:

@@ -4,6 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
+from rollgrad.application.settings.function_path import FunctionPath, several
 from rollgrad.application.settings.sections.cluster import IN_CLUSTER
 from rollgrad.domain.algorithms.shaping_settings import ShapingSettings
 from rollgrad.domain.settings import COUNT, INTERVAL, POSITIVE, Condition, own_first, setting
@@ -62,9 +63,9 @@ class RewardConfig(ShapingSettings):
 
     function_path: str | None = setting(
         None,
-        "Python file, or module (my_lib.rewards), with a function reward_func or compute_score, or FILE:NAME. It gets "
-        "what its parameters are called: queries, prompts, completions, labels, messages, tokens, metadata, step, any "
-        "column of the row: docs/rewards.md.",
+        "Python file, or module (my_lib.rewards), with a function reward_func or compute_score, or FILE:NAME; several "
+        "separated by commas are summed. It gets what its parameters are called: queries, prompts, completions, "
+        "labels, messages, tokens, metadata, step, any column of the row: docs/rewards.md.",
     )
     model_name_or_path: str | None = setting(
         None,
@@ -164,5 +165,15 @@ class RewardConfig(ShapingSettings):
     )
     weights: dict[str, float] | None = setting(
         None,
-        "Weight of each named reward, for functions that return several: name weight name weight; default: 1 each.",
+        "Weight of each named reward, for functions that return several, for several functions, and for several kinds "
+        "of rewards (which it takes): name weight name weight; default: 1 each.",
     )
+
+    @property
+    def sources(self) -> list[tuple[str, str]]:
+        """The rewards that are set: for each the setting that sets it, and the name that its weight has."""
+        verifier = [] if self.verifier is None else [("verifier", str(self.verifier))]
+        functions = [("function_path", FunctionPath.parse(path).part) for path in several(self.function_path)]
+        named = {"model_name_or_path": "model", "remote_url": "server", "judge_url": "judge"}
+        others = [(key, name) for key, name in named.items() if getattr(self, key) is not None]
+        return [*functions, *others, *verifier]

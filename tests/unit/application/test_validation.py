@@ -335,7 +335,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "--reward.remote_url, --reward.judge_url or --reward.verifier",
     ),
     ({"data.prompt_dataset": f"{GYM},a.jsonl", "reward.verifier": None}, "No reward"),
-    ({"reward.function_path": "r.py"}, "both set"),
+    ({"reward.function_path": "r.py"}, "or say what each counts with --reward.weights r 1 last_number 1"),
+    ({"reward.function_path": "r.py", "reward.weights": {"r": 1.0}}, "the rewards are r, last_number: give one weight"),
+    (
+        {"reward.function_path": "a.py:f,b.py:f", "reward.verifier": None},
+        "Two of the rewards f, f are called f: name functions with --reward.function_path FILE:NAME",
+    ),
+    (
+        {**JUDGED, "reward.weights": {"judge": 1.0, "lats_number": 1.0}},
+        "names judge, lats_number, but the rewards are judge, last_number: give one weight",
+    ),
+    ({"reward.function_path": ",", "reward.verifier": None}, "which names no file"),
     ({"reward.verifier": Verifier.FORMAT}, "--reward.format_pattern"),
     ({"reward.format_pattern": "a"}, "set --reward.verifier to format"),
     ({"reward.isolation": JudgeIsolation.NONE}, "leave --reward.isolation out"),

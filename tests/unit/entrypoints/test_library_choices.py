@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollgrad.adapters.rewards.none import NoReward
 from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.kd import KDRun
 from rollgrad.application.settings.kto import KTORun
@@ -15,6 +16,9 @@ from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sft import SFTRun
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import ConfigurationError, RollgradError
 from rollgrad.entrypoints.library import container_with
 from rollgrad.entrypoints.offline import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
@@ -47,21 +51,29 @@ def test_one_that_names_none_is_refused(train: Callable[..., Any], kind: Any) ->
         train(run)
 
 
-def test_several_rewards_are_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigurationError, match=r"reward is a list, which cannot be called: give one function\."):
-        container_with(RLConfig(), [3, 4], None, {})  # type: ignore[arg-type]
+def test_rewards_that_cannot_judge_are_refused_before_anything_is_loaded() -> None:
+    refused: list[tuple[Any, str]] = [
+        ([3, "x"], r"(?s)reward has a int, which cannot be called: give a function .*reward has a str, which"),
+        (3, "reward is a int, which cannot be called"),
+        ([], "reward is an empty list"),
+        ([NoReward(), NoReward()], r"Two of the rewards NoReward, NoReward are called NoReward: give functions"),
+    ]
+    for reward, message in refused:
+        with pytest.raises(ConfigurationError, match=message):
+            container_with(RLConfig(), reward, None, {})
 
 
-def test_several_functions_are_told_the_one_that_they_become() -> None:
+async def test_several_functions_are_one_reward_with_their_names() -> None:
     def right(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
         return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
 
     def short(completions: list[str], **kwargs: Any) -> list[float]:
         return [-float(len(text)) for text in completions]
 
-    with pytest.raises(ConfigurationError) as error:
-        container_with(RLConfig(), [right, short], None, {})  # type: ignore[arg-type]
-    names: dict[str, Any] = {"right": right, "short": short}
-    exec(str(error.value).partition("weighs: ")[2], names)
-    rewards = names["rewards"](completions=["7", "12"], answer=["7", "8"], step=0)
-    assert rewards == {"rewards": {"right": [1.0, 0.0], "short": [-1.0, -2.0]}}
+    config = RLConfig()
+    config.reward.weights = {"right": 1.0, "short": 0.1}
+    reward = container_with(config, [right, short], None, {}).reward()
+    prompt = Prompt(token_ids=(), text="", metadata={"answer": "42"})
+    (judged,) = await reward.score([RewardRequest(prompt=prompt, response="42", stop_reason=StopReason.STOP)])
+    assert judged.parts == {"right": 1.0, "short": -2.0}
+    assert judged.value == pytest.approx(0.8)

@@ -126,6 +126,7 @@ def test_every_flag_is_honoured_or_the_reason_is_said(command: str) -> None:
     }
     unusual |= {"per_device_train_batch_size": ("16",), "dataset_text_field": ("document",)}
     unusual |= {"num_generations": ("4",), "steps_per_generation": ("3",), "generation_batch_size": ("16",)}
+    unusual["reward_weights"] = ("2",)
 
     @cache
     def run(*flags: str) -> TranslatedRun:
@@ -734,5 +735,29 @@ def test_a_reward_function_of_a_module_is_found_in_its_file(tmp_path: Path, monk
     run = translate_command(words).run
     assert isinstance(run, RLConfig)
     assert run.reward.function_path == "my_lib/rewards.py:length"
-    assert any("docs/migration.md" in note for note in translate_command([*words, "accuracy_reward"]).notes)
     assert any("FILE.py:NAME" in note for note in translate_command([*words[:-1], "elsewhere.length"]).notes)
+
+
+def test_several_rewards_keep_their_order_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    beside = ("accuracy_reward", "mine.brief", "think_format_reward")
+    words = ["grpo", *LEAST, "--reward_model_name_or_path", "rm", "--reward_funcs", *beside, "--reward_weights"]
+    result = translate_command([*words, "4", "3", "2", "1"])
+    assert isinstance(result.run, RLConfig)
+    assert result.run.reward.weights == {"model": 4.0, "math": 3.0, "brief": 2.0, "think_format_reward": 1.0}
+    assert result.run.reward.function_path == "mine.py:brief,trl.rewards:think_format_reward"
+    assert result.run.reward.verifier == "math"
+    assert problems(result) == []
+    with pytest.raises(ConfigurationError, match="rewards are model, math, brief, think_format_reward: give one num"):
+        translate_command([*words, "1", "2"])
+    with pytest.raises(ConfigurationError, match="--reward_weights is 1 2 3 a, "):
+        translate_command([*words, "1", "2", "3", "a"])
+    alone = translate_command(["grpo", *LEAST, "--reward_funcs", "mine.brief", "--reward_weights", "2"])
+    assert any("a reward alone has no weight" in note for note in alone.notes)
+
+
+def test_no_part_of_the_rewards_is_left_out_in_silence() -> None:
+    lost = translate_command(["grpo", *LEAST, "--reward_funcs", "accuracy_reward", "get_soft_overlong_punishment"])
+    assert any("get_soft_overlong_punishment: reward.overlong_buffer_len 256 does it" in n for n in lost.notes)
+    assert any("No reward is set" in str(problem) for problem in problems(lost))
