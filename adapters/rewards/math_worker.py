@@ -25,13 +25,49 @@ _BETWEEN_BOXES = re.compile(r"(?:[\s$,;]|\\[()\[\],; ]|\\q?quad|and|or|\\text\{\
 """Text between the boxes of a list."""
 _REPEATING = re.compile(r"([0-9]{1,18})\.([0-9]{0,18})\\overline\{([0-9]{1,18})\}")
 _MIXED = re.compile(r"(?<![0-9/.,])([0-9]{1,18}) ([0-9]{1,18})/([0-9]{1,18})(?![0-9/])")
+_MIXED_FRAC = re.compile(
+    r"(?<![0-9/.,^_])([0-9]{1,18})\s*\\[dt]?frac\s*(?:\{([0-9]{1,18})\}\s*\{([0-9]{1,18})\}|([0-9])([0-9]))"
+)
+_PERCENT = re.compile(r"\\frac\{([0-9]+)\}\{([0-9]+)\}\s*\\?%")
+_NUMBER = r"-?[0-9]{1,18}(?:[.,/][0-9]{1,18}){0,9}"
+_DENIED = re.compile(
+    rf"(?:\b(?:not|rather than|instead of)|n['\N{{RIGHT SINGLE QUOTATION MARK}}]t)\s+[$(*]{{0,4}}{_NUMBER}[$)*]{{0,4}}",
+    re.I,
+)
+"""A number that the reply says is not the answer."""
+_OPERATOR = r"\s*(?:[-+*/\N{MULTIPLICATION SIGN}\N{DIVISION SIGN}]|\\(?:times|cdot|div)\b)\s*"
+_PLAIN = r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?"
+_COMPUTED = re.compile(
+    rf"(?<![\w.,/+*=^)}}-])(?<![-+*/=] )({_NUMBER})\s*=\s*{_PLAIN}(?:{_OPERATOR}{_PLAIN})+(?![0-9.]*\s*[=\w^\\])"
+)
+"""A number that is said to equal a computation: `33 = 18 + 15`."""
+_BASE = re.compile(r"[0-9]_\{?([0-9]{1,2})\}?")
+_RELATION = re.compile(r"([a-z])\s*(<|>|\\leq?\b|\\geq?\b|\\leqslant\b|\\geqslant\b)\s*([^<>=,;$]{1,99})")
+_EITHER = re.compile(r"\s*(?:\\cup|\\text\{\s*or\s*\}|\bor\b)\s*")
+_DECORATION = re.compile(
+    r"\\(?:text|textbf|textit|mathbf|mathrm|boldsymbol|bm|emph)\s*\{([^{}]*)\}|[*$`]+|\\[()\[\] ,;]"
+)
+_CLAIM = re.compile(r"\b(?:answer|option|choice)(?:\s+(?:is|would be|should be)|\s*[:=])\s*:?\s*", re.I)
+_CHOICE = re.compile(r"\(?([A-Z])(?:(?:[).:]|\s+(?:because|since)\b).*)?", re.S)
 _EXPONENT = re.compile(r"(?<![\w.])([0-9]{1,18}(?:\.[0-9]{1,18})?[eE][-+]?[0-9]{1,2})(?![\w.]*\w)")
 _REWRITTEN = (
     ("\N{MINUS SIGN}", "-"),
-    (r"\\fbox\{", r"\\boxed{"),
+    (r"\\f(?:rame)?box\{", r"\\boxed{"),
     (r"(?<=[A-Za-z]):(?=[-$0-9])", ": "),
     (r"(?<=[0-9])\.(?=\s*\})", ""),
     (r"(?<=[0-9])(?:,?\\!,?|\\[,; ]|\{,\}|~)+(?=[0-9]{3}(?![0-9]))", ""),  # between thousands
+    ("~", " "),
+    (r"\N{DEGREE SIGN}|\\degree\b|\\textdegree\b", r"^\\circ"),
+    (r"\\varnothing\b", r"\\emptyset"),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi"),
+    (r"\\sqrt\s*([0-9]{2,18})", r"\\sqrt{\1}"),
+    (r"(?:\N{SQUARE ROOT}|\\sqrt)\(([^()]{1,99})\)", r"\\sqrt{\1}"),
+    (r"\N{SQUARE ROOT}([0-9]{1,18}|[a-z])", r"\\sqrt{\1}"),
+    (r"\\\$(?=\s?[0-9.])", ""),
+    (r"\\text\{[^{}]*:\s*\}", ""),  # \text{Answer: }
+    (r"(/[0-9]{1,18})\.(?=\s|$)", r"\1\n"),  # the end of a sentence, and none of a decimal
+    (r"(?<=[0-9])_(?:10(?![0-9])|\{10\}|\{?\\text\{\s*(?:base\s*)?(?:10|ten)\s*\}\}?)", ""),
+    (r"\\\{\s*[a-z]\s*(?::|\||\\mid\b|\\colon\b)([^{}]*?)\\\}", r"\1"),  # the set of all x with
     (r"\\(?:text|textbf|mathbf|mathrm|boldsymbol|bm)\{\s*(-?[0-9][0-9.,]*)\s*\}", r"\1"),  # math-verify: a variable
 )
 """Patterns of what math-verify misreads, with what it reads."""
@@ -62,7 +98,13 @@ def grade(label: str, response: str) -> float:
     gold = _read(label)
     if not gold:
         raise ValueError(f"the label {label!r} holds no mathematics")
-    found = _parsed(_last_boxes(_rewritten(answered(response))))
+    text = _last_boxes(_rewritten(answered(response)))
+    if _same_words(label, text):
+        return 1.0
+    bases = [set(_BASE.findall(each)) for each in (_rewritten(label), text)]
+    if all(bases) and bases[0] != bases[1]:
+        return 0.0  # math-verify reads the digits alone
+    found = _parsed(_COMPUTED.sub(r"\1", text if BOX in text else _DENIED.sub("", text)))
     if _is_number(gold[0]):
         found = list(filter(_may_be, found))
         whole = getattr(gold[0], "is_Integer", False)  # which has no need of a fraction
@@ -99,8 +141,42 @@ def _parsed(text: str) -> list[Any]:
     """Returns what math-verify reads of the answer in a text: an expression, if it can, and the answer's own text."""
     from math_verify import parse
 
-    found: list[Any] = parse(text, parsing_timeout=None)
-    return found
+    found: list[Any] = []
+    if _PERCENT.search(text):  # math-verify reads `50\\%`, but no percentage that is a fraction
+        found = parse(_PERCENT.sub(r"\\frac{\1}{\g<2>00}", text), parsing_timeout=None)
+        text = _PERCENT.sub(r"\\frac{\1}{\2}", text)
+    return [*found, *parse(text, parsing_timeout=None)]
+
+
+def _same_words(label: str, text: str) -> bool:
+    """Returns whether the label is a word, or the letter of a choice, and the reply answers it: in its last box, after
+    "answer is", or as all that it says."""
+    wanted = _bare(label)
+    if not re.fullmatch(r"\(?[A-Z]\)?|[A-Za-z]{2,}(?: [A-Za-z]+)*", wanted):
+        return False
+    start = text.find(BOX)
+    end = box_end(text, start) if start >= 0 else None
+    if end is not None:
+        told = _bare(text[start + len(BOX) : end - 1])
+    else:
+        plain = _bare(text)
+        claims = list(_CLAIM.finditer(plain))
+        told = plain[claims[-1].end() :] if claims else plain
+        if not claims and len(wanted.strip("()")) == 1:
+            return told.strip("().:") == wanted.strip("()")  # a reply that goes through all choices names each
+    if len(wanted.strip("()")) == 1:
+        choice = _CHOICE.fullmatch(told)
+        return choice is not None and choice[1] == wanted.strip("()")
+    return told.rstrip(".!").casefold() == wanted.casefold()
+
+
+def _bare(text: str) -> str:
+    """Returns a text without what sets it in bold or as text, or as mathematics.
+
+    >>> _bare(r"\\textbf{(A)}\\ 33"), _bare("**B**.")
+    ('(A) 33', 'B.')
+    """
+    return " ".join(_DECORATION.sub(lambda found: found[1] or (" " if found[0][0] == "\\" else ""), text).split())
 
 
 def _numbers_told(found: list[Any]) -> int:
@@ -125,7 +201,7 @@ def _may_be(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     """Returns whether an expression is a number as it is written (a fraction, a percentage, 1.5 x 10^3), or several,
     with nothing left to compute."""
-    from sympy import Mul, Pow, Set, Tuple, UnevaluatedExpr
+    from sympy import Mul, Pow, S, Set, Tuple, UnevaluatedExpr
     from sympy.core.relational import Equality
     from sympy.logic.boolalg import And, BooleanAtom
     from sympy.matrices import MatrixBase
@@ -138,7 +214,7 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, MatrixBase):
         return all(map(_is_number, value))
     if isinstance(value, Set | Tuple):
-        return bool(value.args) and all(map(_is_number, value.args))
+        return value is S.Reals or (bool(value.args) and all(map(_is_number, value.args)))
     if getattr(value, "is_Number", False) or isinstance(value, BooleanAtom):  # whether an interval is open
         return True
 
@@ -160,9 +236,36 @@ def _rewritten(text: str) -> str:
     """
     for pattern, replacement in _REWRITTEN:
         text = re.sub(pattern, replacement, text)
+    text = _either(text)
     text = _REPEATING.sub(lambda found: _fraction_of_repeating(*found.groups()), text)
+    text = _MIXED_FRAC.sub(lambda found: _fraction_of_mixed(found[0], *map(int, filter(None, found.groups()))), text)
     text = _MIXED.sub(lambda found: _fraction_of_mixed(found[0], *map(int, found.groups())), text)
     return _EXPONENT.sub(lambda found: format(Decimal(found[0]), "f"), text)
+
+
+def _either(text: str) -> str:
+    """Returns a text whose last box, if it holds inequalities with "or" between, holds the union of their intervals.
+
+    >>> _either("\\\\boxed{x < 1 \\\\text{ or } x \\\\ge 3}")
+    '\\\\boxed{(-\\\\infty,1)\\\\cup[3,\\\\infty)}'
+    """
+    start = text.rfind(BOX)
+    end = box_end(text, start) if start >= 0 else None
+    if end is None:
+        return text
+    inside = text[start + len(BOX) : end - 1]
+    parts = [_RELATION.fullmatch(part.strip()) for part in _EITHER.split(inside)]
+    if len(parts) < 2 or not all(parts) or len({part[1] for part in parts if part}) > 1:
+        return text
+    union = "\\cup".join(_interval(part[2], part[3].strip()) for part in parts if part)
+    return text[: start + len(BOX)] + union + text[end - 1 :]
+
+
+def _interval(relation: str, bound: str) -> str:
+    closed = "e" in relation
+    if relation[0] == "<" or relation.startswith("\\l"):
+        return f"(-\\infty,{bound}{']' if closed else ')'}"
+    return f"{'[' if closed else '('}{bound},\\infty)"
 
 
 def _fraction_of_repeating(whole: str, digits: str, repeated: str) -> str:
