@@ -27,10 +27,23 @@ class RewardParser:
         Raises:
             RewardError: the answer has another form or length, or a number that is not finite.
         """
+        found: list[Reward] = []
+        for reward in self.parse_each(result, count):
+            if isinstance(reward, RewardError):
+                raise reward
+            found.append(reward)
+        return found
+
+    def parse_each(self, result: Any, count: int) -> list[Reward | RewardError]:
+        """Returns for each of `count` replies its reward, or an error where its number is not finite.
+
+        Raises:
+            RewardError: the answer has another form or length.
+        """
         with foreign_code(lambda words: RewardError(f"{self._name} returned what cannot be read: {words}.")):
             return self._parse(result, count)
 
-    def _parse(self, result: Any, count: int) -> list[Reward]:
+    def _parse(self, result: Any, count: int) -> list[Reward | RewardError]:
         answer = result if isinstance(result, Mapping) else {"rewards": result}
         if "rewards" not in answer:
             raise RewardError(
@@ -47,13 +60,14 @@ class RewardParser:
             values = self._numbers(answer["rewards"], "rewards", count)
         given_scores = answer.get("scores")
         scores = values if given_scores is None else self._numbers(given_scores, "scores", count)
-        for what, numbers in (("reward", values), ("score", scores)):
-            for index, number in enumerate(numbers):
-                if not math.isfinite(number):
-                    raise RewardError(
-                        f"{self._name} returned the {what} {number} for reply {index} of {count}: "
-                        "each must be a finite number."
-                    )
+        errors = {
+            index: RewardError(
+                f"{self._name} returned the {what} {number} for reply {index} of {count}: each must be a finite number."
+            )
+            for what, numbers in (("score", scores), ("reward", values))
+            for index, number in enumerate(numbers)
+            if not math.isfinite(number)
+        }
         answers = self._texts(answer.get("answers"), "answers", count)
         feedback = self._texts(answer.get("feedback"), "feedback", count)
         given_logs = answer.get("extra_logs")
@@ -67,7 +81,8 @@ class RewardParser:
             for key, value in (given_logs or {}).items()
         }
         return [
-            Reward(
+            errors.get(index)
+            or Reward(
                 value=value,
                 score=score,
                 metrics={key: numbers[index] for key, numbers in (logs | parts).items()},
@@ -118,7 +133,8 @@ class RewardParser:
                 raise TypeError("rewards with names are {'rewards': {NAME: [one number for each reply]}}")
             if any(isinstance(item, str) for item in items):
                 raise TypeError("text is not a number")
-            numbers = [float(item) for item in items]
+            # JSON has no NaN: a server says null.
+            numbers = [math.nan if item is None and not broadcast else float(item) for item in items]
         except Exception as error:  # a user's class, or an integer too large for a float
             raise RewardError(
                 f"{self._name} returned {what} that are not numbers ({shown(value)}): {error_text(error)}."

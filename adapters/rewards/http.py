@@ -105,28 +105,32 @@ class HttpReward(RewardSource):
         try:
             with foreign_code(lambda words: RewardError(f"The reward server's answer cannot be used: {words}.")):
                 rewards = await self._judge([request for request, _ in batch])
-                if self._failure_value is not None:
-                    rewards = [evolve(reward, metrics={**reward.metrics, FAILED: 0.0}) for reward in rewards]
         except RewardError as error:
-            if self._failure_value is None:
-                for answer in waiting:
-                    if not answer.done():
-                        answer.set_exception(error)
-                return
-            rewards = [Reward(value=self._failure_value, metrics={FAILED: 1.0}) for _ in batch]
+            rewards = [error] * len(batch)
         except BaseException:  # a cancellation
             for answer in waiting:
                 answer.cancel()
             raise
-        for answer, reward in zip(waiting, rewards, strict=True):
-            if not answer.done():
+        for answer, reward in zip(waiting, map(self._or_failure_value, rewards), strict=True):
+            if answer.done():
+                continue
+            if isinstance(reward, RewardError):
+                answer.set_exception(reward)
+            else:
                 answer.set_result(reward)
 
-    async def _judge(self, requests: list[RewardRequest]) -> list[Reward]:
+    def _or_failure_value(self, reward: Reward | RewardError) -> Reward | RewardError:
+        if self._failure_value is None:
+            return reward
+        if isinstance(reward, RewardError):
+            return Reward(value=self._failure_value, metrics={FAILED: 1.0})
+        return evolve(reward, metrics={**reward.metrics, FAILED: 0.0})
+
+    async def _judge(self, requests: list[RewardRequest]) -> list[Reward | RewardError]:
         body = {
             "query": [request.query for request in requests],
             "prompts": [request.prompt.text for request in requests],
             "labels": [request.label for request in requests],
         }
         url, answer = await self._servers.ask(body, about=replies(len(requests)))
-        return self._parsers[url].parse(answer, len(requests))
+        return self._parsers[url].parse_each(answer, len(requests))

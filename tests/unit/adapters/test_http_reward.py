@@ -180,6 +180,24 @@ async def test_final_failure_is_an_error_or_a_value(
     assert (reward.value, reward.metrics) == (1.0, {"words": 1.0, "reward_failed": 0.0})
 
 
+async def test_a_number_that_is_none_fails_its_own_reply_alone(serve: Callable[[Answer], RewardServer]) -> None:
+    server = serve(
+        lambda body: (200, {"rewards": [{"2": None, "3": float("nan")}.get(q[-1], 1.0) for q in body["query"]]})
+    )
+    source = HttpReward([server.url], timeout=SECONDS)
+    first, *others = await asyncio.gather(*(source.score([ask(r)]) for r in "123"), return_exceptions=True)
+    await source.aclose()
+    assert first == [Reward(value=1.0, score=1.0)]
+    assert [type(other) for other in others] == [RewardError, RewardError]
+    assert "returned the reward nan for reply 1 of 3" in str(others[0])
+    filled = await score(HttpReward([server.url], timeout=SECONDS, failure_value=-1.0), "1", "2", "4")
+    assert [(reward.value, reward.metrics) for reward in filled] == [
+        (1.0, {"reward_failed": 0.0}),
+        (-1.0, {"reward_failed": 1.0}),
+        (1.0, {"reward_failed": 0.0}),
+    ]
+
+
 async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(posting, "BACKOFF", 0.01)
     with pytest.raises(RewardError, match="ConnectError"):
@@ -193,7 +211,8 @@ async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
         (200, "hello", "which is no JSON"),
         (200, {"scores": [1.0]}, "needs the key 'rewards'"),
         (200, {"rewards": [1.0, 2.0]}, "2 rewards for 1 reply"),
-        (200, {"rewards": [None]}, "not numbers"),
+        (200, {"rewards": ["high"]}, "not numbers"),
+        (200, {"rewards": [None]}, "finite"),
         (200, '{"rewards": [NaN]}', "finite"),
     ],
 )
