@@ -10,6 +10,7 @@ Whatever the convention, a parameter may also be any name of `NAMES` or any colu
 Does not own: the call and its result.
 """
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -137,10 +138,12 @@ class Signature:
         if missing:
             columns = ", ".join(sorted(prompt.metadata)) or "none"
             known = VERL_NAMES if self.convention is Convention.VERL else dict.fromkeys((*NAMES, *TRL_NAMES))
+            similar = difflib.get_close_matches(missing[0], [*known, *prompt.metadata], n=1)
+            hint = f" ({similar[0]}?)" if similar else ""
             raise ConfigurationError(
                 f"{self._name} has the parameter {missing[0]!r}, which is neither known to reward functions "
-                f"({', '.join(known)}) nor a column of {prompt.datasource!r} ({columns}): rename it, give it a "
-                "default, or choose a --data.prompt_dataset with such a column."
+                f"({', '.join(known)}) nor a column of {prompt.datasource!r} ({columns}): rename it{hint}, give "
+                "it a default, or choose a --data.prompt_dataset with such a column."
             )
         if self._takes_any and self.convention is Convention.VERL:
             return {name: value for name, value in offered.items() if name in VERL_NAMES or name in self._names}

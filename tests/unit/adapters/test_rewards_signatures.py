@@ -244,6 +244,12 @@ async def test_an_unknown_parameter_is_one_sentence(signature: str) -> None:
     assert "nor a column of 'sums' (question, solution)" in message
 
 
+@pytest.mark.parametrize(("misspelt", "meant"), [("lables", "labels"), ("soluton", "solution")])
+async def test_a_misspelt_parameter_is_told_what_it_may_mean(misspelt: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"has the parameter '{misspelt}', .*: rename it \({meant}\?\), "):
+        await seen(f"queries, {misspelt}", ask(row={"question": "3+4?", "solution": "7"}))
+
+
 @pytest.mark.parametrize("signature", ["", "a, b, /", "a, /, queries"])
 def test_a_function_that_nothing_can_be_passed_to_is_refused_before_the_run(signature: str) -> None:
     names: dict[str, Any] = {}
