@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
+import structlog
 from attrs import evolve, frozen
 
 from rollgrad.application.episodes.ledger import Prepared, TokenLedger
@@ -18,6 +19,11 @@ from rollgrad.domain.errors import ForeignError
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, SeesImages
 from rollgrad.domain.ports.environment import StepResult, WholePrompt
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
+
+log = structlog.get_logger(__name__)
+
+QUOTED = 80
+"""Largest number of characters of an observation in a warning."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -57,6 +63,7 @@ class AgentRuntime:
         self._max_turns = max_turns
         self._max_tokens = max_tokens
         self._renderer = renderer
+        self._told_bare = False
 
     async def play(
         self,
@@ -148,8 +155,29 @@ class AgentRuntime:
 
     def _next(self, session: AgentSession, ledger: TokenLedger, result: StepResult) -> Prepared:
         if session.messages is None:
+            self._note_bare(session, str(result.observation))
             return ledger.follow(str(result.observation), result.images)
         return ledger.prepare(session.messages, session.tools, role=session.role)
+
+    def _note_bare(self, session: AgentSession, observation: str) -> None:
+        """Warns once of a text without the chat template's marks, behind a prompt that has them: the model would go on
+        in a turn that has ended."""
+        prompt = session.prompt
+        if self._told_bare or prompt is None or not prompt.messages or not observation.strip():
+            return
+        of_prompt = prompt.token_ids[1:]  # a token that begins every sequence is no mark
+        rendered = self._has_marks(of_prompt) and not isinstance(session.opening, WholePrompt)
+        if rendered and not self._has_marks(self._codec.encode(observation)):
+            self._told_bare = True
+            log.warning(
+                "the environment answers with a text that has no marks of the chat template, which the prompt has, and "
+                "which is put behind the reply as it is: let reset() return prompt.messages, so that it becomes the "
+                "user's next message, or write the marks",
+                observation=observation[:QUOTED],
+            )
+
+    def _has_marks(self, token_ids: Sequence[int]) -> bool:
+        return self._codec.decode(token_ids) != self._codec.decode(token_ids, special_tokens=True)
 
     @staticmethod
     def _ended(action: Action, result: StepResult, *, last: bool) -> StopReason | None:

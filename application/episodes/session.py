@@ -39,7 +39,7 @@ class AgentSession:
         self.role = ""
         self._conversations: dict[str, list[Message]] = {}
         self._begun: dict[str, int] = {}
-        self._prompt: Prompt | None = None
+        self.prompt: Prompt | None = None
         self.results: list[StepResult] = []
 
     @property
@@ -54,7 +54,7 @@ class AgentSession:
             DataError: the environment returns messages, or has tools or roles, but the prompt is plain text.
             ForeignError: it returns something else, has other tools than `Tool`, or a role that is no word.
         """
-        self._prompt = prompt
+        self.prompt = prompt
         opening = await self._environment.reset(prompt)
         _check_observation("reset() returned", opening)
         self.tools = _schemas(offered(self._environment, "tools", ()))  # only now: they may depend on the prompt
@@ -103,9 +103,9 @@ class AgentSession:
 
     def _opened(self, observation: Observation) -> list[Message]:
         """Returns a conversation that begins with an observation, or with the prompt if that is a text or empty."""
-        assert self._prompt is not None
+        assert self.prompt is not None
         begins = not isinstance(observation, str) and len(observation) > 0
-        return [*([] if begins else self._conversation(self._prompt)), *_in_messages(observation)]
+        return [*([] if begins else self._conversation(self.prompt)), *_in_messages(observation)]
 
     def visible(self) -> Sequence[Message]:
         """Returns the conversation without messages for the model alone."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.rewards.function import FunctionReward
@@ -77,6 +78,25 @@ async def test_functions_get_such_queries(family: tuple[Any, str]) -> None:
 
     await play(tokenizer, end, FunctionReward(reward_func, timeout=60.0))
     assert seen == [f"It is 5.{end}"]
+
+
+@pytest.mark.parametrize(
+    ("observation", "warns"), [("Again.", True), ("{end}Again.", False), ("  ", False)], ids=["bare", "marked", "empty"]
+)
+async def test_a_text_without_the_template_s_marks_behind_a_rendered_prompt_is_told(
+    family: tuple[Any, str], observation: str, warns: bool
+) -> None:
+    tokenizer, end = family
+
+    class Texts(Silent):
+        async def step(self, action: Action) -> StepResult:
+            return StepResult(observation=observation.format(end=end), reward=1.0)
+
+    with capture_logs() as logs:
+        await play(tokenizer, end, None, environment=Texts)
+    assert [entry["event"].partition(" that")[0] for entry in logs if entry["log_level"] == "warning"] == (
+        ["the environment answers with a text"] if warns else []
+    )
 
 
 async def test_an_answer_ends_as_the_template_ends_a_reply(family: tuple[Any, str]) -> None:
