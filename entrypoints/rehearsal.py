@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from attrs import evolve
 
 from rollgrad.adapters.data.datasets.survey import Survey, Surveyed
+from rollgrad.adapters.rewards.weighted import WeightedRewards
 from rollgrad.application.episodes.judging import answer_request
 from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.application.settings.derived import longest_sample, longest_sequence
@@ -135,6 +136,8 @@ class Trial:
                 self._attempt(sources[kind])
             self._say(UNASKED[kind])
         rewards = self._attempt(lambda: named_rewards(config, spec, sources, UNASKED), "reward.function_path") or {}
+        if len(rewards) > 1 and not UNASKED.keys() & kinds:
+            rewards["all together"] = WeightedRewards({**rewards}, config.reward.weights)
         for name, reward in rewards.items():
             whose = f" ({name})" if len(config.reward.sources) > 1 else ""
             for which, its in prompts.items():

@@ -205,7 +205,7 @@ def _reward_model(draft: RLDraft) -> None:
     draft.set("reward.model_name_or_path", model)
     draft.set("reward.timeout", REWARD_TIMEOUT)
     if model != draft.value("reward.model_name_or_path"):
-        draft.change("reward.model_name_or_path", f"{model} alone, for a run has one reward")
+        draft.change("reward.model_name_or_path", f"{model} alone, for a run has one reward model")
 
 
 def _evaluation(draft: RLDraft) -> None:

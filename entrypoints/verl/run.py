@@ -191,7 +191,9 @@ def _reward(draft: RLDraft) -> None:
             "data_source: set reward.function_path to a function of your own, or of verl's reward_score"
         )
     if function is not None and draft.has_reward_model:
-        draft.lose("reward_model.enable", "custom_reward_function.path judges, for a run has one reward")
+        draft.lose(
+            "reward_model.enable", "custom_reward_function.path judges alone: a sum of both needs --reward.weights"
+        )
     elif not draft.has_reward_model and draft.asks("reward_model.model.path"):
         draft.lose("reward_model.model.path", "no reward model is loaded without reward_model.enable")
     if not draft.value(f"{OVERLONG}.enable", False):

@@ -813,7 +813,7 @@ def test_a_reward_model_is_loaded() -> None:
     without_critic = translate([*WITH_MODEL, "--normalize_reward", *GROUP, "--advantage_estimator", "rloo"])
     assert without_critic.settings["reward"]["normalize"] == "model"
     assert not any("normalize_reward" in note for note in without_critic.notes)
-    assert alone == "not identical: --reward_pretrain r1,r2: r1 alone, for a run has one reward"
+    assert alone == "not identical: --reward_pretrain r1,r2: r1 alone, for a run has one reward model"
 
 
 @pytest.mark.parametrize("flag", ["--reward_num_nodes 1", "--reward_num_gpus_per_node 4", "--colocate_critic_reward"])

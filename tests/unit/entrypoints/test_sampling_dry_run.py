@@ -38,6 +38,18 @@ def test_eval_says_what_it_would_sample(here: Path, capsys: pytest.CaptureFixtur
     assert "The reward of the reply '1' (the label alone) is 0.25." in told
 
 
+def test_several_rewards_are_asked_apart_and_together(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = ["--reward.function_path", "reward.py", "--reward.verifier", "last_number", "--data.label_key", "label"]
+    weights = ["--reward.weights", "reward", "2", "last_number", "1"]
+    assert main(["eval", "model", *MODEL, *both, *weights, *SHORT, "--eval.dataset", "rows.jsonl"]) == 0
+    told = capsys.readouterr().out
+    for name, value in (("reward", "0.25"), ("last_number", "1"), ("all together", "1.5")):
+        assert f"The reward ({name}) of the reply '1' (the label alone) is {value}." in told
+    Path("reward.py").write_text(REWARD.replace("[0.25 for _ in queries]", "{'rewards': {'a': [0.25]}}"))
+    assert main(["eval", "model", *MODEL, *both, *weights, *SHORT, "--eval.dataset", "rows.jsonl"]) == 2
+    assert "The rewards are a, last_number, but reward.weights names reward, last_number" in capsys.readouterr().err
+
+
 def test_a_model_is_evaluated_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--eval.dataset", "rows.jsonl", "--eval.max_samples", "0"]
     assert main(["eval", "model", "other", "model", *MODEL, *REWARDED, *SHORT, *flags]) == 2
