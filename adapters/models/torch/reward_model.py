@@ -257,6 +257,8 @@ def _load_classifier(
         raise _not_scalar(flag, name_or_path, f"{type(model).__name__} has no head `score` at the last token")
     if info["missing_keys"]:
         raise _not_scalar(flag, name_or_path, f"its weights lack {', '.join(sorted(info['missing_keys']))}")
+    if unread := sorted(key for key in info["unexpected_keys"] if key.startswith("score.")):
+        raise _not_scalar(flag, name_or_path, f"its head has {', '.join(unread)} besides, which nothing would read")
     model = model.to(device).eval()
     with whole_layers(model):
         use_exact_attention(model)
@@ -340,5 +342,6 @@ def _moments(config: Any, name_or_path: str, flag: str, *, wanted: bool) -> tupl
 
 def _not_scalar(flag: str, name_or_path: str, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{flag} is {name_or_path!r}, which is no reward model ({reason}): name a sequence classifier with one label."
+        f"{flag} is {name_or_path!r}, which is no reward model ({reason}): name a sequence classifier with one label, "
+        "or judge with this one in a function (--reward.function_path) or a server (--reward.remote_url) of your own."
     )

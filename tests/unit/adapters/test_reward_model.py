@@ -265,6 +265,10 @@ def test_what_is_no_reward_model_is_refused(tokenizer: Any, tiny_model_dir: Path
         load(tiny_model_dir)
     with pytest.raises(CheckpointError, match="several numbers"):
         load(saved(classifier("Llama", tokenizer, num_labels=3), tokenizer, tmp_path / "three"))
+    biased = classifier("Llama", tokenizer)
+    biased.score = torch.nn.Linear(biased.score.in_features, 1)
+    with pytest.raises(CheckpointError, match=r"its head has score.bias besides, .* in a function \(--reward.func"):
+        load(saved(biased, tokenizer, tmp_path / "biased"))
     with pytest.raises(CheckpointError, match="no such directory"):
         load(tmp_path / "missing")
 
