@@ -253,6 +253,11 @@ def _vote_problems(config: RLConfig) -> Iterator[str]:
             f"reward.majority_vote is on, but reward.{key} {getattr(reward, key)} does not say what a reply answers: "
             f"set --reward.verifier to last_number, exact_match or math, or {out}."
         )
+    if len(reward.sources) > 1:
+        yield (
+            "reward.majority_vote is on, which takes the place of every reward, but several are set "
+            f"({', '.join(name for _, name in reward.sources)}): keep the one that says what a reply answers, or {out}."
+        )
     if config.agent.attempts > 1:
         yield (
             f"reward.majority_vote is on, but agent.attempts is {config.agent.attempts}, which tells a wrong answer, "

@@ -346,6 +346,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "names judge, lats_number, but the rewards are judge, last_number: give one weight",
     ),
     ({"reward.function_path": ",", "reward.verifier": None}, "which names no file"),
+    (
+        {"reward.function_path": "a.py,b.py", "reward.verifier": None, "reward.majority_vote": True},
+        "takes the place of every reward, but several are set (a, b): keep the one that says what a reply answers",
+    ),
     ({"reward.verifier": Verifier.FORMAT}, "--reward.format_pattern"),
     ({"reward.format_pattern": "a"}, "set --reward.verifier to format"),
     ({"reward.isolation": JudgeIsolation.NONE}, "leave --reward.isolation out"),
