@@ -43,7 +43,7 @@ _COMPUTED = re.compile(
 """A number that is said to equal a computation: `33 = 18 + 15`."""
 _BASE = re.compile(r"[0-9]_\{?([0-9]{1,2})\}?")
 _RELATION = re.compile(r"([a-z])\s*(<|>|\\leq?\b|\\geq?\b|\\leqslant\b|\\geqslant\b)\s*([^<>=,;$]{1,99})")
-_EITHER = re.compile(r"\s*(?:\\cup|\\text\{\s*or\s*\}|\bor\b)\s*")
+_EITHER = re.compile(r"\s{0,9}(?:\\cup|\\text\{\s*or\s*\}|\bor\b)\s{0,9}")
 _DECORATION = re.compile(
     r"\\(?:text|textbf|textit|mathbf|mathrm|boldsymbol|bm|emph)\s*\{([^{}]*)\}|[*$`]+|\\[()\[\] ,;]"
 )
@@ -134,7 +134,11 @@ def _read(label: str) -> list[Any]:
     text = _rewritten(label)
     plain = text.replace("\\$", "")  # currency
     delimited = "$" in plain or "\\boxed" in text or "\\(" in text or "\\[" in text
-    return _parsed(text if delimited else f"${text}$") or _parsed(text)
+    bare = text.replace("$", "").strip()
+    union = _either(f"{BOX}{bare}}}")[len(BOX) : -1]
+    # Both, because a reply without a box has its inequalities as they are.
+    found = _parsed(f"${union}$") if union != bare else []
+    return [*found, *(_parsed(text if delimited else f"${text}$") or _parsed(text))]
 
 
 def _parsed(text: str) -> list[Any]:

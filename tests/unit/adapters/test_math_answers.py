@@ -62,6 +62,8 @@ RIGHT = {
     r"(-\infty,1)\cup(2,\infty)": r"""\boxed{(-\infty,1)\cup(2,\infty)} ; \boxed{x<1 \text{ or } x > 2}
         \boxed{x<1 \cup x>2}""",
     r"(-\infty,1]\cup[2,\infty)": r"""\boxed{x \leq 1 \text{ or } x \ge 2}""",
+    r"x<1 \text{ or } x>2": r"""\boxed{x<1 \text{ or } x>2} ; \boxed{(-\infty,1)\cup(2,\infty)}
+        \boxed{x>2 \text{ or } x<1} ; So it is $x<1 \text{ or } x>2$.""",
     r"(-\infty,\infty)": r"""\boxed{\mathbb{R}}""",
     r"[2,5)": r"""\boxed{\{x: 2 \le x < 5\}} ; \boxed{\{x \mid 2 \le x < 5\}}""",
     r"\{3,2,1\}": r"""\boxed{\{1,2,3\}} ; \boxed{1,2,3} ; $1$, $2$ and $3$""",
