@@ -29,6 +29,7 @@ def _model(name: str) -> dict[str, Flag]:
         f"{name}.muon.momentum": Flag(NUMBER),
         f"{name}.muon.ns_steps": Flag(INTEGER, always=True),
         f"{name}.muon.nesterov": Flag(SWITCH, always=True),
+        f"{name}.muon.no_nesterov": Flag(SWITCH, reason="Muon's momentum is Nesterov's, in DeepSpeed whatever is set"),
     }
 
 
@@ -37,6 +38,7 @@ FLAGS: dict[str, Flag] = {
     **_model("critic"),
     "actor.model_name_or_path": Flag(TEXT, "actor.model_name_or_path"),
     "actor.policy_loss_type": Flag(TEXT),
+    "actor.loss_agg_mode": Flag(TEXT),
     "actor.eps_clip": Flag(NUMBER),
     "actor.eps_clip_low_high": Flag(PAIR),
     "actor.dual_clip": Flag(NUMBER),
@@ -54,10 +56,14 @@ FLAGS: dict[str, Flag] = {
     "algo.advantage.lambd": Flag(NUMBER),
     "algo.advantage.no_std_norm": Flag(SWITCH),
     "algo.advantage.is_correction_enable": Flag(SWITCH),
+    "algo.advantage.is_correction_gating": Flag(TEXT),
+    "algo.advantage.is_correction_level": Flag(TEXT),
+    "algo.advantage.is_correction_mode": Flag(TEXT),
     "algo.advantage.is_correction_threshold": Flag(Kind.BOUNDS),
     "algo.advantage.is_correction_type": Flag(TEXT),
     "algo.kl.init_coef": Flag(NUMBER),
     "algo.kl.estimator": Flag(TEXT),
+    "algo.kl.unbiased_gradient": Flag(SWITCH),
     "algo.kl.use_loss": Flag(SWITCH),
     "algo.kl.target": Flag(NUMBER),
     "algo.kl.horizon": Flag(NUMBER),

@@ -1,12 +1,20 @@
 """The algorithm of an OpenRLHF command: advantages, KL, losses, critic, optimizers, schedules and corrections."""
 
+from collections.abc import Mapping
+
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS
 from rollgrad.entrypoints.openrlhf.draft import RLDraft
 from rollgrad.entrypoints.openrlhf.shared import translate_optimizer, translate_schedule
 
 CORRECTIONS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("geometric", "mask")}
-"""Level and mode of OpenRLHF's types of correction."""
+"""Level and mode of the types of correction of OpenRLHF's older releases."""
+
+LEVELS = {"token": "token", "seq": "geometric"}
+"""Our levels of OpenRLHF's."""
+
+AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
+"""Our aggregations of OpenRLHF's."""
 
 
 def translate_algorithm(draft: RLDraft) -> None:
@@ -51,12 +59,17 @@ def _kl(draft: RLDraft) -> None:
     coef = draft.kl_coef
     draft.set("algo.kl.init_coef", coef)
     if coef == 0:
-        for key in ("estimator", "use_loss", "target", "horizon"):
+        for key in ("estimator", "use_loss", "unbiased_gradient", "target", "horizon"):
             draft.lose(f"algo.kl.{key}", "a KL weight of 0 turns KL off")
         return
     use_loss = draft.value("algo.kl.use_loss", False)
     estimator = draft.value("algo.kl.estimator", "k1")
-    if use_loss and estimator == "k1":
+    if draft.value("algo.kl.unbiased_gradient", False):
+        if use_loss:  # of all three estimators the gradient is then that of rho k3
+            estimator = "k3_unbiased"
+        else:
+            draft.lose("algo.kl.unbiased_gradient", "KL in the reward has no gradient, in OpenRLHF neither")
+    elif use_loss and estimator == "k1":
         estimator = "k2"
         draft.change("algo.kl.use_loss", "the estimator becomes k2, for the gradient of k1 is zero on average")
     draft.set("algo.kl.use_loss", use_loss)
@@ -86,7 +99,10 @@ def _policy_loss(draft: RLDraft) -> None:
         draft.set("actor.eps_clip", eps)
     if loss == "ppo":
         draft.set("actor.dual_clip", draft.value("actor.dual_clip"))
+        if "actor.loss_agg_mode" in draft.options:
+            draft.set("actor.loss_aggregation", _one_of(draft, "actor.loss_agg_mode", AGGREGATIONS, "token-mean"))
     else:
+        draft.lose("actor.loss_agg_mode", f"the {loss} loss is a mean over sequences, in OpenRLHF too")
         draft.lose("actor.dual_clip", f"the {loss} loss has no bound for negative advantages")
 
 
@@ -109,28 +125,67 @@ def _critic(draft: RLDraft) -> None:
     translate_schedule(draft, "critic")
 
 
+def _one_of(draft: RLDraft, name: str, choices: Mapping[str, str], default: str) -> str:
+    """Returns our word for the value of a flag.
+
+    Raises:
+        ConfigurationError: OpenRLHF has no such value.
+    """
+    value = draft.value(name, default)
+    if value not in choices:
+        given = draft.options[name]
+        raise ConfigurationError(f"{given} is none of {', '.join(choices)}: change {given.flag}.")
+    return choices[value]
+
+
 def _correction(draft: RLDraft) -> None:
+    """Translates the off-policy correction, whose level says since 0.11 whether there is one.
+
+    Raises:
+        ConfigurationError: OpenRLHF has no such value.
+    """
     prefix = "algo.advantage.is_correction"
-    if not draft.value(f"{prefix}_enable", False):
-        for key in ("threshold", "type"):
-            draft.lose(f"{prefix}_{key}", "no correction is made without --enable_vllm_is_correction")
+    keys = ("threshold", "type", "mode", "gating")
+    if not draft.corrects:
+        for key in keys:
+            draft.lose(
+                f"{prefix}_{key}",
+                "no correction is made without --enable_vllm_is_correction, or a --algo.advantage.is_correction_level",
+            )
         return
     if draft.value("actor.policy_loss_type", "ppo") != "ppo":  # the ratio itself is against the rollout's log-probs
         draft.set("algo.old_logprobs", "rollout")
-        for key in ("threshold", "type"):
+        for key in keys:
             draft.lose(f"{prefix}_{key}", "gspo takes its ratio against the rollout instead, as in OpenRLHF")
         return
-    kind = draft.value(f"{prefix}_type", "tis")
-    if kind not in CORRECTIONS:
-        given = draft.options[f"{prefix}_type"]
-        raise ConfigurationError(f"{given} is none of {', '.join(CORRECTIONS)}: change {given.flag}.")
+    gate = "ratio"
+    if f"{prefix}_level" in draft.options:
+        level = _one_of(draft, f"{prefix}_level", LEVELS, "token")
+        mode = _one_of(draft, f"{prefix}_mode", {"mask": "mask", "clip": "clip"}, "mask")
+        gate = _one_of(draft, f"{prefix}_gating", {key: key for key in ("ratio", "binary_kl", "tv")}, "ratio")
+        draft.lose(f"{prefix}_type", f"--{prefix}_level, _mode and _gating say what is corrected")
+    else:
+        level, mode = CORRECTIONS[_one_of(draft, f"{prefix}_type", {kind: kind for kind in CORRECTIONS}, "tis")]
     bounds = draft.value(f"{prefix}_threshold", [0.5, 5.0])
-    level, mode = CORRECTIONS[kind]
     if len(bounds) == 1:
         mode = "truncate" if mode == "clip" else mode
         bounds = [0.0, *bounds]
     draft.set("algo.correction.level", level)
     draft.set("algo.correction.mode", mode)
+    if gate != "ratio":
+        if mode != "mask" or bounds[0] > 0:
+            raise ConfigurationError(
+                f"{prefix}_gating {gate} leaves out what is above one bound: set --{prefix}_mode mask, and one number "
+                f"as --{prefix}_threshold."
+            )
+        draft.set("algo.correction.gate", gate)
+        draft.set("algo.correction.threshold", bounds[1])
+        return
+    if level != "token" and mode != "mask":
+        raise ConfigurationError(
+            f"{prefix}_mode clip is of the level token, in OpenRLHF too: set --{prefix}_mode mask, or --{prefix}_level "
+            "token."
+        )
     if mode != "truncate":
         draft.set("algo.correction.low", bounds[0])
     draft.set("algo.correction.high", bounds[1])

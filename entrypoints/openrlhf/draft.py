@@ -29,6 +29,12 @@ class RLDraft(Draft):
         return "critic" in self.traits.needs
 
     @property
+    def corrects(self) -> bool:
+        """Whether samples are corrected for the policy that drew them."""
+        prefix = "algo.advantage.is_correction"
+        return bool(self.value(f"{prefix}_level", "off") != "off" or self.value(f"{prefix}_enable", False))
+
+    @property
     def kl_coef(self) -> float:
         """The weight of KL; 0 loads no reference."""
         return float(self.value("algo.kl.init_coef", 0.01))

@@ -108,7 +108,6 @@ def translate_images(draft: RLDraft) -> None:
 def _overlap(draft: RLDraft, prompts: int) -> None:
     """Translates the overlap of rollouts with each other and with training."""
     in_flight = draft.value("rollout.vllm_generate_batch_size", prompts)
-    corrects = draft.value("algo.advantage.is_correction_enable", False)
     overlaps = draft.value("train.async_enable", False)
     if overlaps:
         ahead = draft.value("train.async_queue_size", 1)
@@ -117,7 +116,7 @@ def _overlap(draft: RLDraft, prompts: int) -> None:
         if draft.value("train.partial_rollout_enable", False):
             draft.set("train.partial_rollout", "keep")
         corrected = (
-            "" if corrects else "; stale samples are corrected (algo.correction.level auto), there only if asked"
+            "" if draft.corrects else "; stale samples are corrected (algo.correction.level auto), there only if asked"
         )
         draft.change("train.async_enable", f"an update waits for its own groups only, not for a whole batch{corrected}")
         most = prompts * (ahead + 1)
@@ -129,7 +128,7 @@ def _overlap(draft: RLDraft, prompts: int) -> None:
             draft.lose(f"train.{key}", "OpenRLHF reads it with --async_train only")
     if in_flight > prompts and overlaps:
         draft.set("rollout.generate_batch_size", in_flight)
-    elif in_flight > prompts and corrects:
+    elif in_flight > prompts and draft.corrects:
         draft.set("rollout.generate_batch_size", in_flight)
         draft.change("rollout.vllm_generate_batch_size", "a rollout does not wait for the groups that it can spare")
     elif in_flight != prompts:

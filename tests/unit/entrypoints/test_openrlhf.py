@@ -130,9 +130,9 @@ def test_a_model_may_be_the_directory_of_the_run_that_made_it(tmp_path: Path, mo
 def test_few_flags_of_today_are_not_honoured() -> None:
     """A lower number here is progress; a higher one is a flag that no longer does what it asks for."""
     today = {name: flag for name, flag in FLAGS.items() if flag.reason != REMOVED}
-    assert len([flag for flag in today.values() if flag.reason is not None]) == 10
+    assert len([flag for flag in today.values() if flag.reason is not None]) == 12
     assert len([flag for flag in today.values() if flag.always]) == 9
-    assert len(today) == 165
+    assert len(today) == 172
 
 
 @pytest.mark.parametrize(
@@ -417,8 +417,55 @@ def test_corrections(flags: tuple[str, ...], level: str, mode: str, low: float, 
 def test_icepop_without_a_correction_does_nothing() -> None:
     assert correction_level(config_of("--use_icepop")) == "off"
     assert notes_of("--use_icepop") == [
-        "not honoured: --use_icepop: no correction is made without --enable_vllm_is_correction"
+        "not honoured: --use_icepop: no correction is made without --enable_vllm_is_correction, or a "
+        "--algo.advantage.is_correction_level"
     ]
+
+
+IS = "--algo.advantage.is_correction"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("off", ("auto", "truncate", "ratio", 0.5, 2.0)),
+        ("token", ("token", "mask", "ratio", 0.5, 5.0)),
+        ("seq", ("geometric", "mask", "ratio", 0.5, 5.0)),
+        (f"token {IS}_mode clip", ("token", "clip", "ratio", 0.5, 5.0)),
+        (f"token {IS}_mode clip {IS}_threshold 3", ("token", "truncate", "ratio", 0.5, 3.0)),
+    ],
+)
+def test_corrections_of_todays_release(flags: str, expected: tuple[str, str, str, float, float]) -> None:
+    correction = config_of(f"{IS}_level", *flags.split()).algo.correction
+    found = (correction.level, correction.mode, correction.gate, correction.low, correction.high)
+    assert found == expected
+    assert notes_of(f"{IS}_level", *flags.split()) == []
+
+
+@pytest.mark.parametrize(("level", "ours"), [("token", "token"), ("seq", "geometric")])
+def test_gates_of_a_correction(level: str, ours: str) -> None:
+    flags = (f"{IS}_level", level, f"{IS}_gating", "binary_kl", f"{IS}_threshold", "0.01")
+    correction = config_of(*flags).algo.correction
+    assert (correction.level, correction.mode, correction.gate) == (ours, "mask", "binary_kl")
+    assert correction.threshold == 0.01
+    for more in ((f"{IS}_mode", "clip"), (f"{IS}_threshold", "0.5", "2")):
+        with pytest.raises(ConfigurationError, match="gating binary_kl leaves out what is above one bound"):
+            translate([*MODULE, *LEAST, *flags, *more])
+
+
+def test_kl_as_a_loss_with_its_true_gradient() -> None:
+    """w k1 grad log pi, which is the gradient of rho k3."""
+    flags = ("--algo.kl.use_loss", "--algo.kl.estimator", "k2", "--algo.kl.unbiased_gradient")
+    assert config_of(*flags).algo.kl.estimator == "k3_unbiased"
+    assert notes_of(*flags) == []
+    assert len(notes_of(*flags[1:])) == 1, "without a loss"
+
+
+def test_aggregations() -> None:
+    mean = ("--actor.loss_agg_mode", "seq-mean-token-mean")
+    assert config_of(*mean).actor.loss_aggregation == "sequence_mean"
+    assert config_of("--actor.loss_agg_mode", "token-mean").actor.loss_aggregation == "token_mean"
+    assert len(notes_of(*mean, "--policy_loss_type", "gspo")) == 1
 
 
 def test_gspo() -> None:
