@@ -10,13 +10,10 @@ import attrs
 
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.names.flags import Flag, Kind, Program
-from rollgrad.entrypoints.names.name_answers import CHECKPOINTS, LOADER, NO_REMOTE_CODE, alike
-from rollgrad.entrypoints.names.names_of_verl import PACKED, VERL
+from rollgrad.entrypoints.names.names_of_verl import VERL
+from rollgrad.entrypoints.names.names_of_verl_seldom_set import ACTOR, MODEL, REF, ROLLOUT, SELDOM
 
 SWITCH, INTEGER, NUMBER, TEXT, WORDS = Kind.SWITCH, Kind.INTEGER, Kind.NUMBER, Kind.TEXT, Kind.WORDS
-
-ACTOR, MODEL, ROLLOUT, REF = (f"actor_rollout_ref.{section}" for section in ("actor", "model", "rollout", "ref"))
-"""Sections of verl's trainer by reinforcement learning."""
 
 IS, RS = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs"
 """Settings of verl's off-policy correction: weights, and masks."""
@@ -50,71 +47,6 @@ IDLE: Mapping[str, tuple[str, ...]] = {
     "reward.reward_manager.source": ("register",),
 }
 """Values that ask for nothing."""
-
-OPTIMIZERS: Mapping[str, str] = {
-    **alike("optimizer_impl override_optimizer_config", "the optimizer is AdamW with float32 master weights, or Muon."),
-    **alike("num_cycles zero_indexed_step lr_wsd_stable_steps_ratio", "the learning rate falls once, to its floor."),
-}
-"""Settings of verl's optimizers without a counterpart, and why."""
-
-OLDER: Mapping[str, str] = {
-    **alike(f"{ACTOR}.use_rmpad {MODEL}.use_rmpad critic.model.use_rmpad reward_model.model.use_rmpad", PACKED),
-    f"{ACTOR}.use_token_level_loss": "the aggregation is that of actor_rollout_ref.actor.loss_agg_mode.",
-    **alike(
-        f"data.image_patch_size data.audio_key data.mm_processor_kwargs data.val_only {MODEL}.use_shm data.use_shm",
-        LOADER,
-    ),
-    **alike(f"{ACTOR}.checkpoint.contents trainer.del_local_ckpt_after_load trainer.esi_redundant_time", CHECKPOINTS),
-    "trainer.v1": "rollouts and updates overlap with --train.async_enable.",
-    "trainer.use_v1": "there is one trainer.",
-    "skip": "rollouts are kept in trajectories/ of the run: see rollgrad replay.",
-    "critic.kl_ctrl": "KL's weight is that of algorithm.kl_ctrl.",
-    **{f"{model}.optim.{key}": why for model in (ACTOR, "critic") for key, why in OPTIMIZERS.items()},
-    "critic.loss_agg_mode": "the critic's loss is the mean over tokens.",
-    **alike("critic.shuffle critic.rollout_n critic.loss_scale_factor", LOADER),
-    **alike(
-        "critic.forward_max_token_len_per_gpu critic.forward_micro_batch_size_per_gpu",
-        "values are computed as log-probs are: see --train.max_tokens_per_scoring_pass.",
-    ),
-    "critic.ppo_max_token_len_per_gpu": "the critic's passes are as large as the actor's.",
-    f"{ACTOR}.calculate_sum_pi_squared": "it is no metric here.",
-    f"{ACTOR}.rollout_n": "it is that of actor_rollout_ref.rollout.n.",
-    f"{ROLLOUT}.logprobs_mode": "log-probs are those of the distribution that is sampled from.",
-    f"{ROLLOUT}.prometheus": "metrics are in metrics.jsonl: see rollgrad ui.",
-    f"{ROLLOUT}.disaggregation": "an engine computes prompts and replies.",
-    f"{ROLLOUT}.moe_load_balance_metrics_interval": "the balance of experts is a metric of every update.",
-    f"{ROLLOUT}.limit_images": "--data.max_images_per_prompt bounds the images of a prompt.",
-    **alike(
-        f"{ACTOR}.use_fused_kernels {ROLLOUT}.qat {ROLLOUT}.update_weights_bucket_megabytes transfer_queue",
-        "kernels, buffers and number formats of engines are chosen for the machine.",
-    ),
-    **alike(f"{ACTOR}.router_replay.record_file {ACTOR}.router_replay.replay_file", "experts are replayed in memory."),
-    **alike(f"{ROLLOUT}.skip_rollout {ROLLOUT}.skip_dump_dir", "a run samples: see rollgrad replay."),
-    f"{MODEL}.lora": "adapters are those of LoRA: see --actor.lora.rank and its neighbours.",
-    **alike("data.sampler data.datagen", LOADER),
-    "critic.forward_micro_batch_size": "values are computed as log-probs are.",
-    "custom_reward_function.reward_kwargs": "write them as defaults of the function's parameters.",
-    "reward.reward_kwargs": "a reward function reads what its parameters are called: docs/rewards.md.",
-    "algorithm.filter_groups.max_inflight_gen_batches": "prompts are replaced one by one.",
-    **alike(
-        "algorithm.rollout_is_threshold_lower algorithm.rollout_is_mode algorithm.rollout_is_veto_threshold "
-        "algorithm.rollout_is_level",
-        "write --algo.correction.level, --algo.correction.mode and their bounds.",
-    ),
-    "algorithm.gdpo_reward_keys": "the rewards that a function names are normalised one by one.",
-    **alike("trainer.use_legacy_worker_impl", "there is one implementation."),
-    **alike("trainer.val_generations_to_log_to_wandb", "write --logger.log_samples."),
-    "trainer.log_train_freq": "write --logger.logging_steps.",
-    f"{ROLLOUT}.use_fire_sampling": "replies are sampled with one temperature.",
-    "critic.model": NO_REMOTE_CODE,
-    **alike(
-        f"{ACTOR}.fsdp_config {REF}.fsdp_config critic.fsdp critic.model.fsdp_config reward_model.model.fsdp_config",
-        "FSDP2 divides each layer over all processes.",
-    ),
-    "reward_model.model.use_remove_padding": PACKED,
-    "hydra": "the run's files are in --ckpt.output_dir.",
-}
-"""Names that `names_of_verl` has not: of earlier releases, and those that are seldom set."""
 
 COLLECTED = ("data.apply_chat_template_kwargs", f"{ROLLOUT}.engine_kwargs.vllm")
 """Sections whose names are another library's or a template's."""
@@ -160,7 +92,7 @@ TOGETHER: Mapping[str, Flag] = {
     f"{ACTOR}.kl_loss_coef": Flag(NUMBER, default=0.001),
     f"{ACTOR}.kl_loss_type": Flag(TEXT, default="low_var_kl"),
     "algorithm.filter_groups.enable": Flag(SWITCH),
-    "algorithm.filter_groups.metric": Flag(TEXT),
+    "algorithm.filter_groups.metric": Flag(TEXT, default="reward"),
     "algorithm.filter_groups.max_num_gen_batches": Flag(INTEGER, default=0),
     IS: Flag(TEXT),
     f"{IS}_threshold": Flag(TEXT, default="2.0"),
@@ -342,6 +274,8 @@ SAME: Mapping[str, str] = {
     f"{ACTOR}.fsdp_config.strategy": f"{ACTOR}.strategy",
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
     f"{ACTOR}.megatron.context_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
+    **{f"{model}.optim.lr_decay_style": f"{model}.optim.lr_scheduler_type" for model in (ACTOR, "critic")},
+    "critic.nccl_timeout": "actor_rollout_ref.nccl_timeout",
     "algorithm.rollout_is": IS,
     "algorithm.rollout_is_threshold": f"{IS}_threshold",
     f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
@@ -374,7 +308,7 @@ def _flag(name: str, answer: str) -> Flag:
     return Flag(kind_of(answer), answer, idle=idle)
 
 
-_FLAGS = {**{name: _flag(name, answer) for name, answer in {**VERL, **OLDER}.items()}, **TOGETHER}
+_FLAGS = {**{name: _flag(name, answer) for name, answer in {**VERL, **SELDOM}.items()}, **TOGETHER}
 
 PPO = Program(
     name="verl.trainer.main_ppo",

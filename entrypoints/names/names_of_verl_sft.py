@@ -10,7 +10,8 @@ from attrs import evolve
 from rollgrad.entrypoints.names.flags import Flag, Kind, Program
 from rollgrad.entrypoints.names.name_answers import KERNELS, LOADER, NO_REMOTE_CODE, alike
 from rollgrad.entrypoints.names.names_of_verl import MTP, PACKED, PROFILE, TOKENIZER
-from rollgrad.entrypoints.names.names_of_verl_commands import OPTIMIZERS, SAYS_ALWAYS
+from rollgrad.entrypoints.names.names_of_verl_commands import SAYS_ALWAYS
+from rollgrad.entrypoints.names.names_of_verl_seldom_set import OPTIMIZERS
 
 SWITCH, INTEGER, NUMBER, TEXT, WORDS = Kind.SWITCH, Kind.INTEGER, Kind.NUMBER, Kind.TEXT, Kind.WORDS
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, canonical_policy_loss
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.names.names_of_verl_commands import ACTOR, IS, MODEL, RS
+from rollgrad.entrypoints.names.names_of_verl_commands import IS, RS
+from rollgrad.entrypoints.names.names_of_verl_seldom_set import ACTOR, MODEL
 from rollgrad.entrypoints.verl.draft import RLDraft, VerlDraft
 
 AGGREGATIONS = {
@@ -272,7 +273,7 @@ def _filtering(draft: RLDraft) -> None:
         for key in ("metric", "max_num_gen_batches"):
             draft.lose(f"{group}.{key}", "no group is filtered, in verl neither")
         return
-    by_reward = str(draft.value(f"{group}.metric")) in ("seq_reward", "seq_final_reward")
+    by_reward = str(draft.value(f"{group}.metric")) in ("reward", "seq_reward", "seq_final_reward")
     draft.set(f"algo.dynamic_filtering_{'spread' if by_reward else 'enable'}", True)
     most, prompts = draft.value(f"{group}.max_num_gen_batches"), draft.positive("data.train_batch_size")
     if most and most > 0:
@@ -292,16 +293,18 @@ def _bounds(text: str) -> list[float]:
 
 
 def _correction(draft: RLDraft) -> None:
-    """Translates the off-policy correction: weights (`rollout_is`), or masks (`rollout_rs`).
+    """Translates the off-policy correction: weights (`rollout_is`), or masks (`rollout_rs`, and with two bounds
+    `rollout_is`, which is then IcePop).
 
     Raises:
         ConfigurationError: there is no such level or threshold.
     """
-    mode = draft.value(f"{POLICY_LOSS}.loss_mode")
-    if draft.value("algorithm.rollout_correction.bypass_mode", False) or mode == "bypass_mode":
+    bypasses = draft.value("algorithm.rollout_correction.bypass_mode", False)
+    bypasses = bypasses or draft.value(f"{POLICY_LOSS}.loss_mode") == "bypass_mode"
+    if bypasses:
         draft.set("algo.old_logprobs", "rollout")
-    masks = draft.asks(RS)
-    name = RS if masks else IS
+    rejects = draft.asks(RS)
+    name = RS if rejects else IS
     if not draft.asks(name):
         for lost in (f"{IS}_threshold", f"{RS}_threshold"):
             draft.lose(lost, "samples are not corrected, in verl neither")
@@ -309,17 +312,26 @@ def _correction(draft: RLDraft) -> None:
     try:
         ours, bounds = LEVELS[str(draft.value(name))], _bounds(draft.value(f"{name}_threshold") or "2.0")
         high, low = bounds[-1], bounds[0] if len(bounds) > 1 else 1 / bounds[-1]
+        if str(draft.value(name)).endswith("_k1"):  # whose bounds are those of the inverse ratio
+            low, high = 1 / high, 1 / low
     except (KeyError, ValueError, ZeroDivisionError) as error:
         raise ConfigurationError(
             f"{draft.options[name]} with {name}_threshold {draft.value(f'{name}_threshold')} has no counterpart: write "
             "algo.correction.level, mode, low and high instead."
         ) from error
     draft.set("algo.correction.level", ours)
-    draft.set("algo.correction.mode", "mask" if masks else "truncate")
-    if masks:
-        draft.set("algo.correction.low", low)
+    draft.set("algo.correction.high", high)
+    if rejects:
         draft.lose(IS, "what is within the bounds weighs by its ratio, what is outside is masked")
         draft.lose(f"{IS}_threshold", "the bounds are those of rollout_rs_threshold")
+        if not bypasses and not draft.asks(IS):
+            draft.change(RS, "a token that is kept weighs by its ratio, in verl by 1")
     else:
         draft.lose(f"{RS}_threshold", "nothing is masked without rollout_rs, in verl neither")
-    draft.set("algo.correction.high", high)
+    if not rejects and len(bounds) == 1:
+        draft.set("algo.correction.mode", "truncate")
+        return
+    draft.set("algo.correction.mode", "mask")
+    draft.set("algo.correction.low", low)
+    if not rejects and ours != "token":
+        draft.change(IS, "a token that is kept weighs by its own ratio, in verl by the sequence's")

@@ -1,7 +1,7 @@
 """Translates the processes of a verl command: models, which share their GPUs with vLLM's engines, and those."""
 
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.names.names_of_verl_commands import ACTOR, ROLLOUT
+from rollgrad.entrypoints.names.names_of_verl_seldom_set import ACTOR, ROLLOUT
 from rollgrad.entrypoints.verl.draft import RLDraft
 from rollgrad.entrypoints.verl.words import plain
 

@@ -7,7 +7,8 @@ from attrs import Factory, define
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS, EstimatorTraits, canonical_estimator
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.names.flags import Program
-from rollgrad.entrypoints.names.names_of_verl_commands import ACTOR, OFFLOADS, REF, SAYS_ALWAYS
+from rollgrad.entrypoints.names.names_of_verl_commands import OFFLOADS, SAYS_ALWAYS
+from rollgrad.entrypoints.names.names_of_verl_seldom_set import ACTOR, REF
 from rollgrad.entrypoints.translation.draft import Draft
 from rollgrad.entrypoints.verl.words import Command, Override, known, read_overrides
 

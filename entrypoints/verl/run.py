@@ -3,7 +3,7 @@
 import re
 
 from rollgrad.application.settings.sections.logger import TRACKERS
-from rollgrad.entrypoints.names.names_of_verl_commands import ACTOR, REF, ROLLOUT
+from rollgrad.entrypoints.names.names_of_verl_seldom_set import ACTOR, REF, ROLLOUT
 from rollgrad.entrypoints.verl.draft import RLDraft, VerlDraft
 from rollgrad.entrypoints.verl.words import plain
 

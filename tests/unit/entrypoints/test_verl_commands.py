@@ -413,16 +413,34 @@ def test_policy_losses(overrides: tuple[str, ...], expected: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (("rollout_is=token",), ("token", "truncate", 2.0)),
-        (("rollout_is=sequence", "rollout_is_threshold=5"), ("sequence", "truncate", 5.0)),
-        (("rollout_rs=token", "rollout_rs_threshold=0.5_3.0"), ("token", "mask", 3.0)),
-        (("rollout_rs=seq_sum_k1", "rollout_rs_threshold=0.5_3.0"), ("sequence", "mask", 3.0)),
-        (("rollout_rs=geometric", "rollout_rs_threshold=1.01"), ("geometric", "mask", 1.01)),
+        (("rollout_is=token",), ("token", "truncate", 0.5, 2.0)),
+        (("rollout_is=sequence", "rollout_is_threshold=5"), ("sequence", "truncate", 0.5, 5.0)),
+        (("rollout_rs=token", "rollout_rs_threshold=0.5_3.0"), ("token", "mask", 0.5, 3.0)),
+        (("rollout_rs=seq_sum_k1", "rollout_rs_threshold=0.5_4.0"), ("sequence", "mask", 0.25, 2.0)),
+        (("rollout_is=token", "rollout_is_threshold=0.5_5.0"), ("token", "mask", 0.5, 5.0)),
+        (("rollout_rs=geometric", "rollout_rs_threshold=1.01"), ("geometric", "mask", 1 / 1.01, 1.01)),
     ],
 )
-def test_corrections(overrides: tuple[str, ...], expected: tuple[str, str, float]) -> None:
+def test_corrections(overrides: tuple[str, ...], expected: tuple[str, str, float, float]) -> None:
     found = settings(*(f"algorithm.rollout_correction.{override}" for override in overrides))
-    assert tuple(found[f"algo.correction.{key}"] for key in ("level", "mode", "high")) == expected
+    assert tuple(found[f"algo.correction.{key}"] for key in ("level", "mode", "low", "high")) == expected
+
+
+def test_what_a_mask_keeps_is_told() -> None:
+    masks = ("rollout_rs=seq_mean_k1", "rollout_rs_threshold=0.9_1.1")
+    of_correction = [f"algorithm.rollout_correction.{override}" for override in (*masks, "bypass_mode=True")]
+    assert "kept weighs by its ratio, in verl by 1" in notes(*of_correction[:2])
+    assert "kept weighs" not in notes(*of_correction), "the loss's own ratio is there alone"
+    pop = ("rollout_is=sequence", "rollout_is_threshold=0.5_2.0")
+    assert "in verl by the sequence's" in notes(*(f"algorithm.rollout_correction.{override}" for override in pop))
+
+
+def test_groups_are_filtered_by_rewards_or_by_scores() -> None:
+    filters = ("algorithm.filter_groups.enable=True", *GROUP)
+    by_reward = ("algo.dynamic_filtering_spread", "algo.dynamic_filtering_enable")
+    for metric, expected in {"": by_reward, "reward": by_reward, "acc": by_reward[::-1]}.items():
+        found = settings(*filters, *([f"algorithm.filter_groups.metric={metric}"] if metric else []))
+        assert [found[name] for name in expected] == [True, False]
 
 
 def test_warm_up_and_schedule() -> None:
