@@ -67,7 +67,7 @@ VERL: Mapping[str, str] = {
     "algorithm.rollout_correction.rollout_rs": "write --algo.correction.mode mask.",
     "algorithm.rollout_correction.rollout_rs_threshold": "write --algo.correction.low and --algo.correction.high.",
     "algorithm.rollout_correction.bypass_mode": "write --algo.old_logprobs rollout.",
-    "actor_rollout_ref.hybrid_engine": "write --train.colocate_all.",
+    "actor_rollout_ref.hybrid_engine": "engines share GPUs with models by --train.colocate_all.",
     "actor_rollout_ref.nccl_timeout": "cluster.timeout",
     "actor_rollout_ref.model.path": "actor.model_name_or_path",
     **alike(

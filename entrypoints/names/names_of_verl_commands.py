@@ -224,6 +224,11 @@ TOGETHER: Mapping[str, Flag] = {
     "trainer.nnodes": Flag(INTEGER, default=1),
     "trainer.n_gpus_per_node": Flag(INTEGER, default=8),
     "model_engine": Flag(TEXT),
+    "trainer.v1.trainer_mode": Flag(TEXT, default="sync"),
+    "trainer.v1.colocate_async.num_warmup_batches": Flag(NUMBER, default=1.0),
+    "trainer.v1.separate_async.num_warmup_batches": Flag(NUMBER, default=1.0),
+    f"{ROLLOUT}.nnodes": Flag(INTEGER, idle=("0",), default=0),
+    f"{ROLLOUT}.n_gpus_per_node": Flag(INTEGER),
     "actor_rollout_ref.nccl_timeout": Flag(NUMBER),
     "trainer.ray_wait_register_center_timeout": Flag(
         NUMBER, reason="processes are waited for as long as cluster.timeout says"

@@ -43,7 +43,7 @@ SELDOM: Mapping[str, str] = {
         LOADER,
     ),
     **alike(f"{ACTOR}.checkpoint.contents trainer.del_local_ckpt_after_load trainer.esi_redundant_time", CHECKPOINTS),
-    "trainer.v1": "rollouts and updates overlap with --train.async_enable.",
+    "trainer.v1": "see --train.async_enable, --train.max_staleness and --train.stale_policy.",
     "trainer.use_v1": "there is one trainer.",
     "skip": "rollouts are kept in trajectories/ of the run: see rollgrad replay.",
     "critic.kl_ctrl": "KL's weight is that of algorithm.kl_ctrl.",

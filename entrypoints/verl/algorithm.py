@@ -275,7 +275,7 @@ def _filtering(draft: RLDraft) -> None:
         return
     by_reward = str(draft.value(f"{group}.metric")) in ("reward", "seq_reward", "seq_final_reward")
     draft.set(f"algo.dynamic_filtering_{'spread' if by_reward else 'enable'}", True)
-    most, prompts = draft.value(f"{group}.max_num_gen_batches"), draft.positive("data.train_batch_size")
+    most, prompts = draft.value(f"{group}.max_num_gen_batches"), draft.prompts
     if most and most > 0:
         each = draft.value("data.gen_batch_size") or prompts
         draft.set("algo.dynamic_filtering_budget", max(1.0, most * each / prompts))

@@ -19,12 +19,15 @@ def translate_cluster(draft: RLDraft) -> None:
         ConfigurationError: engines do not divide the GPUs.
     """
     gpus = draft.gpus
-    _engines(draft, gpus)
-    if gpus == 1:
+    _engines(draft, draft.engine_gpus)
+    if gpus == 1 and not draft.overlaps:
         _one_process(draft)
         return
     draft.set("cluster.enable", True)
-    draft.set("train.colocate_all", True)
+    if draft.overlaps:
+        _apart(draft)
+    else:
+        draft.set("train.colocate_all", True)
     draft.set("actor.num_nodes", draft.value("trainer.nnodes"))
     draft.set("actor.num_gpus_per_node", draft.value("trainer.n_gpus_per_node"))
     if draft.submitted:
@@ -42,6 +45,15 @@ def _one_process(draft: RLDraft) -> None:
     for name in (*names, "actor_rollout_ref.nccl_timeout", "reward_model.model.fsdp_config.param_offload"):
         if name is not None and draft.asks(name) and draft.options[name].values != ("1",):
             draft.lose(name, "one process trains, which keeps its models where they compute")
+
+
+def _apart(draft: RLDraft) -> None:
+    """Translates models whose engines have GPUs of their own."""
+    if draft.kl[0] > 0:
+        draft.set("train.colocate_actor_ref", True)
+    others = {"the critic": draft.has_critic, "the reward model": draft.has_reward_model}
+    if names := " and ".join(name for name, there in others.items() if there):
+        draft.changed.append(f"{names}: on GPUs of their own, as many as the actor has, in verl on the actor's")
 
 
 def _division(draft: RLDraft, layers: int) -> None:
@@ -72,6 +84,9 @@ def _offload(draft: RLDraft, *, whole: bool) -> None:
     if draft.asks(POLICY) and whole:
         draft.set("cluster.offload", True)
         draft.change(POLICY, "the optimizer steps on the CPU, too")
+    elif draft.overlaps:
+        for name in draft.sleepers():
+            draft.lose(name, "models keep their GPUs, for engines have their own: see cluster.offload")
     elif sleepers := draft.sleepers():
         draft.set("train.optimizer_sleeps", True)
         for name in sleepers:
@@ -108,7 +123,7 @@ def _engines(draft: RLDraft, gpus: int) -> None:
     if gpus % (size * stages):
         raise ConfigurationError(
             f"{key} {size} times pipeline_model_parallel_size {stages} is {size * stages} GPUs of an engine, which do "
-            f"not divide the {gpus} of trainer.n_gpus_per_node and trainer.nnodes: change one of them."
+            f"not divide the {gpus} that engines have (trainer.n_gpus_per_node, trainer.nnodes): change one of them."
         )
     draft.set("vllm.tensor_parallel_size", size)
     draft.set("vllm.pipeline_parallel_size", stages)

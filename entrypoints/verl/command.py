@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.config_io import structure_run
+from rollgrad.entrypoints.names.names_of_verl_asynchronous import FULLY_ASYNC, ONE_STEP_OFF
 from rollgrad.entrypoints.names.names_of_verl_commands import AS_ACTOR, PPO
 from rollgrad.entrypoints.translation.draft import TranslatedRun
+from rollgrad.entrypoints.verl import words
 from rollgrad.entrypoints.verl.algorithm import translate_algorithm
 from rollgrad.entrypoints.verl.cluster import translate_cluster
 from rollgrad.entrypoints.verl.draft import RLDraft, read_draft
@@ -18,12 +20,16 @@ from rollgrad.entrypoints.verl.run import translate_run
 from rollgrad.entrypoints.verl.sft import translate_sft
 from rollgrad.entrypoints.verl.words import SFT, Command, read_command
 
+PROGRAMS = {words.ONE_STEP_OFF: ONE_STEP_OFF, words.FULLY_ASYNC: FULLY_ASYNC}
+"""Trainers by reinforcement learning with settings of their own."""
+
 USAGE = """usage: rollgrad verl [--run] COMMAND...
 
-Translates a command of verl (python3 -m verl.trainer.main_ppo key=value ..., the recipe DAPO's, and
-verl.trainer.sft_trainer or fsdp_sft_trainer, with ray job submit or torchrun in front of them or not) to settings of
-rollgrad train rl or sft, and prints those that differ from the defaults as YAML. What has no counterpart, or not the
-same one, is listed on stderr. A file of --config-path and --config-name is read as verl does.
+Translates a command of verl (python3 -m verl.trainer.main_ppo key=value ..., those of one_step_off_policy,
+fully_async_policy and the recipe DAPO, and verl.trainer.sft_trainer or fsdp_sft_trainer, with ray job submit or
+torchrun in front of them or not) to settings of rollgrad train rl or sft, and prints those that differ from the
+defaults as YAML. What has no counterpart, or not the same one, is listed on stderr. A file of --config-path and
+--config-name is read as verl does.
 
   --run   train instead of printing
 """
@@ -40,7 +46,8 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
 
 
 def _translate_rl(command: Command) -> TranslatedRun:
-    draft = read_draft(RLDraft, command, PPO)
+    draft = read_draft(RLDraft, command, PROGRAMS.get(command.module, PPO))
+    draft.module = command.module
     for name, same in AS_ACTOR.items():
         pair = [draft.options.get(key) for key in (name, same)]
         if all(pair) and len({given.values for given in pair if given}) == 1:

@@ -1,5 +1,6 @@
 """The draft of a translated command of verl."""
 
+from math import prod
 from typing import Any, TypeVar
 
 from attrs import Factory, define
@@ -7,10 +8,10 @@ from attrs import Factory, define
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS, EstimatorTraits, canonical_estimator
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.names.flags import Program
-from rollgrad.entrypoints.names.names_of_verl_commands import OFFLOADS, SAYS_ALWAYS
-from rollgrad.entrypoints.names.names_of_verl_seldom_set import ACTOR, REF
+from rollgrad.entrypoints.names.names_of_verl_commands import IS, OFFLOADS, RS, SAYS_ALWAYS
+from rollgrad.entrypoints.names.names_of_verl_seldom_set import ACTOR, REF, ROLLOUT
 from rollgrad.entrypoints.translation.draft import Draft
-from rollgrad.entrypoints.verl.words import Command, Override, known, read_overrides
+from rollgrad.entrypoints.verl.words import FULLY_ASYNC, ONE_STEP_OFF, Command, Override, known, read_overrides
 
 IDLE = ("False", "false", "null")
 """Values that ask for nothing, whatever the setting."""
@@ -74,7 +75,9 @@ def read_draft(kind: type[Kind], command: Command, program: Program) -> Kind:
 
 @define(kw_only=True)
 class RLDraft(VerlDraft):
-    """A translation in progress of verl's trainer by reinforcement learning."""
+    """A translation in progress of verl's trainer by reinforcement learning. `module`: which of its programs."""
+
+    module: str = ""
 
     @property
     def megatron(self) -> bool:
@@ -84,8 +87,44 @@ class RLDraft(VerlDraft):
 
     @property
     def gpus(self) -> int:
-        """GPUs of the run."""
+        """GPUs of the models, and of the engines too unless these have their own."""
         return self.positive("trainer.nnodes") * self.positive("trainer.n_gpus_per_node")
+
+    @property
+    def trainer_mode(self) -> str:
+        """How rollouts and updates share time: `sync`, `colocate_async`, `separate_async`, or the name of a program of
+        its own."""
+        own = self.module in (ONE_STEP_OFF, FULLY_ASYNC)
+        return self.module if own else str(self.value("trainer.v1.trainer_mode", "sync"))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines have GPUs of their own, and sample while models train."""
+        return self.trainer_mode in (ONE_STEP_OFF, FULLY_ASYNC, "separate_async")
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of the engines."""
+        if not self.overlaps:
+            return self.gpus
+        section = ROLLOUT if self.trainer_mode == "separate_async" else "rollout"
+        each = self.value(f"{section}.n_gpus_per_node", self.value("trainer.n_gpus_per_node"))
+        return self.positive(f"{section}.nnodes") * int(each)
+
+    @property
+    def counts_prompts(self) -> bool:
+        """Whether the run is as long as a number of prompts says."""
+        return self.module == FULLY_ASYNC and self.value("rollout.total_rollout_steps") is not None
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a rollout: those between two pushes of the weights."""
+        if self.module != FULLY_ASYNC:
+            return self.positive("data.train_batch_size")
+        batches = ("trigger_parameter_sync_step", "require_batches")
+        return self.positive(f"{ACTOR}.ppo_mini_batch_size") * prod(
+            self.positive(f"async_training.{key}") for key in batches
+        )
 
     @property
     def estimator(self) -> str:
@@ -113,6 +152,11 @@ class RLDraft(VerlDraft):
         return 0.0, False
 
     @property
+    def corrects(self) -> bool:
+        """Whether the command asks for an off-policy correction."""
+        return self.asks(IS) or self.asks(RS)
+
+    @property
     def has_reward_model(self) -> bool:
         """Whether a reward model is loaded."""
         return bool(self.value("reward_model.enable", False))
@@ -120,7 +164,7 @@ class RLDraft(VerlDraft):
     @property
     def plays(self) -> bool:
         """Whether episodes have several turns."""
-        multi = "actor_rollout_ref.rollout.multi_turn"
+        multi = f"{ROLLOUT}.multi_turn"
         return bool(self.value(f"{multi}.enable", False)) or any(
             self.asks(f"{multi}.{key}_path") for key in ("tool_config", "function_tool", "interaction_config")
         )

@@ -5,7 +5,8 @@ import re
 from rollgrad.application.settings.sections.logger import TRACKERS
 from rollgrad.entrypoints.names.names_of_verl_seldom_set import ACTOR, REF, ROLLOUT
 from rollgrad.entrypoints.verl.draft import RLDraft, VerlDraft
-from rollgrad.entrypoints.verl.words import plain
+from rollgrad.entrypoints.verl.overlap import translate_overlap
+from rollgrad.entrypoints.verl.words import FULLY_ASYNC, plain
 
 REWARD_TIMEOUT = 180.0
 """Seconds that a reward model may take, for which verl waits without end."""
@@ -29,7 +30,9 @@ def translate_run(draft: RLDraft) -> None:
         ConfigurationError: a value is not of its kind.
     """
     _batches(draft)
-    translate_length(draft, epochs="train.num_episodes")
+    translate_overlap(draft)
+    if not draft.counts_prompts:
+        translate_length(draft, epochs="train.num_episodes")
     _passes(draft)
     _data(draft)
     _agent(draft)
@@ -40,13 +43,14 @@ def translate_run(draft: RLDraft) -> None:
 
 
 def _batches(draft: RLDraft) -> None:
-    prompts, samples = draft.positive("data.train_batch_size"), draft.positive(f"{ROLLOUT}.n")
+    prompts, samples = draft.prompts, draft.positive(f"{ROLLOUT}.n")
+    draft.set("rollout.batch_size", prompts)
     mini = draft.positive(f"{ACTOR}.ppo_mini_batch_size")
     if mini > prompts:
         draft.change(f"{ACTOR}.ppo_mini_batch_size", f"{prompts}, for a rollout has no more prompts")
     draft.set("train.batch_size", min(mini, prompts) * samples)
     draft.set("rollout.top_k", max(0, draft.value(f"{ROLLOUT}.top_k", 0) or 0))
-    if draft.value("data.gen_batch_size", prompts) != prompts:
+    if draft.module != FULLY_ASYNC and draft.value("data.gen_batch_size", prompts) != prompts:
         filters = draft.value("algorithm.filter_groups.enable", False)
         draft.lose(
             "data.gen_batch_size",

@@ -25,7 +25,7 @@ def translate_sft(command: Command) -> TranslatedRun:
     Raises:
         ConfigurationError: verl has no such setting or value.
     """
-    draft = read_draft(VerlDraft, command, SFT[command.module])
+    draft = read_draft(VerlDraft, command, SFT[command.module.removesuffix("_ray")])
     for name in dict.fromkeys((*draft.options, *draft.program.flags)):
         draft.follow(name)
     _rows(draft)

@@ -18,9 +18,13 @@ MODULE = re.compile(r"(?:.*/)?(verl|recipe)/(?:\w+/)*(\w+)\.py|(verl|recipe)\.(?
 """The file of a program of verl or of its recipes, or its module."""
 
 RECIPE = "main_dapo"
-RL = ("main_ppo", RECIPE)
-SFT = ("sft_trainer", "fsdp_sft_trainer")
+ONE_STEP_OFF, FULLY_ASYNC = "one_step_off_policy", "fully_async_main"
+RL = ("main_ppo", "main_ppo_v0", "main_ppo_sync", RECIPE, ONE_STEP_OFF, FULLY_ASYNC)
+SFT = ("sft_trainer", "fsdp_sft_trainer", "sft_trainer_ray")
 PROGRAMS = (*RL, *SFT)
+
+ASYNCHRONOUS: Mapping[str, str] = {"async_main_ppo": ONE_STEP_OFF, FULLY_ASYNC: FULLY_ASYNC}
+"""Programs that other packages than verl.trainer have, as recipes in older releases."""
 
 OTHERS: Mapping[str, str] = {
     "main_generation": "write rollgrad generate.",
@@ -37,7 +41,11 @@ HYDRA_FLAGS: Mapping[str, str] = {
 }
 """Flags of Hydra that say which file the configuration begins with."""
 
-OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "sft_trainer")
+OWN_FILES = (
+    *("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "sft_trainer"),
+    *("fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer", "sft_trainer_engine"),
+    *("one_step_off_ppo_trainer", "one_step_off_ppo_megatron_trainer"),
+)
 """Names of verl's own files, whose defaults count in any case."""
 
 VARIABLE = re.compile(r"\$[\w{(@*]")
@@ -88,6 +96,10 @@ def read_command(argv: Sequence[str]) -> Command:
         if match is None:
             continue
         package, module = match[1] or match[3], match[2] or match[4]
+        if f"{ONE_STEP_OFF}." in word.replace("/", "."):  # whose module is called main_ppo, too
+            package, module = "verl", ONE_STEP_OFF
+        elif module in ASYNCHRONOUS:
+            package, module = "verl", ASYNCHRONOUS[module]
         if module not in PROGRAMS or (package == "recipe") != (module == RECIPE):
             advice = OTHERS.get(module, f"the programs that are translated are {', '.join(PROGRAMS)}.")
             raise ConfigurationError(f"{word} is no program of verl's that is translated: {advice}")

@@ -225,6 +225,64 @@ def test_the_settings_of_launch_scripts(index: int, words: str) -> None:
         assert any(told in note for note in result.notes), told
 
 
+# Rollouts that overlap with updates.
+
+APART = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+
+
+def asynchronous(module: str, *overrides: str) -> TranslatedRun:
+    result = translate_command(["python3", "-m", f"verl.experimental.{module}", *LEAST, *GROUP, *APART, *overrides])
+    assert problems(result) == []
+    return result
+
+
+def test_fully_asynchronous_training() -> None:
+    result = asynchronous(
+        "fully_async_policy.fully_async_main",
+        *("--config-name=fully_async_ppo_trainer", "data.train_batch_size=0", "data.gen_batch_size=1"),
+        *("async_training.trigger_parameter_sync_step=4", "async_training.require_batches=2"),
+        *("async_training.staleness_threshold=0.5", "rollout.total_rollout_steps=51200"),
+        *("rollout.nnodes=2", "rollout.n_gpus_per_node=4", "actor_rollout_ref.hybrid_engine=False", "rollout.n=4"),
+    )
+    expected = {
+        "rollout.batch_size": 4 * 2 * 32,
+        "train.batch_size": 32 * 4,
+        "train.max_steps": 51200 // 256,
+        "train.num_episodes": settings(*GROUP, "trainer.total_training_steps=1")["train.num_episodes"],
+        "train.async_enable": True,
+        "train.max_staleness": 1,
+        "train.partial_rollout": "recompute",
+        "train.colocate_all": False,
+        "algo.old_logprobs": "rollout",
+        "actor.num_gpus_per_node": 2,
+        "vllm.num_engines": 4,
+    }
+    assert holds(settings_of(result), expected)
+    assert len(result.notes) == 2, "the verifier, and whole rollouts"
+    assert "staleness_threshold=0.5: 1, for whole rollouts may be ahead" in "\n".join(result.notes)
+
+
+def test_one_step_off_policy() -> None:
+    result = asynchronous("one_step_off_policy.main_ppo", "data.train_batch_size=64", "rollout.n_gpus_per_node=4")
+    expected = {"train.async_enable": True, "train.max_staleness": 1, "train.partial_rollout": "none"}
+    others = {"algo.old_logprobs": "rollout", "vllm.num_engines": 2, "train.colocate_all": False}
+    assert holds(settings_of(result), expected | others | {"train.num_episodes": 30, "rollout.batch_size": 64})
+
+
+def test_modes_of_the_trainer() -> None:
+    mode, engines = "trainer.v1.trainer_mode=", f"{ROLLOUT}.nnodes=1"
+    assert translated(*GROUP, f"{mode}sync").run == translated(*GROUP).run
+    apart = settings(*GROUP, f"{mode}separate_async", engines, f"{ACTOR}.use_kl_loss=True")
+    expected = {"train.async_enable": True, "train.partial_rollout": "recompute", "vllm.num_engines": 4}
+    assert holds(apart, expected | {"train.colocate_all": False, "train.colocate_actor_ref": True})
+    assert "are corrected (algo.correction.level auto), in verl only if asked" in notes(
+        *GROUP, f"{mode}separate_async", engines
+    )
+    together = settings(*GROUP, f"{mode}colocate_async", "trainer.v1.colocate_async.num_warmup_batches=0.5")
+    assert "num_warmup_batches=2: the trainer's mode is sync" in notes("trainer.v1.separate_async.num_warmup_batches=2")
+    assert holds(together, {"train.async_enable": False, "rollout.generate_batch_size": 2048})
+
+
 # The table.
 
 
@@ -255,6 +313,7 @@ UNUSUAL = {
     "trainer.resume_mode": "resume_path",
     "trainer.logger": "wandb",
     "trainer.device": "npu",
+    "trainer.v1.trainer_mode": "separate_async",
     "engine": "megatron",
     "optim": None,
     "algorithm.rollout_correction.rollout_is": "token",
@@ -277,6 +336,7 @@ BESIDE = {
     f"{ROLLOUT}.val_kwargs.d": ("data.val_files=v", f"{ROLLOUT}.val_kwargs.temperature=0.5"),
     f"{ROLLOUT}.val_kwargs": ("data.val_files=v",),
     "reward_model.overlong_buffer.enable": ("reward_model.overlong_buffer.len=7",),
+    "trainer.v1.trainer_mode": (f"{ROLLOUT}.nnodes=1",),
     "trainer.project_name": (),
     "data.use_dynamic_bsz": ("data.max_token_len_per_gpu=999",),
 }
@@ -637,10 +697,10 @@ def test_a_file_of_settings_is_read_and_overrides_win(tmp_path: Path) -> None:
         ([f"{ACTOR}.policy_loss.loss_mode=mine"], "loss_mode is mine"),
         (["algorithm.rollout_correction.rollout_rs=token_k1,seq_max_k3"], "has no counterpart: write algo.correction"),
         ([f"{ACTOR}.loss_agg_mode=mine"], "loss_agg_mode is mine"),
-        ([f"{ROLLOUT}.tensor_model_parallel_size=3"], "which do not divide the 8 of trainer.n_gpus_per_node"),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=3"], "which do not divide the 8 that engines have"),
         (["python3", "-m", "verl.trainer.main_eval", "data.path=x"], "write rollgrad score"),
         (["python3", "-m", "verl.trainer.main_generation", "data.path=x"], "write rollgrad generate"),
-        (["python3", "-m", "recipe.one_step_off_policy.main_ppo", "a.b=1"], "the programs that are translated are"),
+        (["python3", "-m", "recipe.mine.main_ppo", "a.b=1"], "the programs that are translated are"),
         (["python3", "-m", "recipe.mine.main_mine"], "the programs that are translated are main_ppo"),
         (["python3", "train.py"], "The command names no program of verl"),
         (["data.train_batch_size=8", "--run"], "No model is set"),
