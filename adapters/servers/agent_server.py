@@ -190,7 +190,7 @@ class AgentServer:
 
     def _described(self) -> dict[str, Any]:
         """Returns what OpenAI's and Anthropic's servers say of a model."""
-        openai = {"object": "model", "created": 0, "owned_by": "rollgrad"}
+        openai = {"object": "model", "created": 0, "owned_by": "rollgrad", "max_model_len": self._service.max_tokens}
         anthropic = {"type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z"}
         return {"id": self._model, **openai, **anthropic}
 

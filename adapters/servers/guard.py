@@ -12,6 +12,7 @@ import ipaddress
 import json
 import re
 import secrets
+from collections import Counter as Tally
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -165,6 +166,7 @@ class Guard:
         self._token = None if token is None else token.encode()
         self._max_body = max_body
         self._guarded = guarded
+        self._refused: Tally[int] = Tally()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request (ASGI)."""
@@ -183,7 +185,11 @@ class Guard:
             await send(message)
 
         try:
-            self._check(scope)
+            try:
+                self._check(scope)
+            except HttpError as error:
+                self._tell(error.status_code, scope)
+                raise
             await self._app(scope, self._limited(receive), tracked_send)
             return
         except ClientDisconnect:
@@ -221,6 +227,15 @@ class Guard:
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body:
             raise self._too_large()
+
+    def _tell(self, status: int, scope: Scope) -> None:
+        """Logs a request that is refused unread: of each status the first, second, fourth, eighth ..., so that nobody
+        without the token fills the log."""
+        self._refused[status] += 1
+        count = self._refused[status]
+        if count & (count - 1) == 0:
+            client = (scope.get("client") or ("",))[0]
+            _log.warning("refused", status=status, client=client, so_far=count, request_id=scope[REQUEST_ID])
 
     def _is_authorised(self, headers: Headers) -> bool:
         assert self._token is not None

@@ -11,6 +11,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from rollgrad.entrypoints.names.name_answers import alike
 from rollgrad.entrypoints.names.names_of_verl import verl_answer
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES, openrlhf_name
 
@@ -52,6 +53,29 @@ OTHER_COMMANDS: Mapping[str, str] = {
     "version": "write rollgrad --version.",
 }
 """Commands of other tools, and of this one some day."""
+
+VLLM_SERVE: Mapping[str, str] = {
+    "api_key": "write --token_file FILE, or set ROLLGRAD_TOKEN.",
+    "served_model_name": "requests are answered whatever model they name.",
+    **alike(
+        "allowed_origins allowed_headers allowed_methods allow_credentials",
+        "pages in browsers are refused: have a server of yours ask this one.",
+    ),
+    **alike("max_num_seqs", "max_batch_size"),
+    **alike("data_parallel_size", "num_engines"),
+    **alike(
+        "enable_auto_tool_choice tool_call_parser reasoning_parser enable_reasoning",
+        "calls and thinking are read in the form that the chat template shows.",
+    ),
+    "chat_template": "the template is that of the model's directory.",
+    "tokenizer": "the tokenizer is that of the model's directory.",
+    **alike("enable_lora lora_modules", "merge adapters into their model first: rollgrad merge-lora."),
+    **alike(
+        "quantization kv_cache_dtype enforce_eager max_num_batched_tokens enable_prefix_caching speculative_config",
+        "write it as an argument of vLLM's, --vllm_extra.NAME VALUE, with --engine vllm.",
+    ),
+}
+"""Flags of `vllm serve`: that of `rollgrad serve agent`, or a sentence."""
 
 LAUNCHED: Mapping[str, str] = {
     "openrlhf": "write rollgrad openrlhf before it, which translates it.",
@@ -167,6 +191,8 @@ def advice(name: str, known: Collection[str]) -> str | None:
         return other
     if name.partition(".")[0] in VERL_ROOTS and "train.seed" in known:
         return other
+    if "drain_seconds" in known and name in VLLM_SERVE:
+        return VLLM_SERVE[name]
     if not any("." in candidate for candidate in known):  # a command that trains nothing, which no sentence is about
         same = (other or "").split(".")[-1]
         return same if same in known else nearest(name, known)

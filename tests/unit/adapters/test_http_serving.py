@@ -231,6 +231,21 @@ async def test_no_web_site_reaches_a_loopback_server() -> None:
     await ask(scenario)
 
 
+async def test_requests_that_are_refused_are_logged_less_and_less_often() -> None:
+    async def scenario(client: httpx2.AsyncClient) -> None:
+        for _ in range(5):
+            await client.get("/busy", headers={"Authorization": "Bearer guessed"})
+        await client.get("/busy", headers={"Authorization": "Bearer right"})
+
+    with structlog.testing.capture_logs() as logs:
+        await ask(scenario, token="right")
+    told = [log for log in logs if log["event"] == "refused"]
+    assert [(log["status"], log["so_far"], log["client"]) for log in told] == [
+        (401, count, "127.0.0.1") for count in (1, 2, 4)
+    ]
+    assert "guessed" not in str(told)
+
+
 async def test_a_server_of_other_machines_takes_any_host() -> None:
     async def scenario(client: httpx2.AsyncClient) -> int:
         headers = {"Host": "gpu-7.example", "Authorization": "Bearer secret"}

@@ -204,6 +204,9 @@ def test_flags_of_other_tools(flags: str, message: str, capsys: pytest.CaptureFi
     ("command", "message"),
     [
         ("chat --max_tokens 3", "--max_tokens is not a flag; did you mean --max_new_tokens?"),
+        ("serve agent --api-key x", "--api_key is not a flag; write --token_file FILE, or set ROLLGRAD_TOKEN."),
+        ("serve agent --max-num-seqs 8", "--max_num_seqs is not a flag; did you mean --max_batch_size?"),
+        ("serve agent --enforce-eager", "--enforce_eager is not a flag; write it as an argument of vLLM's"),
         ("chat --use_vllm", "--use_vllm is not a flag; see rollgrad chat --help."),
         ("doctor --learning_rate 1", "--learning_rate is not a flag; see rollgrad doctor --help."),
         ("serve reward --prt 1", "did you mean --port?"),
