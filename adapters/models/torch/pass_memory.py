@@ -319,7 +319,9 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         compute = grouped_product if func is aten._grouped_mm.default else func
         made = compute(*args, **(kwargs or {}))
         if func in PRODUCTS:
-            self.flops += 2 * made.numel() * args[PRODUCTS[func]].shape[-1]
+            # The gradient of a group's matrix is of its own rows, which all groups together have once.
+            groups = made.shape[0] if func is aten._grouped_mm.default and args[0].dim() == args[1].dim() == 2 else 1
+            self.flops += 2 * made.numel() * args[PRODUCTS[func]].shape[-1] // groups
         for tensor in tree_iter(made):
             if isinstance(tensor, Tensor):
                 self._note(tensor.untyped_storage())
