@@ -189,7 +189,7 @@ def show_plan(
     machine, device, dtype = planned.machine, planned.device, planned.dtype
     shapes = _shapes(config, dtype, device, becomes=becomes)
     rows = _rows(config, shapes, machine, dtype, told)
-    console.print(_memory_table(rows, planned, optimizer_words(config, rows)))
+    console.print(_memory_table(rows, planned, reading(config, rows)))
     if config.cluster.enable and machine.gpu:
         console.print(gpu_count(rows))
     for place in places(rows, machine):
@@ -351,9 +351,11 @@ def _memory_table(rows: list[RoleMemory], planned: PlannedMachine, optimizers: s
     return table
 
 
-def optimizer_words(config: RLConfig, rows: Sequence[RoleMemory]) -> str:
-    """Returns how the optimizer's bytes of roles whose optimizer is not AdamW are to be read; nothing if all are."""
-    words = ""
+def reading(config: RLConfig, rows: Sequence[RoleMemory]) -> str:
+    """Returns how the bytes are to be read where images are seen, and of roles whose optimizer is not AdamW; else
+    nothing."""
+    sees = config.data.image_key is not None
+    words = "; the pass of images through their tower is not counted, in time neither" if sees else ""
     for role in ("actor", "critic"):
         section = getattr(config, role, None)
         if section is None or role not in {row.role for row in rows}:

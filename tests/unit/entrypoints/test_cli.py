@@ -20,7 +20,7 @@ from rollgrad.entrypoints.cli.commands import COMMANDS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.output import show_metrics
 from rollgrad.entrypoints.config_io import dump_config, setting_names, structure_config
-from rollgrad.entrypoints.dry_run import example_file_problems, file_problems
+from rollgrad.entrypoints.dry_run import example_file_problems, file_problems, reading
 
 
 def printed_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> RLConfig:
@@ -363,3 +363,10 @@ def test_a_command_that_code_of_its_user_ends_has_not_succeeded(monkeypatch: pyt
     with open(reads) as stderr:
         assert stderr.read().startswith("error: os._exit in test_cli.py, line ")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+def test_a_plan_says_that_it_does_not_count_the_pass_of_images() -> None:
+    config = RLConfig()
+    assert reading(config, []) == ""
+    config.data.image_key = "images"
+    assert reading(config, []) == "; the pass of images through their tower is not counted, in time neither"
